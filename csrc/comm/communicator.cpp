@@ -1,0 +1,34 @@
+#include "comm/communicator.h"
+
+namespace zb {
+
+std::string_view collective_name(Collective collective) noexcept {
+  constexpr std::array<std::string_view, kCollectiveNum> kNames{"all_gather", "reduce_scatter", "all_reduce",
+                                                                "broadcast",  "exchange",       "barrier"};
+  return kNames[static_cast<std::size_t>(collective)];
+}
+
+void Communicator::count(Collective collective, std::uint64_t full_bytes) noexcept {
+  const auto index = static_cast<std::size_t>(collective);
+  const auto ranks = static_cast<std::uint64_t>(world_size_);
+  std::uint64_t moved = 0;
+  switch (collective) {
+    case Collective::kAllGather:
+    case Collective::kReduceScatter:
+    case Collective::kExchange:
+      moved = full_bytes / ranks * (ranks - 1);
+      break;
+    case Collective::kAllReduce:
+      moved = 2 * full_bytes / ranks * (ranks - 1);
+      break;
+    case Collective::kBroadcast:
+      moved = ranks > 1 ? full_bytes : 0;
+      break;
+    case Collective::kBarrier:
+      break;
+  }
+  counters_.calls[index] += 1;
+  counters_.bytes[index] += moved;
+}
+
+}  // namespace zb

@@ -1,0 +1,155 @@
+// Communicators: collectives over registered buffers, as pairs of start and wait.
+//
+// Rules that hold for every kind:
+// - All ranks make the same calls in the same order with the same sizes (allocate with a shared role, start_*, barrier,
+//   exchange). A mismatch that is noticed raises CommunicationError on every rank.
+// - `start_*` returns at once; the operation may run later, inside `Work::test`, `Work::wait`, `progress` or on a
+//   thread or stream of the communicator. Operations of one communicator complete in the order they were started.
+// - A buffer named as source may be written again once `source_free`; a destination is readable after `wait`.
+// - Reductions add in rank order in float and round once to the element type, so results are the same bits on all ranks
+//   and in every stage.
+// - After an error the communicator is poisoned: later calls raise the original cause.
+// - Calls come from one thread at a time (the engine serialises them).
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "common/dtype.h"
+#include "memory/ledger.h"
+
+namespace zb {
+
+// Who touches a registered buffer besides its owner.
+enum class BufferRole : std::uint8_t {
+  kShared,   // peers may read it (a source of collectives); allocation is collective
+  kPrivate,  // only this rank touches it (a destination); allocation is local
+};
+
+// Memory that collectives may name. Zero-filled at creation, page aligned. Destruction is local and never blocks:
+// peers' views stay valid until they drop theirs.
+class RegisteredBuffer {
+ public:
+  virtual ~RegisteredBuffer() = default;
+  RegisteredBuffer(const RegisteredBuffer&) = delete;
+  RegisteredBuffer& operator=(const RegisteredBuffer&) = delete;
+
+  std::byte* data() const noexcept { return data_; }
+  std::size_t bytes() const noexcept { return bytes_; }
+
+ protected:
+  RegisteredBuffer() = default;
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// A place in a registered buffer.
+struct Region {
+  std::shared_ptr<RegisteredBuffer> buffer;
+  std::size_t offset_bytes = 0;
+
+  std::byte* data() const noexcept { return buffer->data() + offset_bytes; }
+  Region at(std::size_t more_bytes) const { return {buffer, offset_bytes + more_bytes}; }
+  explicit operator bool() const noexcept { return buffer != nullptr; }
+};
+
+// A started collective. Destroying an unfinished handle does not cancel it.
+class Work {
+ public:
+  virtual ~Work() = default;
+  virtual bool test() = 0;              // makes progress without blocking; true once the destination is readable
+  virtual void wait() = 0;              // returns once the destination is readable; raises the operation's error
+  virtual void wait_source_free() = 0;  // returns once no peer reads this rank's source any more
+};
+using WorkPtr = std::shared_ptr<Work>;
+
+enum class Collective : std::uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kExchange, kBarrier };
+inline constexpr std::size_t kCollectiveNum = 6;
+std::string_view collective_name(Collective collective) noexcept;
+
+// Bytes are what the algorithm moves per rank by the usual accounting: (n-1)/n of the full buffer for all_gather and
+// reduce_scatter, 2(n-1)/n for all_reduce, the buffer for broadcast, (n-1) messages for exchange.
+struct CommunicationCounters {
+  std::array<std::uint64_t, kCollectiveNum> calls{};
+  std::array<std::uint64_t, kCollectiveNum> bytes{};
+};
+
+struct AllGather {
+  Region source;                // shard_bytes of this rank
+  Region destination;           // world_size * shard_bytes in rank order; source may be its own slice of it
+  std::size_t shard_bytes = 0;
+  std::string_view label;       // names the unit in errors; must outlive the operation
+};
+
+struct ReduceScatter {
+  Region source;                // world_size * shard_numel elements
+  Region destination;           // shard_numel elements; may be this rank's slice of source
+  std::size_t shard_numel = 0;
+  DType dtype = DType::kFloat32;
+  std::string_view label;
+};
+
+struct AllReduce {
+  Region buffer;                // in place
+  std::size_t numel = 0;
+  DType dtype = DType::kFloat32;
+  std::string_view label;
+};
+
+struct Broadcast {
+  Region buffer;                // in place
+  std::size_t bytes = 0;
+  int root = 0;
+  std::string_view label;
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const noexcept { return rank_; }
+  int world_size() const noexcept { return world_size_; }
+  virtual std::string_view kind() const noexcept = 0;
+  // Whether started operations advance while the caller computes (a stream or thread of their own). Where they do not,
+  // the engine waits in step() instead of behind the next forward.
+  virtual bool runs_in_background() const noexcept = 0;
+
+  // Throws OutOfMemoryError. `ledger` may be null.
+  virtual std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
+                                                     Category category) = 0;
+  virtual WorkPtr start_all_gather(const AllGather& args) = 0;
+  virtual WorkPtr start_reduce_scatter(const ReduceScatter& args) = 0;
+  virtual WorkPtr start_all_reduce(const AllReduce& args) = 0;
+  virtual WorkPtr start_broadcast(const Broadcast& args) = 0;
+  virtual void barrier(std::string_view label) = 0;
+  // Control plane: every rank gives `bytes_per_rank` bytes of host memory and receives those of all in rank order.
+  // Blocking. Meant for small messages (bytes to kilobytes).
+  virtual void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) = 0;
+  // Advances started operations as far as possible without blocking.
+  virtual void progress() = 0;
+  // Poisons the communicator on every rank with this reason; blocked peers wake up and raise. Idempotent.
+  virtual void abort(std::string_view reason) noexcept = 0;
+
+  const CommunicationCounters& counters() const noexcept { return counters_; }
+  void reset_counters() noexcept { counters_ = {}; }
+
+ protected:
+  Communicator(int rank, int world_size) : rank_(rank), world_size_(world_size) {}
+  void count(Collective collective, std::uint64_t full_bytes) noexcept;
+
+ private:
+  int rank_;
+  int world_size_;
+  CommunicationCounters counters_;
+};
+
+}  // namespace zb

@@ -1,0 +1,64 @@
+// AdamW and Adam on flat shards: one written sequence of IEEE operations (docs/decisions/adam.md), many forms.
+//
+// Every form (scalar, NEON, AVX2, AVX-512, CUDA) gives the same bits: `fma` exactly where written, round to nearest,
+// no reassociation, no flush to zero. The scalar form is the reference.
+#pragma once
+
+#include <cstddef>
+
+#include "common/cpu_features.h"
+#include "common/dtype.h"
+#include "common/thread_pool.h"
+
+namespace zb {
+
+enum class WeightDecayKind : unsigned char { kDecoupled, kL2 };
+
+// Hyperparameters of one param group, as a user states them.
+struct AdamHyperparameters {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0.0;
+  WeightDecayKind kind = WeightDecayKind::kDecoupled;
+};
+
+// What the element loop reads: formed in double, rounded to float once.
+struct AdamScalars {
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float eps;
+  float inv_sqrt_bias2;  // 1 / sqrt(1 - beta2^step)
+  float step_size;       // lr / (1 - beta1^step)
+  float decay_factor;    // 1 - lr * weight_decay (decoupled), else 1
+  float l2;              // weight_decay of kL2, else 0
+  float grad_factor;     // one multiply on every incoming gradient: averaging, unscaling and clipping
+};
+
+// `step` counts from 1. Throws ArgumentError for betas outside [0, 1), negative lr, eps or weight_decay, or step 0.
+AdamScalars make_adam_scalars(const AdamHyperparameters& hyperparameters, long step, float grad_factor);
+
+// One contiguous run of a shard. `low_precision` may be null; `gradient` is left as it was.
+struct AdamSpan {
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+  const void* gradient;
+  DType gradient_dtype;
+  void* low_precision;            // receives master rounded to low_precision_dtype, past the caches where large
+  DType low_precision_dtype;
+  std::size_t numel;
+};
+
+using AdamFunction = void (*)(const AdamSpan& span, const AdamScalars& scalars);
+
+// The single-threaded form for an instruction set; throws ArgumentError where this machine or build lacks it.
+AdamFunction adam_function(Isa isa);
+
+// Splits the span over the pool's threads (cache-line multiples) and runs the best form. Results do not depend on the split.
+void adam_step(const AdamSpan& span, const AdamScalars& scalars, ThreadPool& pool);
+
+}  // namespace zb
