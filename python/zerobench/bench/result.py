@@ -1,0 +1,126 @@
+"""The result file: pydantic models of ``results.json``. Imports neither torch nor the core.
+
+``OUT/results.json`` is a contract that other tools rely on. A value that cannot be had is null, never zero. Memory is
+in bytes, times in ms, rates per second. docs/metrics.md derives every figure.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+Status = Literal["ok", "wrong", "oom", "failed", "skipped"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="allow")  # newer files may carry more
+
+
+class StepTime(_Model):
+    """Optimizer step times over the measured window: per step, the slowest rank's."""
+
+    median: float
+    mad: float
+    mean: float
+    std: float
+    samples: list[float]
+    outliers: list[int] = Field(default_factory=list, description="indices into samples; flagged, never dropped")
+
+
+class Settings(_Model):
+    """All settings of a row, resolved."""
+
+    model: str
+    model_config_resolved: dict[str, Any] = Field(default_factory=dict)
+    parameter_count: int | None = None
+    world_size: int
+    precision: str
+    batch_size: int  # per rank and micro-batch
+    seq_length: int
+    grad_accum: int
+    offload: str = "none"
+    compile: str = "none"
+    clip: float | None = None
+    checkpointing: bool = False
+    num_steps: int = 20
+    warmup_steps: int = 5
+    repeats: int = 1
+    verify_steps: int = 0
+    seed: int = 0
+    data: str = "stdlib"
+    communicator: str | None = None
+    threads_per_rank: int | None = None
+    optimizer: dict[str, Any] = Field(default_factory=dict)
+    config_file: str | None = None
+
+
+class RowDtypes(_Model):
+    param: str
+    compute: str
+    reduce: str
+    master: str
+    state: str
+
+
+class Deviation(_Model):
+    """How far a row is from its reference; see docs/metrics.md for norms and floors."""
+
+    reference: str | None = None  # name of the row or strategy compared with
+    loss: float | None = None  # |loss - reference| / |reference| at step 1
+    norm: float | None = None  # the same of the global gradient norm
+    gradient: float | None = None  # largest relative L2 over parameters, step 1
+    gradient_worst: str | None = None  # the parameter of that
+    update: float | None = None  # ||update - reference update|| / ||reference update|| after verify_steps
+    max_abs: float | None = None  # largest absolute deviation of a parameter element, informative
+    tolerance: dict[str, float] = Field(default_factory=dict)  # by the names above
+    checksum_group: str | None = None  # rows that must share a checksum carry the same text
+    verdict: str | None = None  # one line: what was compared and how it came out
+
+
+class Row(_Model):
+    name: str
+    strategy: str
+    stage: int | None = None
+    status: Status
+    error: str | None = None
+    settings: Settings
+    dtypes: RowDtypes | None = None
+    step_time_ms: StepTime | None = None
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s_per_peak_gb: float | None = None
+    relative: float | None = None  # step time over the fastest comparable ok row's, per token
+    relative_uncertainty: float | None = None
+    speedup: float | None = None  # tokens/s over the baseline's
+    memory_change_pct: float | None = None  # peak device bytes against the baseline's
+    baseline: str | None = None
+    comparable: bool = True  # False when dtypes differ from the majority's: shown, not ranked
+    loss: list[float] | None = None  # one a step, mean over ranks, measured window
+    validation_loss: float | None = None
+    checksum: str | None = None  # of the full parameters after verification
+    deviation: Deviation | None = None
+    memory_bytes: dict[str, dict[str, int]] | None = None  # {tier: {category: bytes}}
+    peak_device_bytes: int | None = None  # largest over ranks
+    allocated_device_bytes: int | None = None  # at the end
+    device_used_peak_bytes: int | None = None
+    device_utilisation_pct: float | None = None
+    peak_host_bytes: int | None = None
+    phases_ms: dict[str, float] | None = None
+    communication_bytes: int | None = None  # per rank and step
+    started: str | None = None  # ISO 8601 UTC
+    duration_s: float | None = None
+    log: str | None = None  # path relative to the output folder
+    rerun: str | None = None  # the command that runs this row alone
+
+
+class Results(_Model):
+    schema_version: int = SCHEMA_VERSION
+    created: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    command: str
+    complete: bool = False  # False while configurations are missing (running or interrupted)
+    rows: list[Row] = Field(default_factory=list)

@@ -1,0 +1,43 @@
+"""Exception types of zerobench.
+
+Every error that a user can cause ends in one of these, with one sentence that says what was expected, what came and
+what to do. The C++ core's exceptions arrive as the same types (see csrc/bindings/module.cpp).
+"""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Base of all zerobench errors."""
+
+
+class ConfigError(Error, ValueError):
+    """A configuration, option or name is unknown or impossible."""
+
+
+class StateError(Error):
+    """A call came at a moment when it is not legal, or after a failure that needs a reload."""
+
+
+class CommunicationError(Error):
+    """A rank died, stalled past the timeout, or called another collective. ``rank`` is the rank at fault or -1."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """Memory of a tier ran out; the message says how much was asked for."""
+
+
+class NonFiniteGradientError(Error, ArithmeticError):
+    """A gradient held NaN or Inf in a precision that has no loss scale to retry with."""
+
+
+class DataError(Error, ValueError):
+    """A data file or folder cannot serve: missing, empty, or shorter than one sequence."""
+
+
+class VerificationError(Error):
+    """A strategy's parameters differ from the reference beyond the tolerance."""

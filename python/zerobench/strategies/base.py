@@ -1,0 +1,131 @@
+"""The one protocol that every way to train follows: ours and each peer.
+
+A strategy object lives in one rank's process. The order of calls is ``build``, then any number of ``step`` and
+``evaluate``, with the readers (``full_parameters``, ``first_moments``, ``memory_bytes``, ...) in between, then
+``close``. Readers that gather are collective: every rank calls them in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Batch = Mapping[str, "torch.Tensor"]
+"""Keyword arguments of the model's forward: ``input_ids`` and ``labels``, both (batch_size, seq_length) int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtypes:
+    """Effective dtypes by role, as torch names without the prefix ("float32", "bfloat16", "float16")."""
+
+    param: str  # what forward and backward read
+    compute: str  # what matrix products run in (differs from param under autocast)
+    reduce: str  # what gradients are summed in across ranks
+    master: str  # what the optimizer updates
+    state: str  # exp_avg and exp_avg_sq
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW hyperparameters, equal for every strategy of a comparison."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySettings:
+    """What a strategy is asked to run. Resolved: no "auto" is left."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    rendezvous: str  # unique text of this run; ranks of one host meet by it (shm communicator)
+    precision: str  # "fp32", "bf16" or "fp16": the dtype of param, compute and reduce
+    batch_size: int  # per rank and micro-batch
+    seq_length: int
+    grad_accum: int = 1
+    clip: float | None = None  # maximum global gradient norm
+    checkpointing: bool = False  # gradient checkpointing of every block
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    timeout_s: float = 300.0
+    deterministic: bool = False  # verification runs under deterministic algorithms
+    options: Mapping[str, object] = field(default_factory=dict)  # a zerobench configuration (--config), for ours only
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step. ``loss`` is this rank's mean loss over its micro-batches, unscaled (0-dim tensor)."""
+
+    loss: torch.Tensor
+    grad_norm: float | torch.Tensor | None  # global, before clipping; None where it was not computed
+    applied: bool = True  # False when fp16 overflow skipped the update
+
+
+class Strategy(ABC):
+    """One way to train, in one rank's process."""
+
+    name: ClassVar[str]  # what --strategies takes: "single", "zero0", "ddp", ...
+    stage: ClassVar[int | None] = None  # ZeRO stage, for ours and for peers that have one
+
+    def __init__(self, settings: StrategySettings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def unsupported(cls, settings: StrategySettings) -> str | None:
+        """Why these settings cannot run (row status ``skipped``), or None. Called before anything is built."""
+        return None
+
+    @abstractmethod
+    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+        """Make model (fp32, seeded, equal on every rank), wrapper and optimizer. Collective."""
+
+    @abstractmethod
+    def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        """Forward and backward over ``grad_accum`` micro-batches and one optimizer step. ``norm`` asks for grad_norm."""
+
+    @abstractmethod
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss over this rank's batches without gradients. Collective where forward is."""
+
+    @abstractmethod
+    def dtypes(self) -> Dtypes: ...
+
+    @abstractmethod
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """Full parameters by name as fp32 CPU copies: the masters where they exist. Collective; same on every rank."""
+
+    @abstractmethod
+    def first_moments(self) -> dict[str, torch.Tensor]:
+        """Full exp_avg by parameter name as fp32 CPU copies, zeros where a parameter has none. Collective."""
+
+    @abstractmethod
+    def memory_bytes(self) -> dict[str, dict[str, int]]:
+        """{tier: {category: bytes}} that this rank holds at peak, by the ledger's names."""
+
+    def communication_bytes(self) -> int | None:
+        """Bytes this rank moved in collectives since ``reset_counters`` (accounting of docs/metrics.md), else None."""
+        return None
+
+    def reset_counters(self) -> None:
+        """Zero communication counters and memory peaks before a measured window."""
+
+    @abstractmethod
+    def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
+        """One step with a clock around its parts: {"forward": ms, "backward": ms, "optimizer": ms} and, where it can be
+        told, "exposed_communication" (time in which this rank only waited for or moved data of collectives; it is
+        contained in the other phases' wall time and is subtracted from them, so that the phases add up)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; never hangs when a peer is gone."""
