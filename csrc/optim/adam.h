@@ -55,6 +55,9 @@ struct AdamSpan {
 
 using AdamFunction = void (*)(const AdamSpan& span, const AdamScalars& scalars);
 
+// Elements [begin, end) of a span, as a span.
+AdamSpan adam_subspan(const AdamSpan& span, std::size_t begin, std::size_t end);
+
 // The single-threaded form for an instruction set; throws ArgumentError where this machine or build lacks it.
 AdamFunction adam_function(Isa isa);
 

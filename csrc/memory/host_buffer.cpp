@@ -1,0 +1,101 @@
+#include "memory/host_buffer.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "common/error.h"
+
+namespace zb {
+namespace {
+
+constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+constexpr std::size_t kHugeFromBytes = std::size_t{4} << 20;
+
+std::size_t page_bytes() {
+  static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+std::size_t round_up(std::size_t value, std::size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+std::string in_mib(std::size_t bytes) {
+  char text[64];
+  std::snprintf(text, sizeof(text), "%.1f MiB", static_cast<double>(bytes) / (1 << 20));
+  return text;
+}
+
+[[noreturn]] void throw_out_of_memory(std::size_t bytes, Ledger* ledger, Tier tier, Category category,
+                                      const char* cause) {
+  std::string text = std::string(tier_name(tier)) + " memory ran out: " + in_mib(bytes) + " (" + std::to_string(bytes) +
+                     " bytes) for " + std::string(category_name(category)) + " could not be mapped (" + cause + ")";
+  if (ledger != nullptr) {
+    text += ", with " + in_mib(static_cast<std::size_t>(ledger->total(tier).current_bytes)) + " held already";
+  }
+  throw OutOfMemoryError(text + "; use more ranks, a higher stage or a smaller model");
+}
+
+std::byte* map(std::size_t bytes) {
+  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return address == MAP_FAILED ? nullptr : static_cast<std::byte*>(address);
+}
+
+// Maps with a huge page to spare and gives the ends back, so that the buffer begins on a huge-page boundary.
+std::byte* map_huge(std::size_t mapped_bytes) {
+  std::byte* wide = map(mapped_bytes + kHugePageBytes);
+  if (wide == nullptr) return nullptr;
+  const auto address = reinterpret_cast<std::uintptr_t>(wide);
+  const std::size_t head_bytes = round_up(address, kHugePageBytes) - address;
+  std::byte* data = wide + head_bytes;
+  if (head_bytes > 0) munmap(wide, head_bytes);
+  if (head_bytes < kHugePageBytes) munmap(data + mapped_bytes, kHugePageBytes - head_bytes);
+  madvise(data, mapped_bytes, MADV_HUGEPAGE);  // advice: a kernel without huge pages is no error
+  return data;
+}
+
+}  // namespace
+
+HostBuffer::HostBuffer(std::size_t bytes, Ledger* ledger, Tier tier, Category category) {
+  if (bytes == 0) return;
+  if (bytes > std::numeric_limits<std::size_t>::max() / 2) {
+    throw_out_of_memory(bytes, ledger, tier, category, "larger than the address space");
+  }
+  const std::size_t mapped_bytes = round_up(bytes, page_bytes());
+  std::byte* data = bytes >= kHugeFromBytes ? map_huge(mapped_bytes) : map(mapped_bytes);
+  if (data == nullptr) throw_out_of_memory(bytes, ledger, tier, category, std::strerror(errno));
+  data_ = data;
+  bytes_ = bytes;
+  allocation_ = Allocation(ledger, tier, category, bytes);
+}
+
+HostBuffer::HostBuffer(HostBuffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      allocation_(std::move(other.allocation_)) {}
+
+HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
+  if (this != &other) {
+    unmap();
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = std::exchange(other.bytes_, 0);
+    allocation_ = std::move(other.allocation_);
+  }
+  return *this;
+}
+
+HostBuffer::~HostBuffer() { unmap(); }
+
+void HostBuffer::unmap() noexcept {
+  if (data_ != nullptr) munmap(data_, round_up(bytes_, page_bytes()));
+  data_ = nullptr;
+  bytes_ = 0;
+}
+
+}  // namespace zb

@@ -1,0 +1,138 @@
+// The device store on CPU ranks: optimizer state in ordinary memory beside the parameters, updated in place.
+//
+// An update is complete when start_update returns; wait_update exists for the stores where it is not.
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/error.h"
+#include "memory/host_buffer.h"
+#include "stores/store.h"
+
+namespace zb {
+namespace {
+
+struct Shard {
+  std::size_t numel = 0;
+  DType param_dtype = DType::kFloat32;
+  std::vector<Segment> segments;
+  HostBuffer master;  // empty for fp32 parameters
+  HostBuffer exp_avg;
+  HostBuffer exp_avg_sq;
+};
+
+void check_segments(const ShardSpec& spec) {
+  std::size_t cursor = 0;
+  for (const Segment& segment : spec.segments) {
+    ZB_EXPECT(segment.begin >= cursor && segment.begin <= segment.end && segment.end <= spec.numel,
+              "segment [" + std::to_string(segment.begin) + ", " + std::to_string(segment.end) +
+                  ") is out of order or outside its shard of " + std::to_string(spec.numel) + " elements");
+    ZB_EXPECT(segment.row >= 0, "a segment needs a row of hyperparameters, got " + std::to_string(segment.row));
+    cursor = segment.end;
+  }
+}
+
+const void* element(const void* base, DType dtype, std::size_t index) {
+  return static_cast<const std::byte*>(base) + index * dtype_bytes(dtype);
+}
+
+void* element(void* base, DType dtype, std::size_t index) {
+  return static_cast<std::byte*>(base) + index * dtype_bytes(dtype);
+}
+
+class DeviceStore final : public Store {
+ public:
+  DeviceStore(Ledger* ledger, ThreadPool& pool) : ledger_(ledger), pool_(pool) {}
+
+  Tier tier() const noexcept override { return Tier::kDevice; }
+
+  std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) override {
+    check_segments(spec);
+    ZB_EXPECT(initial.size() == spec.numel, "a shard of " + std::to_string(spec.numel) +
+                                                " elements needs as many initial values, got " +
+                                                std::to_string(initial.size()));
+    Shard shard;
+    shard.numel = spec.numel;
+    shard.param_dtype = spec.param_dtype;
+    shard.segments = spec.segments;
+    const std::size_t bytes = spec.numel * sizeof(float);
+    if (spec.param_dtype != DType::kFloat32) {
+      shard.master = HostBuffer(bytes, ledger_, Tier::kDevice, Category::kMaster);
+      if (bytes > 0) std::memcpy(shard.master.data(), initial.data(), bytes);
+    }
+    shard.exp_avg = HostBuffer(bytes, ledger_, Tier::kDevice, Category::kExpAvg);
+    shard.exp_avg_sq = HostBuffer(bytes, ledger_, Tier::kDevice, Category::kExpAvgSq);
+    shards_.push_back(std::move(shard));
+    return shards_.size() - 1;
+  }
+
+  void start_update(std::size_t index, const ShardUpdate& update) override {
+    Shard& shard = at(index);
+    ZB_EXPECT(shard.numel == 0 || (update.gradient != nullptr && update.parameters != nullptr),
+              "an update of shard " + std::to_string(index) + " needs its gradient and its parameters");
+    for (const Segment& segment : shard.segments) {
+      ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
+                "shard " + std::to_string(index) + " needs hyperparameters of param group " +
+                    std::to_string(segment.row) + ", got " + std::to_string(update.rows.size()) + " rows");
+    }
+    for (const Segment& segment : shard.segments) {
+      adam_step(segment_span(shard, update, segment), update.rows[static_cast<std::size_t>(segment.row)], pool_);
+    }
+  }
+
+  void wait_update(std::size_t index) override { at(index); }
+
+  void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
+    const HostBuffer& state = state_of(index, kind, destination.size());
+    if (!destination.empty()) std::memcpy(destination.data(), state.data(), destination.size_bytes());
+  }
+
+  void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
+    const HostBuffer& state = state_of(index, kind, source.size());
+    if (!source.empty()) std::memcpy(state.data(), source.data(), source.size_bytes());
+  }
+
+ private:
+  static AdamSpan segment_span(const Shard& shard, const ShardUpdate& update, const Segment& segment) {
+    const bool master_is_parameters = shard.param_dtype == DType::kFloat32;
+    void* parameters = element(update.parameters, shard.param_dtype, segment.begin);
+    return {.master = master_is_parameters ? static_cast<float*>(parameters) : shard.master.as<float>() + segment.begin,
+            .exp_avg = shard.exp_avg.as<float>() + segment.begin,
+            .exp_avg_sq = shard.exp_avg_sq.as<float>() + segment.begin,
+            .gradient = element(update.gradient, update.gradient_dtype, segment.begin),
+            .gradient_dtype = update.gradient_dtype,
+            .low_precision = master_is_parameters ? nullptr : parameters,
+            .low_precision_dtype = shard.param_dtype,
+            .numel = segment.end - segment.begin};
+  }
+
+  Shard& at(std::size_t index) {
+    ZB_EXPECT(index < shards_.size(),
+              "the store holds " + std::to_string(shards_.size()) + " shards, none is number " + std::to_string(index));
+    return shards_[index];
+  }
+
+  const HostBuffer& state_of(std::size_t index, StateKind kind, std::size_t numel) {
+    const Shard& shard = at(index);
+    ZB_EXPECT(numel == shard.numel, "shard " + std::to_string(index) + " has " + std::to_string(shard.numel) +
+                                        " elements, the other side of the copy has " + std::to_string(numel));
+    if (kind == StateKind::kExpAvg) return shard.exp_avg;
+    if (kind == StateKind::kExpAvgSq) return shard.exp_avg_sq;
+    ZB_EXPECT_STATE(shard.param_dtype != DType::kFloat32,
+                    "fp32 parameters are their own master; read or write the parameters instead");
+    return shard.master;
+  }
+
+  Ledger* ledger_;
+  ThreadPool& pool_;
+  std::vector<Shard> shards_;
+};
+
+}  // namespace
+
+std::unique_ptr<Store> make_device_store(Ledger* ledger, ThreadPool& pool) {
+  return std::make_unique<DeviceStore>(ledger, pool);
+}
+
+}  // namespace zb
