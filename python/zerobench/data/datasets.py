@@ -1,0 +1,182 @@
+"""Batches as a pure function of (seed, step, place in the global batch).
+
+A step's global batch is a list of samples; sample ``i`` of the whole run has the same tokens whatever the
+strategy and however the ranks split them, so one process can train on exactly what several ranks train on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zerobench.data.sources import open_bytes
+from zerobench.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+    from zerobench.strategies.base import Batch
+
+HELD_OUT_FRACTION = 20  # the last twentieth is never trained on
+_CHUNK_BYTES = 1 << 20
+
+
+def open_data(spec: str, *, seed: int, seq_length: int, vocab_size: int) -> Dataset:
+    """``spec``: "stdlib", "synthetic", or the path of a file or folder (./stdlib for a file of that name)."""
+    if seq_length < 2:
+        raise DataError(f"seq_length {seq_length} leaves no token to predict: use at least 2")
+    if spec == "synthetic":
+        return SyntheticDataset(seed=seed, seq_length=seq_length, vocab_size=vocab_size)
+    content, description = open_bytes(spec)
+    return ByteDataset(content, description, seed=seed, seq_length=seq_length, vocab_size=vocab_size)
+
+
+def _draw(seed: int, stream: str, index: int) -> int:
+    """64 uniform bits for sample ``index`` of ``stream``, the same on every machine."""
+    digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+class Dataset(ABC):
+    """What micro-batches are drawn from. Subclasses say what the tokens of one sample are."""
+
+    description: str
+
+    def __init__(self, *, seed: int, seq_length: int, vocab_size: int) -> None:
+        self.seed = seed
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
+
+    @abstractmethod
+    def _train_sample(self, index: int) -> torch.Tensor:
+        """Tokens (seq_length,) int64 of training sample ``index``."""
+
+    @abstractmethod
+    def _validation_sample(self, index: int, num_samples: int) -> torch.Tensor:
+        """Tokens of held-out sample ``index`` of ``num_samples`` that are spread over the held-out part."""
+
+    @abstractmethod
+    def unigram_entropy_nats(self) -> float:
+        """Loss of the best model that looks at no context: what training must get below."""
+
+    def micro_batches(
+        self, step: int, *, rank: int, world_size: int, batch_size: int, grad_accum: int = 1
+    ) -> list[Batch]:
+        """The ``grad_accum`` micro-batches of ``rank`` in optimizer step ``step`` (from 0)."""
+        first = step * grad_accum * world_size
+        return [
+            _stack([self._train_sample(micro * batch_size + row) for row in range(batch_size)])
+            for micro in range(first + rank, first + grad_accum * world_size, world_size)
+        ]
+
+    def global_micro_batches(
+        self, step: int, *, world_size: int, batch_size: int, grad_accum: int = 1
+    ) -> list[Batch]:
+        """Every rank's micro-batches of a step, for one process that stands in for all ranks."""
+        return self.micro_batches(
+            step, rank=0, world_size=1, batch_size=batch_size, grad_accum=grad_accum * world_size
+        )
+
+    def validation_batches(
+        self, *, rank: int, world_size: int, batch_size: int, num_batches: int
+    ) -> list[Batch]:
+        """``num_batches`` held-out batches of ``rank``; samples overlap where the held-out part is short."""
+        num_samples = num_batches * world_size * batch_size
+        return [
+            _stack(
+                [self._validation_sample(batch * batch_size + row, num_samples) for row in range(batch_size)]
+            )
+            for batch in range(rank, num_batches * world_size, world_size)
+        ]
+
+
+class ByteDataset(Dataset):
+    """Each byte is a token; the last part of the text is held out for validation."""
+
+    def __init__(
+        self, content: memoryview, description: str, *, seed: int, seq_length: int, vocab_size: int
+    ) -> None:
+        super().__init__(seed=seed, seq_length=seq_length, vocab_size=vocab_size)
+        if vocab_size < 256:
+            raise DataError(
+                f"bytes of text need a vocabulary of at least 256 and vocab_size is {vocab_size}: "
+                "raise vocab_size or train on synthetic data"
+            )
+        needed_bytes = 2 * seq_length + 1  # one training sequence to choose by offset, one held out
+        if len(content) < needed_bytes:
+            raise DataError(
+                f"{description} holds {len(content)} bytes and sequences of {seq_length} need at least "
+                f"{needed_bytes} (one to train on, one held out): give more text or a shorter seq_length"
+            )
+        held_out_bytes = max(len(content) // HELD_OUT_FRACTION, seq_length)
+        self.description = description
+        self._content = content
+        self._train = content[: len(content) - held_out_bytes]
+        self._held_out = content[len(content) - held_out_bytes :]
+
+    @property
+    def train_bytes(self) -> int:
+        return len(self._train)
+
+    @property
+    def held_out_bytes(self) -> int:
+        return len(self._held_out)
+
+    def _train_sample(self, index: int) -> torch.Tensor:
+        offset = _draw(self.seed, "train", index) % (len(self._train) - self.seq_length + 1)
+        return _tokens(self._train[offset : offset + self.seq_length])
+
+    def _validation_sample(self, index: int, num_samples: int) -> torch.Tensor:
+        offset = index * (len(self._held_out) - self.seq_length) // max(num_samples - 1, 1)
+        return _tokens(self._held_out[offset : offset + self.seq_length])
+
+    def unigram_entropy_nats(self) -> float:
+        counts: Counter[int] = Counter()
+        for start in range(0, len(self._content), _CHUNK_BYTES):
+            counts.update(self._content[start : start + _CHUNK_BYTES].tobytes())
+        total = len(self._content)
+        return -sum(n / total * math.log(n / total) for n in counts.values())
+
+
+class SyntheticDataset(Dataset):
+    """Uniform random tokens: for measuring speed where text does not matter; nothing can be learned."""
+
+    def __init__(self, *, seed: int, seq_length: int, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise DataError(f"vocab_size {vocab_size} leaves no token to draw: use at least 1")
+        super().__init__(seed=seed, seq_length=seq_length, vocab_size=vocab_size)
+        self.description = f"synthetic ({vocab_size} tokens)"
+
+    def _random_sample(self, stream: str, index: int) -> torch.Tensor:
+        import torch
+
+        seed = _draw(self.seed, stream, index) >> 1  # torch takes 63 bits without a sign
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self.vocab_size, (self.seq_length,), generator=generator)
+
+    def _train_sample(self, index: int) -> torch.Tensor:
+        return self._random_sample("train", index)
+
+    def _validation_sample(self, index: int, num_samples: int) -> torch.Tensor:
+        return self._random_sample("validation", index)
+
+    def unigram_entropy_nats(self) -> float:
+        return math.log(self.vocab_size)
+
+
+def _tokens(content: memoryview) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(torch.int64)
+
+
+def _stack(samples: Sequence[torch.Tensor]) -> Batch:
+    """Labels are the inputs: the model shifts them by one."""
+    import torch
+
+    input_ids = torch.stack(list(samples))
+    return {"input_ids": input_ids, "labels": input_ids}

@@ -1,0 +1,137 @@
+"""A decoder-only transformer in plain PyTorch: GPT-2's shape and initialisation."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerobench.errors import ConfigError
+from zerobench.models.presets import ModelConfig
+
+
+class CausalLMOutput(NamedTuple):
+    """A named tuple: wrappers (DDP, FSDP2) look for the tensors of an output in tuples, not in dataclasses."""
+
+    loss: torch.Tensor | None
+    logits: torch.Tensor  # (batch_size, seq_length, vocab_size)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch_size, seq_length, hidden_size = x.shape
+        qkv = self.qkv(x).view(batch_size, seq_length, 3, self.num_heads, hidden_size // self.num_heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, S, H / heads)
+        y = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
+        return self.proj(y.transpose(1, 2).reshape(batch_size, seq_length, hidden_size))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.hidden_size, config.ffn_size)
+        self.proj = nn.Linear(config.ffn_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(F.gelu(self.fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.hidden_size)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.hidden_size)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attn(self.ln_1(x)))
+        return x + self.dropout(self.mlp(self.ln_2(x)))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.max_seq_length, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.ln_f = nn.LayerNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+        self._checkpointing: bool = False
+        self._use_reentrant: bool = False
+
+    def tie_weights(self) -> None:
+        if self.config.tied_embeddings:
+            self.lm_head.weight = self.wte.weight
+
+    def gradient_checkpointing_enable(self, *, use_reentrant: bool = False) -> None:
+        """Keep only each block's input in forward and compute the block again in backward."""
+        self._checkpointing, self._use_reentrant = True, use_reentrant
+
+    def gradient_checkpointing_disable(self) -> None:
+        self._checkpointing = False
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> CausalLMOutput:
+        """``labels`` is laid out as ``input_ids`` (the shift by one happens here); -100 is left out."""
+        seq_length = input_ids.shape[1]
+        if seq_length > self.config.max_seq_length:
+            raise ConfigError(
+                f"input of {seq_length} tokens exceeds max_seq_length {self.config.max_seq_length}: "
+                "shorten the sequence or override max_seq_length"
+            )
+        positions = torch.arange(seq_length, device=input_ids.device)
+        x = self.dropout(self.wte(input_ids) + self.wpe(positions))
+        for block in self.blocks:
+            if self._checkpointing and self.training and torch.is_grad_enabled():
+                x = checkpoint(
+                    block, x, use_reentrant=self._use_reentrant, preserve_rng_state=self.config.dropout > 0
+                )
+            else:
+                x = block(x)
+        logits = self.lm_head(self.ln_f(x))
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutput(loss, logits)
+
+
+def _init_weights(model: Transformer, generator: torch.Generator) -> None:
+    """GPT-2: normal of 0.02, the projections into the residual stream scaled down by depth, biases zero."""
+    residual_std = 0.02 / math.sqrt(2 * model.config.num_layers)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            if module is model.lm_head and model.config.tied_embeddings:
+                continue
+            std = residual_std if name.endswith(".proj") else 0.02
+            nn.init.normal_(module.weight, std=std, generator=generator)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+
+
+def build_transformer(config: ModelConfig, seed: int) -> Transformer:
+    with torch.device("meta"):  # the constructors' own initialisation would draw from the global generator
+        model = Transformer(config)
+    model.to_empty(device="cpu")
+    model.tie_weights()  # to_empty gives each occurrence storage of its own
+    _init_weights(model, torch.Generator().manual_seed(seed))
+    return model
