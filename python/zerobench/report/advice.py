@@ -1,0 +1,130 @@
+"""A few sentences from the measured rows: what to use, what it costs, and what that rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerobench.bench.result import Results, Row
+
+from .rows import by_workload, fastest, is_ranked, row_labels, setting_text, step_rate, ties_with_fastest
+from .stats import median
+from .words import bytes_text, count_text, join_words, memory_unit, ms_text
+
+NEAR_FASTEST = 1.10  # memory is worth giving up this much time
+NOTABLE_SAVING_PCT = 2.0
+WORTH_SHARDING = 0.95  # sharding that leaves more than this of the peak has bought nothing
+_REPLICATED = ("single", "ddp", "zero0")
+
+
+def advise(results: Results) -> list[str]:
+    """Sentences about ok and comparable rows only. Several workloads are advised on one by one."""
+    labels = dict(zip((id(row) for row in results.rows), row_labels(results.rows), strict=True))
+    groups = [[row for row in rows if is_ranked(row)] for rows in by_workload(results.rows)]
+    groups = [rows for rows in groups if rows]
+    if not groups:
+        return ["Nothing to recommend: no row is both right and comparable."]
+    sentences: list[str] = []
+    for rows in groups:
+        prefix = f"{_workload_text(rows[0])}: " if len(groups) > 1 else ""
+        texts = [_fastest_text(rows, labels), _memory_text(rows, labels), *_sharding_texts(rows, labels)]
+        sentences += [f"{prefix}{text}" for text in texts if text]
+        sentences.append(f"{prefix}{_basis_text(rows)}")
+    return sentences
+
+
+def _workload_text(row: Row) -> str:
+    return f"{row.settings.model}, sequence {row.settings.seq_length}, {row.settings.precision}"
+
+
+def _time_text(row: Row) -> str:
+    assert row.step_time_ms is not None
+    return f"{step_rate(row):,.0f} tokens/s ({ms_text(row.step_time_ms.median)} a step)"
+
+
+def _fastest_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
+    best = fastest(rows)
+    assert best is not None
+    if len(rows) == 1:
+        return f"{labels[id(best)]} is the only row that is right and comparable: {_time_text(best)}."
+    tied = [row for row in rows if row is not best and ties_with_fastest(row)]
+    if not tied:
+        return f"{labels[id(best)]} is the fastest of {len(rows)} right rows: {_time_text(best)}."
+    names = join_words([labels[id(row)] for row in (best, *tied)])
+    rates = sorted(rate for row in (best, *tied) if (rate := step_rate(row)) is not None)
+    return (
+        f"{names} tie as the fastest of {len(rows)} right rows, {rates[0]:,.0f} to {rates[-1]:,.0f} tokens/s: "
+        "their differences are below the noise."
+    )
+
+
+def _memory_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
+    best = fastest(rows)
+    assert best is not None
+    near = [
+        row
+        for row in rows
+        if row.peak_device_bytes and row.relative is not None and row.relative <= NEAR_FASTEST
+    ]
+    if not near or len(rows) == 1:
+        return ""
+    least = min(near, key=lambda row: (row.peak_device_bytes or 0, row.relative or 0.0, row.name))
+    if not best.peak_device_bytes or not least.peak_device_bytes or least.relative is None:
+        return ""
+    saved = 100.0 * (1.0 - least.peak_device_bytes / best.peak_device_bytes)
+    if saved < NOTABLE_SAVING_PCT:
+        peak = bytes_text(best.peak_device_bytes)
+        return f"No row within 10 % of {labels[id(best)]} needs notably less memory than its {peak} peak."
+    slower = 100.0 * (least.relative - 1.0)
+    cost = "at the same speed within noise" if ties_with_fastest(least) else f"for {slower:.0f} % more time"
+    peak = f"{bytes_text(least.peak_device_bytes)} peak, {saved:.0f} % below {labels[id(best)]}"
+    return f"Within 10 % of the fastest, {labels[id(least)]} needs the least memory: {peak}, {cost}."
+
+
+def _sharding_texts(rows: Sequence[Row], labels: dict[int, str]) -> list[str]:
+    """Where spreading buys nothing, a tool should say so unprompted."""
+    sharded = [row for row in rows if row.strategy not in _REPLICATED]
+    spread = [row for row in rows if row.settings.world_size > 1]
+    if sharded and not spread:
+        return ["All rows ran on one rank: there is nothing to shard, so no ZeRO stage can save memory here."]
+    texts = []
+    replicated = [row for row in spread if row.strategy in _REPLICATED and row.peak_device_bytes]
+    measured = [row for row in sharded if row.settings.world_size > 1 and row.peak_device_bytes]
+    if replicated and measured:
+        plain = min(replicated, key=lambda row: (row.peak_device_bytes or 0, row.name))
+        least = min(measured, key=lambda row: (row.peak_device_bytes or 0, row.name))
+        assert plain.peak_device_bytes and least.peak_device_bytes
+        if least.peak_device_bytes > WORTH_SHARDING * plain.peak_device_bytes:
+            unit, size = memory_unit([plain.peak_device_bytes])
+            texts.append(
+                f"Sharding buys little memory here: {labels[id(least)]} peaks at {least.peak_device_bytes / size:,.1f} "
+                f"{unit}, {labels[id(plain)]} at {plain.peak_device_bytes / size:,.1f}; a model this small does not "
+                "need ZeRO."
+            )
+    alone = fastest([row for row in rows if row.settings.world_size == 1])
+    together = fastest(spread)
+    if alone is not None and together is not None and (step_rate(alone) or 0) >= (step_rate(together) or 0):
+        texts.append(
+            f"More ranks buy no speed here: {labels[id(alone)]} on one rank processes at least as many tokens/s as "
+            f"{labels[id(together)]} on {together.settings.world_size}."
+        )
+    return texts
+
+
+def _basis_text(rows: Sequence[Row]) -> str:
+    settings = rows[0].settings
+    parts = [settings.model]
+    if settings.parameter_count is not None:
+        parts[0] += f" ({count_text(settings.parameter_count)} parameters)"
+    sizes = sorted({row.settings.world_size for row in rows})
+    parts.append(f"{' and '.join(str(size) for size in sizes)} rank{'s' if sizes != [1] else ''}")
+    parts.append(settings.precision)
+    batches = sorted({row.settings.batch_size for row in rows})
+    parts.append(
+        f"batch {' and '.join(setting_text(size) for size in batches)} x sequence {settings.seq_length}"
+    )
+    times = [row.step_time_ms for row in rows if row.step_time_ms is not None]
+    fewest, most = min(len(time.samples) for time in times), max(len(time.samples) for time in times)
+    steps = str(fewest) if fewest == most else f"{fewest} to {most}"
+    spread = 100.0 * median([time.mad / time.median for time in times])
+    rows_text = f"{len(rows)} row{'s' if len(rows) != 1 else ''}"
+    return f"Based on {rows_text}: {', '.join(parts)}; {steps} measured steps a row, MAD {spread:.1f} % of the median."

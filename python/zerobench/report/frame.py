@@ -1,0 +1,153 @@
+"""Result files in, pandas frames and CSV out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from zerobench.bench.result import SCHEMA_VERSION, Results, Row
+from zerobench.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas
+
+AnyPath = str | os.PathLike[str]
+
+
+def read_results(path: AnyPath) -> Results:
+    """The parsed results.json, given itself or its folder."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "results.json"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{file} does not exist: give a results.json or the folder that holds one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from None
+    try:
+        results = Results.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise DataError(f"{file} is not a zerobench result file: {place}: {first['msg']}") from None
+    if results.schema_version > SCHEMA_VERSION:
+        raise DataError(
+            f"{file} has schema_version {results.schema_version} and this zerobench reads up to {SCHEMA_VERSION}: "
+            "upgrade zerobench"
+        )
+    return results
+
+
+def flat_row(row: Row) -> dict[str, Any]:
+    """One level of dotted keys in the order of the schema; lists stay lists, values that are not there stay None."""
+    flat: dict[str, Any] = {}
+    _flatten_model(row, type(row), "", flat)
+    return flat
+
+
+def _flatten_model(model: BaseModel | None, kind: type[BaseModel], prefix: str, flat: dict[str, Any]) -> None:
+    """A nested model that is null gives its fields as null, so that a column exists whether or not a row has it."""
+    for name, field in kind.model_fields.items():
+        value = getattr(model, name) if model is not None else None
+        nested = _model_of(field.annotation)
+        if nested is not None:
+            _flatten_model(value, nested, f"{prefix}{name}.", flat)
+        elif value is not None or not _is_dict(field.annotation):
+            _flatten_value(value, f"{prefix}{name}", flat)
+    for name, value in ((model.model_extra if model is not None else None) or {}).items():
+        _flatten_value(value, f"{prefix}{name}", flat)
+
+
+def _flatten_value(value: Any, key: str, flat: dict[str, Any]) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _flatten_value(item, f"{key}.{name}", flat)
+    else:
+        flat[key] = value
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _is_dict(annotation: Any) -> bool:
+    return any(get_origin(kind) is dict for kind in (annotation, *get_args(annotation)))
+
+
+def load(path: AnyPath | Iterable[AnyPath], *more: AnyPath) -> pandas.DataFrame:
+    """The rows of one or several results as a flat frame; a path is a results.json or its folder.
+
+    Columns are dotted (``step_time_ms.median``, ``settings.batch_size``, ``memory_bytes.device.parameters``); raw
+    samples stay lists. Several paths add a ``source`` column. ``frame.attrs["results"]`` holds each file's machine,
+    versions, command and created."""
+    import pandas
+
+    paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+    paths += more
+    if not paths:
+        raise DataError("load needs at least one results.json or folder")
+    records: list[dict[str, Any]] = []
+    about: dict[str, Any] = {}
+    for item in paths:
+        results = read_results(item)
+        about[str(item)] = results.model_dump(exclude={"rows"})
+        source = {"source": str(item)} if len(paths) > 1 else {}
+        records += [{**source, **flat_row(row)} for row in results.rows]
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    if not records:
+        columns = list(flat_row(_EMPTY_ROW))
+    frame = pandas.DataFrame({column: [record.get(column) for record in records] for column in columns})
+    for column in frame.columns:  # a column of numbers and nulls is float with NaN, not object
+        values = [value for value in frame[column] if value is not None]
+        if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            frame[column] = pandas.to_numeric(frame[column])
+    frame.attrs["results"] = about
+    return frame
+
+
+_EMPTY_ROW = Row.model_validate(
+    {
+        "name": "",
+        "strategy": "",
+        "status": "skipped",
+        "settings": {
+            "model": "",
+            "world_size": 1,
+            "precision": "fp32",
+            "batch_size": 1,
+            "seq_length": 1,
+            "grad_accum": 1,
+        },
+    }
+)
+
+
+def write_csv(results: Results, path: AnyPath) -> None:
+    """The summary of every row: the frame's columns without raw lists. An empty cell is a value that is not there."""
+    flats = [
+        {key: value for key, value in flat_row(row).items() if not isinstance(value, list | tuple)}
+        for row in results.rows
+    ]
+    columns = list(dict.fromkeys(key for flat in flats for key in flat)) or [
+        key for key, value in flat_row(_EMPTY_ROW).items() if not isinstance(value, list)
+    ]
+    raw = {"loss", "step_time_ms.samples", "step_time_ms.outliers"}
+    buffer = io.StringIO()
+    writer = csv.DictWriter(
+        buffer, [key for key in columns if key not in raw], extrasaction="ignore", restval=""
+    )
+    writer.writeheader()
+    writer.writerows(flats)
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.partial")
+    partial.write_text(buffer.getvalue(), encoding="utf-8", newline="")
+    partial.replace(target)

@@ -1,0 +1,249 @@
+"""What rows share: workloads, labels, and the columns that compare rows with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zerobench.bench.result import Results, Row
+
+from .stats import ratio_error
+
+GB = 1e9
+DEFAULT_BASELINES = ("ddp", "single")
+NOISE_SIGMAS = 2.0  # medians closer than this many standard errors of their ratio tie
+
+SETTING_WORDS = {
+    "model": "model",
+    "world_size": "ranks",
+    "precision": "precision",
+    "batch_size": "batch",
+    "seq_length": "seq",
+    "grad_accum": "accum",
+    "offload": "offload",
+    "compile": "compile",
+    "clip": "clip",
+    "checkpointing": "checkpointing",
+    "num_steps": "steps",
+    "warmup_steps": "warm-up",
+    "repeats": "repeats",
+    "verify_steps": "verified steps",
+    "seed": "seed",
+    "data": "data",
+    "communicator": "communicator",
+    "threads_per_rank": "threads/rank",
+    "config_file": "config",
+}
+# Settings that make a row another task: rates across them are not ranked against each other.
+_WORKLOAD = ("model", "seq_length", "precision", "data")
+# Settings in which a row and its baseline must agree, besides batch and world size.
+_POINT = ("clip", "checkpointing")
+
+
+def flat_settings(row: Row) -> dict[str, Any]:
+    """Settings by dotted key, the resolved model configuration included; lists as tuples."""
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), item)
+        else:
+            flat[prefix] = tuple(value) if isinstance(value, list) else value
+
+    walk("", row.settings.model_dump())
+    return flat
+
+
+def setting_word(key: str) -> str:
+    return SETTING_WORDS.get(key, key.rsplit(".", 1)[-1].replace("_", " "))
+
+
+def workload(row: Row) -> tuple[Any, ...]:
+    """What is trained: rows are ranked within it. World size, batch and strategy are choices, not workload."""
+    settings = flat_settings(row)
+    model = sorted(
+        (key, value) for key, value in settings.items() if key.startswith("model_config_resolved.")
+    )
+    return (*(settings[key] for key in _WORKLOAD), *((key, repr(value)) for key, value in model))
+
+
+def by_workload(rows: Sequence[Row]) -> list[list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(workload(row), []).append(row)
+    return list(groups.values())
+
+
+def tokens_per_step(row: Row) -> int:
+    settings = row.settings
+    return settings.world_size * settings.batch_size * settings.seq_length * settings.grad_accum
+
+
+def step_rate(row: Row) -> float | None:
+    """Tokens a second from the median step time."""
+    if row.step_time_ms is None or row.step_time_ms.median <= 0:
+        return None
+    return tokens_per_step(row) / (row.step_time_ms.median / 1e3)
+
+
+def is_ranked(row: Row) -> bool:
+    """Right, comparable and measured: may be called fastest and be recommended."""
+    return row.status == "ok" and row.comparable and step_rate(row) is not None
+
+
+def fastest(rows: Sequence[Row]) -> Row | None:
+    """The ranked row with the highest rate; equal ones by name, so that row order does not matter."""
+    ranked = [row for row in rows if is_ranked(row)]
+    return min(ranked, key=lambda row: (-(step_rate(row) or 0.0), row.name), default=None)
+
+
+def ties_with_fastest(row: Row) -> bool:
+    """Whether the measured difference to the fastest row is below the noise."""
+    if row.relative is None:
+        return False
+    return row.relative <= 1.0 + NOISE_SIGMAS * (row.relative_uncertainty or 0.0)
+
+
+def varying_settings(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Keys whose values differ between rows: (those that one strategy has several values of, those that only differ
+    from strategy to strategy). Labels need the first kind only."""
+    flats = [flat_settings(row) for row in rows]
+    keys = [key for key in dict.fromkeys(key for flat in flats for key in flat) if key != "parameter_count"]
+    free: list[str] = []
+    tied: list[str] = []
+    for key in keys:
+        if len({repr(flat.get(key)) for flat in flats}) < 2:
+            continue
+        seen: dict[str, set[str]] = {}
+        for row, flat in zip(rows, flats, strict=True):
+            seen.setdefault(row.strategy, set()).add(repr(flat.get(key)))
+        (free if any(len(values) > 1 for values in seen.values()) else tied).append(key)
+    if any(key == "model" for key in free):  # a model's name stands for its configuration
+        free = [key for key in free if not key.startswith("model_config_resolved.")]
+    return free, tied
+
+
+def setting_text(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def row_labels(rows: Sequence[Row]) -> list[str]:
+    """Short texts that tell rows apart: the strategy and what differs, or the names where that is not enough."""
+    free, _ = varying_settings(rows)
+    labels = []
+    for row in rows:
+        flat = flat_settings(row)
+        parts = [row.strategy, *(f"{setting_word(key)} {setting_text(flat.get(key))}" for key in free)]
+        labels.append(", ".join(parts))
+    return labels if len(set(labels)) == len(labels) else [row.name for row in rows]
+
+
+def _baseline_strategy(rows: Sequence[Row], baseline: str | None) -> str | None:
+    """What every row of a workload is compared with, so that one column has one meaning."""
+    if baseline is not None:
+        return baseline
+    present = {row.strategy for row in rows if is_ranked(row)}
+    return next((strategy for strategy in DEFAULT_BASELINES if strategy in present), None)
+
+
+def _find_baseline(row: Row, rows: Sequence[Row], wanted: str | None) -> Row | None:
+    """The row that `row` is compared with: the one named `wanted`, or that strategy's at the same settings. A strategy
+    that only ever has one rank (`single`) is compared across world sizes where the other side has just one."""
+    usable = [other for other in rows if is_ranked(other)]
+    named = [other for other in usable if other.name == wanted]
+    if named:
+        return named[0]
+    alike = [other for other in usable if other.strategy == wanted and _same_point(row, other)]
+    same_size = [other for other in alike if other.settings.world_size == row.settings.world_size]
+    if not same_size and any(_only_one_rank(rows, strategy) for strategy in (row.strategy, wanted)):
+        same_size = alike if len({other.settings.world_size for other in alike}) == 1 else []
+    return min(same_size, key=lambda other: (_batch(other) != _batch(row), other.name), default=None)
+
+
+def _only_one_rank(rows: Sequence[Row], strategy: str | None) -> bool:
+    return all(row.settings.world_size == 1 for row in rows if row.strategy == strategy)
+
+
+def _batch(row: Row) -> tuple[int, int]:
+    return row.settings.batch_size, row.settings.grad_accum
+
+
+def _same_point(row: Row, other: Row) -> bool:
+    same_batch = _batch(row) == _batch(other) or tokens_per_step(row) == tokens_per_step(other)
+    return same_batch and all(getattr(row.settings, key) == getattr(other.settings, key) for key in _POINT)
+
+
+def finish_rows(results: Results, baseline: str | None = None) -> None:
+    """Fills the columns that compare rows: relative and its uncertainty, speedup, memory change, baseline, and
+    tokens/s per GB of peak. Only ok rows count. `baseline` names a strategy or a row; by default ddp, else single.
+
+    May be called after every row; what it fills depends on the set of rows alone, not on their order."""
+    for rows in by_workload(results.rows):
+        best, wanted = fastest(rows), _baseline_strategy(rows, baseline)
+        for row in rows:
+            row.relative = row.relative_uncertainty = row.speedup = row.memory_change_pct = None
+            row.tokens_per_s_per_peak_gb = row.baseline = None
+            rate = step_rate(row)
+            if row.status != "ok" or rate is None:
+                continue
+            if row.peak_device_bytes:
+                row.tokens_per_s_per_peak_gb = rate / (row.peak_device_bytes / GB)
+            if not row.comparable or best is None:
+                continue
+            _fill_relative(row, best)
+            _fill_against_baseline(row, _find_baseline(row, rows, wanted))
+
+
+def _fill_relative(row: Row, best: Row) -> None:
+    assert row.step_time_ms is not None and best.step_time_ms is not None
+    if row is best:
+        row.relative = 1.0
+        return
+    row_rate, best_rate = step_rate(row), step_rate(best)
+    assert row_rate is not None and best_rate is not None
+    row.relative = best_rate / row_rate
+    error = ratio_error(row.step_time_ms.samples, best.step_time_ms.samples)
+    if error is not None:
+        of_times = row.step_time_ms.median / best.step_time_ms.median
+        row.relative_uncertainty = row.relative * (error / of_times)
+
+
+def _fill_against_baseline(row: Row, base: Row | None) -> None:
+    if base is None:
+        return
+    row_rate, base_rate = step_rate(row), step_rate(base)
+    assert row_rate is not None and base_rate is not None
+    row.baseline = base.name
+    row.speedup = row_rate / base_rate
+    if row.peak_device_bytes and base.peak_device_bytes:
+        row.memory_change_pct = 100.0 * (row.peak_device_bytes / base.peak_device_bytes - 1.0)
+
+
+def checksum_marks(rows: Sequence[Row]) -> list[str]:
+    """ "=" where a row's checksum equals those of its whole group, "≠" where they differ, "" where nothing is said."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if row.checksum and row.deviation and row.deviation.checksum_group:
+            groups.setdefault(row.deviation.checksum_group, []).append(row.checksum)
+    marks = []
+    for row in rows:
+        group = groups.get(row.deviation.checksum_group or "", []) if row.deviation and row.checksum else []
+        marks.append("" if len(group) < 2 else "=" if len(set(group)) == 1 else "≠")
+    return marks
+
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+def dtype_text(row: Row) -> str | None:
+    if row.dtypes is None:
+        return None
+    roles: list[str] = [
+        getattr(row.dtypes, role) for role in ("param", "compute", "reduce", "master", "state")
+    ]
+    return "/".join(_SHORT.get(role, role) for role in roles)

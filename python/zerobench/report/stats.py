@@ -1,0 +1,161 @@
+"""Robust statistics of samples: median, MAD, outliers, errors of medians, ratios with intervals.
+
+Plain Python: the micro-benchmarks and the comparison both use it. Formulas and sources stand in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from zerobench.bench.result import StepTime
+
+MAD_TO_SIGMA = 1.4826  # the standard deviation of a normal distribution over its MAD
+MEDIAN_EFFICIENCY = math.sqrt(math.pi / 2)  # standard error of a median over that of a mean, normal samples
+
+OUTLIER_SIGMAS = 10.0
+"""A sample further from the median than this many robust standard deviations is an outlier (the threshold of
+hyperfine, src/outlier_detection.rs; modified z-score of Iglewicz and Hoaglin, How to Detect and Handle Outliers,
+ASQC 1993)."""
+
+
+class Ratio(NamedTuple):
+    """A ratio with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def median(values: Sequence[float]) -> float:
+    if not values:
+        raise ValueError("the median of no samples is undefined: give at least one sample")
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return ordered[middle - 1] + (ordered[middle] - ordered[middle - 1]) / 2
+
+
+def mad(values: Sequence[float]) -> float:
+    """Median absolute deviation from the median, unscaled."""
+    centre = median(values)
+    return median([abs(value - centre) for value in values])
+
+
+def modified_z_scores(values: Sequence[float]) -> list[float]:
+    """(x - median) / (1.4826 MAD). Where more than half of the samples are equal, MAD is zero: every other sample then
+    scores infinity."""
+    centre = median(values)
+    sigma = MAD_TO_SIGMA * mad(values)
+    if sigma > 0:
+        return [(value - centre) / sigma for value in values]
+    return [0.0 if value == centre else math.copysign(math.inf, value - centre) for value in values]
+
+
+def outliers(values: Sequence[float]) -> list[int]:
+    """Indices of samples far from the median. They are flagged, never dropped."""
+    if len(values) < 3:
+        return []
+    return [index for index, score in enumerate(modified_z_scores(values)) if abs(score) > OUTLIER_SIGMAS]
+
+
+def summarise(samples: Sequence[float]) -> StepTime:
+    """What the result file holds of a row's step times."""
+    return StepTime(
+        median=median(samples),
+        mad=mad(samples),
+        mean=fmean(samples),
+        std=stdev(samples) if len(samples) > 1 else 0.0,
+        samples=list(samples),
+        outliers=outliers(samples),
+    )
+
+
+def effective_sample_num(samples: Sequence[float]) -> float:
+    """Samples counted as independent ones: n (1 - r) / (1 + r), r the lag-1 autocorrelation where it is positive.
+
+    Consecutive step times are correlated (a slow phase of the machine slows several), so n alone would make the error
+    of the median too small."""
+    sample_num = len(samples)
+    if sample_num < 3:
+        return float(sample_num)
+    centre = fmean(samples)
+    deviations = [value - centre for value in samples]
+    variance = math.fsum(value * value for value in deviations)
+    if variance <= 0:
+        return float(sample_num)
+    lagged = math.fsum(a * b for a, b in zip(deviations, deviations[1:], strict=False))
+    correlation = min(max(lagged / variance, 0.0), 1 - 1 / sample_num)
+    return max(1.0, sample_num * (1 - correlation) / (1 + correlation))
+
+
+def median_error(samples: Sequence[float]) -> float | None:
+    """Standard error of the median, from the MAD; None where one sample tells nothing of the spread."""
+    if len(samples) < 2:
+        return None
+    sigma = MAD_TO_SIGMA * mad(samples) or stdev(samples)
+    return MEDIAN_EFFICIENCY * sigma / math.sqrt(effective_sample_num(samples))
+
+
+def ratio_error(numerator: Sequence[float], denominator: Sequence[float]) -> float | None:
+    """Standard error of median(numerator) / median(denominator), propagated to first order; None if unknown."""
+    above, below = median_error(numerator), median_error(denominator)
+    top, bottom = median(numerator), median(denominator)
+    if above is None or below is None or top <= 0 or bottom <= 0:
+        return None
+    return top / bottom * math.hypot(above / top, below / bottom)
+
+
+def _check_ratio(a: Sequence[float], b: Sequence[float]) -> None:
+    if not a or not b:
+        raise ValueError("a ratio needs at least one sample on each side")
+    if min(a) <= 0 or min(b) <= 0:
+        raise ValueError("a ratio of times or rates needs positive samples")
+
+
+def median_of_ratios(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """The median of a[i] / b[i] over interleaved pairs, with the distribution-free 95 % interval of a median.
+
+    Drift that hits both sides of a pair alike cancels. The interval is the pair of order statistics that the binomial
+    distribution gives; with fewer than 6 pairs no such pair exists, and it is the whole range."""
+    _check_ratio(a, b)
+    if len(a) != len(b):
+        raise ValueError(f"pairs need as many samples on each side, got {len(a)} and {len(b)}")
+    ratios = sorted(x / y for x, y in zip(a, b, strict=True))
+    pair_num = len(ratios)
+    below, tail = 0, 0.0
+    while below < (pair_num - 1) // 2:
+        tail += math.comb(pair_num, below) / 2**pair_num
+        if tail > 0.025:
+            break
+        below += 1
+    index = max(0, below - 1)
+    return Ratio(median(ratios), ratios[index], ratios[pair_num - 1 - index])
+
+
+def ratio_of_medians(a: Sequence[float], b: Sequence[float], *, resamples: int = 2000) -> Ratio:
+    """median(a) / median(b) with a 95 % bootstrap interval (percentiles), the same on every call.
+
+    Sides of equal length are interleaved pairs and are resampled as pairs, so that drift common to both narrows the
+    interval as it should; else each side is resampled alone."""
+    _check_ratio(a, b)
+    generator = random.Random(0)
+    estimates = []
+    if len(a) == len(b):
+        pairs = sorted(zip(a, b, strict=True))
+        for _ in range(resamples):
+            drawn = generator.choices(pairs, k=len(pairs))
+            estimates.append(median([x for x, _ in drawn]) / median([y for _, y in drawn]))
+    else:
+        above, below = sorted(a), sorted(b)
+        for _ in range(resamples):
+            top = median(generator.choices(above, k=len(above)))
+            estimates.append(top / median(generator.choices(below, k=len(below))))
+    estimates.sort()
+    cut = int(0.025 * (resamples - 1))
+    value = median(a) / median(b)
+    return Ratio(value, min(value, estimates[cut]), max(value, estimates[-1 - cut]))

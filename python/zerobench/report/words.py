@@ -1,0 +1,194 @@
+"""The sentences around the table: machine, versions and settings before it, notes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from zerobench.bench.result import Results, Row
+
+from .rows import (
+    DEFAULT_BASELINES,
+    checksum_marks,
+    dtype_text,
+    flat_settings,
+    row_labels,
+    setting_text,
+    setting_word,
+    varying_settings,
+)
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def memory_unit(values: Iterable[int | None]) -> tuple[str, int]:
+    """One unit for a whole table or plot."""
+    largest = max((value for value in values if value is not None), default=0)
+    if largest >= 8 * GIB:
+        return "GiB", GIB
+    return ("MiB", MIB) if largest >= MIB or largest == 0 else ("KiB", KIB)
+
+
+def bytes_text(value: int) -> str:
+    unit, unit_bytes = memory_unit([value])
+    return f"{value / unit_bytes:,.1f} {unit}"
+
+
+def count_text(value: int) -> str:
+    """A parameter count: 912,384 as 0.91 M."""
+    for size, word in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.5 * size:
+            return f"{value / size:.3g} {word}"
+    return str(value)
+
+
+def ms_text(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 1000 else f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
+
+
+def join_words(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def header_lines(results: Results) -> list[tuple[str, str]]:
+    lines = [("machine", _machine_text(results.machine)), ("versions", _versions_text(results.versions))]
+    if results.rows:
+        lines += _settings_lines(results.rows)
+    return [(title, text) for title, text in lines if text]
+
+
+def _machine_text(machine: dict[str, Any]) -> str:
+    """Scalars as they come, memory in GiB, lists of devices by name; nested facts stay in the file."""
+    parts = []
+    for key, value in machine.items():
+        if value is None or isinstance(value, dict) or value == [] or value == "":
+            continue
+        word = key.replace("_", " ")
+        if key.endswith("_bytes") and isinstance(value, int):
+            parts.append(f"{value / GIB:,.1f} GiB {word[: -len(' bytes')]}")
+        elif isinstance(value, list):
+            parts.append(f"{word} " + ", ".join(_item_text(item) for item in value))
+        elif isinstance(value, bool):
+            parts.append(f"{word} {'yes' if value else 'no'}")
+        elif isinstance(value, int | float):
+            parts.append(f"{value:g} {word}")
+        else:
+            parts.append(str(value))
+    return " · ".join(parts)
+
+
+def _item_text(item: Any) -> str:
+    return str(item.get("name", item)) if isinstance(item, dict) else str(item)
+
+
+def _versions_text(versions: dict[str, str]) -> str:
+    return " · ".join(f"{name} {version}" for name, version in versions.items())
+
+
+# What the settings line says first, and in which words. Others follow as "word value".
+_LEADING = ("model", "precision", "world_size", "batch_size", "seq_length", "grad_accum")
+_OFF = {
+    "offload": "none",
+    "compile": "none",
+    "clip": None,
+    "checkpointing": False,
+    "config_file": None,
+    "repeats": 1,
+}
+_QUIET = ("parameter_count", "model_config_resolved.", "optimizer.")
+
+
+def _settings_lines(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    free, tied = varying_settings(rows)
+    flat = flat_settings(rows[0])
+    differing = {*free, *tied}
+    parts = []
+    for key in [*_LEADING, *(key for key in flat if key not in _LEADING)]:
+        value = flat.get(key)
+        if key in differing or key.startswith(_QUIET) or value is None:
+            continue
+        if key in _OFF and _OFF[key] == value:
+            continue
+        parts.append(_setting_part(key, value, rows))
+    lines = [("settings", " · ".join(parts))]
+    by_strategy = [
+        f"{setting_word(key)} {_by_strategy(key, rows)}" for key in tied if not key.startswith(_QUIET)
+    ]
+    return [*lines, ("", " · ".join(by_strategy))]
+
+
+def _setting_part(key: str, value: Any, rows: Sequence[Row]) -> str:
+    if key == "model":
+        counts = {row.settings.parameter_count for row in rows if row.settings.parameter_count is not None}
+        return f"{value} ({count_text(counts.pop())} parameters)" if len(counts) == 1 else str(value)
+    if key == "precision":
+        return str(value)
+    if key == "world_size":
+        return f"{value} rank{'s' if value != 1 else ''}"
+    return f"{setting_word(key)} {setting_text(value)}"
+
+
+def _by_strategy(key: str, rows: Sequence[Row]) -> str:
+    """Such as "1 (single), 2 (others)"."""
+    by_value: dict[str, dict[str, None]] = {}
+    for row in rows:
+        value = setting_text(flat_settings(row).get(key))
+        by_value.setdefault(value, {})[row.strategy] = None
+    largest = max(by_value, key=lambda value: len(by_value[value]))
+    texts = []
+    for value in sorted(by_value, key=lambda value: value == largest):
+        others = value == largest and len(by_value[value]) > 2
+        texts.append(f"{value} ({'others' if others else ', '.join(by_value[value])})")
+    return ", ".join(texts)
+
+
+def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str]]:
+    """Lines below the table, each with its style: what went wrong first, then how to read the rest."""
+    rows, labels = results.rows, row_labels(results.rows)
+    notes: list[tuple[str, str]] = []
+    for row, label in zip(rows, labels, strict=True):
+        if row.status != "ok":
+            reason = (
+                row.error or (row.deviation.verdict if row.deviation else None) or "no reason was recorded"
+            )
+            style = "bold red" if row.status == "wrong" else "yellow"
+            notes.append((f"{label}: {row.status}: {' '.join(reason.split())}", style))
+    notes += [(text, "") for text in _reading_notes(rows, labels)]
+    if left_out:
+        notes.append(
+            (f"Left out to fit the width: {', '.join(left_out)}; results.csv holds every column.", "dim")
+        )
+    if not results.complete:
+        notes.append(("Incomplete: the comparison is still running or was interrupted.", "yellow"))
+    return notes
+
+
+def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    notes = []
+    marks = checksum_marks(rows)
+    if "=" in marks:
+        notes.append("= parameters equal bit for bit among the rows marked so.")
+    if "≠" in marks:
+        notes.append("≠ parameters differ among the rows marked so, which should be equal bit for bit.")
+    for row, label in zip(rows, labels, strict=True):
+        if row.status == "ok" and not row.comparable:
+            notes.append(
+                f"† {label} runs in other dtypes ({dtype_text(row) or 'unknown'}): shown, not ranked."
+            )
+    if any("dtypes" in note for note in notes):
+        notes.append("Dtypes are param/compute/reduce/master/state.")
+    flagged = [
+        f"{label} {len(row.step_time_ms.outliers)} of {len(row.step_time_ms.samples)}"
+        for row, label in zip(rows, labels, strict=True)
+        if row.status == "ok" and row.step_time_ms is not None and row.step_time_ms.outliers
+    ]
+    if flagged:
+        notes.append(
+            f"Outlying steps (kept): {', '.join(flagged)}. Other programs may have run: repeat on a quiet machine."
+        )
+    measured = [row for row in rows if row.status == "ok" and row.comparable and row.step_time_ms is not None]
+    if measured and not any(row.baseline for row in rows):
+        notes.append(
+            f"No baseline row is ok (by default {' or '.join(DEFAULT_BASELINES)}): no speedup and no memory change."
+        )
+    return notes
