@@ -6,14 +6,14 @@
 
 #include "common/error.h"
 
-#if 0
+#if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
 namespace zb {
 namespace {
 
-#if 0
+#if defined(__x86_64__)
 
 // Register state that the kernel saves for us; a CPU flag alone says nothing about that.
 std::uint64_t saved_register_state() {
@@ -41,7 +41,7 @@ std::vector<Isa> detect() {
   return isas;
 }
 
-#elif 0
+#elif defined(__aarch64__)
 
 std::vector<Isa> detect() { return {Isa::kScalar, Isa::kNeon}; }  // NEON is part of AArch64
 

@@ -12,12 +12,12 @@ const CpuKernels& cpu_kernels(Isa isa) {
   const auto& isas = available_isas();
   if (std::find(isas.begin(), isas.end(), isa) != isas.end()) {
     switch (isa) {
-#if 0
+#if defined(__x86_64__)
       case Isa::kAvx2:
         return kAvx2Kernels;
       case Isa::kAvx512:
         return kAvx512Kernels;
-#elif 0
+#elif defined(__aarch64__)
       case Isa::kNeon:
         return kNeonKernels;
 #endif

@@ -70,12 +70,12 @@ AdamFunction adam_function(Isa isa) {
   const auto& isas = available_isas();
   if (std::find(isas.begin(), isas.end(), isa) != isas.end()) {
     switch (isa) {
-#if 0
+#if defined(__x86_64__)
       case Isa::kAvx2:
         return adam_avx2;
       case Isa::kAvx512:
         return adam_avx512;
-#elif 0
+#elif defined(__aarch64__)
       case Isa::kNeon:
         return adam_neon;
 #endif
