@@ -108,12 +108,21 @@ if(NOT "${CMAKE_CUDA_COMPILER}" STREQUAL "${nvcc_path}")
   file(REMOVE "${CMAKE_PLATFORM_INFO_DIR}/CMakeCUDACompiler.cmake")
   set(CMAKE_CUDA_COMPILER "${nvcc_path}" CACHE FILEPATH "nvcc" FORCE)
 endif()
+# NVIDIA's packages for pip put the runtime into lib, where their own nvcc does not look.
+get_filename_component(cuda_root "${nvcc_path}" DIRECTORY)
+get_filename_component(cuda_root "${cuda_root}" DIRECTORY)
+if(NOT EXISTS "${cuda_root}/lib64" AND EXISTS "${cuda_root}/lib/libcudart_static.a")
+  set(CMAKE_CUDA_FLAGS "${CMAKE_CUDA_FLAGS} -L${cuda_root}/lib")
+endif()
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+enable_language(CUDA)
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25.1 knows of no C++20 in nvcc
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+endif()
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
-set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
-enable_language(CUDA)
 
 file(GLOB ZEROBENCH_CUDA_SOURCES CONFIGURE_DEPENDS
   csrc/memory/*.cu csrc/kernels/*.cu csrc/optim/*.cu csrc/comm/*.cu csrc/stores/*.cu csrc/bindings/cuda_module.cpp)
