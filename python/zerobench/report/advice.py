@@ -6,7 +6,19 @@ from collections.abc import Sequence
 
 from zerobench.bench.result import Results, Row
 
-from .rows import by_workload, fastest, is_ranked, row_labels, setting_text, step_rate, ties_with_fastest
+from .rows import (
+    WORKLOAD_KEYS,
+    by_workload,
+    fastest,
+    flat_settings,
+    is_ranked,
+    labelled_setting,
+    row_labels,
+    setting_text,
+    step_rate,
+    ties_with_fastest,
+    varying_settings,
+)
 from .stats import median
 from .words import bytes_text, count_text, join_words, memory_unit, ms_text
 
@@ -17,23 +29,32 @@ _REPLICATED = ("single", "ddp", "zero0")
 
 
 def advise(results: Results) -> list[str]:
-    """Sentences about ok and comparable rows only. Several workloads are advised on one by one."""
-    labels = dict(zip((id(row) for row in results.rows), row_labels(results.rows), strict=True))
-    groups = [[row for row in rows if is_ranked(row)] for rows in by_workload(results.rows)]
-    groups = [rows for rows in groups if rows]
-    if not groups:
-        return ["Nothing to recommend: no row is both right and comparable."]
-    sentences: list[str] = []
-    for rows in groups:
-        prefix = f"{_workload_text(rows[0])}: " if len(groups) > 1 else ""
-        texts = [_fastest_text(rows, labels), _memory_text(rows, labels), *_sharding_texts(rows, labels)]
-        sentences += [f"{prefix}{text}" for text in texts if text]
-        sentences.append(f"{prefix}{_basis_text(rows)}")
-    return sentences
+    """Sentences about ok and comparable rows only; several workloads get one text each."""
+    workloads = [rows for rows in by_workload(results.rows) if fastest(rows) is not None]
+    if not workloads:
+        return ["Nothing to recommend: no row is both correct and comparable."]
+    texts = [_advise_on(rows) for rows in workloads]
+    if len(workloads) == 1:
+        return texts[0]
+    free, tied = varying_settings([rows[0] for rows in workloads])
+    keys = [key for key in (*free, *tied) if key in WORKLOAD_KEYS] or ["model"]
+    heads = [
+        ", ".join(labelled_setting(key, flat_settings(rows[0]).get(key)) for key in keys)
+        for rows in workloads
+    ]
+    return [f"{head}: {' '.join(sentences)}" for head, sentences in zip(heads, texts, strict=True)]
 
 
-def _workload_text(row: Row) -> str:
-    return f"{row.settings.model}, sequence {row.settings.seq_length}, {row.settings.precision}"
+def _advise_on(rows: Sequence[Row]) -> list[str]:
+    labels = dict(zip((id(row) for row in rows), row_labels(rows), strict=True))
+    ranked = [row for row in rows if is_ranked(row)]
+    texts = [
+        _fastest_text(ranked, labels),
+        _memory_text(ranked, labels),
+        *_sharding_texts(ranked, labels),
+        _basis_text(ranked),
+    ]
+    return [text for text in texts if text]
 
 
 def _time_text(row: Row) -> str:
@@ -45,14 +66,14 @@ def _fastest_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     best = fastest(rows)
     assert best is not None
     if len(rows) == 1:
-        return f"{labels[id(best)]} is the only row that is right and comparable: {_time_text(best)}."
+        return f"{labels[id(best)]} is the only row that is correct and comparable: {_time_text(best)}."
     tied = [row for row in rows if row is not best and ties_with_fastest(row)]
     if not tied:
-        return f"{labels[id(best)]} is the fastest of {len(rows)} right rows: {_time_text(best)}."
+        return f"{labels[id(best)]} is the fastest of {len(rows)} correct rows: {_time_text(best)}."
     names = join_words([labels[id(row)] for row in (best, *tied)])
     rates = sorted(rate for row in (best, *tied) if (rate := step_rate(row)) is not None)
     return (
-        f"{names} tie as the fastest of {len(rows)} right rows, {rates[0]:,.0f} to {rates[-1]:,.0f} tokens/s: "
+        f"{names} tie as the fastest of {len(rows)} correct rows, {rates[0]:,.0f} to {rates[-1]:,.0f} tokens/s: "
         "their differences are below the noise."
     )
 
@@ -116,12 +137,10 @@ def _basis_text(rows: Sequence[Row]) -> str:
     if settings.parameter_count is not None:
         parts[0] += f" ({count_text(settings.parameter_count)} parameters)"
     sizes = sorted({row.settings.world_size for row in rows})
-    parts.append(f"{' and '.join(str(size) for size in sizes)} rank{'s' if sizes != [1] else ''}")
+    parts.append(f"{join_words([str(size) for size in sizes])} rank{'s' if sizes != [1] else ''}")
     parts.append(settings.precision)
-    batches = sorted({row.settings.batch_size for row in rows})
-    parts.append(
-        f"batch {' and '.join(setting_text(size) for size in batches)} x sequence {settings.seq_length}"
-    )
+    batches = [setting_text(size) for size in sorted({row.settings.batch_size for row in rows})]
+    parts.append(f"batch {join_words(batches)} x sequence {settings.seq_length}")
     times = [row.step_time_ms for row in rows if row.step_time_ms is not None]
     fewest, most = min(len(time.samples) for time in times), max(len(time.samples) for time in times)
     steps = str(fewest) if fewest == most else f"{fewest} to {most}"

@@ -35,7 +35,7 @@ SETTING_WORDS = {
     "config_file": "config",
 }
 # Settings that make a row another task: rates across them are not ranked against each other.
-_WORKLOAD = ("model", "seq_length", "precision", "data")
+WORKLOAD_KEYS = ("model", "seq_length", "precision", "data")
 # Settings in which a row and its baseline must agree, besides batch and world size.
 _POINT = ("clip", "checkpointing")
 
@@ -65,7 +65,7 @@ def workload(row: Row) -> tuple[Any, ...]:
     model = sorted(
         (key, value) for key, value in settings.items() if key.startswith("model_config_resolved.")
     )
-    return (*(settings[key] for key in _WORKLOAD), *((key, repr(value)) for key, value in model))
+    return (*(settings[key] for key in WORKLOAD_KEYS), *((key, repr(value)) for key, value in model))
 
 
 def by_workload(rows: Sequence[Row]) -> list[list[Row]]:
@@ -138,9 +138,14 @@ def row_labels(rows: Sequence[Row]) -> list[str]:
     labels = []
     for row in rows:
         flat = flat_settings(row)
-        parts = [row.strategy, *(f"{setting_word(key)} {setting_text(flat.get(key))}" for key in free)]
-        labels.append(", ".join(parts))
+        labels.append(", ".join([row.strategy, *(labelled_setting(key, flat.get(key)) for key in free)]))
     return labels if len(set(labels)) == len(labels) else [row.name for row in rows]
+
+
+def labelled_setting(key: str, value: Any) -> str:
+    """Such as "batch 8"; a model or precision speaks for itself."""
+    text = setting_text(value)
+    return text if key in ("model", "precision") else f"{setting_word(key)} {text}"
 
 
 def _baseline_strategy(rows: Sequence[Row], baseline: str | None) -> str | None:

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING
 
 from zerobench.bench.result import Results, Row
 
-from .rows import by_workload, checksum_marks, dtype_text, fastest, is_ranked, row_labels
+from .rows import (
+    by_workload,
+    checksum_marks,
+    dtype_text,
+    fastest,
+    flat_settings,
+    is_ranked,
+    row_labels,
+    setting_text,
+    setting_word,
+    varying_settings,
+)
 from .words import header_lines, memory_unit, note_lines
 
 if TYPE_CHECKING:
@@ -30,6 +41,7 @@ class Column:
     keep: int
     group: str = ""  # columns that come and go together
     left: bool = False
+    folds: bool = True  # text that may break where even the last columns do not fit
 
     def lines(self, plain: Callable[[str], str]) -> list[str]:
         """Header rows and cells, numbers aligned right (rich would strip the blanks that stand for a missing ± part)."""
@@ -131,7 +143,9 @@ def _build(rows: Sequence[Row], columns: Sequence[Column], plain: Callable[[str]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="bold")
     lines = [column.lines(plain) for column in columns]
     for column, (title, unit, *_) in zip(columns, lines, strict=True):
-        table.add_column(Text(f"{title}\n{unit}"), no_wrap=not column.left, overflow="fold")
+        table.add_column(
+            Text(f"{title}\n{unit}"), no_wrap=not (column.left and column.folds), overflow="fold"
+        )
     leaders = {id(fastest(group)) for group in by_workload(rows)}
     for index, row in enumerate(rows):
         style = "bold" if id(row) in leaders and is_ranked(row) else ""
@@ -153,7 +167,7 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
     base = _baseline_word(rows)
     unit, unit_bytes = memory_unit(row.peak_device_bytes for row in shown if row is not None)
     columns = [
-        Column(title="strategy", unit="", cells=row_labels(rows), keep=ALWAYS, left=True),
+        *_name_columns(rows),
         Column(title="status", unit="", cells=[row.status for row in rows], keep=ALWAYS, left=True),
         Column(title="step", unit="ms ± MAD", cells=_step_cells(shown), keep=ALWAYS),
         Column(title="tokens", unit="per s", cells=_cells(shown, _tokens_cell), keep=80),
@@ -170,6 +184,23 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
         Column(title="dtypes", unit="p/c/r/m/s", cells=_dtype_cells(rows), keep=30, left=True),
     ]
     return columns + _phase_columns(shown)
+
+
+def _name_columns(rows: Sequence[Row]) -> list[Column]:
+    """The strategy and the settings in which rows differ; or the rows' names, where those do not tell rows apart."""
+    labels = row_labels(rows)
+    if labels == [row.name for row in rows]:
+        return [Column(title="row", unit="", cells=labels, keep=ALWAYS, left=True)]
+    columns = [
+        Column(title="strategy", unit="", cells=[row.strategy for row in rows], keep=ALWAYS, left=True)
+    ]
+    for key in varying_settings(rows)[0]:
+        cells = [setting_text(flat_settings(row).get(key)) for row in rows]
+        numeric = all(cell.replace(".", "", 1).isdigit() for cell in cells)
+        columns.append(
+            Column(title=setting_word(key), unit="", cells=cells, keep=ALWAYS, left=not numeric, folds=False)
+        )
+    return columns
 
 
 def _cells(rows: Sequence[Row | None], text: Callable[[Row], str | None]) -> list[str]:

@@ -9,9 +9,11 @@ from zerobench.bench.result import Results, Row
 
 from .rows import (
     DEFAULT_BASELINES,
+    by_workload,
     checksum_marks,
     dtype_text,
     flat_settings,
+    is_ranked,
     row_labels,
     setting_text,
     setting_word,
@@ -170,25 +172,36 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         notes.append("= parameters equal bit for bit among the rows marked so.")
     if "≠" in marks:
         notes.append("≠ parameters differ among the rows marked so, which should be equal bit for bit.")
-    for row, label in zip(rows, labels, strict=True):
-        if row.status == "ok" and not row.comparable:
-            notes.append(
-                f"† {label} runs in other dtypes ({dtype_text(row) or 'unknown'}): shown, not ranked."
-            )
-    if any("dtypes" in note for note in notes):
-        notes.append("Dtypes are param/compute/reduce/master/state.")
+    apart = [
+        f"{label} ({dtype_text(row) or 'unknown'})"
+        for row, label in zip(rows, labels, strict=True)
+        if row.status == "ok" and not row.comparable
+    ]
+    if apart:
+        roles = "param/compute/reduce/master/state"
+        notes.append(f"† other dtypes, so shown but not ranked: {'; '.join(apart)}, as {roles}.")
+    ranked = [row for row in rows if is_ranked(row)]
+    if len(by_workload(ranked)) > 1:
+        notes.append("Relative is within rows of one model, sequence length, precision and data.")
+    if text := _outlier_text(rows, labels):
+        notes.append(text)
+    if ranked and not any(row.baseline for row in rows):
+        default = " or ".join(DEFAULT_BASELINES)
+        notes.append(f"No baseline row is ok (by default {default}): no speedup and no memory change.")
+    return notes
+
+
+def _outlier_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
     flagged = [
-        f"{label} {len(row.step_time_ms.outliers)} of {len(row.step_time_ms.samples)}"
+        (label, len(row.step_time_ms.outliers), len(row.step_time_ms.samples))
         for row, label in zip(rows, labels, strict=True)
         if row.status == "ok" and row.step_time_ms is not None and row.step_time_ms.outliers
     ]
-    if flagged:
-        notes.append(
-            f"Outlying steps (kept): {', '.join(flagged)}. Other programs may have run: repeat on a quiet machine."
-        )
-    measured = [row for row in rows if row.status == "ok" and row.comparable and row.step_time_ms is not None]
-    if measured and not any(row.baseline for row in rows):
-        notes.append(
-            f"No baseline row is ok (by default {' or '.join(DEFAULT_BASELINES)}): no speedup and no memory change."
-        )
-    return notes
+    if not flagged:
+        return ""
+    if len(flagged) <= 4:
+        text = "; ".join(f"{label}: {outlier_num} of {step_num}" for label, outlier_num, step_num in flagged)
+    else:
+        worst = max(flagged, key=lambda entry: entry[1])
+        text = f"in {len(flagged)} rows, most in {worst[0]}: {worst[1]} of {worst[2]}"
+    return f"Outlying steps (kept): {text}. Something else may have run: repeat on a quiet machine."
