@@ -12,8 +12,7 @@ std::string_view tier_name(Tier tier) noexcept {
 
 std::string_view category_name(Category category) noexcept {
   constexpr std::array<std::string_view, kCategoryNum> kNames{
-      "parameters", "gradients",    "master",         "exp_avg",
-      "exp_avg_sq", "gather_slots", "gradient_slots", "staging"};
+      "parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "gather_slots", "gradient_slots", "staging"};
   return kNames[static_cast<std::size_t>(category)];
 }
 

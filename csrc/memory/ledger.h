@@ -18,14 +18,14 @@ enum class Tier : std::uint8_t { kDevice, kHost, kNvme };
 inline constexpr std::size_t kTierNum = 3;
 
 enum class Category : std::uint8_t {
-  kParameters,      // full or sharded parameters in param_dtype
-  kGradients,       // full or sharded gradients in reduce_dtype that outlive a backward
-  kMaster,          // fp32 master weights, where the parameters are not fp32 themselves
+  kParameters,  // full or sharded parameters in param_dtype
+  kGradients,   // full or sharded gradients in reduce_dtype that outlive a backward
+  kMaster,      // fp32 master weights, where the parameters are not fp32 themselves
   kExpAvg,
   kExpAvgSq,
-  kGatherSlots,     // unsharded units of stage 3
-  kGradientSlots,   // flat gradients of stages 2 and 3 before their reduction
-  kStaging,         // whatever a transfer or an accumulation needs in between
+  kGatherSlots,    // unsharded units of stage 3
+  kGradientSlots,  // flat gradients of stages 2 and 3 before their reduction
+  kStaging,        // whatever a transfer or an accumulation needs in between
 };
 inline constexpr std::size_t kCategoryNum = 8;
 

@@ -32,7 +32,8 @@ FlatLayout::FlatLayout(std::vector<ParameterSpan> spans, std::size_t shard_num, 
       segments_.push_back({begin, cursor, span.param_group});
     }
   }
-  padded_numel_ = round_up(cursor, shard_num_ * alignment_numel);
+  // Never empty, so that a unit of zero-sized parameters still has addresses.
+  padded_numel_ = round_up(std::max<std::size_t>(cursor, 1), shard_num_ * alignment_numel);
   if (padded_numel_ > cursor) gaps_.push_back({cursor, padded_numel_, 0});
 }
 

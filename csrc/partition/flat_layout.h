@@ -36,8 +36,8 @@ class FlatLayout {
 
   const std::vector<ParameterSpan>& spans() const noexcept { return spans_; }
   std::size_t shard_num() const noexcept { return shard_num_; }
-  std::size_t numel() const noexcept { return numel_; }                  // of the parameters, no padding
-  std::size_t padded_numel() const noexcept { return padded_numel_; }    // of the whole buffer
+  std::size_t numel() const noexcept { return numel_; }                // of the parameters, no padding
+  std::size_t padded_numel() const noexcept { return padded_numel_; }  // of the whole buffer
   std::size_t shard_numel() const noexcept { return padded_numel_ / shard_num_; }
 
   // Segments of the whole buffer, maximal runs of one param group, padding between two spans of a run included

@@ -1,0 +1,180 @@
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <cmath>
+#include <map>
+
+#include "bindings/bindings.h"
+
+#include "comm/c10d_communicator.h"
+#include "comm/communicator.h"
+#include "comm/shm_communicator.h"
+
+namespace py = pybind11;
+
+namespace zb {
+namespace {
+
+// Python holds communicators as this, so that an engine can take one over.
+struct OwnedCommunicator {
+  std::unique_ptr<Communicator> value;
+
+  Communicator& get() const {
+    ZB_EXPECT_STATE(value != nullptr, "this communicator was closed or given to an engine");
+    return *value;
+  }
+};
+
+struct PythonBuffer {
+  std::shared_ptr<RegisteredBuffer> value;
+
+  at::Tensor tensor(const std::string& dtype_text) const {
+    const DType dtype = dtype_from_name(dtype_text);
+    const c10::ScalarType type = dtype == DType::kFloat32    ? c10::ScalarType::Float
+                                 : dtype == DType::kBFloat16 ? c10::ScalarType::BFloat16
+                                                             : c10::ScalarType::Half;
+    const auto numel = static_cast<std::int64_t>(value->bytes() / dtype_bytes(dtype));
+    return at::from_blob(value->data(), {numel}, [keep = value](void*) {}, at::TensorOptions().dtype(type));
+  }
+};
+
+Region region(const PythonBuffer& buffer, std::size_t offset_bytes, std::size_t bytes) {
+  ZB_EXPECT(offset_bytes <= buffer.value->bytes() && bytes <= buffer.value->bytes() - offset_bytes,
+            "the region [" + std::to_string(offset_bytes) + ", " + std::to_string(offset_bytes + bytes) +
+                ") lies outside its buffer of " + std::to_string(buffer.value->bytes()) + " bytes");
+  return {buffer.value, offset_bytes};
+}
+
+constexpr const char* kLabel = "python";
+
+void bind_communicator(py::module_& m) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<OwnedCommunicator>(m, "Communicator", "Collectives over registered buffers (csrc/comm/communicator.h).")
+      .def_property_readonly("rank", [](const OwnedCommunicator& c) { return c.get().rank(); })
+      .def_property_readonly("world_size", [](const OwnedCommunicator& c) { return c.get().world_size(); })
+      .def_property_readonly("kind", [](const OwnedCommunicator& c) { return std::string(c.get().kind()); })
+      .def(
+          "allocate",
+          [](const OwnedCommunicator& c, std::size_t bytes, bool shared) {
+            return PythonBuffer{c.get().allocate(bytes, shared ? BufferRole::kShared : BufferRole::kPrivate, nullptr,
+                                                 Category::kStaging)};
+          },
+          py::arg("bytes"), py::kw_only(), py::arg("shared"), Release(),
+          "Registered memory; shared memory is a collective call and may be a source.")
+      .def(
+          "start_all_gather",
+          [](const OwnedCommunicator& c, const PythonBuffer& source, const PythonBuffer& destination,
+             std::size_t shard_bytes, std::size_t source_offset_bytes, std::size_t destination_offset_bytes) {
+            const std::size_t full_bytes = shard_bytes * static_cast<std::size_t>(c.get().world_size());
+            return c.get().start_all_gather({.source = region(source, source_offset_bytes, shard_bytes),
+                                             .destination = region(destination, destination_offset_bytes, full_bytes),
+                                             .shard_bytes = shard_bytes,
+                                             .label = kLabel});
+          },
+          py::arg("source"), py::arg("destination"), py::kw_only(), py::arg("shard_bytes"),
+          py::arg("source_offset_bytes") = 0, py::arg("destination_offset_bytes") = 0, Release())
+      .def(
+          "start_reduce_scatter",
+          [](const OwnedCommunicator& c, const PythonBuffer& source, const PythonBuffer& destination,
+             std::size_t shard_numel, const std::string& dtype_text, std::size_t source_offset_bytes,
+             std::size_t destination_offset_bytes) {
+            const DType dtype = dtype_from_name(dtype_text);
+            const std::size_t shard_bytes = shard_numel * dtype_bytes(dtype);
+            const std::size_t full_bytes = shard_bytes * static_cast<std::size_t>(c.get().world_size());
+            return c.get().start_reduce_scatter(
+                {.source = region(source, source_offset_bytes, full_bytes),
+                 .destination = region(destination, destination_offset_bytes, shard_bytes),
+                 .shard_numel = shard_numel,
+                 .dtype = dtype,
+                 .label = kLabel});
+          },
+          py::arg("source"), py::arg("destination"), py::kw_only(), py::arg("shard_numel"), py::arg("dtype"),
+          py::arg("source_offset_bytes") = 0, py::arg("destination_offset_bytes") = 0, Release())
+      .def(
+          "start_all_reduce",
+          [](const OwnedCommunicator& c, const PythonBuffer& buffer, std::size_t numel, const std::string& dtype_text,
+             std::size_t offset_bytes) {
+            const DType dtype = dtype_from_name(dtype_text);
+            return c.get().start_all_reduce({.buffer = region(buffer, offset_bytes, numel * dtype_bytes(dtype)),
+                                             .numel = numel,
+                                             .dtype = dtype,
+                                             .label = kLabel});
+          },
+          py::arg("buffer"), py::kw_only(), py::arg("numel"), py::arg("dtype"), py::arg("offset_bytes") = 0, Release())
+      .def(
+          "start_broadcast",
+          [](const OwnedCommunicator& c, const PythonBuffer& buffer, std::size_t bytes, int root) {
+            return c.get().start_broadcast(
+                {.buffer = region(buffer, 0, bytes), .bytes = bytes, .root = root, .label = kLabel});
+          },
+          py::arg("buffer"), py::kw_only(), py::arg("bytes"), py::arg("root") = 0, Release())
+      .def(
+          "barrier", [](const OwnedCommunicator& c) { c.get().barrier(kLabel); }, Release())
+      .def(
+          "exchange",
+          [](const OwnedCommunicator& c, const std::string& mine) {
+            std::string all(mine.size() * static_cast<std::size_t>(c.get().world_size()), '\0');
+            {
+              const py::gil_scoped_release release;
+              c.get().exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)), kLabel);
+            }
+            return py::bytes(all);
+          },
+          py::arg("mine"), "Every rank's bytes, one after the other; all ranks give equally many.")
+      .def(
+          "progress", [](const OwnedCommunicator& c) { c.get().progress(); }, Release())
+      .def(
+          "abort", [](const OwnedCommunicator& c, const std::string& reason) { c.get().abort(reason); },
+          py::arg("reason"), Release())
+      .def("communication_bytes",
+           [](const OwnedCommunicator& c) {
+             std::map<std::string, std::uint64_t> result;
+             for (std::size_t i = 0; i < kCollectiveNum; ++i) {
+               result[std::string(collective_name(static_cast<Collective>(i)))] = c.get().counters().bytes[i];
+             }
+             return result;
+           })
+      .def("close", [](OwnedCommunicator& c) { c.value.reset(); }, Release());
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> take_communicator(const py::object& object) {
+  auto& owned = object.cast<OwnedCommunicator&>();
+  static_cast<void>(owned.get());
+  return std::move(owned.value);
+}
+
+void bind_comm(py::module_& m) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<PythonBuffer>(m, "RegisteredBuffer", "Memory that collectives may name.")
+      .def_property_readonly("bytes", [](const PythonBuffer& b) { return b.value->bytes(); })
+      .def("tensor", &PythonBuffer::tensor, py::arg("dtype"),
+           "The whole buffer as a flat torch tensor that keeps it alive.");
+  py::class_<Work, WorkPtr>(m, "Work", "A started collective.")
+      .def("test", &Work::test, Release())
+      .def("wait", &Work::wait, Release())
+      .def("wait_source_free", &Work::wait_source_free, Release());
+  bind_communicator(m);
+  m.def(
+      "make_shm_communicator",
+      [](int rank, int world_size, const std::string& rendezvous, double timeout_s) {
+        ZB_EXPECT(timeout_s > 0 && std::isfinite(timeout_s), "timeout_s must be a positive number of seconds");
+        return OwnedCommunicator{
+            make_shm_communicator({.rank = rank,
+                                   .world_size = world_size,
+                                   .rendezvous = rendezvous,
+                                   .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1e3))})};
+      },
+      py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("rendezvous"), py::arg("timeout_s") = 300.0,
+      Release(), "Connects the ranks of one host over shared memory. Blocks until all are there.");
+  m.def(
+      "make_c10d_communicator",
+      [](const std::string& group_name) { return OwnedCommunicator{make_c10d_communicator(group_name)}; },
+      py::arg("group_name"), Release(), "Wraps a live CPU process group of torch.distributed by its group_name.");
+}
+
+}  // namespace zb

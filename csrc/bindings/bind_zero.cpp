@@ -1,0 +1,274 @@
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <map>
+
+#include "bindings/bindings.h"
+
+#include "zero/engine.h"
+#include "zero/torch_hooks.h"
+#include "zero/torch_parameter.h"
+
+namespace py = pybind11;
+
+namespace zb {
+
+std::unique_ptr<Communicator> take_communicator(const py::object& object);
+
+namespace {
+
+// What Python gives for a parameter.
+struct ParameterArgument {
+  std::string name;
+  at::Tensor tensor;
+  std::string param_dtype;
+  std::string reduce_dtype;
+  bool trainable;
+  int param_group;
+  std::size_t unit;
+};
+
+// The engine with what ties it to torch.
+class BoundEngine {
+ public:
+  BoundEngine(int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
+              const LossScaleOptions& loss_scale, std::vector<std::string> unit_names, std::size_t root_unit,
+              const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
+              const py::object& reduce_communicator, std::size_t thread_num, std::vector<int> cpus) {
+    EngineModel model{.unit_names = std::move(unit_names), .root_unit = root_unit, .parameters = {}, .bindings = {}};
+    std::vector<at::Tensor> trainable;
+    std::vector<std::size_t> indices;
+    for (const ParameterArgument& argument : parameters) {
+      if (argument.trainable) {
+        trainable.push_back(argument.tensor);
+        indices.push_back(model.parameters.size());
+      }
+      sizes_.push_back(argument.tensor.sizes().vec());
+      model.parameters.push_back({.name = argument.name,
+                                  .numel = static_cast<std::size_t>(argument.tensor.numel()),
+                                  .param_dtype = dtype_from_name(argument.param_dtype),
+                                  .reduce_dtype = dtype_from_name(argument.reduce_dtype),
+                                  .trainable = argument.trainable,
+                                  .param_group = argument.param_group,
+                                  .unit = argument.unit});
+      model.bindings.push_back(make_torch_parameter(argument.name, argument.tensor));
+    }
+    const EngineOptions options{.stage = zero_stage_from_int(stage),
+                                .accumulation_steps = accumulation_steps,
+                                .clip = clip,
+                                .prefetch_bytes = prefetch_bytes.value_or(0),
+                                .default_prefetch = !prefetch_bytes.has_value(),
+                                .loss_scale = loss_scale};
+    auto gather = take_communicator(gather_communicator);
+    auto reduce = take_communicator(reduce_communicator);
+    const py::gil_scoped_release release;
+    engine_ = std::make_shared<Engine>(options, std::move(model), std::move(gather), std::move(reduce), thread_num,
+                                       std::move(cpus));
+    hooks_ = make_gradient_hooks(engine_, trainable, indices);
+  }
+
+  Engine& get() const {
+    ZB_EXPECT_STATE(engine_ != nullptr, "the engine was closed");
+    return *engine_;
+  }
+
+  void close() {
+    hooks_.reset();
+    engine_.reset();
+  }
+
+  // Throws what a gradient hook threw in the last backward, with its own type.
+  void rethrow_hook_error() {
+    if (!hooks_) return;
+    if (const std::exception_ptr error = hooks_->take_error()) std::rethrow_exception(error);
+  }
+
+  std::map<std::string, at::Tensor> full_state(const std::string& kind) const {
+    static const std::map<std::string, FullState> kKinds{{"parameters", FullState::kParameters},
+                                                         {"master", FullState::kMaster},
+                                                         {"exp_avg", FullState::kExpAvg},
+                                                         {"exp_avg_sq", FullState::kExpAvgSq}};
+    const auto found = kKinds.find(kind);
+    ZB_EXPECT(found != kKinds.end(), "'" + kind + "' is not a state; use parameters, master, exp_avg or exp_avg_sq");
+    std::map<std::string, at::Tensor> result;
+    get().read_full_state(found->second, [&](std::size_t index, const float* values) {
+      at::Tensor tensor = at::empty(sizes_[index], at::TensorOptions().dtype(c10::ScalarType::Float));
+      std::memcpy(tensor.mutable_data_ptr(), values, static_cast<std::size_t>(tensor.numel()) * sizeof(float));
+      result.emplace(get().parameter(index).name, std::move(tensor));
+    });
+    return result;
+  }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  std::unique_ptr<GradientHooks> hooks_;
+  std::vector<std::vector<std::int64_t>> sizes_;
+};
+
+py::dict describe_unit(const Engine& engine, std::size_t index) {
+  const Unit& unit = engine.unit(index);
+  py::list flats;
+  for (const FlatBuffer& flat : unit.flats) {
+    py::list names;
+    for (const std::size_t parameter : flat.parameters) names.append(engine.parameter(parameter).name);
+    py::dict entry;
+    entry["parameters"] = names;
+    entry["param_dtype"] = std::string(dtype_name(flat.param_dtype));
+    entry["reduce_dtype"] = std::string(dtype_name(flat.reduce_dtype));
+    entry["trainable"] = flat.trainable;
+    entry["numel"] = flat.layout.numel();
+    entry["padded_numel"] = flat.layout.padded_numel();
+    entry["shard_numel"] = flat.layout.shard_numel();
+    flats.append(entry);
+  }
+  py::dict result;
+  result["name"] = unit.name;
+  result["is_root"] = unit.is_root;
+  result["gather_bytes"] = unit.gather_bytes;
+  result["gradient_bytes"] = unit.gradient_bytes;
+  result["flats"] = flats;
+  return result;
+}
+
+void bind_engine_training(py::class_<BoundEngine>& engine) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  engine
+      .def(
+          "begin_forward", [](BoundEngine& e, bool train) { e.get().begin_forward(train); }, py::arg("train"),
+          Release())
+      .def(
+          "end_forward", [](BoundEngine& e) { e.get().end_forward(); }, Release())
+      .def(
+          "pre_forward", [](BoundEngine& e, std::size_t unit) { e.get().pre_forward(unit); }, py::arg("unit"),
+          Release())
+      .def(
+          "post_forward", [](BoundEngine& e, std::size_t unit) { e.get().post_forward(unit); }, py::arg("unit"),
+          Release())
+      .def(
+          "pre_backward", [](BoundEngine& e, std::size_t unit) { e.get().pre_backward(unit); }, py::arg("unit"),
+          Release())
+      .def(
+          "inputs_done", [](BoundEngine& e, std::size_t unit) { e.get().inputs_done(unit); }, py::arg("unit"),
+          Release())
+      .def(
+          "begin_backward", [](BoundEngine& e, bool last) { e.get().begin_backward(last); }, py::arg("last"), Release())
+      .def(
+          "end_backward", [](BoundEngine& e) { e.get().end_backward(); }, Release())
+      .def(
+          "abort_backward", [](BoundEngine& e) { e.get().abort_backward(); }, Release())
+      .def("rethrow_hook_error", &BoundEngine::rethrow_hook_error)
+      .def(
+          "step",
+          [](BoundEngine& e, const std::vector<AdamHyperparameters>& groups) {
+            StepOutcome outcome;
+            {
+              const py::gil_scoped_release release;
+              outcome = e.get().step(groups);
+            }
+            return py::make_tuple(outcome.applied, outcome.grad_norm);
+          },
+          py::arg("groups"), "(applied, global gradient norm before clipping)");
+}
+
+void bind_engine_reading(py::class_<BoundEngine>& engine) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  engine
+      .def("full_state", &BoundEngine::full_state, py::arg("kind"), Release(),
+           "Full values by parameter name, fp32. Collective.")
+      .def(
+          "gather", [](BoundEngine& e, const std::vector<std::size_t>& units) { e.get().gather(units); },
+          py::arg("units"), Release())
+      .def(
+          "end_gather",
+          [](BoundEngine& e, const std::vector<std::size_t>& units, int modifier_rank) {
+            e.get().end_gather(units, modifier_rank);
+          },
+          py::arg("units"), py::kw_only(), py::arg("modifier_rank"), Release())
+      .def(
+          "broadcast",
+          [](BoundEngine& e, const at::Tensor& tensor) {
+            ZB_EXPECT(tensor.is_contiguous() && tensor.device().is_cpu(),
+                      "only contiguous CPU tensors can be broadcast");
+            e.get().broadcast(static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes());
+          },
+          py::arg("tensor"), Release(), "Makes rank 0's values everybody's, in place. Collective.")
+      .def_property_readonly("loss_scale", [](const BoundEngine& e) { return e.get().loss_scale(); })
+      .def_property_readonly("steps_applied", [](const BoundEngine& e) { return e.get().steps_applied(); })
+      .def_property_readonly("rank", [](const BoundEngine& e) { return e.get().rank(); })
+      .def_property_readonly("world_size", [](const BoundEngine& e) { return e.get().world_size(); })
+      .def_property_readonly("prefetch_bytes", [](const BoundEngine& e) { return e.get().prefetch_bytes(); })
+      .def_property_readonly("parameters_sharded",
+                             [](const BoundEngine& e) { return e.get().policy().parameters == Placement::kSharded; })
+      .def_property_readonly(
+          "ledger", [](const BoundEngine& e) -> const Ledger& { return e.get().ledger(); },
+          py::return_value_policy::reference_internal)
+      .def("communication_bytes",
+           [](const BoundEngine& e) {
+             const CommunicationCounters counters = e.get().counters();
+             std::map<std::string, std::uint64_t> result;
+             for (std::size_t i = 0; i < kCollectiveNum; ++i) {
+               result[std::string(collective_name(static_cast<Collective>(i)))] = counters.bytes[i];
+             }
+             return result;
+           })
+      .def("communication_ms", [](const BoundEngine& e) { return e.get().communication_ms(); })
+      .def("reset_counters", [](BoundEngine& e) { e.get().reset_counters(); })
+      .def("units",
+           [](const BoundEngine& e) {
+             py::list result;
+             for (std::size_t index = 0; index < e.get().unit_num(); ++index)
+               result.append(describe_unit(e.get(), index));
+             return result;
+           })
+      .def("unit_state",
+           [](const BoundEngine& e, std::size_t unit) {
+             return py::make_tuple(std::string(parameter_state_name(e.get().unit(unit).parameter_state)),
+                                   std::string(gradient_state_name(e.get().unit(unit).gradient_state)));
+           })
+      .def(
+          "has_frozen", [](const BoundEngine& e, std::size_t unit) { return e.get().has_frozen(unit); },
+          py::arg("unit"))
+      .def(
+          "abort", [](BoundEngine& e, const std::string& reason) { e.get().abort(reason); }, py::arg("reason"),
+          Release())
+      .def("close", &BoundEngine::close, Release());
+}
+
+}  // namespace
+
+void bind_zero(py::module_& m) {
+  py::class_<ParameterArgument>(m, "ParameterArgument", "A parameter as the engine takes it over.")
+      .def(py::init([](std::string name, at::Tensor tensor, std::string param_dtype, std::string reduce_dtype,
+                       bool trainable, int param_group, std::size_t unit) {
+             return ParameterArgument{std::move(name),
+                                      std::move(tensor),
+                                      std::move(param_dtype),
+                                      std::move(reduce_dtype),
+                                      trainable,
+                                      param_group,
+                                      unit};
+           }),
+           py::arg("name"), py::arg("tensor"), py::kw_only(), py::arg("param_dtype"), py::arg("reduce_dtype"),
+           py::arg("trainable"), py::arg("param_group"), py::arg("unit"));
+  py::class_<LossScaleOptions>(m, "LossScaleOptions", "Loss scale of fp16 training.")
+      .def(py::init([](bool enabled, bool dynamic, double initial_scale, double growth_factor, double backoff_factor,
+                       long growth_interval_steps, double min_scale) {
+             return LossScaleOptions{
+                 enabled, dynamic, initial_scale, growth_factor, backoff_factor, growth_interval_steps, min_scale};
+           }),
+           py::kw_only(), py::arg("enabled"), py::arg("dynamic"), py::arg("initial_scale"), py::arg("growth_factor"),
+           py::arg("backoff_factor"), py::arg("growth_interval_steps"), py::arg("min_scale"));
+  py::class_<BoundEngine> engine(m, "Engine", "One rank's ZeRO engine (csrc/zero/engine.h).");
+  engine.def(py::init<int, long, double, std::optional<std::size_t>, const LossScaleOptions&, std::vector<std::string>,
+                      std::size_t, const std::vector<ParameterArgument>&, const py::object&, const py::object&,
+                      std::size_t, std::vector<int>>(),
+             py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
+             py::arg("loss_scale"), py::arg("unit_names"), py::arg("root_unit"), py::arg("parameters"),
+             py::arg("gather_communicator"), py::arg("reduce_communicator"), py::arg("thread_num"), py::arg("cpus"));
+  bind_engine_training(engine);
+  bind_engine_reading(engine);
+}
+
+}  // namespace zb

@@ -1,0 +1,384 @@
+#include "zero/engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "common/error.h"
+#include "common/scope_exit.h"
+#include "kernels/cpu_kernels.h"
+#include "memory/host_buffer.h"
+
+namespace zb {
+namespace {
+
+std::size_t largest_unit_bytes(const std::vector<Unit>& units) {
+  std::size_t largest = 0;
+  for (const Unit& unit : units) {
+    if (!unit.is_root) largest = std::max(largest, unit.gather_bytes);
+  }
+  return largest;
+}
+
+}  // namespace
+
+Engine::Engine(const EngineOptions& options, EngineModel model, std::unique_ptr<Communicator> gather_communicator,
+               std::unique_ptr<Communicator> reduce_communicator, std::size_t thread_num, std::vector<int> cpus)
+    : options_(options),
+      gather_communicator_(std::move(gather_communicator)),
+      reduce_communicator_(std::move(reduce_communicator)),
+      policy_(stage_policy(options.stage, reduce_communicator_->world_size())),
+      pool_(thread_num, std::move(cpus)),
+      store_(make_device_store(&ledger_, pool_)),
+      scaler_(options.loss_scale) {
+  ZB_EXPECT(options.accumulation_steps >= 1, "gradient_accumulation_steps must be at least 1");
+  ZB_EXPECT(model.bindings.size() == model.parameters.size(), "every parameter needs a binding");
+  units_ = make_units(model.unit_names, model.root_unit, model.parameters, world_size(), parameters_);
+  prefetch_bytes_ = options.default_prefetch ? largest_unit_bytes(units_) : options.prefetch_bytes;
+  gathers_ = std::make_unique<GatherScheduler>(*gather_communicator_, &ledger_, units_, parameters_, clock_,
+                                               parameters_sharded(), prefetch_bytes_);
+  reduces_ = std::make_unique<ReduceScheduler>(*reduce_communicator_, &ledger_, units_, parameters_, clock_,
+                                               policy_.gradients);
+  for (Unit& unit : units_) build_unit(unit, model);
+  gathers_->reserve_slots();
+  reduces_->reserve_slots(options.accumulation_steps);
+}
+
+Engine::~Engine() {
+  // Slots go with the engine; parameters must not point there any more.
+  for (Unit& unit : units_) {
+    if (!parameters_sharded()) continue;
+    for (const FlatBuffer& flat : unit.flats) {
+      for (const std::size_t index : flat.parameters) {
+        Parameter& parameter = parameters_[index];
+        if (parameter.binding)
+          parameter.binding->detach("parameter '" + parameter.name + "' belonged to an engine that was closed");
+      }
+    }
+  }
+}
+
+void Engine::build_unit(Unit& unit, EngineModel& model) {
+  for (FlatBuffer& flat : unit.flats) {
+    for (const std::size_t index : flat.parameters) {
+      parameters_[index].binding = std::move(model.bindings[index]);
+      parameters_[index].sharded_message =
+          "parameter '" + parameters_[index].name +
+          "' is sharded (ZeRO stage 3): most of it is on other ranks now; read or change it inside "
+          "`with engine.gather():`";
+    }
+    build_flat(unit, flat);
+  }
+  if (parameters_sharded()) unit.parameter_state = ParameterState::kSharded;
+}
+
+// Makes a flat buffer's memory from rank 0's values, and frees the tensors' own.
+void Engine::build_flat(Unit&, FlatBuffer& flat) {
+  const FlatLayout& layout = flat.layout;
+  const auto rank_offset = static_cast<std::size_t>(rank()) * layout.shard_numel();
+  const bool several = world_size() > 1;
+  Communicator& communicator = *reduce_communicator_;
+  const CpuKernels& kernels = cpu_kernels();
+
+  Region initial{communicator.allocate(layout.padded_numel() * sizeof(float),
+                                       several ? BufferRole::kShared : BufferRole::kPrivate, &ledger_,
+                                       Category::kStaging)};
+  auto* values = reinterpret_cast<float*>(initial.data());
+  for (const std::size_t index : flat.parameters) {
+    parameters_[index].binding->read(values + parameters_[index].offset_numel);
+    parameters_[index].binding->adopt(flat.param_dtype);
+  }
+  if (several) {
+    communicator
+        .start_broadcast(
+            {.buffer = initial, .bytes = layout.padded_numel() * sizeof(float), .root = 0, .label = flat.label})
+        ->wait();
+  }
+
+  if (parameters_sharded()) {
+    flat.shard_parameters = {gather_communicator_->allocate(flat.shard_parameter_bytes(), BufferRole::kShared, &ledger_,
+                                                            Category::kParameters)};
+    kernels.cast(flat.shard_parameters.data(), flat.param_dtype, values + rank_offset, DType::kFloat32,
+                 layout.shard_numel());
+  } else {
+    const bool gathered = several && state_sharded() && flat.trainable;
+    flat.full_parameters = {gather_communicator_->allocate(flat.full_parameter_bytes(),
+                                                           gathered ? BufferRole::kShared : BufferRole::kPrivate,
+                                                           &ledger_, Category::kParameters)};
+    flat.shard_parameters = flat.full_parameters.at(static_cast<std::size_t>(rank()) * flat.shard_parameter_bytes());
+    kernels.cast(flat.full_parameters.data(), flat.param_dtype, values, DType::kFloat32, layout.padded_numel());
+  }
+  for (const std::size_t index : flat.parameters) {
+    Parameter& parameter = parameters_[index];
+    if (parameters_sharded()) {
+      parameter.binding->detach(parameter.sharded_message);
+    } else {
+      parameter.binding->attach_owned(flat.full_parameters.at(parameter.offset_numel * dtype_bytes(flat.param_dtype)));
+    }
+  }
+  if (!flat.trainable) {
+    if (several) communicator.barrier(flat.label);
+    return;
+  }
+
+  if (policy_.gradients == GradientPlacement::kShardedEachMicroBatch) {
+    flat.shard_gradients = {
+        communicator.allocate(flat.shard_gradient_bytes(), BufferRole::kPrivate, &ledger_, Category::kGradients)};
+  } else {
+    flat.full_gradients = {communicator.allocate(flat.full_gradient_bytes(),
+                                                 several ? BufferRole::kShared : BufferRole::kPrivate, &ledger_,
+                                                 Category::kGradients)};
+    flat.shard_gradients = flat.full_gradients.at(static_cast<std::size_t>(rank()) * flat.shard_gradient_bytes());
+  }
+  ShardSpec spec{.numel = layout.padded_numel(), .param_dtype = flat.param_dtype, .segments = layout.segments()};
+  std::size_t first = 0;
+  if (state_sharded()) {
+    first = rank_offset;
+    spec.numel = layout.shard_numel();
+    spec.segments = layout.segments_within(rank_offset, rank_offset + layout.shard_numel());
+  }
+  flat.store_shard = store_->add_shard(spec, std::span<const float>(values + first, spec.numel));
+  if (several) communicator.barrier(flat.label);  // nobody reads the broadcast's buffer any more
+}
+
+void Engine::begin_forward(bool train) {
+  const std::lock_guard lock(mutex_);
+  gathers_->begin_pass(train ? PassKind::kTrainForward : PassKind::kEvalForward);
+}
+
+void Engine::end_forward() {
+  const std::lock_guard lock(mutex_);
+  gathers_->end_pass();
+}
+
+void Engine::pre_forward(std::size_t unit) {
+  const std::lock_guard lock(mutex_);
+  // Recomputation inside a backward is not a use of its own.
+  if (!reduces_->in_backward() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kTrainForward) {
+    reduces_->count_use(unit);
+  }
+  gathers_->use(unit);
+}
+
+void Engine::post_forward(std::size_t unit) {
+  const std::lock_guard lock(mutex_);
+  gathers_->finish_forward(unit);
+}
+
+void Engine::pre_backward(std::size_t unit) {
+  const std::lock_guard lock(mutex_);
+  ZB_EXPECT_STATE(reduces_->in_backward(),
+                  "backward reached unit '" + units_[unit].name +
+                      "' outside engine.backward(); call engine.backward(loss), not loss.backward()");
+  gathers_->use(unit);
+}
+
+void Engine::inputs_done(std::size_t unit) {
+  const std::lock_guard lock(mutex_);
+  if (reduces_->in_backward()) gathers_->finish_backward(unit);
+}
+
+void Engine::begin_backward(bool last) {
+  const std::lock_guard lock(mutex_);
+  gathers_->begin_pass(PassKind::kBackward);
+  reduces_->begin_backward(last);
+}
+
+void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType dtype) {
+  const std::lock_guard lock(mutex_);
+  const std::size_t unit = parameters_[parameter].unit;
+  if (reduces_->arrive(parameter, gradient, dtype) && !units_[unit].has_frozen()) gathers_->finish_backward(unit);
+}
+
+void Engine::end_backward() {
+  const std::lock_guard lock(mutex_);
+  gathers_->end_pass();
+  reduces_->end_backward();
+  gathers_->release_all();
+}
+
+void Engine::abort_backward() {
+  const std::lock_guard lock(mutex_);
+  gathers_->end_pass();
+  reduces_->abort_backward();
+  gathers_->release_all();
+}
+
+// What a rank tells the others before a step. Followed by the partial sums of squares (double, one a trainable flat
+// buffer, in unit order) and the order in which its units became complete (uint32).
+struct Engine::RankReport {
+  std::int64_t steps_tried;
+  std::int64_t window_backwards;
+};
+
+std::vector<std::byte> Engine::exchange_reports() {
+  std::vector<double> sums;
+  for (const Unit& unit : units_) {
+    for (const FlatBuffer& flat : unit.flats) {
+      if (flat.trainable) sums.push_back(flat.sum_of_squares);
+    }
+  }
+  std::vector<std::uint32_t> order(reduces_->completion_order().begin(), reduces_->completion_order().end());
+  order.resize(reduces_->reduced_unit_num(), 0);
+  const RankReport header{steps_tried_, reduces_->window_backwards()};
+  std::vector<std::byte> mine(sizeof(header) + sums.size() * sizeof(double) + order.size() * sizeof(std::uint32_t));
+  std::memcpy(mine.data(), &header, sizeof(header));
+  std::memcpy(mine.data() + sizeof(header), sums.data(), sums.size() * sizeof(double));
+  std::memcpy(mine.data() + sizeof(header) + sums.size() * sizeof(double), order.data(),
+              order.size() * sizeof(std::uint32_t));
+  std::vector<std::byte> all(mine.size() * static_cast<std::size_t>(world_size()));
+  const CommunicationClock::Scope timed(clock_);
+  reduce_communicator_->exchange(mine, all, "step");
+  for (int other = 0; other < world_size(); ++other) {
+    RankReport report;
+    std::memcpy(&report, all.data() + static_cast<std::size_t>(other) * mine.size(), sizeof(report));
+    if (report.steps_tried == header.steps_tried && report.window_backwards == header.window_backwards) continue;
+    const std::string reason =
+        "rank " + std::to_string(other) + " brings gradients of " + std::to_string(report.window_backwards) +
+        " backwards to its step " + std::to_string(report.steps_tried + 1) + " and rank " + std::to_string(rank()) +
+        " of " + std::to_string(header.window_backwards) + " to its step " + std::to_string(header.steps_tried + 1) +
+        "; a rank that lost its gradients to an exception cannot step with the others";
+    reduce_communicator_->abort(reason);
+    throw CommunicationError(reason, other);
+  }
+  return all;
+}
+
+// Adds the partial sums in unit and rank order; returns the root, still of the summed and scaled gradients.
+double Engine::combine_norm(const std::vector<std::byte>& reports, std::size_t report_bytes) {
+  double total = 0.0;
+  std::size_t position = 0;
+  for (const Unit& unit : units_) {
+    for (const FlatBuffer& flat : unit.flats) {
+      if (!flat.trainable) continue;
+      double of_flat = 0.0;
+      for (int other = 0; other < world_size(); ++other) {
+        double partial;
+        std::memcpy(&partial,
+                    reports.data() + static_cast<std::size_t>(other) * report_bytes + sizeof(RankReport) +
+                        position * sizeof(double),
+                    sizeof(partial));
+        of_flat += partial;
+      }
+      ++position;
+      total += of_flat;
+      if (!std::isfinite(of_flat) && !scaler_.enabled()) {
+        throw NonFiniteGradientError(
+            "the gradient of unit '" + unit.name + "' is not finite in step " + std::to_string(steps_tried_ + 1) +
+            "; nothing was updated. Lower the learning rate, clip gradients, or check the data");
+      }
+    }
+  }
+  return std::sqrt(total);
+}
+
+void Engine::adopt_completion_order(const std::vector<std::byte>& reports) {
+  const std::size_t unit_num = reduces_->reduced_unit_num();
+  const std::size_t report_bytes = reports.size() / static_cast<std::size_t>(world_size());
+  std::vector<std::uint32_t> order(unit_num);
+  std::memcpy(order.data(), reports.data() + report_bytes - unit_num * sizeof(std::uint32_t),
+              unit_num * sizeof(std::uint32_t));
+  reduces_->adopt_order(std::vector<std::size_t>(order.begin(), order.end()));
+}
+
+StepOutcome Engine::step(std::span<const AdamHyperparameters> groups) {
+  const std::lock_guard lock(mutex_);
+  ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass(), "step() was called inside a forward or backward");
+  ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
+                  "step() was called inside engine.gather(); leave the block first");
+  ZB_EXPECT_STATE(reduces_->window_backwards() > 0,
+                  "step() was called without gradients; call engine.backward(loss) first (after an exception, "
+                  "repeat forward and backward)");
+  check_bindings();
+  const std::vector<std::byte> reports = exchange_reports();
+  const ScopeExit clear([this] {
+    reduces_->clear_window();
+    ++steps_tried_;
+  });
+  const double summed_norm = combine_norm(reports, reports.size() / static_cast<std::size_t>(world_size()));
+  adopt_completion_order(reports);
+  const double divisor =
+      static_cast<double>(world_size()) * static_cast<double>(reduces_->window_backwards()) * scaler_.scale();
+  StepOutcome outcome{.applied = true, .grad_norm = summed_norm / divisor};
+  if (!std::isfinite(summed_norm)) {
+    scaler_.step_overflowed();
+    outcome.applied = false;
+    return outcome;
+  }
+  double factor = 1.0 / divisor;
+  // The rule of torch.nn.utils.clip_grad_norm_.
+  if (options_.clip > 0.0) factor *= std::min(1.0, options_.clip / (outcome.grad_norm + 1e-6));
+  gathers_->release_all();
+  update(groups, static_cast<float>(factor));
+  gather_updated_parameters();
+  ++steps_applied_;
+  scaler_.step_succeeded();
+  return outcome;
+}
+
+void Engine::update(std::span<const AdamHyperparameters> groups, float factor) {
+  std::vector<AdamScalars> rows;
+  for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, factor));
+  for (const Unit& unit : units_) {
+    for (const FlatBuffer& flat : unit.flats) {
+      if (!flat.trainable) continue;
+      const bool sharded = state_sharded();
+      store_->start_update(flat.store_shard,
+                           {.gradient = sharded ? flat.shard_gradients.data() : flat.full_gradients.data(),
+                            .gradient_dtype = flat.reduce_dtype,
+                            .parameters = sharded ? flat.shard_parameters.data() : flat.full_parameters.data(),
+                            .rows = rows});
+      store_->wait_update(flat.store_shard);
+    }
+  }
+}
+
+void Engine::gather_updated_parameters() {
+  if (parameters_sharded() || !state_sharded()) return;
+  const CommunicationClock::Scope timed(clock_);
+  std::vector<WorkPtr> works;
+  for (const Unit& unit : units_) {
+    for (const FlatBuffer& flat : unit.flats) {
+      if (!flat.trainable) continue;
+      works.push_back(gather_communicator_->start_all_gather({.source = flat.shard_parameters,
+                                                              .destination = flat.full_parameters,
+                                                              .shard_bytes = flat.shard_parameter_bytes(),
+                                                              .label = flat.label}));
+    }
+  }
+  for (const WorkPtr& work : works) work->wait();
+}
+
+void Engine::check_bindings() const {
+  for (const Parameter& parameter : parameters_) {
+    ZB_EXPECT_STATE(parameter.binding->intact(),
+                    "the storage of parameter '" + parameter.name +
+                        "' was replaced from outside (assigning to .data or set_()); write values inside "
+                        "engine.gather(..., modifier_rank=0) instead");
+  }
+}
+
+CommunicationCounters Engine::counters() const {
+  CommunicationCounters sum = gather_communicator_->counters();
+  const CommunicationCounters& other = reduce_communicator_->counters();
+  for (std::size_t i = 0; i < kCollectiveNum; ++i) {
+    sum.calls[i] += other.calls[i];
+    sum.bytes[i] += other.bytes[i];
+  }
+  return sum;
+}
+
+void Engine::reset_counters() {
+  const std::lock_guard lock(mutex_);
+  gather_communicator_->reset_counters();
+  reduce_communicator_->reset_counters();
+  clock_.reset();
+  ledger_.reset_peaks();
+}
+
+void Engine::abort(const std::string& reason) noexcept {
+  gather_communicator_->abort(reason);
+  reduce_communicator_->abort(reason);
+}
+
+}  // namespace zb

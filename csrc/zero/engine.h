@@ -1,0 +1,147 @@
+// The ZeRO engine of one rank: units, their gathers and reductions, and the optimizer step.
+//
+// Knows no torch: parameters come as ParameterBinding, gradients as pointers. Calls are serialised by a mutex; hooks
+// call from autograd's threads. Collective calls (construction, forwards and backwards of stage 3, step, full states,
+// gathers) must be made equally often on every rank.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "common/thread_pool.h"
+#include "memory/ledger.h"
+#include "optim/adam.h"
+#include "stores/store.h"
+#include "zero/clock.h"
+#include "zero/gather_scheduler.h"
+#include "zero/loss_scaler.h"
+#include "zero/policy.h"
+#include "zero/reduce_scheduler.h"
+#include "zero/unit.h"
+
+namespace zb {
+
+struct EngineOptions {
+  ZeroStage stage = ZeroStage::kZero0;
+  long accumulation_steps = 1;
+  double clip = 0.0;               // maximum global gradient norm; 0 is off
+  std::size_t prefetch_bytes = 0;  // unsharded units started ahead of use
+  bool default_prefetch = true;    // one largest non-root unit, instead of prefetch_bytes
+  LossScaleOptions loss_scale;
+};
+
+struct EngineModel {
+  std::vector<std::string> unit_names;
+  std::size_t root_unit = 0;
+  std::vector<ParameterSpec> parameters;
+  std::vector<std::unique_ptr<ParameterBinding>> bindings;  // one a parameter
+};
+
+struct StepOutcome {
+  bool applied = false;    // false: fp16 overflow, the update was skipped
+  double grad_norm = 0.0;  // global, averaged and unscaled, before clipping; not finite when skipped
+};
+
+// What read_full_state can assemble.
+enum class FullState : std::uint8_t { kParameters, kMaster, kExpAvg, kExpAvgSq };
+
+class Engine {
+ public:
+  // Takes rank 0's parameter values. Two communicators, so that gathers and reductions need no common order.
+  Engine(const EngineOptions& options, EngineModel model, std::unique_ptr<Communicator> gather_communicator,
+         std::unique_ptr<Communicator> reduce_communicator, std::size_t thread_num, std::vector<int> cpus);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Forward of the whole model; `train` when gradients are recorded.
+  void begin_forward(bool train);
+  void end_forward();
+  void pre_forward(std::size_t unit);
+  void post_forward(std::size_t unit);
+  void pre_backward(std::size_t unit);
+  // All gradients towards the unit's inputs are there (asked for units with frozen parameters only).
+  void inputs_done(std::size_t unit);
+
+  void begin_backward(bool last);
+  void gradient_arrived(std::size_t parameter, const void* gradient, DType dtype);
+  void end_backward();
+  void abort_backward();
+
+  // One optimizer step with these hyperparameters by param group. Throws NonFiniteGradientError where no loss scale can
+  // retry; the gradients are dropped then and the engine stays usable.
+  StepOutcome step(std::span<const AdamHyperparameters> groups);
+
+  // Collective; calls `visit` with every parameter's values (row-major) in registration order of the flats. Frozen
+  // parameters have values and masters, but no moments.
+  void read_full_state(FullState kind, const std::function<void(std::size_t parameter, const float* values)>& visit);
+
+  // Makes rank 0's bytes everybody's. Collective.
+  void broadcast(std::byte* data, std::size_t bytes);
+
+  void gather(const std::vector<std::size_t>& units);
+  // Ends a gather. With a modifier rank, that rank's values of the units become everybody's first.
+  void end_gather(const std::vector<std::size_t>& units, int modifier_rank);
+
+  double loss_scale() const { return scaler_.scale(); }
+  long steps_applied() const { return steps_applied_; }
+  const Ledger& ledger() const { return ledger_; }
+  Ledger& ledger() { return ledger_; }
+  CommunicationCounters counters() const;
+  void reset_counters();
+  double communication_ms() const { return clock_.elapsed_ms(); }
+  std::size_t parameter_unit(std::size_t parameter) const { return parameters_[parameter].unit; }
+  const Unit& unit(std::size_t index) const { return units_[index]; }
+  std::size_t unit_num() const { return units_.size(); }
+  std::size_t parameter_num() const { return parameters_.size(); }
+  const Parameter& parameter(std::size_t index) const { return parameters_[index]; }
+  StagePolicy policy() const { return policy_; }
+  std::size_t prefetch_bytes() const { return prefetch_bytes_; }
+  int rank() const { return reduce_communicator_->rank(); }
+  int world_size() const { return reduce_communicator_->world_size(); }
+  bool has_frozen(std::size_t unit) const { return units_[unit].has_frozen(); }
+  // Wakes and fails the peers, when this rank cannot go on.
+  void abort(const std::string& reason) noexcept;
+
+ private:
+  struct RankReport;
+
+  void build_unit(Unit& unit, EngineModel& model);
+  void build_flat(Unit& unit, FlatBuffer& flat);
+  void check_bindings() const;
+  std::vector<std::byte> exchange_reports();
+  double combine_norm(const std::vector<std::byte>& reports, std::size_t report_bytes);
+  void adopt_completion_order(const std::vector<std::byte>& reports);
+  void update(std::span<const AdamHyperparameters> groups, float factor);
+  void gather_updated_parameters();
+  void write_back(Unit& unit, int modifier_rank);
+  void write_back_flat(FlatBuffer& flat, const std::byte* values);
+  bool parameters_sharded() const { return policy_.parameters == Placement::kSharded; }
+  bool state_sharded() const { return policy_.state == Placement::kSharded; }
+
+  EngineOptions options_;
+  std::mutex mutex_;
+  Ledger ledger_;
+  CommunicationClock clock_;
+  std::unique_ptr<Communicator> gather_communicator_;
+  std::unique_ptr<Communicator> reduce_communicator_;
+  StagePolicy policy_;
+  ThreadPool pool_;
+  std::unique_ptr<Store> store_;
+  std::vector<Parameter> parameters_;
+  std::vector<Unit> units_;
+  std::size_t prefetch_bytes_ = 0;
+  std::unique_ptr<GatherScheduler> gathers_;
+  std::unique_ptr<ReduceScheduler> reduces_;
+  LossScaler scaler_;
+  long steps_applied_ = 0;
+  long steps_tried_ = 0;
+};
+
+}  // namespace zb

@@ -1,0 +1,346 @@
+#include "zero/gather_scheduler.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+
+#include "common/error.h"
+
+namespace zb {
+namespace {
+
+constexpr std::int32_t kNoWish = -1;
+
+std::uint64_t hash_of(const std::vector<std::size_t>& list) {
+  std::uint64_t hash = 1469598103934665603ULL;  // FNV-1a over the unit indices
+  for (const std::size_t unit : list) {
+    hash ^= unit + 1;
+    hash *= 1099511628211ULL;
+  }
+  return hash;
+}
+
+}  // namespace
+
+// One rank's part of an agreement.
+struct GatherScheduler::Message {
+  std::uint64_t pass_number;
+  std::uint64_t gathered_hash;
+  std::uint32_t gathered_num;
+  std::int32_t wish;
+  std::uint32_t kind;
+  std::uint32_t reserved;
+};
+
+std::string_view pass_kind_name(PassKind kind) noexcept {
+  constexpr std::array<std::string_view, kPassKindNum> kNames{"training forward", "evaluation forward", "backward"};
+  return kNames[static_cast<std::size_t>(kind)];
+}
+
+GatherScheduler::GatherScheduler(Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+                                 std::vector<Parameter>& parameters, CommunicationClock& clock, bool sharded,
+                                 std::size_t prefetch_bytes)
+    : communicator_(communicator),
+      clock_(clock),
+      units_(units),
+      parameters_(parameters),
+      sharded_(sharded),
+      prefetch_bytes_(prefetch_bytes),
+      slots_(communicator, ledger, BufferRole::kPrivate, Category::kGatherSlots),
+      preferred_slot_(units.size(), 0) {}
+
+void GatherScheduler::reserve_slots() {
+  if (!sharded_) return;
+  std::map<std::size_t, std::size_t> unit_num;
+  for (Unit& unit : units_) {
+    if (unit.gather_bytes > 0) ++unit_num[unit.gather_bytes];
+  }
+  // One unit at work and as many ahead as the budget admits (docs/memory.md).
+  std::map<std::size_t, std::size_t> seen;
+  for (const auto& [bytes, num] : unit_num) {
+    slots_.reserve(bytes, std::min(num, 1 + prefetch_bytes_ / bytes));
+  }
+  for (std::size_t index = 0; index < units_.size(); ++index) {
+    const std::size_t bytes = units_[index].gather_bytes;
+    if (bytes > 0) preferred_slot_[index] = seen[bytes]++ % slots_.slot_num(bytes);
+  }
+}
+
+void GatherScheduler::begin_pass(PassKind kind) {
+  ZB_EXPECT_STATE(!in_pass_, "a " + std::string(pass_kind_name(kind)) + " began inside a " +
+                                 std::string(pass_kind_name(kind_)) +
+                                 "; a forward of the whole model cannot be nested");
+  in_pass_ = true;
+  kind_ = kind;
+  ++pass_number_;
+  cursor_ = 0;
+  gathered_.clear();
+  forward_uses_.clear();
+}
+
+void GatherScheduler::use(std::size_t unit_index) {
+  if (!sharded_) return;
+  const CommunicationClock::Scope timed(clock_);
+  Unit& unit = units_[unit_index];
+  if (in_pass_ && kind_ != PassKind::kBackward) forward_uses_.push_back(unit_index);
+  if (unit.parameter_state == ParameterState::kUnsharded) return;
+  ZB_EXPECT_STATE(in_pass_,
+                  "unit '" + unit.name +
+                      "' was called outside a forward of the engine; call the engine itself, or wrap the call "
+                      "in engine.gather()");
+  if (unit.parameter_state == ParameterState::kSharded) {
+    const std::vector<std::size_t>& order = sequence();
+    const auto found = std::find(order.begin() + static_cast<std::ptrdiff_t>(cursor_), order.end(), unit_index);
+    if (found == order.end()) {
+      wish_for(unit_index);
+      return;
+    }
+    start_through(static_cast<std::size_t>(found - order.begin()));
+  }
+  // Started by now, as prefetched work or just above: what lay before it in the sequence was skipped by this rank.
+  const auto mine = std::find_if(prefetched_.begin(), prefetched_.end(),
+                                 [&](const Prefetched& entry) { return entry.unit == unit_index; });
+  if (mine != prefetched_.end()) {
+    const std::size_t position = mine->position;
+    prefetched_bytes_ -= unit.gather_bytes;
+    prefetched_.erase(mine);
+    drop_prefetched_before(position);
+  }
+  gathered_.push_back(unit_index);
+  prefetch();
+  wait_gather(unit_index);
+}
+
+void GatherScheduler::start_through(std::size_t position) {
+  const std::vector<std::size_t>& order = sequence();
+  for (; cursor_ < position; ++cursor_) serve(order[cursor_]);
+  start_gather(order[cursor_]);
+  ++cursor_;
+}
+
+void GatherScheduler::prefetch() {
+  const std::vector<std::size_t>& order = sequence();
+  while (cursor_ < order.size()) {
+    const std::size_t next = order[cursor_];
+    const std::size_t bytes = units_[next].gather_bytes;
+    if (present(next) || prefetched_bytes_ + bytes > prefetch_bytes_) return;
+    start_gather(next);
+    prefetched_.push_back({cursor_, next});
+    prefetched_bytes_ += bytes;
+    ++cursor_;
+  }
+}
+
+void GatherScheduler::drop_prefetched_before(std::size_t position) {
+  while (!prefetched_.empty() && prefetched_.front().position < position) {
+    const std::size_t unit = prefetched_.front().unit;
+    prefetched_bytes_ -= units_[unit].gather_bytes;
+    prefetched_.pop_front();
+    wait_gather(unit);
+    release(unit);
+  }
+}
+
+std::vector<WorkPtr> GatherScheduler::start_into(const Unit& unit, const SlotLease& slot) {
+  std::vector<WorkPtr> works;
+  for (const FlatBuffer& flat : unit.flats) {
+    works.push_back(communicator_.start_all_gather({.source = flat.shard_parameters,
+                                                    .destination = slot.region().at(flat.gather_offset_bytes),
+                                                    .shard_bytes = flat.shard_parameter_bytes(),
+                                                    .label = flat.label}));
+  }
+  return works;
+}
+
+void GatherScheduler::start_gather(std::size_t unit_index) {
+  Unit& unit = units_[unit_index];
+  if (present(unit_index)) {  // kept from before: the others still need this rank's part
+    serve(unit_index);
+    return;
+  }
+  unit.set_parameter_state(ParameterState::kGathering);
+  unit.gather_slot = slots_.acquire(unit.gather_bytes, preferred_slot_[unit_index]);
+  unit.gathering = start_into(unit, unit.gather_slot);
+}
+
+void GatherScheduler::serve(std::size_t unit_index) {
+  const Unit& unit = units_[unit_index];
+  // An unsharded unit receives the bytes that it already holds.
+  const bool holds = unit.parameter_state == ParameterState::kUnsharded;
+  const SlotLease scratch = holds ? SlotLease() : slots_.acquire(unit.gather_bytes, preferred_slot_[unit_index]);
+  for (const WorkPtr& work : start_into(unit, holds ? unit.gather_slot : scratch)) work->wait();
+}
+
+void GatherScheduler::wait_gather(std::size_t unit_index) {
+  Unit& unit = units_[unit_index];
+  if (unit.parameter_state != ParameterState::kGathering) return;
+  for (const WorkPtr& work : unit.gathering) work->wait();
+  unit.gathering.clear();
+  unit.set_parameter_state(ParameterState::kUnsharded);
+  attach(unit_index);
+}
+
+void GatherScheduler::attach(std::size_t unit_index) {
+  Unit& unit = units_[unit_index];
+  for (const FlatBuffer& flat : unit.flats) {
+    std::byte* base = unit.gather_slot.region().data() + flat.gather_offset_bytes;
+    for (const std::size_t index : flat.parameters) {
+      Parameter& parameter = parameters_[index];
+      ZB_EXPECT_STATE(parameter.binding->intact(),
+                      "the storage of parameter '" + parameter.name +
+                          "' was replaced from outside (assigning to .data or set_()); write values inside "
+                          "engine.gather(..., modifier_rank=0) instead");
+      parameter.binding->attach(base + parameter.offset_numel * dtype_bytes(flat.param_dtype));
+    }
+  }
+}
+
+void GatherScheduler::finish_forward(std::size_t unit_index) {
+  if (!sharded_ || !in_pass_ || kind_ == PassKind::kBackward) return;
+  Unit& unit = units_[unit_index];
+  if (unit.parameter_state != ParameterState::kUnsharded) return;
+  if (kind_ == PassKind::kTrainForward && (unit.is_root || unit_index == last_forward_unit_)) {
+    unit.needed_for_backward = true;  // first in backward: resharding it now would only be undone
+  }
+  if (!unit.needed_for_backward) release(unit_index);
+}
+
+void GatherScheduler::finish_backward(std::size_t unit_index) {
+  if (!sharded_ || units_[unit_index].is_root) return;  // the root's parameters may be shared by modules still to come
+  units_[unit_index].needed_for_backward = false;
+  if (units_[unit_index].parameter_state == ParameterState::kUnsharded) release(unit_index);
+}
+
+void GatherScheduler::end_pass() {
+  if (!in_pass_) return;
+  if (sharded_) {
+    const CommunicationClock::Scope timed(clock_);
+    while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
+    drop_prefetched_before(SIZE_MAX);
+    std::vector<Message> messages = agree(kNoWish);
+    while (std::any_of(messages.begin(), messages.end(), [](const Message& m) { return m.wish != kNoWish; })) {
+      serve_wishes(messages);
+      messages = agree(kNoWish);
+    }
+    adopt_sequence(messages);
+    if (kind_ == PassKind::kTrainForward && !forward_uses_.empty()) {
+      const auto last = std::find_if(forward_uses_.rbegin(), forward_uses_.rend(),
+                                     [&](std::size_t unit) { return !units_[unit].is_root; });
+      last_forward_unit_ = last == forward_uses_.rend() ? SIZE_MAX : *last;
+    }
+  }
+  in_pass_ = false;
+}
+
+void GatherScheduler::wish_for(std::size_t unit_index) {
+  while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
+  drop_prefetched_before(SIZE_MAX);
+  gathered_.push_back(unit_index);
+  while (units_[unit_index].parameter_state == ParameterState::kSharded) {
+    serve_wishes(agree(static_cast<std::int32_t>(unit_index)));
+  }
+}
+
+void GatherScheduler::serve_wishes(const std::vector<Message>& messages) {
+  const std::int32_t own = messages[static_cast<std::size_t>(communicator_.rank())].wish;
+  std::vector<std::int32_t> wishes;
+  for (const Message& message : messages) {
+    if (message.wish != kNoWish && std::find(wishes.begin(), wishes.end(), message.wish) == wishes.end()) {
+      wishes.push_back(message.wish);
+    }
+  }
+  for (const std::int32_t wish : wishes) {
+    const auto unit = static_cast<std::size_t>(wish);
+    if (wish == own) {
+      start_gather(unit);
+      wait_gather(unit);
+    } else {
+      serve(unit);
+    }
+  }
+}
+
+std::vector<GatherScheduler::Message> GatherScheduler::agree(std::int32_t wish) {
+  const Message mine{pass_number_,
+                     hash_of(gathered_),
+                     static_cast<std::uint32_t>(gathered_.size()),
+                     wish,
+                     static_cast<std::uint32_t>(kind_),
+                     0};
+  std::vector<Message> all(static_cast<std::size_t>(communicator_.world_size()));
+  communicator_.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)),
+                         pass_kind_name(kind_));
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].kind != mine.kind || all[rank].pass_number != mine.pass_number) {
+      const std::string reason = "rank " + std::to_string(rank) + " is in a " +
+                                 std::string(pass_kind_name(static_cast<PassKind>(all[rank].kind))) + " (pass " +
+                                 std::to_string(all[rank].pass_number) + ") while rank " +
+                                 std::to_string(communicator_.rank()) + " is in a " +
+                                 std::string(pass_kind_name(kind_)) + " (pass " + std::to_string(pass_number_) +
+                                 "); every rank must call forward, backward and step equally often";
+      communicator_.abort(reason);
+      throw CommunicationError(reason, static_cast<int>(rank));
+    }
+  }
+  return all;
+}
+
+void GatherScheduler::adopt_sequence(const std::vector<Message>& messages) {
+  const std::uint64_t agreed = hash_of(sequence());
+  if (std::all_of(messages.begin(), messages.end(), [&](const Message& m) { return m.gathered_hash == agreed; }))
+    return;
+  std::size_t longest = 0;
+  for (std::size_t rank = 1; rank < messages.size(); ++rank) {
+    if (messages[rank].gathered_num > messages[longest].gathered_num) longest = rank;
+  }
+  const std::size_t list_num = messages[longest].gathered_num;
+  std::vector<std::uint32_t> mine(list_num, 0);
+  for (std::size_t i = 0; i < std::min(list_num, gathered_.size()); ++i)
+    mine[i] = static_cast<std::uint32_t>(gathered_[i]);
+  std::vector<std::uint32_t> all(list_num * messages.size());
+  if (list_num > 0) {
+    communicator_.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)), "gather order");
+  }
+  const auto begin = all.begin() + static_cast<std::ptrdiff_t>(longest * list_num);
+  sequence().assign(begin, begin + static_cast<std::ptrdiff_t>(list_num));
+}
+
+void GatherScheduler::gather(const std::vector<std::size_t>& units) {
+  if (!sharded_) return;
+  ZB_EXPECT_STATE(!in_pass_, "engine.gather() cannot be called inside a " + std::string(pass_kind_name(kind_)));
+  for (const std::size_t unit : units) start_gather(unit);
+  for (const std::size_t unit : units) {
+    wait_gather(unit);
+    ++units_[unit].pins;
+  }
+}
+
+void GatherScheduler::unpin(const std::vector<std::size_t>& units) {
+  if (!sharded_) return;
+  for (const std::size_t unit : units) {
+    --units_[unit].pins;
+    if (!units_[unit].needed_for_backward) release(unit);
+  }
+}
+
+void GatherScheduler::release(std::size_t unit_index) {
+  Unit& unit = units_[unit_index];
+  if (!sharded_ || unit.pins > 0 || unit.parameter_state != ParameterState::kUnsharded) return;
+  for (const FlatBuffer& flat : unit.flats) {
+    for (const std::size_t index : flat.parameters)
+      parameters_[index].binding->detach(parameters_[index].sharded_message);
+  }
+  unit.gather_slot.reset();
+  unit.needed_for_backward = false;
+  unit.set_parameter_state(ParameterState::kSharded);
+}
+
+void GatherScheduler::release_all() {
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    units_[unit].needed_for_backward = false;
+    release(unit);
+  }
+}
+
+}  // namespace zb

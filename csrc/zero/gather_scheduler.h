@@ -1,0 +1,107 @@
+// Gathers the units of stage 3: when they are used, ahead of their use, and in one order on all ranks.
+//
+// [Note: agreed gathers]
+// All-gathers must be started in the same order on every rank, whatever the ranks' own modules do. A pass (a forward, a
+// backward) works through an agreed sequence of units, recorded in an earlier pass of the same kind:
+// - A unit that comes later in the sequence is reached by starting everything before it; what this rank does not need
+// is
+//   received and dropped.
+// - A unit that does not come any more is wished for: ranks that have finished the sequence exchange wishes, serve all
+//   of them together, and exchange again. A rank whose pass has ended takes part with no wish.
+// - A pass ends when no rank wishes for anything. Ranks then compare what they gathered; where that differs from the
+//   sequence, all adopt the list of the rank that gathered most (the lowest such rank).
+// The first pass has an empty sequence and so runs on wishes alone. One small exchange a pass is what the common case
+// pays.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "memory/ledger.h"
+#include "zero/clock.h"
+#include "zero/slot_pool.h"
+#include "zero/unit.h"
+
+namespace zb {
+
+enum class PassKind : std::uint8_t { kTrainForward, kEvalForward, kBackward };
+inline constexpr std::size_t kPassKindNum = 3;
+std::string_view pass_kind_name(PassKind kind) noexcept;
+
+class GatherScheduler {
+ public:
+  // `sharded` false (stages 0 to 2, or one rank) makes every call but the bookkeeping of uses a no-op.
+  GatherScheduler(Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+                  std::vector<Parameter>& parameters, CommunicationClock& clock, bool sharded,
+                  std::size_t prefetch_bytes);
+
+  // Makes the slots. Collective.
+  void reserve_slots();
+
+  void begin_pass(PassKind kind);
+  // Returns with the unit unsharded. Outside a pass only units that already are (an explicit gather) are legal.
+  void use(std::size_t unit);
+  // The module's forward is over: reshards unless a backward that is about to start needs the unit first.
+  void finish_forward(std::size_t unit);
+  // The unit's backward is over on this rank.
+  void finish_backward(std::size_t unit);
+  // Completes the sequence, serves the others' wishes and agrees on the next sequence. Also after an exception.
+  void end_pass();
+  bool in_pass() const noexcept { return in_pass_; }
+  PassKind pass_kind() const noexcept { return kind_; }
+
+  // Explicit gathers, outside passes, called alike on all ranks. A gathered unit stays unsharded until unpinned.
+  void gather(const std::vector<std::size_t>& units);
+  void unpin(const std::vector<std::size_t>& units);
+  void release(std::size_t unit);
+  void release_all();
+
+ private:
+  struct Prefetched {
+    std::size_t position;
+    std::size_t unit;
+  };
+  struct Message;
+
+  bool present(std::size_t unit) const { return units_[unit].parameter_state != ParameterState::kSharded; }
+  std::vector<WorkPtr> start_into(const Unit& unit, const SlotLease& slot);
+  void start_gather(std::size_t unit);
+  void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need
+  void wait_gather(std::size_t unit);
+  void attach(std::size_t unit);
+  void start_through(std::size_t position);
+  void prefetch();
+  void drop_prefetched_before(std::size_t position);
+  void wish_for(std::size_t unit);
+  std::vector<Message> agree(std::int32_t wish);
+  void serve_wishes(const std::vector<Message>& messages);
+  void adopt_sequence(const std::vector<Message>& messages);
+  std::vector<std::size_t>& sequence() { return sequences_[static_cast<std::size_t>(kind_)]; }
+
+  Communicator& communicator_;
+  CommunicationClock& clock_;
+  std::vector<Unit>& units_;
+  std::vector<Parameter>& parameters_;
+  bool sharded_;
+  std::size_t prefetch_bytes_;
+  SlotPool slots_;
+  std::vector<std::size_t> preferred_slot_;  // by unit
+
+  std::vector<std::vector<std::size_t>> sequences_{kPassKindNum};
+  bool in_pass_ = false;
+  PassKind kind_ = PassKind::kTrainForward;
+  std::uint64_t pass_number_ = 0;
+  std::size_t cursor_ = 0;             // next position of the sequence to start
+  std::deque<Prefetched> prefetched_;  // started, not yet used
+  std::size_t prefetched_bytes_ = 0;
+  std::vector<std::size_t> gathered_;         // what this rank needed gathered, in order
+  std::vector<std::size_t> forward_uses_;     // units used in the running forward, in order
+  std::size_t last_forward_unit_ = SIZE_MAX;  // last unit of the last complete training forward
+};
+
+}  // namespace zb

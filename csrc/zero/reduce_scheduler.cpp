@@ -1,0 +1,348 @@
+#include "zero/reduce_scheduler.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <thread>
+
+#include "common/error.h"
+
+namespace zb {
+namespace {
+
+constexpr std::size_t kNone = SIZE_MAX;
+constexpr std::size_t kSlotNum = 2;  // one unit's gradients arrive while the one before is reduced
+constexpr auto kLongestSlotWait = std::chrono::milliseconds(100);
+
+}  // namespace
+
+ReduceScheduler::ReduceScheduler(Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+                                 std::vector<Parameter>& parameters, CommunicationClock& clock,
+                                 GradientPlacement placement)
+    : communicator_(communicator),
+      ledger_(ledger),
+      units_(units),
+      parameters_(parameters),
+      clock_(clock),
+      placement_(placement),
+      kernels_(cpu_kernels()),
+      slots_(communicator, ledger, BufferRole::kShared, Category::kGradientSlots),
+      staging_(communicator, ledger, BufferRole::kPrivate, Category::kStaging),
+      slot_index_(units.size(), 0),
+      slot_predecessor_(units.size(), kNone),
+      staged_(units.size()) {
+  // A first guess that most models confirm: backward visits units in reverse, and the root's gradients end it.
+  for (std::size_t unit = units_.size(); unit-- > 0;) {
+    if (units_[unit].has_trainable() && !units_[unit].is_root) order_.push_back(unit);
+  }
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    if (units_[unit].has_trainable() && units_[unit].is_root) order_.push_back(unit);
+  }
+}
+
+void ReduceScheduler::reserve_slots(long accumulation_steps) {
+  if (!persistent()) {
+    std::map<std::size_t, std::size_t> unit_num;
+    std::map<std::size_t, std::size_t> shard_num;
+    for (const std::size_t unit : order_) {
+      ++unit_num[units_[unit].gradient_bytes];
+      for (const FlatBuffer& flat : units_[unit].flats) {
+        if (flat.trainable) ++shard_num[flat.shard_gradient_bytes()];
+      }
+    }
+    for (const auto& [bytes, num] : unit_num) slots_.reserve(bytes, std::min(num, kSlotNum));
+    if (accumulation_steps > 1) {
+      for (const auto& [bytes, num] : shard_num) staging_.reserve(bytes, std::min(num, kSlotNum));
+    }
+  }
+  adopt_order(std::vector<std::size_t>(order_));
+  // Until a backward was recorded: every module is called once and every parameter gets one gradient.
+  for (const std::size_t index : order_) {
+    units_[index].expected_uses = 1;
+    units_[index].expected_arrivals = static_cast<std::uint32_t>(units_[index].trainable_parameters);
+    for (const FlatBuffer& flat : units_[index].flats) {
+      for (const std::size_t p : flat.parameters) parameters_[p].expected_arrivals = 1;
+    }
+  }
+}
+
+void ReduceScheduler::adopt_order(const std::vector<std::size_t>& order) {
+  order_ = order;
+  if (persistent()) return;
+  std::map<std::size_t, std::vector<std::size_t>> last_in_slot;  // by size class: last unit of each slot
+  std::map<std::size_t, std::size_t> seen;
+  for (const std::size_t unit : order_) {
+    const std::size_t bytes = units_[unit].gradient_bytes;
+    std::vector<std::size_t>& last = last_in_slot[bytes];
+    last.resize(slots_.slot_num(bytes), kNone);
+    const std::size_t index = seen[bytes]++ % last.size();
+    slot_index_[unit] = index;
+    slot_predecessor_[unit] = last[index];
+    last[index] = unit;
+  }
+}
+
+std::byte* ReduceScheduler::gradient_base(const Unit& unit, const FlatBuffer& flat) const {
+  if (flat.full_gradients) return flat.full_gradients.data();
+  if (unit.gradient_slot) return unit.gradient_slot.region().data() + flat.gradient_offset_bytes;
+  return unit.spare->data() + flat.gradient_offset_bytes;
+}
+
+void ReduceScheduler::begin_backward(bool last) {
+  ZB_EXPECT_STATE(!in_backward_, "a backward began inside a backward");
+  in_backward_ = true;
+  last_ = last;
+  next_turn_ = 0;
+  completed_.clear();
+  for (const std::size_t index : order_) {
+    Unit& unit = units_[index];
+    unit.complete = false;
+    unit.arrivals = 0;
+    unit.set_gradient_state(GradientState::kEmpty);
+    for (FlatBuffer& flat : unit.flats) {
+      for (const std::size_t p : flat.parameters) {
+        parameters_[p].arrivals = 0;
+        if (!persistent() || window_backwards_ == 0) parameters_[p].arrived_in_window = false;
+      }
+    }
+  }
+  if (recorded_) {
+    for (const std::size_t index : order_) {
+      if (units_[index].uses == 0 && units_[index].expected_uses > 0) mark_complete(index);
+    }
+    launch_ready();
+  }
+}
+
+void ReduceScheduler::begin_unit(std::size_t index) {
+  Unit& unit = units_[index];
+  unit.set_gradient_state(GradientState::kAccumulating);
+  if (persistent()) return;
+  if (!try_take_slot(index, true)) {
+    unit.spare = communicator_.allocate(unit.gradient_bytes, BufferRole::kPrivate, ledger_, Category::kStaging);
+  }
+}
+
+// Takes the unit's shared slot if its predecessor in that slot is through; waits for that a bounded time if `block`.
+bool ReduceScheduler::try_take_slot(std::size_t index, bool block) {
+  Unit& unit = units_[index];
+  const std::size_t predecessor = slot_predecessor_[index];
+  if (predecessor != kNone) {
+    const GradientState state = units_[predecessor].gradient_state;
+    if (state != GradientState::kReducing && state != GradientState::kReduced) return false;
+  }
+  unit.gradient_slot = slots_.acquire(unit.gradient_bytes, slot_index_[index]);
+  if (unit.gradient_slot || !block) return static_cast<bool>(unit.gradient_slot);
+  const CommunicationClock::Scope timed(clock_);
+  const auto give_up = std::chrono::steady_clock::now() + kLongestSlotWait;
+  while (!unit.gradient_slot && std::chrono::steady_clock::now() < give_up) {
+    finish_ready();
+    unit.gradient_slot = slots_.acquire(unit.gradient_bytes, slot_index_[index]);
+    if (!unit.gradient_slot) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  return static_cast<bool>(unit.gradient_slot);
+}
+
+bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtype) {
+  Parameter& parameter = parameters_[index];
+  Unit& unit = units_[parameter.unit];
+  const FlatBuffer& flat = unit.flats[parameter.flat];
+  ZB_EXPECT_STATE(in_backward_,
+                  "a gradient of '" + parameter.name +
+                      "' arrived outside engine.backward(); call engine.backward(loss), not loss.backward()");
+  ZB_EXPECT_STATE(unit.gradient_state == GradientState::kEmpty || unit.gradient_state == GradientState::kAccumulating,
+                  "a gradient of '" + parameter.name + "' arrived after unit '" + unit.name +
+                      "' had been reduced: its module was not called in this step although its parameters are used");
+  if (unit.gradient_state == GradientState::kEmpty) begin_unit(parameter.unit);
+  std::byte* destination = gradient_base(unit, flat) + parameter.offset_numel * dtype_bytes(flat.reduce_dtype);
+  if (parameter.arrived_in_window) {
+    kernels_.add(destination, flat.reduce_dtype, gradient, dtype, parameter.numel);
+  } else {
+    kernels_.cast(destination, flat.reduce_dtype, gradient, dtype, parameter.numel);
+  }
+  parameter.arrived_in_window = true;
+  ++parameter.arrivals;
+  ++unit.arrivals;
+  const bool regular = unit.uses == unit.expected_uses && parameter.arrivals <= parameter.expected_arrivals;
+  if (!regular || unit.arrivals < unit.expected_arrivals) return false;
+  mark_complete(parameter.unit);
+  launch_ready();
+  return true;
+}
+
+void ReduceScheduler::mark_complete(std::size_t unit) {
+  units_[unit].complete = true;
+  completed_.push_back(unit);
+}
+
+void ReduceScheduler::launch_ready() {
+  const CommunicationClock::Scope timed(clock_);
+  while (reduces_now() && next_turn_ < order_.size() && units_[order_[next_turn_]].complete) {
+    const std::size_t index = order_[next_turn_];
+    Unit& unit = units_[index];
+    // Without its shared slot it cannot be reduced yet; the next event tries again.
+    if (!persistent() && !unit.gradient_slot && !try_take_slot(index, false)) break;
+    launch(index);
+    ++next_turn_;
+  }
+  finish_ready();
+}
+
+void ReduceScheduler::launch(std::size_t index) {
+  Unit& unit = units_[index];
+  if (unit.gradient_state == GradientState::kEmpty) unit.set_gradient_state(GradientState::kAccumulating);
+  if (unit.spare) {
+    kernels_.copy(unit.gradient_slot.region().data(), unit.spare->data(), unit.gradient_bytes);
+    unit.spare.reset();
+  }
+  fill_missing(unit);
+  unit.set_gradient_state(GradientState::kReducing);
+  start_reduce(unit);
+  in_flight_.push_back(index);
+}
+
+// Zeros what no gradient was written to: parameters without one, and in slots the gaps that another unit may have used.
+void ReduceScheduler::fill_missing(Unit& unit) {
+  for (const FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    std::byte* base = gradient_base(unit, flat);
+    const std::size_t element_bytes = dtype_bytes(flat.reduce_dtype);
+    if (!persistent()) {
+      for (const Segment& gap : flat.layout.gaps()) {
+        std::memset(base + gap.begin * element_bytes, 0, (gap.end - gap.begin) * element_bytes);
+      }
+    }
+    for (const std::size_t index : flat.parameters) {
+      const Parameter& parameter = parameters_[index];
+      if (!parameter.arrived_in_window) {
+        std::memset(base + parameter.offset_numel * element_bytes, 0, parameter.numel * element_bytes);
+      }
+    }
+  }
+}
+
+void ReduceScheduler::start_reduce(Unit& unit) {
+  if (communicator_.world_size() == 1) return;
+  const std::size_t unit_index = static_cast<std::size_t>(&unit - units_.data());
+  for (FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    Region source =
+        flat.full_gradients ? flat.full_gradients : unit.gradient_slot.region().at(flat.gradient_offset_bytes);
+    Region destination = flat.shard_gradients;
+    if (!persistent() && window_backwards_ > 0) {
+      staged_[unit_index].push_back(staging_.acquire(flat.shard_gradient_bytes(), slot_index_[unit_index]));
+      destination = staged_[unit_index].back().region();
+    }
+    unit.reducing.push_back(communicator_.start_reduce_scatter({.source = source,
+                                                                .destination = destination,
+                                                                .shard_numel = flat.layout.shard_numel(),
+                                                                .dtype = flat.reduce_dtype,
+                                                                .label = flat.label}));
+    if (placement_ == GradientPlacement::kReplicated) {
+      unit.reducing.push_back(communicator_.start_all_gather({.source = flat.shard_gradients,
+                                                              .destination = flat.full_gradients,
+                                                              .shard_bytes = flat.shard_gradient_bytes(),
+                                                              .label = flat.label}));
+    }
+  }
+}
+
+void ReduceScheduler::finish_ready() {
+  while (!in_flight_.empty()) {
+    Unit& unit = units_[in_flight_.front()];
+    if (!std::all_of(unit.reducing.begin(), unit.reducing.end(), [](const WorkPtr& work) { return work->test(); }))
+      return;
+    finish(in_flight_.front());
+    in_flight_.pop_front();
+  }
+}
+
+void ReduceScheduler::finish(std::size_t index) {
+  Unit& unit = units_[index];
+  for (const WorkPtr& work : unit.reducing) work->wait();
+  if (!persistent()) {
+    for (const WorkPtr& work : unit.reducing) work->wait_source_free();  // the slot's next unit writes there
+  }
+  unit.reducing.clear();
+  unit.gradient_slot.reset();
+  std::size_t staged = 0;
+  for (FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    if (!staged_[index].empty()) {
+      kernels_.add(flat.shard_gradients.data(), flat.reduce_dtype, staged_[index][staged++].region().data(),
+                   flat.reduce_dtype, flat.layout.shard_numel());
+    }
+    if (last_) {
+      flat.sum_of_squares =
+          kernels_.sum_of_squares(flat.shard_gradients.data(), flat.reduce_dtype, flat.layout.shard_numel());
+    }
+  }
+  staged_[index].clear();
+  unit.set_gradient_state(GradientState::kReduced);
+}
+
+void ReduceScheduler::settle() {
+  const CommunicationClock::Scope timed(clock_);
+  if (!reduces_now()) return;
+  for (; next_turn_ < order_.size(); ++next_turn_) {
+    const std::size_t index = order_[next_turn_];
+    Unit& unit = units_[index];
+    if (!persistent() && !unit.gradient_slot) {
+      // All ranks are past their gathers here, so the slot's last unit is certain to be reduced.
+      while (!try_take_slot(index, false)) {
+        ZB_EXPECT_STATE(!in_flight_.empty(), "no gradient slot for unit '" + unit.name + "' (an error of zerobench)");
+        finish(in_flight_.front());
+        in_flight_.pop_front();
+      }
+    }
+    launch(index);
+    finish_ready();
+  }
+  while (!in_flight_.empty()) {
+    finish(in_flight_.front());
+    in_flight_.pop_front();
+  }
+}
+
+void ReduceScheduler::end_backward() {
+  for (const std::size_t index : order_) {
+    if (!units_[index].complete) mark_complete(index);
+  }
+  settle();
+  record_expectations();
+  in_backward_ = false;
+  ++window_backwards_;
+}
+
+void ReduceScheduler::abort_backward() {
+  if (!in_backward_) return;
+  in_backward_ = false;
+  for (Unit& unit : units_) unit.uses = 0;
+  settle();
+  clear_window();
+}
+
+void ReduceScheduler::record_expectations() {
+  for (const std::size_t index : order_) {
+    Unit& unit = units_[index];
+    unit.expected_uses = unit.uses;
+    unit.expected_arrivals = unit.arrivals;
+    unit.uses = 0;
+    for (const FlatBuffer& flat : unit.flats) {
+      for (const std::size_t p : flat.parameters) parameters_[p].expected_arrivals = parameters_[p].arrivals;
+    }
+  }
+  recorded_ = true;
+}
+
+void ReduceScheduler::clear_window() {
+  window_backwards_ = 0;
+  for (const std::size_t index : order_) {
+    units_[index].set_gradient_state(GradientState::kEmpty);
+    units_[index].spare.reset();
+    units_[index].gradient_slot.reset();
+  }
+}
+
+}  // namespace zb

@@ -1,0 +1,99 @@
+// Packs gradients into flat buffers as they arrive and reduces each unit as soon as that is legal.
+//
+// [Note: agreed reductions]
+// Every unit is reduced exactly once per reducing backward, in one order on all ranks (rank 0's order of completion in
+// an earlier step). A unit whose gradients are there early waits its turn. A unit counts as complete when its module
+// was called as often in this step as in the recorded one and as many gradients arrived; a unit that was not called at
+// all is complete at once; everything else is settled when backward ends. What did not arrive on this rank is zero.
+//
+// [Note: gradient slots]
+// Where full gradients do not persist (stages 2 and 3) they are packed into shared slots, taken in the order of
+// reduction: a unit may take a slot only after the unit before it in that slot was reduced. One that is too early packs
+// into private spare memory and moves when its turn comes. Waiting for a slot in the middle of a backward is bounded,
+// so that a rank whose peers are held up elsewhere never closes a circle of waits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "kernels/cpu_kernels.h"
+#include "memory/ledger.h"
+#include "zero/clock.h"
+#include "zero/policy.h"
+#include "zero/slot_pool.h"
+#include "zero/unit.h"
+
+namespace zb {
+
+class ReduceScheduler {
+ public:
+  ReduceScheduler(Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+                  std::vector<Parameter>& parameters, CommunicationClock& clock, GradientPlacement placement);
+
+  // Makes the slots, and staging shards where micro-batches accumulate. Collective.
+  void reserve_slots(long accumulation_steps);
+
+  void count_use(std::size_t unit) { ++units_[unit].uses; }
+  // `last` is the accumulation boundary.
+  void begin_backward(bool last);
+  // A gradient of `numel` elements (the parameter's) is there. True when the unit is complete with it.
+  bool arrive(std::size_t parameter, const void* gradient, DType dtype);
+  void end_backward();
+  // Completes this backward's collectives with whatever is there and forgets the gradients of the window.
+  void abort_backward();
+  bool in_backward() const noexcept { return in_backward_; }
+
+  // Backwards whose gradients the window holds.
+  long window_backwards() const noexcept { return window_backwards_; }
+  // After the optimizer step (or to drop the gradients).
+  void clear_window();
+
+  // Order of completion in the last backward, and the agreed order.
+  const std::vector<std::size_t>& completion_order() const noexcept { return completed_; }
+  void adopt_order(const std::vector<std::size_t>& order);
+  std::size_t reduced_unit_num() const noexcept { return order_.size(); }
+
+ private:
+  bool persistent() const noexcept { return placement_ != GradientPlacement::kShardedEachMicroBatch; }
+  bool reduces_now() const noexcept { return !persistent() || last_; }
+  std::byte* gradient_base(const Unit& unit, const FlatBuffer& flat) const;
+  void begin_unit(std::size_t unit);
+  bool try_take_slot(std::size_t unit, bool block);
+  void mark_complete(std::size_t unit);
+  void launch_ready();
+  void launch(std::size_t unit);
+  void fill_missing(Unit& unit);
+  void start_reduce(Unit& unit);
+  void finish_ready();
+  void finish(std::size_t unit);
+  void settle();  // launches and finishes everything that is left
+  void record_expectations();
+
+  Communicator& communicator_;
+  Ledger* ledger_;
+  std::vector<Unit>& units_;
+  std::vector<Parameter>& parameters_;
+  CommunicationClock& clock_;
+  GradientPlacement placement_;
+  const CpuKernels& kernels_;
+  SlotPool slots_;
+  SlotPool staging_;
+
+  std::vector<std::size_t> order_;             // units with trainable parameters, in order of reduction
+  std::vector<std::size_t> slot_index_;        // by unit
+  std::vector<std::size_t> slot_predecessor_;  // by unit; SIZE_MAX where none
+  std::size_t next_turn_ = 0;
+  std::deque<std::size_t> in_flight_;
+  std::vector<std::vector<SlotLease>> staged_;  // by unit: where a further micro-batch's sum lands first
+  std::vector<std::size_t> completed_;
+  bool in_backward_ = false;
+  bool last_ = false;
+  bool recorded_ = false;  // expectations come from a backward, not from a guess
+  long window_backwards_ = 0;
+};
+
+}  // namespace zb

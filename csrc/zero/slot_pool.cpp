@@ -1,0 +1,80 @@
+#include "zero/slot_pool.h"
+
+#include <utility>
+
+#include "common/error.h"
+
+namespace zb {
+
+SlotLease::SlotLease(SlotPool* pool, std::size_t bytes, std::size_t index, Region region)
+    : pool_(pool), bytes_(bytes), index_(index), region_(std::move(region)) {}
+
+SlotLease::SlotLease(SlotLease&& other) noexcept
+    : pool_(std::exchange(other.pool_, nullptr)),
+      bytes_(other.bytes_),
+      index_(other.index_),
+      region_(std::move(other.region_)) {}
+
+SlotLease& SlotLease::operator=(SlotLease&& other) noexcept {
+  if (this != &other) {
+    reset();
+    pool_ = std::exchange(other.pool_, nullptr);
+    bytes_ = other.bytes_;
+    index_ = other.index_;
+    region_ = std::move(other.region_);
+  }
+  return *this;
+}
+
+void SlotLease::reset() noexcept {
+  region_ = {};
+  if (pool_ != nullptr) std::exchange(pool_, nullptr)->give_back(bytes_, index_);
+}
+
+SlotPool::SlotPool(Communicator& communicator, Ledger* ledger, BufferRole role, Category category)
+    : communicator_(communicator), ledger_(ledger), role_(role), category_(category) {}
+
+SlotPool::Slot SlotPool::make_slot(std::size_t bytes, bool spare) {
+  return {communicator_.allocate(bytes, role_, ledger_, category_), false, spare};
+}
+
+void SlotPool::reserve(std::size_t bytes, std::size_t slot_num) {
+  std::vector<Slot>& slots = classes_[bytes];
+  while (slots.size() < slot_num) slots.push_back(make_slot(bytes, false));
+}
+
+std::size_t SlotPool::slot_num(std::size_t bytes) const {
+  const auto found = classes_.find(bytes);
+  return found == classes_.end() ? 0 : found->second.size();
+}
+
+SlotLease SlotPool::acquire(std::size_t bytes, std::size_t preferred_index) {
+  std::vector<Slot>& slots = classes_[bytes];
+  auto take = [&](std::size_t index) {
+    slots[index].taken = true;
+    return SlotLease(this, bytes, index, Region{slots[index].buffer, 0});
+  };
+  if (preferred_index < slots.size() && slots[preferred_index].buffer && !slots[preferred_index].taken) {
+    return take(preferred_index);
+  }
+  if (role_ == BufferRole::kShared) return {};
+  for (std::size_t index = 0; index < slots.size(); ++index) {
+    if (slots[index].buffer && !slots[index].taken) return take(index);
+  }
+  for (std::size_t index = 0; index < slots.size(); ++index) {
+    if (!slots[index].buffer) {
+      slots[index] = make_slot(bytes, true);
+      return take(index);
+    }
+  }
+  slots.push_back(make_slot(bytes, true));
+  return take(slots.size() - 1);
+}
+
+void SlotPool::give_back(std::size_t bytes, std::size_t index) noexcept {
+  Slot& slot = classes_[bytes][index];
+  slot.taken = false;
+  if (slot.spare) slot.buffer.reset();  // a spare lives only as long as it is needed
+}
+
+}  // namespace zb

@@ -1,0 +1,69 @@
+// Slots: fixed pieces of device memory, made once per size class, that hold one unit's full buffer for a while.
+//
+// A unit lands in the same slot step after step while nobody else holds it. Private slots may grow by spares (counted
+// in the ledger) when two live units would share one; shared slots, whose allocation is collective, never grow.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace zb {
+
+class SlotPool;
+
+// Exclusive use of a slot; returns it on destruction.
+class SlotLease {
+ public:
+  SlotLease() = default;
+  SlotLease(SlotPool* pool, std::size_t bytes, std::size_t index, Region region);
+  SlotLease(SlotLease&& other) noexcept;
+  SlotLease& operator=(SlotLease&& other) noexcept;
+  SlotLease(const SlotLease&) = delete;
+  SlotLease& operator=(const SlotLease&) = delete;
+  ~SlotLease() { reset(); }
+
+  void reset() noexcept;
+  explicit operator bool() const noexcept { return pool_ != nullptr; }
+  const Region& region() const noexcept { return region_; }
+
+ private:
+  SlotPool* pool_ = nullptr;
+  std::size_t bytes_ = 0;
+  std::size_t index_ = 0;
+  Region region_;
+};
+
+class SlotPool {
+ public:
+  SlotPool(Communicator& communicator, Ledger* ledger, BufferRole role, Category category);
+
+  // Makes `slot_num` slots of this size. Collective for shared slots.
+  void reserve(std::size_t bytes, std::size_t slot_num);
+  std::size_t slot_num(std::size_t bytes) const;
+  // The preferred slot, else (private slots) another free one, else a spare. An empty lease when a shared slot is
+  // taken.
+  SlotLease acquire(std::size_t bytes, std::size_t preferred_index);
+
+ private:
+  friend class SlotLease;
+  struct Slot {
+    std::shared_ptr<RegisteredBuffer> buffer;
+    bool taken = false;
+    bool spare = false;
+  };
+
+  Slot make_slot(std::size_t bytes, bool spare);
+  void give_back(std::size_t bytes, std::size_t index) noexcept;
+
+  Communicator& communicator_;
+  Ledger* ledger_;
+  BufferRole role_;
+  Category category_;
+  std::map<std::size_t, std::vector<Slot>> classes_;
+};
+
+}  // namespace zb

@@ -1,0 +1,96 @@
+#include "zero/torch_hooks.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "common/error.h"
+
+namespace zb {
+namespace {
+
+using torch::autograd::variable_list;
+
+// shared_ptr up to torch 2.11, intrusive_ptr later.
+using GradAccumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+DType gradient_dtype(const at::Tensor& gradient, const std::string& name) {
+  switch (gradient.scalar_type()) {
+    case c10::ScalarType::Float:
+      return DType::kFloat32;
+    case c10::ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case c10::ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      throw ArgumentError("the gradient of '" + name + "' is " + c10::toString(gradient.scalar_type()) +
+                          "; only float32, bfloat16 and float16 gradients can be reduced");
+  }
+}
+
+class TorchGradientHooks final : public GradientHooks {
+ public:
+  TorchGradientHooks(std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& tensors,
+                     const std::vector<std::size_t>& indices)
+      : shared_(std::make_shared<Shared>()) {
+    shared_->engine = std::move(engine);
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      GradAccumulator accumulator = torch::autograd::impl::grad_accumulator(tensors[i]);
+      const std::uintptr_t key = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+          [shared = shared_, tensor = tensors[i], index = indices[i]](const variable_list& outputs,
+                                                                      const variable_list&) {
+            shared->arrived(tensor, index);
+            return outputs;
+          }));
+      hooks_.emplace_back(key, std::move(accumulator));
+    }
+  }
+
+  ~TorchGradientHooks() override { remove(); }
+
+  void remove() noexcept override {
+    for (auto& [key, accumulator] : hooks_) accumulator->del_post_hook(key);
+    hooks_.clear();
+  }
+
+  std::exception_ptr take_error() noexcept override { return std::exchange(shared_->error, nullptr); }
+
+ private:
+  struct Shared {
+    std::shared_ptr<Engine> engine;
+    std::exception_ptr error;
+
+    void arrived(const at::Tensor& parameter, std::size_t index) {
+      at::Tensor& held = parameter.mutable_grad();
+      if (!held.defined()) return;
+      const at::Tensor gradient = std::exchange(held, at::Tensor());
+      try {
+        const std::string& name = engine->parameter(index).name;
+        ZB_EXPECT(
+            gradient.layout() == c10::kStrided,
+            "the gradient of '" + name + "' is sparse; make the module produce dense ones (Embedding(sparse=False))");
+        const at::Tensor dense = gradient.contiguous();
+        engine->gradient_arrived(index, dense.const_data_ptr(), gradient_dtype(dense, name));
+      } catch (...) {
+        if (!error) error = std::current_exception();
+        throw;
+      }
+    }
+  };
+
+  std::shared_ptr<Shared> shared_;
+  std::vector<std::pair<std::uintptr_t, GradAccumulator>> hooks_;
+};
+
+}  // namespace
+
+std::unique_ptr<GradientHooks> make_gradient_hooks(std::shared_ptr<Engine> engine,
+                                                   const std::vector<at::Tensor>& tensors,
+                                                   const std::vector<std::size_t>& indices) {
+  return std::make_unique<TorchGradientHooks>(std::move(engine), tensors, indices);
+}
+
+}  // namespace zb

@@ -1,0 +1,30 @@
+// Hooks on autograd's gradient accumulation, in C++: a gradient goes into the flat buffer without touching Python.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "zero/engine.h"
+
+namespace at {
+class Tensor;
+}
+
+namespace zb {
+
+class GradientHooks {
+ public:
+  virtual ~GradientHooks() = default;
+  // Takes the hooks off. Also done by the destructor.
+  virtual void remove() noexcept = 0;
+  // The exception that a hook threw in the last backward, with its type; autograd passes on only the text.
+  virtual std::exception_ptr take_error() noexcept = 0;
+};
+
+// Hooks parameter i of `tensors` as engine parameter `indices[i]`. The engine must outlive the hooks.
+std::unique_ptr<GradientHooks> make_gradient_hooks(std::shared_ptr<Engine> engine,
+                                                   const std::vector<at::Tensor>& tensors,
+                                                   const std::vector<std::size_t>& indices);
+
+}  // namespace zb

@@ -1,0 +1,88 @@
+#include "zero/torch_parameter.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/StorageImpl.h>
+
+#include "common/error.h"
+
+namespace zb {
+namespace {
+
+c10::ScalarType scalar_type(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return c10::ScalarType::BFloat16;
+    case DType::kFloat16:
+      return c10::ScalarType::Half;
+    case DType::kFloat32:
+      break;
+  }
+  return c10::ScalarType::Float;
+}
+
+class TorchParameter final : public ParameterBinding {
+ public:
+  explicit TorchParameter(at::Tensor tensor) : tensor_(std::move(tensor)) {}
+
+  void read(float* destination) const override {
+    const at::Tensor values = tensor_.detach().to(c10::ScalarType::Float).contiguous();
+    std::memcpy(destination, values.const_data_ptr(), static_cast<std::size_t>(values.numel()) * sizeof(float));
+  }
+
+  void adopt(DType param_dtype) override {
+    const c10::ScalarType type = scalar_type(param_dtype);
+    const std::size_t bytes = static_cast<std::size_t>(tensor_.numel()) * dtype_bytes(param_dtype);
+    storage_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                     at::DataPtr(nullptr, c10::Device(c10::kCPU)), nullptr, false);
+    at::Tensor fresh = at::empty({0}, at::TensorOptions().dtype(type));
+    fresh.set_(c10::Storage(storage_), 0, tensor_.sizes());
+    tensor_.set_data(fresh);
+  }
+
+  void attach(std::byte* data) override { place(at::DataPtr(data, c10::Device(c10::kCPU))); }
+
+  void attach_owned(const Region& region) override {
+    auto owner = std::make_unique<std::shared_ptr<RegisteredBuffer>>(region.buffer);
+    at::DataPtr pointer(
+        region.data(), owner.get(),
+        [](void* context) { delete static_cast<std::shared_ptr<RegisteredBuffer>*>(context); }, c10::Device(c10::kCPU));
+    static_cast<void>(owner.release());
+    place(std::move(pointer));
+  }
+
+  void detach(const std::string& message) override {
+    storage_->set_data_ptr_noswap(at::DataPtr(nullptr, c10::Device(c10::kCPU)));
+    storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  }
+
+  bool intact() const override {
+    return tensor_.storage().unsafeGetStorageImpl() == storage_.get() && tensor_.storage_offset() == 0;
+  }
+
+ private:
+  void place(at::DataPtr&& pointer) {
+    storage_->clear_data_ptr_access_error_msg_();
+    storage_->set_data_ptr_noswap(std::move(pointer));
+  }
+
+  at::Tensor tensor_;
+  c10::intrusive_ptr<c10::StorageImpl> storage_;
+};
+
+}  // namespace
+
+std::unique_ptr<ParameterBinding> make_torch_parameter(const std::string& name, const at::Tensor& tensor) {
+  const c10::ScalarType type = tensor.scalar_type();
+  ZB_EXPECT(tensor.device().is_cpu(), "parameter '" + name + "' is on " + tensor.device().str() +
+                                          "; this engine trains CPU parameters, move the model with model.cpu()");
+  ZB_EXPECT(type == c10::ScalarType::Float || type == c10::ScalarType::BFloat16 || type == c10::ScalarType::Half,
+            "parameter '" + name + "' is " + c10::toString(type) +
+                "; float32, bfloat16 and float16 can be trained, convert it first (model.float())");
+  ZB_EXPECT(tensor.layout() == c10::kStrided,
+            "parameter '" + name + "' is sparse; only dense parameters can be trained");
+  return std::make_unique<TorchParameter>(tensor);
+}
+
+}  // namespace zb

@@ -1,0 +1,22 @@
+// ParameterBinding over a torch tensor: its storage's data pointer is swapped, the tensor object stays the same.
+//
+// [Note: parameters without data]
+// Each parameter gets a StorageImpl of its own over its span. Resharding takes the data pointer away and leaves an
+// error message in the storage, so that any access raises a Python exception that names the parameter instead of
+// crashing. Tensors that autograd saved share the StorageImpl and see the pointer come back before backward.
+#pragma once
+
+#include <memory>
+
+#include "zero/unit.h"
+
+namespace at {
+class Tensor;
+}
+
+namespace zb {
+
+// Throws ArgumentError for tensors that a flat buffer cannot hold (not on CPU, not float32, bfloat16 or float16).
+std::unique_ptr<ParameterBinding> make_torch_parameter(const std::string& name, const at::Tensor& tensor);
+
+}  // namespace zb

@@ -1,0 +1,119 @@
+#include "zero/unit.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <tuple>
+
+#include "common/error.h"
+
+namespace zb {
+namespace {
+
+// Every parameter and every shard begins on a cache line.
+constexpr std::size_t kAlignmentBytes = 64;
+
+constexpr std::size_t align(std::size_t bytes) {
+  return (bytes + kAlignmentBytes - 1) / kAlignmentBytes * kAlignmentBytes;
+}
+
+}  // namespace
+
+std::string_view parameter_state_name(ParameterState state) noexcept {
+  constexpr std::array<std::string_view, 3> kNames{"sharded", "gathering", "unsharded"};
+  return kNames[static_cast<std::size_t>(state)];
+}
+
+std::string_view gradient_state_name(GradientState state) noexcept {
+  constexpr std::array<std::string_view, 4> kNames{"empty", "accumulating", "reducing", "reduced"};
+  return kNames[static_cast<std::size_t>(state)];
+}
+
+bool Unit::has_frozen() const {
+  return std::any_of(flats.begin(), flats.end(), [](const FlatBuffer& flat) { return !flat.trainable; });
+}
+
+void Unit::set_parameter_state(ParameterState next) {
+  using enum ParameterState;
+  const bool legal = (parameter_state == kSharded && next == kGathering) ||
+                     (parameter_state == kGathering && next == kUnsharded) ||
+                     (parameter_state == kUnsharded && next == kSharded);
+  ZB_EXPECT_STATE(legal, "parameters of unit '" + name + "' cannot go from " +
+                             std::string(parameter_state_name(parameter_state)) + " to " +
+                             std::string(parameter_state_name(next)));
+  parameter_state = next;
+}
+
+void Unit::set_gradient_state(GradientState next) {
+  using enum GradientState;
+  const bool legal = (gradient_state == kEmpty && next == kAccumulating) ||
+                     (gradient_state == kAccumulating && next == kReducing) ||
+                     (gradient_state == kReducing && next == kReduced) ||
+                     (gradient_state == kReduced && next == kEmpty) || next == kEmpty;
+  ZB_EXPECT_STATE(legal, "gradients of unit '" + name + "' cannot go from " +
+                             std::string(gradient_state_name(gradient_state)) + " to " +
+                             std::string(gradient_state_name(next)));
+  gradient_state = next;
+}
+
+std::vector<Unit> make_units(const std::vector<std::string>& unit_names, std::size_t root_unit,
+                             const std::vector<ParameterSpec>& specs, int world_size,
+                             std::vector<Parameter>& parameters) {
+  std::vector<Unit> units(unit_names.size());
+  for (std::size_t index = 0; index < units.size(); ++index) {
+    units[index].name = unit_names[index];
+    units[index].is_root = index == root_unit;
+  }
+  // Flats in a fixed order: trainable before frozen, then by dtype.
+  using Key = std::tuple<bool, DType, DType>;
+  std::vector<std::map<Key, std::vector<std::size_t>>> members(units.size());
+  for (std::size_t index = 0; index < specs.size(); ++index) {
+    const ParameterSpec& spec = specs[index];
+    ZB_EXPECT(spec.unit < units.size(), "parameter '" + spec.name + "' names a unit that does not exist");
+    members[spec.unit][{!spec.trainable, spec.param_dtype, spec.reduce_dtype}].push_back(index);
+  }
+  parameters.resize(specs.size());
+  for (std::size_t unit_index = 0; unit_index < units.size(); ++unit_index) {
+    Unit& unit = units[unit_index];
+    for (const auto& [key, indices] : members[unit_index]) {
+      const auto& [frozen, param_dtype, reduce_dtype] = key;
+      FlatBuffer flat;
+      flat.param_dtype = param_dtype;
+      flat.reduce_dtype = reduce_dtype;
+      flat.trainable = !frozen;
+      flat.label = unit.name;
+      // The layout reorders by group; keep our indices in the same (stable) order.
+      flat.parameters = indices;
+      std::stable_sort(flat.parameters.begin(), flat.parameters.end(),
+                       [&](std::size_t a, std::size_t b) { return specs[a].param_group < specs[b].param_group; });
+      std::vector<ParameterSpan> spans;
+      for (const std::size_t index : flat.parameters) {
+        spans.push_back({specs[index].name, specs[index].numel, specs[index].param_group, 0});
+      }
+      const std::size_t narrowest_bytes = std::min(dtype_bytes(param_dtype), dtype_bytes(reduce_dtype));
+      flat.layout =
+          FlatLayout(std::move(spans), static_cast<std::size_t>(world_size), kAlignmentBytes / narrowest_bytes);
+      flat.gather_offset_bytes = unit.gather_bytes;
+      unit.gather_bytes = align(unit.gather_bytes + flat.full_parameter_bytes());
+      if (flat.trainable) {
+        flat.gradient_offset_bytes = unit.gradient_bytes;
+        unit.gradient_bytes = align(unit.gradient_bytes + flat.full_gradient_bytes());
+        unit.trainable_parameters += flat.parameters.size();
+      }
+      for (std::size_t position = 0; position < flat.parameters.size(); ++position) {
+        const ParameterSpec& spec = specs[flat.parameters[position]];
+        Parameter& parameter = parameters[flat.parameters[position]];
+        parameter.name = spec.name;
+        parameter.numel = spec.numel;
+        parameter.trainable = spec.trainable;
+        parameter.unit = unit_index;
+        parameter.flat = unit.flats.size();
+        parameter.offset_numel = flat.layout.spans()[position].offset_numel;
+      }
+      unit.flats.push_back(std::move(flat));
+    }
+  }
+  return units;
+}
+
+}  // namespace zb

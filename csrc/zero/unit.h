@@ -1,0 +1,140 @@
+// Units: the modules whose parameters are gathered and whose gradients are reduced together, and the memory they hold.
+//
+// [Note: state of a unit]
+// Parameters:  sharded -> gathering -> unsharded -> sharded       (stage 3 on several ranks; unsharded for ever
+// elsewhere)
+//   sharded    costs a shard; touching a parameter raises an error that names it
+//   gathering  costs a slot; the all-gather has been started
+//   unsharded  costs a slot; parameters point into it
+// Gradients:   empty -> accumulating -> reducing -> reduced -> empty
+//   accumulating  gradients arrive and are packed into the flat gradient (own buffer, slot, or spare memory)
+//   reducing      the reduce-scatter has been started; nothing more may arrive
+//   reduced       this rank's sum is readable
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "common/dtype.h"
+#include "partition/flat_layout.h"
+#include "zero/policy.h"
+#include "zero/slot_pool.h"
+
+namespace zb {
+
+// How a parameter's tensor finds its data. Implemented over torch storages (zero/torch_parameter.h).
+class ParameterBinding {
+ public:
+  virtual ~ParameterBinding() = default;
+  // Points the parameter at memory that stays valid until the next attach or detach.
+  virtual void attach(std::byte* data) = 0;
+  // The same for good: the buffer lives as long as the parameter needs it.
+  virtual void attach_owned(const Region& region) = 0;
+  // Takes the data away; touching the parameter then raises `message`.
+  virtual void detach(const std::string& message) = 0;
+  // False when the user replaced the parameter's storage.
+  virtual bool intact() const = 0;
+  // Copies the current values, converted to float, in row-major order. Needs data.
+  virtual void read(float* destination) const = 0;
+  // Makes the tensor one of param_dtype with a storage of its own and no data yet; its old data is freed.
+  virtual void adopt(DType param_dtype) = 0;
+};
+
+struct Parameter {
+  std::string name;
+  std::size_t numel = 0;
+  bool trainable = true;
+  std::size_t unit = 0;
+  std::size_t flat = 0;          // index into the unit's flats
+  std::size_t offset_numel = 0;  // in the flat buffer
+  std::unique_ptr<ParameterBinding> binding;
+  std::string sharded_message;
+
+  // Arrivals of the gradient in the running backward, and in the last complete one with the same uses of its unit.
+  std::uint32_t arrivals = 0;
+  std::uint32_t expected_arrivals = 0;
+  bool arrived_in_window = false;  // since the flat gradient was last started afresh
+};
+
+// The parameters of a unit that share dtype and trainability.
+struct FlatBuffer {
+  FlatLayout layout;
+  DType param_dtype = DType::kFloat32;
+  DType reduce_dtype = DType::kFloat32;
+  bool trainable = true;
+  std::vector<std::size_t> parameters;  // engine-wide indices, in span order
+  std::string label;                    // for errors: the unit's name
+
+  std::size_t gather_offset_bytes = 0;    // within the unit's gather slot
+  std::size_t gradient_offset_bytes = 0;  // within the unit's gradient slot
+
+  Region full_parameters;   // replicated parameters
+  Region shard_parameters;  // this rank's piece: a slice of full_parameters, or a buffer of its own
+  Region full_gradients;    // where full gradients persist
+  Region shard_gradients;   // this rank's reduced piece
+  std::size_t store_shard = 0;
+  double sum_of_squares = 0.0;  // of shard_gradients, once reduced
+
+  std::size_t full_parameter_bytes() const { return layout.padded_numel() * dtype_bytes(param_dtype); }
+  std::size_t shard_parameter_bytes() const { return layout.shard_numel() * dtype_bytes(param_dtype); }
+  std::size_t full_gradient_bytes() const { return layout.padded_numel() * dtype_bytes(reduce_dtype); }
+  std::size_t shard_gradient_bytes() const { return layout.shard_numel() * dtype_bytes(reduce_dtype); }
+};
+
+enum class ParameterState : std::uint8_t { kSharded, kGathering, kUnsharded };
+enum class GradientState : std::uint8_t { kEmpty, kAccumulating, kReducing, kReduced };
+
+std::string_view parameter_state_name(ParameterState state) noexcept;
+std::string_view gradient_state_name(GradientState state) noexcept;
+
+struct Unit {
+  std::string name;
+  bool is_root = false;
+  std::vector<FlatBuffer> flats;
+  std::size_t gather_bytes = 0;    // size of a gather slot
+  std::size_t gradient_bytes = 0;  // size of a gradient slot; 0 when nothing is trainable
+  std::size_t trainable_parameters = 0;
+
+  ParameterState parameter_state = ParameterState::kUnsharded;
+  SlotLease gather_slot;
+  std::vector<WorkPtr> gathering;
+  bool needed_for_backward = false;  // kept unsharded between forward and backward
+  int pins = 0;                      // explicit gathers that hold it
+
+  GradientState gradient_state = GradientState::kEmpty;
+  SlotLease gradient_slot;                  // shared slot, or empty while the gradients persist in full
+  std::shared_ptr<RegisteredBuffer> spare;  // private stand-in while the slot is not this unit's yet
+  std::vector<WorkPtr> reducing;
+  std::uint32_t uses = 0;               // forward calls since the last backward ended
+  std::uint32_t expected_uses = 0;      // of the backward that expected_arrivals come from
+  std::uint32_t expected_arrivals = 0;  // of all its parameters together
+  std::uint32_t arrivals = 0;
+  bool complete = false;  // all gradients of this backward are there
+
+  bool has_frozen() const;
+  bool has_trainable() const { return trainable_parameters > 0; }
+  void set_parameter_state(ParameterState next);
+  void set_gradient_state(GradientState next);
+};
+
+// What the engine knows of a parameter before layouts exist.
+struct ParameterSpec {
+  std::string name;
+  std::size_t numel = 0;
+  DType param_dtype = DType::kFloat32;
+  DType reduce_dtype = DType::kFloat32;
+  bool trainable = true;
+  int param_group = 0;
+  std::size_t unit = 0;
+};
+
+// Cuts parameters into units and flat layouts. Fills Parameter::unit, flat and offset_numel. Pure arithmetic.
+std::vector<Unit> make_units(const std::vector<std::string>& unit_names, std::size_t root_unit,
+                             const std::vector<ParameterSpec>& specs, int world_size,
+                             std::vector<Parameter>& parameters);
+
+}  // namespace zb
