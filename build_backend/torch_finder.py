@@ -34,8 +34,22 @@ def target_site_packages() -> list[str]:
 
     pip isolates by PYTHONPATH and a sitecustomize, so sysconfig still names the target's directories.
     """
-    paths = sysconfig.get_paths()
-    return list(dict.fromkeys([paths["purelib"], paths["platlib"]]))
+    schemes = [sysconfig.get_paths()]
+    if sys.prefix == sys.base_prefix or _sees_system_packages():
+        base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+        # deb_system: where Debian's own packages are, beside /usr/local of its default scheme.
+        for name in ("posix_prefix", "posix_local", "deb_system", "posix_user"):
+            if name in sysconfig.get_scheme_names():
+                schemes.append(sysconfig.get_paths(name, vars=base if name != "posix_user" else None))
+    return list(dict.fromkeys(path for paths in schemes for path in (paths["purelib"], paths["platlib"])))
+
+
+def _sees_system_packages() -> bool:
+    config = Path(sys.prefix, "pyvenv.cfg")
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    return (
+        re.search(r"^include-system-site-packages\s*=\s*true", text, re.MULTILINE | re.IGNORECASE) is not None
+    )
 
 
 def find_package(name: str, paths: list[str]) -> list[Path]:
@@ -64,11 +78,15 @@ def read_torch(directory: Path) -> Torch:
 
 
 def main() -> int:
-    torch = find_torch(sys.path + target_site_packages()) if len(sys.argv) < 2 else read_torch(Path(sys.argv[1]))
+    torch = (
+        find_torch(sys.path + target_site_packages()) if len(sys.argv) < 2 else read_torch(Path(sys.argv[1]))
+    )
     if torch is None:
         print(f"no torch is installed for {sys.executable}", file=sys.stderr)
         return 1
-    print(f"directory={torch.directory}\nversion={torch.version}\nminor={torch.minor}\ncuda={torch.cuda or ''}")
+    print(
+        f"directory={torch.directory}\nversion={torch.version}\nminor={torch.minor}\ncuda={torch.cuda or ''}"
+    )
     return 0
 
 

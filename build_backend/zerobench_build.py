@@ -1,0 +1,59 @@
+"""PEP 517 backend: scikit-build-core, plus the choice of torch (DESIGN 10).
+
+With torch in the target environment the build uses that one and brings none; with none the build environment is given
+the newest tested torch, and the wheel requires the same minor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import scikit_build_core.build as backend
+except ModuleNotFoundError:
+    raise SystemExit(
+        "zerobench: building without isolation needs scikit-build-core in the environment; "
+        "run `pip install scikit-build-core cmake ninja` first."
+    ) from None
+
+from cuda_requirement import build_requirements, cmake_defines
+from torch_requirement import NEWEST_TESTED, installed_torch, torch_to_build_against
+
+ConfigSettings = dict[str, Any]
+
+build_sdist = backend.build_sdist
+get_requires_for_build_sdist = backend.get_requires_for_build_sdist
+prepare_metadata_for_build_wheel = backend.prepare_metadata_for_build_wheel
+prepare_metadata_for_build_editable = backend.prepare_metadata_for_build_editable
+
+
+def get_requires_for_build_wheel(config_settings: ConfigSettings | None = None) -> list[str]:
+    return [*backend.get_requires_for_build_wheel(config_settings), *_requirements()]
+
+
+def get_requires_for_build_editable(config_settings: ConfigSettings | None = None) -> list[str]:
+    return [*backend.get_requires_for_build_editable(config_settings), *_requirements()]
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: ConfigSettings | None = None, metadata_directory: str | None = None
+) -> str:
+    return backend.build_wheel(wheel_directory, _with_defines(config_settings), metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str, config_settings: ConfigSettings | None = None, metadata_directory: str | None = None
+) -> str:
+    return backend.build_editable(wheel_directory, _with_defines(config_settings), metadata_directory)
+
+
+def _requirements() -> list[str]:
+    torch = installed_torch()
+    return [*([] if torch else [NEWEST_TESTED]), *build_requirements(torch)]
+
+
+def _with_defines(config_settings: ConfigSettings | None) -> ConfigSettings:
+    """CMake is told where everything is, as it sees neither the isolated environment's path nor the target's."""
+    defines = {"ZEROBENCH_TORCH_DIR": str(torch_to_build_against().directory), **cmake_defines()}
+    settings = {f"cmake.define.{name}": value for name, value in defines.items()}
+    return {**settings, **(config_settings or {})}
