@@ -1,0 +1,157 @@
+#include "comm/shm_peers.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <ctime>
+
+namespace zb::shm {
+namespace {
+
+// Longer than a hand-over between two running ranks, far shorter than a time slice.
+constexpr std::chrono::microseconds kSpinTime{20};
+
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::milliseconds at_most) noexcept {
+  timespec time{};
+  time.tv_sec = at_most.count() / 1000;
+  time.tv_nsec = at_most.count() % 1000 * 1'000'000;
+  ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, expected, &time, nullptr, 0);
+}
+
+void futex_wake(std::atomic<std::uint32_t>& word) noexcept {
+  ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE, 1, nullptr, nullptr, 0);
+}
+
+std::atomic<std::uint64_t>& counter_of(RankBlock& block, Counter counter) noexcept {
+  switch (counter) {
+    case Counter::kPosted:
+      return block.posted;
+    case Counter::kReduced:
+      return block.reduced;
+    case Counter::kCompleted:
+      break;
+  }
+  return block.completed;
+}
+
+}  // namespace
+
+Peers::Peers(const ShmOptions& options, Connection connection)
+    : rank_(options.rank),
+      world_size_(options.world_size),
+      timeout_(options.timeout),
+      spin_time_(connection.cpu_num >= options.world_size ? kSpinTime : std::chrono::microseconds(0)),
+      process_(::getpid()),
+      connection_(std::move(connection)),
+      control_(reinterpret_cast<ControlBlock*>(connection_.control->data())),
+      own_(&control_->rank(rank_)) {}
+
+Peers::~Peers() {
+  if (!is_own_process()) return;
+  own_->left.store(1, std::memory_order_seq_cst);
+  wake_all();
+}
+
+bool Peers::reached(int rank, Counter counter, std::uint64_t sequence) noexcept {
+  return counter_of(of(rank), counter).load(std::memory_order_seq_cst) > sequence;
+}
+
+void Peers::publish(Counter counter, std::uint64_t value) noexcept {
+  counter_of(*own_, counter).store(value, std::memory_order_seq_cst);
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_) continue;
+    RankBlock& block = of(peer);
+    const std::uint32_t interest = block.interest.load(std::memory_order_seq_cst);
+    if (interest == 0 || (interest >> 16 & static_cast<std::uint32_t>(counter)) == 0) continue;
+    const std::uint32_t awaited = interest & 0xffff;
+    if (awaited != kAnyRank && awaited != static_cast<std::uint32_t>(rank_) + 1) continue;
+    block.doorbell.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake(block.doorbell);
+  }
+}
+
+void Peers::poison(int fault_rank, std::string_view reason) noexcept {
+  if (!is_own_process() || is_poisoned() || reason_taken_.test_and_set()) return;
+  own_->fault_rank = fault_rank;
+  const std::size_t length = std::min(reason.size(), kReasonBytes - 1);
+  std::memcpy(own_->reason.data(), reason.data(), length);
+  own_->reason[length] = '\0';
+  std::uint32_t nobody = 0;
+  control_->poisoner.compare_exchange_strong(nobody, static_cast<std::uint32_t>(rank_) + 1, std::memory_order_acq_rel);
+  wake_all();
+}
+
+void Peers::fail(int fault_rank, std::string_view reason) {
+  poison(fault_rank, reason);
+  check();
+  // Another thread's abort() of this rank is about to publish its own reason; this one is as true.
+  throw CommunicationError(std::string(reason), fault_rank);
+}
+
+void Peers::throw_cause() {
+  const auto poisoner = static_cast<int>(control_->poisoner.load(std::memory_order_acquire)) - 1;
+  const RankBlock& block = of(poisoner);
+  throw CommunicationError(block.reason.data(), block.fault_rank);
+}
+
+bool Peers::is_dead(int rank) noexcept {
+  pollfd entry{connection_.processes[static_cast<std::size_t>(rank)].get(), POLLIN, 0};
+  return ::poll(&entry, 1, 0) > 0;
+}
+
+bool Peers::is_own_process() const noexcept { return ::getpid() == process_; }
+
+Peers::Ticket Peers::announce(std::uint32_t interest) noexcept {
+  const Ticket ticket{own_->doorbell.load(std::memory_order_seq_cst)};
+  own_->interest.store(interest, std::memory_order_seq_cst);
+  return ticket;
+}
+
+void Peers::sleep(Ticket ticket, std::chrono::milliseconds at_most) noexcept {
+  futex_wait(own_->doorbell, ticket.doorbell, at_most);
+}
+
+void Peers::awake() noexcept { own_->interest.store(0, std::memory_order_relaxed); }
+
+void Peers::wake_all() noexcept {
+  for (int peer = 0; peer < world_size_; ++peer) {
+    of(peer).doorbell.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake(of(peer).doorbell);
+  }
+}
+
+FileDescriptor Peers::distribute(const FileDescriptor& of_rank0, std::uint64_t id) {
+  const Clock::time_point deadline = Clock::now() + timeout_;
+  const auto keep_waiting = [&](int peer) {
+    check();
+    if (has_left(peer) || is_dead(peer)) {
+      fail(peer,
+           "rank " + std::to_string(peer) + " died during allocate (noticed by rank " + std::to_string(rank_) + ")");
+    }
+    if (Clock::now() >= deadline) {
+      fail(peer, "rank " + std::to_string(rank_) + " waited longer than the timeout for rank " + std::to_string(peer) +
+                     " in allocate");
+    }
+  };
+  const auto id_bytes = std::as_bytes(std::span(&id, 1));
+  if (rank_ == 0) {
+    const int number = of_rank0.get();
+    for (int peer = 1; peer < world_size_; ++peer) {
+      send_message(connection_.sockets[static_cast<std::size_t>(peer)], id_bytes, {&number, 1},
+                   [&] { keep_waiting(peer); });
+    }
+    return {};
+  }
+  Message message = receive_message(connection_.sockets[0], [&] { keep_waiting(0); });
+  if (message.bytes.empty()) fail(0, "rank 0 left during allocate (noticed by rank " + std::to_string(rank_) + ")");
+  std::uint64_t received_id = 0;
+  std::memcpy(&received_id, message.bytes.data(), std::min(message.bytes.size(), sizeof(received_id)));
+  if (received_id != id || message.descriptors.size() != 1) fail(0, "rank 0 sent the memory of another allocation");
+  return std::move(message.descriptors[0]);
+}
+
+}  // namespace zb::shm

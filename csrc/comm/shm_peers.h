@@ -1,0 +1,76 @@
+// One rank's view of the others: their counters, whether they live, the common cause of failure, sleeping and waking.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "comm/shm_control.h"
+#include "comm/shm_rendezvous.h"
+
+namespace zb::shm {
+
+class Peers {
+ public:
+  Peers(const ShmOptions& options, Connection connection);
+  // Tells peers that this rank leaves; in a forked child only drops its copies.
+  ~Peers();
+  Peers(const Peers&) = delete;
+  Peers& operator=(const Peers&) = delete;
+
+  int rank() const noexcept { return rank_; }
+  int world_size() const noexcept { return world_size_; }
+  std::chrono::milliseconds timeout() const noexcept { return timeout_; }
+  std::chrono::nanoseconds spin_time() const noexcept { return spin_time_; }
+  RankBlock& own() noexcept { return *own_; }
+  RankBlock& of(int rank) noexcept { return control_->rank(rank); }
+
+  bool reached(int rank, Counter counter, std::uint64_t sequence) noexcept;
+  // Sets this rank's counter to `value` and wakes the peers that sleep for it.
+  void publish(Counter counter, std::uint64_t value) noexcept;
+
+  // Throws the original cause when the communicator is poisoned.
+  void check() {
+    if (control_->poisoner.load(std::memory_order_acquire) != 0) [[unlikely]]
+      throw_cause();
+  }
+  bool is_poisoned() const noexcept { return control_->poisoner.load(std::memory_order_acquire) != 0; }
+  // The first cause of any rank stays; wakes everyone. Callable from any thread.
+  void poison(int fault_rank, std::string_view reason) noexcept;
+  [[noreturn]] void fail(int fault_rank, std::string_view reason);
+
+  // A rank that left closed its communicator; the process of a dead one ended. Neither publishes anything more.
+  bool has_left(int rank) noexcept { return of(rank).left.load(std::memory_order_seq_cst) != 0; }
+  bool is_dead(int rank) noexcept;
+  // False in a forked child, which must not speak for its parent.
+  bool is_own_process() const noexcept;
+
+  // Sleeping: announce(), check once more, sleep(), and in any case awake().
+  struct Ticket {
+    std::uint32_t doorbell = 0;
+  };
+  Ticket announce(std::uint32_t interest) noexcept;
+  void sleep(Ticket ticket, std::chrono::milliseconds at_most) noexcept;
+  void awake() noexcept;
+
+  // Passes a descriptor from rank 0 to all others, and returns it there (an empty one on rank 0).
+  FileDescriptor distribute(const FileDescriptor& of_rank0, std::uint64_t id);
+
+ private:
+  [[noreturn]] void throw_cause();
+  void wake_all() noexcept;
+
+  int rank_;
+  int world_size_;
+  std::chrono::milliseconds timeout_;
+  std::chrono::nanoseconds spin_time_;
+  pid_t process_;
+  Connection connection_;
+  ControlBlock* control_;
+  RankBlock* own_;
+  std::atomic_flag reason_taken_ = ATOMIC_FLAG_INIT;
+};
+
+}  // namespace zb::shm

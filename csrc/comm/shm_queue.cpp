@@ -1,0 +1,176 @@
+#include "comm/shm_queue.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace zb::shm {
+namespace {
+
+inline void cpu_pause() noexcept {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+Queue::Queue(const ShmOptions& options, Connection connection)
+    : peers_(std::in_place, options, std::move(connection)), runner_(*peers_) {}
+
+Peers& Queue::peers() {
+  ZB_EXPECT_STATE(peers_.has_value(), "the communicator is closed; keep it until its operations are finished");
+  return *peers_;
+}
+
+void Queue::close() noexcept {
+  pending_.clear();
+  peers_.reset();
+}
+
+void Queue::check_process() {
+  ZB_EXPECT_STATE(peers().is_own_process(),
+                  "this communicator belongs to the process that made it; a forked child must not call it");
+}
+
+void Queue::start(const std::shared_ptr<Operation>& operation) {
+  check_process();
+  peers_->check();
+  operation->sequence = next_sequence_;
+  // A slot of the ring is free once every rank has finished the operation that it held.
+  if (next_sequence_ >= kRingDepth) wait_completed(next_sequence_ - kRingDepth, *operation, "the start of ");
+  runner_.prepare(*operation);
+  next_sequence_ += 1;
+  pending_.push_back(operation);
+  peers_->publish(Counter::kPosted, next_sequence_);
+}
+
+void Queue::advance() {
+  check_process();
+  run_pending();
+}
+
+void Queue::run_pending() {
+  peers_->check();
+  while (!pending_.empty()) {
+    Operation& front = *pending_.front();
+    if (!runner_.step(front)) return;
+    front.is_done = true;
+    front.source.reset();
+    front.destination_owner.reset();
+    const std::uint64_t sequence = front.sequence;
+    pending_.pop_front();
+    finished_num_ += 1;
+    peers_->publish(Counter::kCompleted, sequence + 1);
+  }
+}
+
+void Queue::wait_done(const Operation& operation) {
+  if (!operation.is_done) block({operation, Counter::kPosted, 0, ""});
+}
+
+void Queue::wait_source_free(const Operation& operation) {
+  wait_done(operation);
+  const bool is_read =
+      operation.descriptor.kind != OperationKind::kBroadcast || operation.descriptor.root == peers().rank();
+  if (is_read) wait_completed(operation.sequence, operation, "wait_source_free of ");
+}
+
+void Queue::wait_completed(std::uint64_t sequence, const Operation& operation, const char* reason) {
+  if (!all_completed(sequence)) block({operation, Counter::kCompleted, sequence, reason});
+}
+
+bool Queue::all_completed(std::uint64_t sequence) noexcept {
+  for (int peer = 0; peer < peers_->world_size(); ++peer) {
+    if (!peers_->reached(peer, Counter::kCompleted, sequence)) return false;
+  }
+  return true;
+}
+
+// Operations that were started later are run too: a peer may need them to get on.
+bool Queue::try_reach(const Goal& goal) {
+  run_pending();
+  return goal.counter == Counter::kCompleted ? all_completed(goal.sequence) : goal.operation.is_done;
+}
+
+// Whether an unfinished operation of this rank stands before the goal; then it is the oldest one.
+bool Queue::is_blocked_itself(const Goal& goal) const noexcept {
+  return goal.counter != Counter::kCompleted || (!pending_.empty() && pending_.front()->sequence <= goal.sequence);
+}
+
+bool Queue::awaits(const Goal& goal, int peer) noexcept {
+  return is_blocked_itself(goal) ? runner_.awaits(*pending_.front(), peer)
+                                 : !peers_->reached(peer, Counter::kCompleted, goal.sequence);
+}
+
+std::uint32_t Queue::interest(const Goal& goal) noexcept {
+  return goal.counter == Counter::kCompleted ? kInterestInAll : runner_.interest(*pending_.front());
+}
+
+std::string Queue::describe_wait(const Goal& goal) const {
+  return is_blocked_itself(goal) ? describe(*pending_.front()) : goal.reason + describe(goal.operation);
+}
+
+void Queue::block(const Goal& goal) {
+  check_process();
+  if (try_reach(goal) || spin(goal)) return;
+  Clock::time_point last_progress = Clock::now();
+  for (;;) {
+    const std::uint64_t progress = progress_num();
+    if (sleep_once(goal)) return;
+    if (progress_num() != progress) {
+      last_progress = Clock::now();
+    } else {
+      check_awaited(goal, last_progress);
+    }
+  }
+}
+
+bool Queue::spin(const Goal& goal) {
+  if (peers_->spin_time().count() == 0) return false;
+  const Clock::time_point end = Clock::now() + peers_->spin_time();
+  do {
+    for (int i = 0; i < 4; ++i) {
+      cpu_pause();
+      if (try_reach(goal)) return true;
+    }
+  } while (Clock::now() < end);
+  return false;
+}
+
+// One announced check and, when nothing moved, one sleep. True when the goal is reached.
+bool Queue::sleep_once(const Goal& goal) {
+  struct Awake {
+    Peers& peers;
+    ~Awake() { peers.awake(); }
+  } awake{*peers_};
+  const std::uint64_t progress = progress_num();
+  const Peers::Ticket ticket = peers_->announce(interest(goal));
+  if (try_reach(goal)) return true;
+  if (progress_num() != progress) return false;  // what was announced may no longer be what is awaited
+  peers_->sleep(ticket, std::min(kSlice, peers_->timeout()));
+  return try_reach(goal);
+}
+
+void Queue::check_awaited(const Goal& goal, Clock::time_point last_progress) {
+  const bool is_late = Clock::now() - last_progress >= peers_->timeout();
+  for (int peer = 0; peer < peers_->world_size(); ++peer) {
+    if (peer == peers_->rank() || !awaits(goal, peer)) continue;
+    const std::string who = "rank " + std::to_string(peer);
+    const std::string self = "rank " + std::to_string(peers_->rank());
+    const bool has_left = peers_->has_left(peer);
+    if (has_left || peers_->is_dead(peer)) {
+      // What it published before it went counts, so look again.
+      if (try_reach(goal) || !awaits(goal, peer)) return;
+      peers_->fail(peer, who + (has_left ? " left during " : " died during ") + describe_wait(goal) + " (noticed by " +
+                             self + ")");
+    }
+    if (is_late) {
+      peers_->fail(peer,
+                   self + " waited " + seconds_text(peers_->timeout()) + " for " + who + " in " + describe_wait(goal));
+    }
+  }
+}
+
+}  // namespace zb::shm

@@ -1,0 +1,96 @@
+#include "comm/solo_communicator.h"
+
+#include <cstring>
+#include <string>
+
+#include "comm/arguments.h"
+#include "comm/shm_memory.h"
+#include "kernels/cpu_kernels.h"
+
+namespace zb {
+namespace {
+
+class DoneWork final : public Work {
+ public:
+  bool test() override { return true; }
+  void wait() override {}
+  void wait_source_free() override {}
+};
+
+class SoloCommunicator final : public Communicator {
+ public:
+  SoloCommunicator() : Communicator(0, 1), caller_{this, 0, 1} {}
+
+  std::string_view kind() const noexcept override { return "shm"; }
+  bool runs_in_background() const noexcept override { return false; }
+
+  std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
+                                             Category category) override {
+    check();
+    auto mapping = shm::allocate_private(bytes);
+    return std::make_shared<shm::Buffer>(std::move(mapping), shm::Buffer::Shape{bytes, 0, 0}, this, 0, role,
+                                         Allocation(ledger, Tier::kDevice, category, bytes));
+  }
+
+  WorkPtr start_all_gather(const AllGather& args) override {
+    shm::check_all_gather(caller_, args);
+    return copy(Collective::kAllGather, args.destination, args.source, args.shard_bytes);
+  }
+
+  WorkPtr start_reduce_scatter(const ReduceScatter& args) override {
+    shm::check_reduce_scatter(caller_, args);
+    return copy(Collective::kReduceScatter, args.destination, args.source, args.shard_numel * dtype_bytes(args.dtype));
+  }
+
+  WorkPtr start_all_reduce(const AllReduce& args) override {
+    shm::check_all_reduce(caller_, args);
+    return copy(Collective::kAllReduce, args.buffer, args.buffer, args.numel * dtype_bytes(args.dtype));
+  }
+
+  WorkPtr start_broadcast(const Broadcast& args) override {
+    shm::check_broadcast(caller_, args);
+    return copy(Collective::kBroadcast, args.buffer, args.buffer, args.bytes);
+  }
+
+  void barrier(std::string_view) override {
+    check();
+    count(Collective::kBarrier, 0);
+  }
+
+  void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) override {
+    check();
+    shm::check_exchange(caller_, mine.size(), all.size(), label);
+    count(Collective::kExchange, all.size());
+    if (!mine.empty()) std::memmove(all.data(), mine.data(), mine.size());
+  }
+
+  void progress() override { check(); }
+
+  void abort(std::string_view reason) noexcept override {
+    if (cause_.empty()) cause_ = "rank 0 aborted: " + std::string(reason);
+  }
+
+ private:
+  void check() const {
+    if (!cause_.empty()) throw CommunicationError(cause_, 0);
+  }
+
+  WorkPtr copy(Collective collective, const Region& destination, const Region& source, std::size_t bytes) {
+    check();
+    count(collective, bytes);
+    if (destination.data() != source.data() && bytes != 0) {
+      cpu_kernels().copy(destination.data(), source.data(), bytes);
+    }
+    return done_;
+  }
+
+  shm::Caller caller_;
+  WorkPtr done_ = std::make_shared<DoneWork>();
+  std::string cause_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_solo_communicator() { return std::make_unique<SoloCommunicator>(); }
+
+}  // namespace zb
