@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+
 from zerobench.bench.result import SCHEMA_VERSION, Results, Row
 from zerobench.errors import DataError
 
 if TYPE_CHECKING:
-    import pandas
+    import pandas  # type: ignore[import-untyped]
 
 AnyPath = str | os.PathLike[str]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ def effective_sample_num(samples: Sequence[float]) -> float:
     variance = math.fsum(value * value for value in deviations)
     if variance <= 0:
         return float(sample_num)
-    lagged = math.fsum(a * b for a, b in zip(deviations, deviations[1:], strict=False))
+    lagged = math.fsum(a * b for a, b in pairwise(deviations))
     correlation = min(max(lagged / variance, 0.0), 1 - 1 / sample_num)
     return max(1.0, sample_num * (1 - correlation) / (1 + correlation))
 

@@ -26,8 +26,8 @@ from .words import header_lines, memory_unit, note_lines
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-ABSENT = "–"
-_ASCII = str.maketrans({"±": "+-", "–": "-", "×": "x", "·": "|", "≠": "!=", "†": "*"})
+ABSENT = "-"
+_ASCII = str.maketrans({"±": "+-", "·": "|", "≠": "!=", "†": "*"})
 _STATUS_STYLES = {"ok": "green", "wrong": "bold red", "oom": "yellow", "failed": "red", "skipped": "dim"}
 
 
@@ -44,7 +44,7 @@ class Column:
     folds: bool = True  # text that may break where even the last columns do not fit
 
     def lines(self, plain: Callable[[str], str]) -> list[str]:
-        """Header rows and cells, numbers aligned right (rich would strip the blanks that stand for a missing ± part)."""
+        """Header rows and cells, numbers aligned right (rich strips the blanks that stand for a missing ± part)."""
         texts = [plain(text) for text in (self.title, self.unit, *self.cells)]
         width = 0 if self.left else max(len(text) for text in texts)
         return [text.rjust(width) for text in texts]
@@ -237,7 +237,7 @@ def _relative_cell(row: Row) -> str | None:
 
 
 def _speedup_cell(row: Row) -> str | None:
-    return None if row.speedup is None else f"{row.speedup:.2f}×"
+    return None if row.speedup is None else f"{row.speedup:.2f}x"
 
 
 def _change_cell(row: Row) -> str | None:

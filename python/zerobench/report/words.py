@@ -155,6 +155,7 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
             )
             style = "bold red" if row.status == "wrong" else "yellow"
             notes.append((f"{label}: {row.status}: {' '.join(reason.split())}", style))
+    notes += [(warning, "yellow") for warning in results.warnings]
     notes += [(text, "") for text in _reading_notes(rows, labels)]
     if left_out:
         notes.append(

@@ -1,0 +1,305 @@
+"""Medians, outliers, intervals of ratios, and the columns that compare rows."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerobench.bench.result import Results, Row
+from zerobench.report import finish_rows, median_of_ratios, ratio_of_medians, read_results, stats, summarise
+
+SAMPLE = Path(__file__).parent / "golden" / "results_sample.json"
+times = st.floats(min_value=0.1, max_value=1e4)
+some_times = st.lists(times, min_size=1, max_size=40)
+
+
+@given(some_times)
+def test_median_and_mad(samples: list[float]) -> None:
+    assert stats.median(samples) == pytest.approx(statistics.median(samples), rel=1e-12)
+    centre = statistics.median(samples)
+    assert stats.mad(samples) == pytest.approx(
+        statistics.median(abs(x - centre) for x in samples), rel=1e-9, abs=1e-9
+    )
+
+
+def test_median_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        stats.median([])
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([], []),
+        ([50.0], []),
+        ([1000.0, 0.0], []),
+        ([9.8, 10.0, 10.2], []),
+        ([9.8, 10.0, 10.2, 14.0], [3]),
+        ([0.5, 0.30, 0.29, 0.31, 0.30], [0]),
+        ([10.0] * 5, []),
+        ([10.0] * 7 + [100.0], [7]),  # MAD is zero
+        ([100.0] + [10.0] * 7 + [1.0], [0, 8]),
+    ],
+)
+def test_outliers(samples: list[float], expected: list[int]) -> None:
+    assert stats.outliers(samples) == expected
+
+
+@given(st.lists(times, min_size=3, max_size=40), st.integers(-8, 8))
+def test_outliers_do_not_depend_on_the_unit(samples: list[float], exponent: int) -> None:
+    assert stats.outliers([x * 2.0**exponent for x in samples]) == stats.outliers(samples)
+
+
+def test_summary_keeps_every_sample() -> None:
+    summary = summarise([10.0, 10.1, 9.9, 10.0, 50.0])
+    assert summary.samples == [10.0, 10.1, 9.9, 10.0, 50.0]
+    assert (summary.median, summary.outliers) == (10.0, [4])
+    assert summary.mean == pytest.approx(18.0)
+
+
+def test_error_of_the_median_matches_its_spread() -> None:
+    """The estimate from one window against the spread of medians over many windows."""
+    generator = random.Random(1)
+    windows = [[generator.gauss(100, 2) for _ in range(200)] for _ in range(400)]
+    spread = statistics.stdev(stats.median(window) for window in windows)
+    typical = statistics.median(stats.median_error(window) or 0.0 for window in windows)
+    assert typical == pytest.approx(spread, rel=0.15)
+
+
+def test_correlated_samples_count_less() -> None:
+    generator = random.Random(2)
+    value, walk = 0.0, []
+    for _ in range(400):
+        value = 0.8 * value + generator.gauss(0, 1)
+        walk.append(100 + value)
+    assert stats.effective_sample_num(walk) < 100  # n (1 - r) / (1 + r) is 44 at r = 0.8
+    shuffled = generator.sample(walk, len(walk))
+    assert stats.effective_sample_num(shuffled) > 300
+
+
+def test_error_of_the_median_is_unknown_for_one_sample() -> None:
+    assert stats.median_error([5.0]) is None
+    assert stats.ratio_error([5.0], [4.0, 5.0]) is None
+
+
+@pytest.mark.parametrize(("pair_num", "rank"), [(5, 1), (6, 1), (15, 4), (20, 6), (50, 18)])
+def test_median_of_ratios_uses_the_binomial_ranks(pair_num: int, rank: int) -> None:
+    """Ranks as in tables of the sign test's interval."""
+    ratio = median_of_ratios([float(i) for i in range(1, pair_num + 1)], [1.0] * pair_num)
+    assert (ratio.low, ratio.high) == (rank, pair_num + 1 - rank)
+    assert ratio.value == (pair_num + 1) / 2
+
+
+def test_drift_common_to_both_sides_cancels() -> None:
+    drift = [1.0 + 0.5 * (i % 7) for i in range(21)]
+    ratio = median_of_ratios([3.0 * x for x in drift], [2.0 * x for x in drift])
+    assert ratio == pytest.approx((1.5, 1.5, 1.5))
+    assert ratio_of_medians([3.0 * x for x in drift], [2.0 * x for x in drift]) == pytest.approx((1.5, 1.5, 1.5))
+
+
+@pytest.mark.parametrize("function", [ratio_of_medians, median_of_ratios])
+def test_intervals_hold_the_true_ratio(function) -> None:  # type: ignore[no-untyped-def]
+    generator = random.Random(3)
+    held = 0
+    for _ in range(60):
+        a = [generator.gauss(120, 6) for _ in range(25)]
+        b = [generator.gauss(100, 5) for _ in range(25)]
+        ratio = function(a, b, resamples=300) if function is ratio_of_medians else function(a, b)
+        held += ratio.low <= 1.2 <= ratio.high
+    assert held >= 51  # 57 expected of 60
+
+
+@given(st.lists(st.tuples(times, times), min_size=6, max_size=20), st.randoms(), st.integers(-6, 6))
+@settings(max_examples=30, deadline=None)
+def test_ratios_ignore_the_order_of_pairs_and_the_unit(
+    pairs: list[tuple[float, float]], shuffler: random.Random, exponent: int
+) -> None:
+    shuffled = pairs.copy()
+    shuffler.shuffle(shuffled)
+    scale = 2.0**exponent
+    for function in (median_of_ratios, lambda a, b: ratio_of_medians(a, b, resamples=60)):
+        expected = function([a for a, _ in pairs], [b for _, b in pairs])
+        assert expected.low <= expected.value <= expected.high
+        assert function([a for a, _ in shuffled], [b for _, b in shuffled]) == expected
+        assert function([a * scale for a, _ in pairs], [b * scale for _, b in pairs]) == expected
+
+
+def test_ratios_reject_what_has_none() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        ratio_of_medians([1.0, 0.0], [1.0, 1.0])
+    with pytest.raises(ValueError, match="as many samples"):
+        median_of_ratios([1.0, 2.0], [1.0])
+
+
+def test_unequal_sides_are_resampled_alone() -> None:
+    ratio = ratio_of_medians([10.0, 11.0, 12.0, 13.0, 14.0], [5.0, 6.0, 7.0])
+    assert ratio.value == 2.0
+    assert 10 / 7 <= ratio.low < 2.0 < ratio.high <= 14 / 5
+
+
+# Columns that compare rows
+
+
+def sample_rows() -> dict[str, Row]:
+    return {row.strategy: row for row in read_results(SAMPLE).rows}
+
+
+def finished(rows: list[Row], baseline: str | None = None) -> Results:
+    results = read_results(SAMPLE)
+    results.rows = rows
+    finish_rows(results, baseline)
+    return results
+
+
+COMPARED = (
+    "relative",
+    "relative_uncertainty",
+    "speedup",
+    "memory_change_pct",
+    "baseline",
+    "tokens_per_s_per_peak_gb",
+)
+
+
+def compared(results: Results) -> dict[str, tuple[object, ...]]:
+    return {row.name: tuple(getattr(row, column) for column in COMPARED) for row in results.rows}
+
+
+def random_rows(seconds: list[list[float]], peaks: list[int], statuses: list[str], ranked: list[bool]) -> list[Row]:
+    rows = []
+    for (name, row), samples, peak, status, comparable in zip(
+        sample_rows().items(), seconds, peaks, statuses, ranked, strict=False
+    ):
+        row.step_time_ms = summarise(samples)
+        row.name, row.peak_device_bytes, row.comparable = name, peak, comparable
+        row.status = status  # type: ignore[assignment]
+        rows.append(row)
+    return rows
+
+
+@given(
+    st.lists(st.lists(times, min_size=1, max_size=9), min_size=7, max_size=7),
+    st.lists(st.integers(1, 10**10), min_size=7, max_size=7),
+    st.lists(st.sampled_from(["ok", "ok", "ok", "wrong", "oom", "failed"]), min_size=7, max_size=7),
+    st.lists(st.sampled_from([True, True, True, False]), min_size=7, max_size=7),
+    st.randoms(),
+    st.integers(-6, 6),
+)
+@settings(max_examples=60, deadline=None)
+def test_compared_columns_ignore_row_order_and_unit(
+    samples: list[list[float]],
+    peaks: list[int],
+    statuses: list[str],
+    ranked: list[bool],
+    shuffler: random.Random,
+    exponent: int,
+) -> None:
+    rows = random_rows(samples, peaks, statuses, ranked)
+    expected = compared(finished(rows))
+    shuffled = random_rows(samples, peaks, statuses, ranked)
+    shuffler.shuffle(shuffled)
+    assert compared(finished(shuffled)) == expected
+    scaled = random_rows([[x * 2.0**exponent for x in window] for window in samples], peaks, statuses, ranked)
+    for name, values in compared(finished(scaled)).items():
+        assert values[:-1] == expected[name][:-1]
+    eligible = [row for row in rows if row.status == "ok" and row.comparable]
+    relatives = [row.relative for row in rows if row.relative is not None]
+    assert len(relatives) == len(eligible)
+    assert all(relative >= 1.0 for relative in relatives)
+    assert (1.0 in relatives) == bool(eligible)
+
+
+def test_relative_and_its_uncertainty() -> None:
+    rows = sample_rows()
+    rows["ddp"].step_time_ms = summarise([100.0, 102.0, 98.0, 101.0, 99.0])
+    rows["zero3"].step_time_ms = summarise([200.0, 202.0, 198.0, 201.0, 199.0])
+    results = finished([rows["ddp"], rows["zero3"]])
+    ddp, zero3 = results.rows
+    assert (ddp.relative, ddp.relative_uncertainty) == (1.0, None)
+    assert zero3.relative == pytest.approx(2.0)
+    assert ddp.step_time_ms and zero3.step_time_ms
+    top, bottom = stats.median_error(zero3.step_time_ms.samples), stats.median_error(ddp.step_time_ms.samples)
+    assert top and bottom
+    assert zero3.relative_uncertainty == pytest.approx(2.0 * math.hypot(top / 200, bottom / 100))
+    assert (zero3.speedup, ddp.speedup) == (pytest.approx(0.5), 1.0)
+
+
+def test_relative_is_per_token() -> None:
+    rows = sample_rows()
+    ddp, zero1 = rows["ddp"], rows["zero1"]
+    ddp.step_time_ms, zero1.step_time_ms = summarise([100.0] * 3), summarise([100.0] * 3)
+    zero1.settings.batch_size *= 2
+    finished([ddp, zero1])
+    assert (zero1.relative, ddp.relative) == (1.0, 2.0)
+
+
+def test_wrong_rows_are_never_ranked() -> None:
+    rows = sample_rows()
+    rows["zero1"].status = "wrong"
+    rows["zero1"].step_time_ms = summarise([1.0, 1.0, 1.0])  # the fastest by far
+    rows["zero2"].comparable = False
+    rows["zero2"].step_time_ms = summarise([2.0, 2.0, 2.0])
+    results = finished(list(rows.values()))
+    by_strategy = {row.strategy: row for row in results.rows}
+    assert compared(results)[by_strategy["zero1"].name] == (None,) * len(COMPARED)
+    assert by_strategy["zero2"].relative is None and by_strategy["zero2"].speedup is None
+    assert by_strategy["zero2"].tokens_per_s_per_peak_gb is not None
+    assert [row.strategy for row in results.rows if row.relative == 1.0] == ["zero0"]
+
+
+def test_gb_is_ten_to_the_ninth() -> None:
+    row = sample_rows()["ddp"]
+    row.step_time_ms, row.peak_device_bytes = summarise([1000.0]), 2_000_000_000
+    finished([row])
+    assert row.tokens_per_s_per_peak_gb == pytest.approx(2 * 8 * 128 / 2)
+
+
+def test_default_baseline_is_ddp_then_single() -> None:
+    rows = sample_rows()
+    results = finished(list(rows.values()))
+    assert {row.baseline for row in results.rows} == {rows["ddp"].name}  # single too, across world sizes
+    assert rows["ddp"].memory_change_pct == 0.0
+    rows["ddp"].status = "oom"
+    results = finished(list(rows.values()))
+    assert {row.baseline for row in results.rows if row.status == "ok"} == {rows["single"].name}
+
+
+def test_named_baseline() -> None:
+    rows = sample_rows()
+    results = finished(list(rows.values()), "zero0")
+    assert {row.baseline for row in results.rows} == {rows["zero0"].name}
+    results = finished(list(rows.values()), rows["zero3"].name)
+    assert rows["zero3"].speedup == 1.0
+    results = finished(list(rows.values()), "no_such_row")
+    assert {row.baseline for row in results.rows} == {None}
+
+
+def test_baseline_is_the_row_with_the_same_settings() -> None:
+    rows = []
+    for batch_size in (8, 16):
+        for strategy, row in sample_rows().items():
+            if strategy in ("ddp", "zero3"):
+                row.settings.batch_size, row.name = batch_size, f"{strategy}_bs{batch_size}"
+                rows.append(row)
+    results = finished(rows)
+    assert {row.name: row.baseline for row in results.rows} == {
+        "ddp_bs8": "ddp_bs8",
+        "zero3_bs8": "ddp_bs8",
+        "ddp_bs16": "ddp_bs16",
+        "zero3_bs16": "ddp_bs16",
+    }
+
+
+def test_other_precision_is_another_race() -> None:
+    rows = []
+    for precision, milliseconds in (("fp32", 200.0), ("bf16", 100.0)):
+        row = sample_rows()["ddp"]
+        row.settings.precision, row.name, row.step_time_ms = precision, precision, summarise([milliseconds] * 3)
+        rows.append(row)
+    assert [row.relative for row in finished(rows).rows] == [1.0, 1.0]
