@@ -100,7 +100,9 @@ def test_drift_common_to_both_sides_cancels() -> None:
     drift = [1.0 + 0.5 * (i % 7) for i in range(21)]
     ratio = median_of_ratios([3.0 * x for x in drift], [2.0 * x for x in drift])
     assert ratio == pytest.approx((1.5, 1.5, 1.5))
-    assert ratio_of_medians([3.0 * x for x in drift], [2.0 * x for x in drift]) == pytest.approx((1.5, 1.5, 1.5))
+    assert ratio_of_medians([3.0 * x for x in drift], [2.0 * x for x in drift]) == pytest.approx(
+        (1.5, 1.5, 1.5)
+    )
 
 
 @pytest.mark.parametrize("function", [ratio_of_medians, median_of_ratios])
@@ -171,7 +173,9 @@ def compared(results: Results) -> dict[str, tuple[object, ...]]:
     return {row.name: tuple(getattr(row, column) for column in COMPARED) for row in results.rows}
 
 
-def random_rows(seconds: list[list[float]], peaks: list[int], statuses: list[str], ranked: list[bool]) -> list[Row]:
+def random_rows(
+    seconds: list[list[float]], peaks: list[int], statuses: list[str], ranked: list[bool]
+) -> list[Row]:
     rows = []
     for (name, row), samples, peak, status, comparable in zip(
         sample_rows().items(), seconds, peaks, statuses, ranked, strict=False
@@ -300,6 +304,10 @@ def test_other_precision_is_another_race() -> None:
     rows = []
     for precision, milliseconds in (("fp32", 200.0), ("bf16", 100.0)):
         row = sample_rows()["ddp"]
-        row.settings.precision, row.name, row.step_time_ms = precision, precision, summarise([milliseconds] * 3)
+        row.settings.precision, row.name, row.step_time_ms = (
+            precision,
+            precision,
+            summarise([milliseconds] * 3),
+        )
         rows.append(row)
     assert [row.relative for row in finished(rows).rows] == [1.0, 1.0]
