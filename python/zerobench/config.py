@@ -1,0 +1,160 @@
+"""The engine's configuration: pydantic models. Unknown keys are errors that suggest the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from zerobench.errors import ConfigError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+DTYPE_OF_PRECISION: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OptimizerConfig(_Section):
+    """AdamW (decoupled weight decay, arXiv 1711.05101) or Adam (L2)."""
+
+    type: Literal["adamw", "adam"] = "adamw"
+    lr: float = Field(1e-3, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, ge=0)
+    weight_decay: float = Field(0.01, ge=0)
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each beta must be at least 0 and below 1")
+        return betas
+
+
+class LossScaleConfig(_Section):
+    """Loss scale of fp16 training; ignored in other precisions."""
+
+    dynamic: bool = True
+    initial_scale: float = Field(65536.0, gt=0)
+    growth_factor: float = Field(2.0, ge=1)
+    backoff_factor: float = Field(0.5, gt=0, lt=1)
+    growth_interval_steps: int = Field(1000, ge=1)
+    min_scale: float = Field(1.0, gt=0)
+
+
+class Config(_Section):
+    """Everything that ``zerobench.initialize`` can be told.
+
+    ``precision`` sets the dtype of parameters, of compute and of reductions at once; ``param_dtype`` and
+    ``reduce_dtype`` override it by role. Master weights and Adam states are always float32. ``units`` is "auto" (repeated
+    blocks found by structure) or a list of module class names. Ranks come from the environment (RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets them) unless given here.
+    """
+
+    stage: Literal[0, 1, 2, 3] = 0
+    precision: Precision = "fp32"
+    param_dtype: DtypeName | None = None
+    reduce_dtype: DtypeName | None = None
+    cast_forward_inputs: bool = True
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    gradient_clipping: float | None = Field(None, gt=0, description="maximum global gradient norm; null is off")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig)
+    units: Literal["auto"] | list[str] = "auto"
+    prefetch_bytes: int | None = Field(
+        None, ge=0, description="unsharded bytes gathered ahead of use at stage 3; null is one largest unit"
+    )
+    communicator: Literal["auto", "shm", "c10d"] = "auto"
+    rendezvous: str | None = Field(None, min_length=1, description="unique text by which ranks of one host meet")
+    timeout_s: float = Field(300.0, gt=0)
+    threads: int | None = Field(None, ge=1, description="optimizer threads of this rank; null is its share of CPUs")
+    pin_threads: bool = True
+    rank: int | None = Field(None, ge=0)
+    world_size: int | None = Field(None, ge=1)
+    local_rank: int | None = Field(None, ge=0)
+    local_world_size: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> Config:
+        for rank, world, name in (
+            (self.rank, self.world_size, "rank"),
+            (self.local_rank, self.local_world_size, "local_rank"),
+        ):
+            if rank is not None and world is not None and rank >= world:
+                raise ValueError(f"{name} {rank} is not below its world size {world}")
+        return self
+
+    def effective_dtypes(self) -> dict[str, str]:
+        """Dtypes by role: param, compute, reduce, master, state."""
+        param = self.param_dtype or DTYPE_OF_PRECISION[self.precision]
+        return {
+            "param": param,
+            "compute": param,
+            "reduce": self.reduce_dtype or DTYPE_OF_PRECISION[self.precision],
+            "master": "float32",
+            "state": "float32",
+        }
+
+    def scales_loss(self) -> bool:
+        """Whether gradients are float16 somewhere, so that the loss needs a scale."""
+        dtypes = self.effective_dtypes()
+        return "float16" in (dtypes["param"], dtypes["reduce"])
+
+
+def parse(values: Mapping[str, Any] | Config | str | Path | None) -> Config:
+    """A Config from a mapping, a JSON file, a Config, or None (defaults). Raises ConfigError in one sentence."""
+    if isinstance(values, Config):
+        return values
+    if isinstance(values, (str, Path)):
+        return load(values)
+    try:
+        return Config.model_validate(dict(values or {}))
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def load(path: str | Path) -> Config:
+    """Read a JSON configuration file. Raises ConfigError naming the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from None
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error.msg} in line {error.lineno}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold one JSON object, not a {type(values).__name__}")
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_sentence(error)}") from None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = _keys_at(first["loc"][:-1])
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys are {', '.join(known)}"
+        return f"unknown key '{key}' in the configuration; {hint}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"'{key}': {message}" if key else message
+
+
+def _keys_at(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,368 @@
+"""The training engine: ``initialize`` wraps a model, and the engine trains it at any ZeRO stage.
+
+Hooks are thin: they tell the C++ core (csrc/zero/engine.h) when a unit's forward or backward begins and ends. Gradients
+reach the core through autograd's accumulation nodes without touching Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zerobench import _native, config as config_module, topology as topology_module
+from zerobench.config import Config
+from zerobench.errors import ConfigError, StateError
+from zerobench.optimizer import ZeroOptimizer
+from zerobench.units import find_units
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def initialize(
+    model: nn.Module,
+    *,
+    config: Mapping[str, Any] | Config | str | Path | None = None,
+    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+) -> Engine:
+    """Wrap ``model`` for training at ``config``'s ZeRO stage. Collective: every rank calls it.
+
+    ``model_parameters`` are torch-style param groups (dicts with ``params`` and own ``lr``, ``betas``, ``eps``,
+    ``weight_decay``) or parameters; by default every parameter of the model in one group. Parameters that need no
+    gradient are kept and gathered but not updated. Rank 0's values become every rank's.
+
+    The engine also unpacks as ``engine, optimizer, dataloader, lr_scheduler`` (the last two None).
+
+    Raises ConfigError, CommunicationError (ranks missing), OutOfMemoryError.
+    """
+    return Engine(model, config_module.parse(config), model_parameters)
+
+
+class Engine:
+    """A model under training. Calls that gather or reduce are collective: make them equally often on every rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    ) -> None:
+        core = _native.load()
+        self.module = model
+        self.config = config
+        self.topology = topology_module.resolve(config)
+        self.optimizer = ZeroOptimizer(_param_groups(model, model_parameters), config.optimizer)
+        self._units = find_units(model, config.units)
+        self._dtypes = config.effective_dtypes()
+        self._micro_step = 0
+        self._grad_norm: float | None = None
+        self._step_applied = False
+        self._handles: list[Any] = []
+        arguments = self._parameter_arguments(core)
+        gather, reduce, self.communicator = topology_module.make_communicators(core, config, self.topology)
+        cpus = core.cpus_of_rank(self.topology.local_rank, self.topology.local_world_size)
+        threads = config.threads or len(cpus)
+        scale = config.loss_scale
+        self._core_types = core
+        self._core = core.Engine(
+            stage=config.stage,
+            accumulation_steps=config.gradient_accumulation_steps,
+            clip=config.gradient_clipping or 0.0,
+            prefetch_bytes=config.prefetch_bytes,
+            loss_scale=core.LossScaleOptions(enabled=config.scales_loss(), **scale.model_dump()),
+            unit_names=self._units.names,
+            root_unit=0,
+            parameters=arguments,
+            gather_communicator=gather,
+            reduce_communicator=reduce,
+            thread_num=threads,
+            cpus=cpus if config.pin_threads and threads <= len(cpus) else [],
+        )
+        for buffer in model.buffers():
+            if buffer.is_contiguous() and buffer.device.type == "cpu":
+                self._core.broadcast(buffer)
+        self.optimizer.attach(self)
+        self._parameter_units = self._units.unit_of_parameters()
+        self._install_hooks()
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the model."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of a micro-batch's mean loss. Averaging over micro-batches and ranks is the engine's.
+
+        Raises whatever backward raises; the gradients of all micro-batches since the last step are dropped then and the
+        engine stays usable.
+        """
+        if loss.numel() != 1:
+            raise StateError(f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean()")
+        scale = self._core.loss_scale
+        self._core.begin_backward(last=self.is_gradient_accumulation_boundary())
+        try:
+            (loss.float() * scale if scale != 1.0 else loss).backward()
+        except BaseException as error:
+            self._micro_step = 0
+            self._abort_backward(error)
+            raise
+        self._core.end_backward()
+        self._micro_step += 1
+
+    def step(self) -> None:
+        """Update parameters at the accumulation boundary; before it, do nothing.
+
+        Raises NonFiniteGradientError outside fp16 (nothing is updated), StateError without gradients.
+        """
+        if 0 < self._micro_step < self.config.gradient_accumulation_steps:
+            return
+        self._micro_step = 0
+        groups = [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
+        applied, norm = self._core.step(groups)
+        self._grad_norm = norm
+        self._step_applied = applied
+        self.optimizer.overflow = not applied
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the model into training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the model into evaluation mode."""
+        return self.train(False)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the running (or next) backward is the last one before the optimizer updates."""
+        return self._micro_step + 1 >= self.config.gradient_accumulation_steps
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's averaged gradient over all parameters and ranks, before clipping.
+
+        None before the first step; not finite when fp16 overflowed.
+        """
+        return self._grad_norm
+
+    def was_step_applied(self) -> bool:
+        """False when the last step was skipped because fp16 overflowed."""
+        return self._step_applied
+
+    @property
+    def loss_scale(self) -> float:
+        """Current loss scale (1 outside fp16)."""
+        return self._core.loss_scale
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps that were applied."""
+        return self._core.steps_applied
+
+    # --- reading and changing parameters ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gather(
+        self, parameters: Iterable[nn.Parameter] | nn.Module | None = None, *, modifier_rank: int | None = None
+    ) -> Iterator[None]:
+        """Hold parameters (default: all) unsharded inside the block. Collective.
+
+        With ``modifier_rank``, that rank's values at the end of the block become everybody's, masters included;
+        without, changes made inside are lost at stage 3 and must not be made at other stages.
+        """
+        units = self._units_of(parameters)
+        if modifier_rank is not None and not 0 <= modifier_rank < self.topology.world_size:
+            raise ConfigError(f"modifier_rank {modifier_rank} is not below the world size {self.topology.world_size}")
+        self._core.gather(units)
+        try:
+            yield
+        finally:
+            self._core.end_gather(units, modifier_rank=-1 if modifier_rank is None else modifier_rank)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The module's full state dict (parameters in param_dtype, buffers) as copies. Collective."""
+        with self.gather():
+            return {
+                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in self.module.state_dict().items()
+            }
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """Full fp32 masters by parameter name (frozen parameters as they are). Collective."""
+        return self._core.full_state("master")
+
+    def full_optimizer_state(self, kind: str) -> dict[str, torch.Tensor]:
+        """Full "exp_avg" or "exp_avg_sq" by parameter name, fp32. Collective."""
+        return self._core.full_state(kind)
+
+    # --- facts --------------------------------------------------------------------------------------------------
+
+    def dtypes(self) -> dict[str, str]:
+        """Effective dtypes by role: param, compute, reduce, master, state."""
+        return dict(self._dtypes)
+
+    def memory_bytes(self, *, peak: bool = True) -> dict[str, dict[str, int]]:
+        """The ledger: {tier: {category: bytes}} of this rank, each category's peak or (``peak=False``) now."""
+        return self._core.ledger.bytes(peak=peak)
+
+    def communication_bytes(self) -> int:
+        """Bytes this rank moved in collectives since ``reset_counters`` (docs/metrics.md)."""
+        return sum(self._core.communication_bytes().values())
+
+    def communication_ms(self) -> float:
+        """Milliseconds that the computing thread spent in collectives since ``reset_counters``."""
+        return self._core.communication_ms()
+
+    def reset_counters(self) -> None:
+        """Zero communication counters and ledger peaks."""
+        self._core.reset_counters()
+
+    def units(self) -> list[dict[str, Any]]:
+        """Names, sizes and flat buffers of the units."""
+        return self._core.units()
+
+    def close(self) -> None:
+        """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._core.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self, self.optimizer, None, None))
+
+    def __getattr__(self, name: str) -> Any:
+        # Unknown names fall through to the model, as training scripts expect of an engine.
+        if name.startswith("_") or name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    # --- internals ----------------------------------------------------------------------------------------------
+
+    def _parameter_arguments(self, core: Any) -> list[Any]:
+        unit_of = self._units.unit_of_parameters()
+        group_of = {id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        arguments = []
+        for name, parameter in self.module.named_parameters():
+            if not parameter.is_floating_point():
+                continue  # quantised or integer parameters stay where they are
+            trainable = parameter.requires_grad and id(parameter) in group_of
+            if parameter.requires_grad and not trainable:
+                raise ConfigError(
+                    f"parameter '{name}' needs a gradient but is in no param group; add it to model_parameters or call "
+                    "requires_grad_(False)"
+                )
+            arguments.append(
+                core.ParameterArgument(
+                    name,
+                    parameter,
+                    param_dtype=self._dtypes["param"],
+                    reduce_dtype=self._dtypes["reduce"],
+                    trainable=trainable,
+                    param_group=group_of.get(id(parameter), 0),
+                    unit=unit_of[name],
+                )
+            )
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ConfigError("the model has no parameter that needs a gradient; there is nothing to train")
+        return arguments
+
+    def _units_of(self, parameters: Iterable[nn.Parameter] | nn.Module | None) -> list[int]:
+        if parameters is None:
+            return list(range(len(self._units.names)))
+        if isinstance(parameters, nn.Module):
+            parameters = parameters.parameters()
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        units = set()
+        for parameter in parameters:
+            if id(parameter) not in names:
+                raise ConfigError(f"gather got a parameter of shape {tuple(parameter.shape)} that the model does not have")
+            units.add(self._parameter_units[names[id(parameter)]])
+        return sorted(units)
+
+    def _abort_backward(self, error: BaseException) -> None:
+        try:
+            self._core.abort_backward()
+        except Exception as abort_error:  # the peers are gone too: the first error matters
+            error.add_note(f"while leaving the backward: {abort_error}") if hasattr(error, "add_note") else None
+        self._core.rethrow_hook_error()
+
+    def _install_hooks(self) -> None:
+        root = self.module
+        self._handles.append(root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True))
+        for index, module in enumerate(self._units.modules):
+            if index == 0:
+                continue
+            self._handles.append(module.register_forward_pre_hook(self._pre_forward_hook(index), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._post_forward_hook(index), always_call=True))
+        self._handles.append(root.register_forward_hook(self._end_forward, always_call=True))
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._core.begin_forward(train=torch.is_grad_enabled())
+        try:
+            self._core.pre_forward(0)
+        except BaseException:
+            self._core.end_forward()
+            raise
+        if self.config.cast_forward_inputs and self._dtypes["param"] != "float32":
+            return self._cast_inputs((args, kwargs))
+        return None
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._core.post_forward(0)
+        self._core.end_forward()
+
+    def _cast_inputs(self, inputs: Any) -> Any:
+        dtype = _TORCH_DTYPES[self._dtypes["param"]]
+        return pytree.tree_map(
+            lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, inputs
+        )
+
+    def _pre_forward_hook(self, unit: int) -> Any:
+        frozen = self._core.parameters_sharded and self._core.has_frozen(unit)
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._core.pre_forward(unit)
+            if frozen and torch.is_grad_enabled():
+                inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+                if inputs:
+                    torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._core.inputs_done(unit))
+
+        return hook
+
+    def _post_forward_hook(self, unit: int) -> Any:
+        sharded = self._core.parameters_sharded
+
+        def pre_backward(gradient: torch.Tensor) -> None:
+            self._core.pre_backward(unit)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._core.post_forward(unit)
+            if not sharded or not torch.is_grad_enabled():
+                return
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(pre_backward)
+
+        return hook
+
+
+def _param_groups(
+    model: nn.Module, model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    given: list[Any] = list(model.parameters()) if model_parameters is None else list(model_parameters)
+    if not given:
+        raise ConfigError("the model has no parameters to train")
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    cleaned = []
+    for group in groups:
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        kept = [p for p in parameters if p.requires_grad and p.is_floating_point()]
+        if kept or len(groups) > 1:
+            cleaned.append({**group, "params": kept})
+    return cleaned

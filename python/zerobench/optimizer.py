@@ -1,0 +1,67 @@
+"""The optimizer object that user code and learning rate schedulers see; the update itself runs in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerobench.config import OptimizerConfig
+from zerobench.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerobench.engine import Engine
+
+_KEYS = ("lr", "betas", "eps", "weight_decay")
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Param groups with live ``lr``, ``betas``, ``eps`` and ``weight_decay``; ``step`` is the engine's.
+
+    ``zero_grad`` does nothing: gradients live in the engine's flat buffers and end with each step.
+    """
+
+    def __init__(self, param_groups: Iterable[dict[str, Any]], defaults: OptimizerConfig) -> None:
+        super().__init__(
+            list(param_groups),
+            {"lr": defaults.lr, "betas": defaults.betas, "eps": defaults.eps, "weight_decay": defaults.weight_decay},
+        )
+        self.decoupled = defaults.type == "adamw"
+        self.overflow = False
+        self._engine: Engine | None = None
+        for index, group in enumerate(self.param_groups):
+            unknown = set(group) - {"params", "param_names", "name", "initial_lr", *_KEYS}
+            if unknown:
+                raise ConfigError(
+                    f"param group {index} has the unknown key '{sorted(unknown)[0]}'; known keys are {', '.join(_KEYS)}"
+                )
+
+    def attach(self, engine: Engine) -> None:
+        """Tie to the engine that updates these groups."""
+        self._engine = engine
+
+    def hyperparameters(self) -> list[dict[str, float | bool]]:
+        """Hyperparameters by group, as they are now."""
+        return [
+            {
+                "lr": float(group["lr"]),
+                "beta1": float(group["betas"][0]),
+                "beta2": float(group["betas"][1]),
+                "eps": float(group["eps"]),
+                "weight_decay": float(group["weight_decay"]),
+                "decoupled": self.decoupled,
+            }
+            for group in self.param_groups
+        ]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One engine step. Closures are not supported."""
+        if closure is not None:
+            raise ConfigError("the engine's optimizer takes no closure; call engine.backward(loss) and engine.step()")
+        if self._engine is None:
+            raise ConfigError("this optimizer belongs to no engine; use the one that zerobench.initialize returned")
+        self._engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: see the class."""

@@ -1,0 +1,101 @@
+"""Which rank this process is, and the communicators that connect it to the others."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zerobench.config import Config
+from zerobench.errors import ConfigError
+
+_engine_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks as torch.distributed counts them."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def resolve(config: Config, environment: Mapping[str, str] = os.environ) -> Topology:
+    """Topology from the configuration, else from the environment, else one rank."""
+
+    def value(configured: int | None, key: str, default: int) -> int:
+        if configured is not None:
+            return configured
+        text = environment.get(key)
+        if text is None:
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigError(f"the environment variable {key} is '{text}', not a number") from None
+
+    world_size = value(config.world_size, "WORLD_SIZE", 1)
+    rank = value(config.rank, "RANK", 0)
+    if config.world_size == 1 and config.rank is None:
+        rank = 0
+    local_world_size = min(value(config.local_world_size, "LOCAL_WORLD_SIZE", world_size), world_size)
+    local_rank = value(config.local_rank, "LOCAL_RANK", rank % local_world_size)
+    if rank >= world_size:
+        raise ConfigError(f"rank {rank} is not below the world size {world_size}; check RANK and WORLD_SIZE")
+    return Topology(rank, world_size, min(local_rank, local_world_size - 1), local_world_size)
+
+
+def make_communicators(core: Any, config: Config, topology: Topology) -> tuple[Any, Any, str]:
+    """Two communicators (gathers, reductions) of the configured kind, and that kind's name. Collective."""
+    number = next(_engine_numbers)
+    kind = config.communicator
+    if kind == "auto":
+        kind = "shm" if topology.local_world_size == topology.world_size else "c10d"
+    if kind == "shm":
+        if topology.local_world_size != topology.world_size:
+            raise ConfigError(
+                f"communicator 'shm' connects ranks of one host, but {topology.world_size} ranks are spread over several "
+                f"({topology.local_world_size} here); use 'c10d'"
+            )
+        text = config.rendezvous or _rendezvous_from_environment(topology)
+        return (*(_make_shm(core, config, topology, f"{text}/{number}/{role}") for role in ("gather", "reduce")), kind)
+    return (*_make_c10d(core, config, topology), kind)
+
+
+def _rendezvous_from_environment(topology: Topology) -> str:
+    keys = ("ZEROBENCH_RENDEZVOUS", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
+    parts = [f"{key}={os.environ[key]}" for key in keys if key in os.environ]
+    if not parts and topology.world_size > 1:
+        raise ConfigError(
+            "ranks cannot find each other: start them with torchrun, or set the configuration's rendezvous to the same "
+            "unique text on all ranks"
+        )
+    return "/".join(parts) or f"pid={os.getpid()}"
+
+
+def _make_shm(core: Any, config: Config, topology: Topology, rendezvous: str) -> Any:
+    return core.make_shm_communicator(
+        rank=topology.rank, world_size=topology.world_size, rendezvous=rendezvous, timeout_s=config.timeout_s
+    )
+
+
+def _make_c10d(core: Any, config: Config, topology: Topology) -> tuple[Any, Any]:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=config.timeout_s)
+    if not dist.is_initialized():
+        if topology.world_size > 1 and "MASTER_ADDR" not in os.environ:
+            raise ConfigError(
+                "communicator 'c10d' needs torch.distributed: start the ranks with torchrun, or call "
+                "torch.distributed.init_process_group first"
+            )
+        dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size, timeout=timeout)
+    groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+    gather, reduce = (core.make_c10d_communicator(group.group_name) for group in groups)
+    return gather, reduce
