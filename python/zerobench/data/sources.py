@@ -44,7 +44,7 @@ def _map_file(path: Path) -> tuple[memoryview, str]:
 
 
 def _walk(root: Path, *, skip: frozenset[str]) -> Iterator[Path]:
-    """Regular files below ``root`` in one order on every machine, without hidden ones and ``skip`` folders."""
+    """Regular files below ``root`` in one order on every machine, without hidden and ``skip`` ones."""
 
     def fail(error: OSError) -> None:
         raise error

@@ -15,7 +15,7 @@ from zerobench.models.presets import ModelConfig
 
 
 class CausalLMOutput(NamedTuple):
-    """A named tuple: wrappers (DDP, FSDP2) look for the tensors of an output in tuples, not in dataclasses."""
+    """A named tuple: wrappers (DDP, FSDP2) look for the tensors of an output in tuples, not dataclasses."""
 
     loss: torch.Tensor | None
     logits: torch.Tensor  # (batch_size, seq_length, vocab_size)

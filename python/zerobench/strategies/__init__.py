@@ -1,1 +1,61 @@
-"""Ways to train: zerobench's own ZeRO stages and every peer, behind one protocol (base.py)."""
+"""Ways to train: zerobench's own ZeRO stages and every peer, behind one protocol (base.py).
+
+Names come from a table, so that importing this imports neither torch nor a peer. A strategy of one's own is
+named by the place of its class, ``package.module:ClassName``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from zerobench.errors import ConfigError
+from zerobench.strategies.base import Strategy
+
+__all__ = ["Strategy", "available", "get"]
+
+_PLACES = {
+    "single": "zerobench.strategies.single:SingleStrategy",
+    "zero0": "zerobench.strategies.zero:Zero0Strategy",
+    "zero1": "zerobench.strategies.zero:Zero1Strategy",
+    "zero2": "zerobench.strategies.zero:Zero2Strategy",
+    "zero3": "zerobench.strategies.zero:Zero3Strategy",
+    "ddp": "zerobench.strategies.ddp:DDPStrategy",
+    "fsdp2": "zerobench.strategies.fsdp2:FSDP2Strategy",
+}
+
+
+def available() -> list[str]:
+    """Names of the built-in strategies."""
+    return list(_PLACES)
+
+
+def check(name: str) -> None:
+    """Raise ConfigError unless ``name`` is built in or has the form of a place. Imports nothing."""
+    if name in _PLACES or _is_place(name):
+        return
+    near = difflib.get_close_matches(name, _PLACES, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"unknown strategy {name!r}: {hint}known: {', '.join(_PLACES)} and package.module:ClassName"
+    )
+
+
+def get(name: str) -> type[Strategy]:
+    """The class of a built-in strategy or of ``package.module:ClassName``; imports its module, and torch."""
+    check(name)
+    module_name, _, class_name = _PLACES.get(name, name).partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"strategy {name!r}: no module named {error.name!r}: install it or set PYTHONPATH to its folder"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        raise ConfigError(f"strategy {name!r}: {module_name} has no Strategy class named {class_name!r}")
+    return found
+
+
+def _is_place(name: str) -> bool:
+    module_name, colon, class_name = name.partition(":")
+    return bool(colon) and class_name.isidentifier() and all(p.isidentifier() for p in module_name.split("."))

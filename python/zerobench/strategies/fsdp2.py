@@ -1,0 +1,140 @@
+"""FSDP2 (fully_shard) over gloo: every block a group of its own, the rest with the root."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from zerobench.strategies.base import Batch, Dtypes
+from zerobench.strategies.peer import PeerStrategy
+from zerobench.strategies.shared import precision_dtype
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Modules of one class that follow each other in an nn.ModuleList, outermost lists only."""
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList) and len({type(item) for item in child}) == 1:
+            blocks += child
+        else:
+            blocks += repeated_blocks(child)
+    return blocks
+
+
+class FSDP2Strategy(PeerStrategy):
+    """Sharded parameters, gradients and optimizer state: what stage 3 is compared with."""
+
+    name = "fsdp2"
+    stage = 3
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        dtype = precision_dtype(self.settings)
+        policy = MixedPrecisionPolicy()
+        if dtype != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        self._full_numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        mesh = init_device_mesh("cpu", (self.settings.world_size,))
+        blocks = repeated_blocks(model)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        # The root's parameters are needed first in backward, so they stay gathered after forward.
+        self._root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._meter = _meter_collectives([self._root, *blocks])
+        return model
+
+    def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
+        self._root.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    def _held_gradient_bytes(self) -> int:
+        sharded = super()._held_gradient_bytes()
+        if self.settings.grad_accum == 1:
+            return sharded
+        # Micro-batches before the last leave full gradients behind, which FSDP keeps out of parameter.grad.
+        return max(sharded, self._full_numel * precision_dtype(self.settings).itemsize)
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters())
+
+    def evaluate(self, batches: list[Batch]) -> float:
+        try:
+            return super().evaluate(batches)
+        finally:
+            self._root.reshard()  # no backward follows that would let the root's full parameters go
+
+    def dtypes(self) -> Dtypes:
+        low = str(precision_dtype(self.settings)).removeprefix("torch.")
+        return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
+
+    def communication_bytes(self) -> int | None:
+        return self._meter.moved_bytes if self._meter else None
+
+    def reset_counters(self) -> None:
+        super().reset_counters()
+        if self._meter:
+            self._meter.moved_bytes = 0
+
+    def _take_exposed_ms(self) -> Callable[[], float] | None:
+        return self._meter.take_ms if self._meter else None
+
+    def close(self) -> None:
+        del self._root
+        super().close()
+
+
+class _Meter:
+    """Bytes (by the accounting of the communicators) and time of FSDP's collectives. On CPU they block the
+    caller, so all of their time is exposed."""
+
+    def __init__(self) -> None:
+        self.moved_bytes = 0
+        self._spent_s = 0.0
+
+    def run(self, collective: Callable[[], object], full: torch.Tensor, shard: torch.Tensor) -> object:
+        self.moved_bytes += full.nbytes - shard.nbytes
+        start_s = time.perf_counter()
+        try:
+            return collective()
+        finally:
+            self._spent_s += time.perf_counter() - start_s
+
+    def take_ms(self) -> float:
+        spent_ms, self._spent_s = self._spent_s * 1e3, 0.0
+        return spent_ms
+
+
+def _meter_collectives(modules: list[FSDPModule]) -> _Meter | None:
+    """Put a meter around FSDP's default collectives, or None where this torch has no place for it."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+            DefaultAllGather,
+            DefaultReduceScatter,
+        )
+    except ImportError:
+        return None
+    meter = _Meter()
+
+    class MeteredAllGather(DefaultAllGather):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):
+            call = super().__call__
+            return meter.run(
+                lambda: call(output_tensor, input_tensor, *args, **kwargs), output_tensor, input_tensor
+            )
+
+    class MeteredReduceScatter(DefaultReduceScatter):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):
+            call = super().__call__
+            return meter.run(
+                lambda: call(output_tensor, input_tensor, *args, **kwargs), input_tensor, output_tensor
+            )
+
+    for module in modules:
+        module.set_custom_all_gather(MeteredAllGather())
+        module.set_custom_reduce_scatter(MeteredReduceScatter())
+    return meter

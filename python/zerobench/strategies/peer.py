@@ -1,0 +1,185 @@
+"""What peers that run over torch.distributed share: the process group, the step, and the readers."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from zerobench.errors import ConfigError
+from zerobench.strategies.base import Batch, StepResult, Strategy, StrategySettings
+from zerobench.strategies.shared import (
+    INITIAL_LOSS_SCALE,
+    LOSS_SCALE_BACKOFF,
+    LOSS_SCALE_GROWTH_STEPS,
+    Clock,
+    Determinism,
+    NoClock,
+    PhaseClock,
+    first_moment,
+    full_fp32,
+    make_adamw,
+    mean_loss,
+    precision_dtype,
+    prepare_model,
+    state_tensors,
+    storage_bytes,
+)
+
+
+class ProcessGroupLease:
+    """The default process group: the caller's if there is one, else one over gloo that ``close`` destroys."""
+
+    def __init__(self, settings: StrategySettings, *, strategy: str) -> None:
+        self._owned = not dist.is_initialized()
+        if not self._owned:
+            return
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"{strategy} runs over torch.distributed and {' and '.join(missing)} is not set: "
+                "start it by `zerobench compare` or torchrun"
+            )
+        dist.init_process_group(
+            "gloo",
+            init_method="env://",
+            rank=settings.rank,
+            world_size=settings.world_size,
+            timeout=timedelta(seconds=settings.timeout_s),
+        )
+
+    def close(self) -> None:
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class PeerStrategy(Strategy):
+    """A model behind a wrapper that communicates by itself, fused AdamW and, in fp16, torch's GradScaler."""
+
+    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+        self._determinism = Determinism(self.settings.deterministic)
+        self._lease = ProcessGroupLease(self.settings, strategy=self.name)
+        self._model = self._wrap(prepare_model(model_factory, self.settings))
+        self._optimizer = make_adamw(
+            [p for p in self._model.parameters() if p.requires_grad], self.settings.optimizer
+        )
+        self._scaler = (
+            torch.amp.GradScaler(
+                "cpu",
+                init_scale=INITIAL_LOSS_SCALE,
+                backoff_factor=LOSS_SCALE_BACKOFF,
+                growth_interval=LOSS_SCALE_GROWTH_STEPS,
+            )
+            if precision_dtype(self.settings) == torch.float16
+            else None
+        )
+        self._gradient_bytes: int | None = None
+
+    @abstractmethod
+    def _wrap(self, model: nn.Module) -> nn.Module: ...
+
+    @abstractmethod
+    def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
+        """Around forward and backward of one micro-batch: only the last one's backward reduces gradients."""
+
+    @abstractmethod
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """By the plain model's names."""
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def _after_step(self) -> None:
+        """Forget the gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _held_gradient_bytes(self) -> int:
+        """Bytes of gradients at the end of the last backward, before the optimizer step."""
+        return storage_bytes(parameter.grad for parameter in self._model.parameters())
+
+    def _take_exposed_ms(self) -> Callable[[], float] | None:
+        """A reader of the exposed communication time since its last call, where it can be told."""
+        return None
+
+    def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        return self._run(micro_batches, norm=norm, clock=NoClock())
+
+    def _run(self, micro_batches: Sequence[Batch], *, norm: bool, clock: Clock) -> StepResult:
+        losses = []
+        for index, batch in enumerate(micro_batches):
+            with self._micro_batch(is_last=index == len(micro_batches) - 1):
+                with self._autocast():
+                    loss = self._model(**batch).loss
+                clock.lap("forward")
+                share = loss / len(micro_batches) if len(micro_batches) > 1 else loss
+                (self._scaler.scale(share) if self._scaler else share).backward()
+                losses.append(loss.detach())
+                clock.lap("backward")
+        if self._gradient_bytes is None:
+            self._gradient_bytes = self._held_gradient_bytes()
+        grad_norm, applied = self._update(norm=norm)
+        self._after_step()
+        clock.lap("optimizer")
+        return StepResult(loss=torch.stack(losses).mean(), grad_norm=grad_norm, applied=applied)
+
+    def _update(self, *, norm: bool) -> tuple[torch.Tensor | None, bool]:
+        if self._scaler:
+            self._scaler.unscale_(self._optimizer)
+        total_norm = None
+        if norm or self.settings.clip is not None:
+            parameters = [p for p in self._model.parameters() if p.grad is not None]
+            total_norm = get_total_norm([p.grad for p in parameters])
+            if self.settings.clip is not None:
+                clip_grads_with_norm_(parameters, self.settings.clip, total_norm)
+            if isinstance(total_norm, DTensor):
+                total_norm = total_norm.full_tensor()
+        if self._scaler is None:
+            self._optimizer.step()
+            return total_norm, True
+        scale = self._scaler.get_scale()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return total_norm, self._scaler.get_scale() >= scale
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        with self._autocast():
+            return mean_loss(self._model, batches)
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        return {name: full_fp32(parameter) for name, parameter in self._named_parameters().items()}
+
+    def first_moments(self) -> dict[str, torch.Tensor]:
+        named = self._named_parameters().items()
+        return {name: first_moment(self._optimizer, parameter) for name, parameter in named}
+
+    def memory_bytes(self) -> dict[str, dict[str, int]]:
+        return {
+            "device": {
+                "parameters": storage_bytes(self._named_parameters().values()),
+                "gradients": self._gradient_bytes or 0,
+                "master": 0,  # the parameters themselves are fp32
+                "exp_avg": storage_bytes(state_tensors(self._optimizer, "exp_avg")),
+                "exp_avg_sq": storage_bytes(state_tensors(self._optimizer, "exp_avg_sq")),
+            }
+        }
+
+    def reset_counters(self) -> None:
+        self._gradient_bytes = None
+
+    def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
+        clock = PhaseClock(self._take_exposed_ms())
+        self._run(micro_batches, norm=False, clock=clock)
+        return clock.phases_ms
+
+    def close(self) -> None:
+        self._determinism.restore()
+        del self._model, self._optimizer
+        self._lease.close()

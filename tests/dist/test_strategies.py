@@ -1,0 +1,291 @@
+"""Peers against the single-process reference on the same global batch; planted faults must differ from it.
+
+One group of two processes runs everything once (importing torch is what costs); tests look at what it left.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # spawned processes get this path too
+
+from faulty import FAULTS, PlainDataParallel
+from zerobench import models, strategies
+from zerobench.data import open_data
+from zerobench.strategies.base import OptimizerSettings, StrategySettings
+from zerobench.strategies.shared import checksum
+
+WORLD_SIZE = 2
+BATCH_SIZE = 2
+SEQ_LENGTH = 32
+NUM_STEPS = 4
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "max_seq_length": SEQ_LENGTH}
+CASES = {
+    "fp32": {"precision": "fp32"},
+    "fp32-accum4-clip": {"precision": "fp32", "grad_accum": 4, "clip": 0.5},
+    "fp32-checkpointing": {"precision": "fp32", "checkpointing": True, "deterministic": True},
+    "bf16": {"precision": "bf16"},
+    "bf16-accum4-clip": {"precision": "bf16", "grad_accum": 4, "clip": 0.5},
+    "fp16-accum2-clip": {"precision": "fp16", "grad_accum": 2, "clip": 0.5},
+}
+PLAIN = [f"faulty:{PlainDataParallel.__name__}"]
+PEERS = ["ddp", "fsdp2", *PLAIN]
+FAULTY = [f"faulty:{fault.__name__}" for fault in FAULTS]
+FAULT_CASES = ["fp32", "bf16", "fp16-accum2-clip"]
+# Relative errors: of the reduced gradient of step 1, of the k-step update, of the loss and of the norm.
+TOLERANCES = {
+    "fp32": {"gradient": 1e-4, "update": 1e-3, "loss": 1e-5, "norm": 1e-5},
+    "bf16": {"gradient": 0.05, "update": 0.15, "loss": 5e-3, "norm": 0.02},
+    "fp16": {"gradient": 0.01, "update": 0.05, "loss": 1e-3, "norm": 5e-3},
+}
+
+
+def make_settings(case: str, *, rank: int, world_size: int) -> StrategySettings:
+    return StrategySettings(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        rendezvous="test",
+        batch_size=BATCH_SIZE,
+        seq_length=SEQ_LENGTH,
+        optimizer=OptimizerSettings(lr=1e-3),
+        timeout_s=120.0,
+        **CASES[case],
+    )
+
+
+@cache
+def text():
+    return open_data("stdlib", seed=0, seq_length=SEQ_LENGTH, vocab_size=256)
+
+
+def make_model():
+    return models.build(models.resolve("tiny", MODEL), seed=0)
+
+
+def train(name: str, case: str, *, rank: int, world_size: int) -> dict:
+    """Every method of the protocol at least once, and what came out."""
+    settings = make_settings(case, rank=rank, world_size=world_size)
+    data = text()
+    sizes = {"batch_size": BATCH_SIZE, "grad_accum": settings.grad_accum}
+
+    def batches(step):
+        if world_size == 1:
+            return data.global_micro_batches(step, world_size=WORLD_SIZE, **sizes)
+        return data.micro_batches(step, rank=rank, world_size=world_size, **sizes)
+
+    strategy = strategies.get(name)(settings)
+    strategy.build(make_model)
+    result = {"initial": strategy.full_parameters(), "dtypes": strategy.dtypes()}
+    step = strategy.step(batches(0), norm=True)
+    result |= {"loss": float(step.loss), "norm": float(step.grad_norm), "applied": step.applied}
+    result["first_moments"] = strategy.first_moments()
+    held_out = data.validation_batches(rank=0, world_size=1, batch_size=4, num_batches=2)
+    result["validation_loss"] = strategy.evaluate(held_out)
+    strategy.reset_counters()
+    for index in range(1, NUM_STEPS):
+        result["applied"] &= strategy.step(batches(index)).applied
+    result["communication_bytes"] = strategy.communication_bytes()
+    result["memory_bytes"] = strategy.memory_bytes()
+    result["parameters"] = strategy.full_parameters()
+    result["phases_ms"] = strategy.profiled_step(batches(NUM_STEPS))
+    result["after_profile"] = strategy.step(batches(NUM_STEPS + 1), norm=True)
+    strategy.close()
+    result["deterministic_after"] = torch.are_deterministic_algorithms_enabled()
+    return result
+
+
+def plan() -> list[tuple[str, str]]:
+    return [(name, case) for case in CASES for name in PEERS] + [
+        (name, case) for case in FAULT_CASES for name in FAULTY
+    ]
+
+
+def run_rank(rank: int, ports: list[int], folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    results = {}
+    for name, case in plan():
+        try:
+            results[name, case] = train(name, case, rank=rank, world_size=WORLD_SIZE)
+        except Exception:
+            results[name, case] = {"error": traceback.format_exc()}
+    torch.distributed.destroy_process_group()
+    # Where there is no group a strategy makes its own, and takes it away again.
+    os.environ["MASTER_PORT"] = str(ports[1])
+    results["own group"] = train("ddp", "fp32", rank=rank, world_size=WORLD_SIZE)
+    results["own group"]["left"] = torch.distributed.is_initialized()
+    torch.save(results, Path(folder) / f"{rank}.pt")
+
+
+def free_ports(num_ports: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(run_rank, args=(free_ports(2), str(folder)), nprocs=WORLD_SIZE)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD_SIZE)]
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, dict]:
+    return {case: train("single", case, rank=0, world_size=1) for case in CASES}
+
+
+def relative(ours: dict, reference: dict) -> float:
+    """L2 of the difference over L2 of the reference, over all tensors together."""
+    assert ours.keys() == reference.keys()
+    difference = sum((ours[name] - reference[name]).double().square().sum() for name in reference)
+    return float((difference / sum(tensor.double().square().sum() for tensor in reference.values())).sqrt())
+
+
+def errors(result: dict, reference: dict, loss: float) -> dict[str, float]:
+    def moved(outcome):
+        return {name: outcome["parameters"][name] - outcome["initial"][name] for name in outcome["initial"]}
+
+    moments = reference["first_moments"]
+    floor = 1e-3 * max(
+        float(tensor.norm()) for tensor in moments.values()
+    )  # for tensors that hardly have any
+    return {
+        "gradient": max(
+            float((result["first_moments"][name] - moments[name]).norm() / (moments[name].norm() + floor))
+            for name in moments
+        ),
+        "update": relative(moved(result), moved(reference)),
+        "loss": abs(loss / reference["loss"] - 1),
+        "norm": abs(result["norm"] / reference["norm"] - 1),
+    }
+
+
+def measured_errors(ranks, references, name, case):
+    for rank in ranks:
+        assert "error" not in rank[name, case], rank[name, case]["error"]
+    loss = sum(rank[name, case]["loss"] for rank in ranks) / WORLD_SIZE
+    return errors(ranks[0][name, case], references[case], loss)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", PEERS)
+def test_agrees_with_the_reference(ranks, references, name, case):
+    found = measured_errors(ranks, references, name, case)
+    tolerances = TOLERANCES[CASES[case]["precision"]]
+    assert all(found[key] <= tolerances[key] for key in tolerances), found
+    assert ranks[0][name, case]["applied"]
+    assert ranks[0][name, case]["validation_loss"] == pytest.approx(
+        references[case]["validation_loss"], rel=tolerances["loss"]
+    )
+
+
+@pytest.mark.parametrize("case", FAULT_CASES)
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_planted_fault_differs_from_the_reference(ranks, references, name, case):
+    found = measured_errors(ranks, references, name, case)
+    tolerances = TOLERANCES[CASES[case]["precision"]]
+    assert any(found[key] > 1.5 * tolerances[key] for key in tolerances), found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", PEERS)
+def test_ranks_hold_the_same_parameters(ranks, name, case):
+    sums = {checksum(rank[name, case]["parameters"]) for rank in ranks}
+    assert len(sums) == 1
+    assert checksum(ranks[0][name, case]["initial"]) == checksum(
+        {key: value.detach() for key, value in make_model().named_parameters()}
+    )
+    assert sums != {checksum(ranks[0][name, case]["initial"])}
+
+
+def test_memory_by_category(ranks, references):
+    numel = models.parameter_count(models.resolve("tiny", MODEL))
+
+    def memory(name, case):
+        result = references[case] if name == "single" else ranks[0][name, case]
+        return result["memory_bytes"]["device"]
+
+    replicated = dict.fromkeys(("parameters", "gradients", "exp_avg", "exp_avg_sq"), 4 * numel) | {
+        "master": 0
+    }
+    assert memory("single", "fp32") == replicated
+    assert memory("ddp", "fp32") == replicated
+    assert memory("ddp", "fp32-accum4-clip") == replicated
+    assert memory("ddp", "bf16") == replicated
+    low = {"parameters": 2 * numel, "gradients": (2 + 4) * numel, "master": 4 * numel}
+    assert memory("single", "bf16") == replicated | low
+    # Every first dimension of this model is even, so two shards need no padding.
+    sharded = {key: value // 2 for key, value in replicated.items()}
+    assert memory("fsdp2", "fp32") == sharded
+    assert memory("fsdp2", "bf16-accum4-clip") == sharded | {"gradients": 2 * numel}
+
+
+def test_communication_bytes(ranks):
+    config = models.resolve("tiny", MODEL)
+    numel, steps = models.parameter_count(config), NUM_STEPS - 1
+    root = numel - sum(p.numel() for p in make_model().blocks.parameters())
+    assert ranks[0]["ddp", "fp32"]["communication_bytes"] == steps * 4 * numel
+    assert ranks[0]["ddp", "bf16-accum4-clip"]["communication_bytes"] == steps * 4 * numel
+    # Half of what is gathered before forward, of the blocks again before backward, and of what is reduced.
+    gathered = numel + (numel - root)
+    assert ranks[0]["fsdp2", "fp32"]["communication_bytes"] == steps * 4 * (gathered + numel) // 2
+    assert ranks[0]["fsdp2", "bf16"]["communication_bytes"] == steps * 2 * (gathered + numel) // 2
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_phases_are_told_apart(ranks, references, name, case):
+    phases = ranks[0][name, case]["phases_ms"]
+    assert set(phases) == {"forward", "backward", "optimizer", "exposed_communication"}
+    assert all(ms >= 0 for ms in phases.values())
+    assert phases["exposed_communication"] > 0
+    assert set(references[case]["phases_ms"]) == {"forward", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_training_goes_on_rightly_after_a_profiled_step(ranks, references, name):
+    after = [rank[name, "fp32"]["after_profile"] for rank in ranks]
+    assert sum(float(step.loss) for step in after) / WORLD_SIZE == pytest.approx(
+        float(references["fp32"]["after_profile"].loss), rel=1e-4
+    )
+    assert float(after[0].grad_norm) == pytest.approx(
+        float(references["fp32"]["after_profile"].grad_norm), rel=1e-3
+    )
+
+
+def test_dtypes_say_what_runs(ranks, references):
+    def roles(name, case):
+        result = references[case] if name == "single" else ranks[0][name, case]
+        found = result["dtypes"]
+        return found.param, found.compute, found.reduce, found.master, found.state
+
+    for name in ("single", "ddp", "fsdp2"):
+        assert roles(name, "fp32") == ("float32",) * 5
+    assert roles("single", "bf16") == ("bfloat16", "bfloat16", "bfloat16", "float32", "float32")
+    assert roles("fsdp2", "fp16-accum2-clip") == ("float16", "float16", "float16", "float32", "float32")
+    assert roles("ddp", "bf16") == ("float32", "bfloat16", "float32", "float32", "float32")
+
+
+def test_process_group_of_its_own_is_taken_away(ranks):
+    assert ranks[0]["own group"]["left"] is False
+    assert checksum(ranks[0]["own group"]["parameters"]) == checksum(ranks[0]["ddp", "fp32"]["parameters"])
+
+
+def test_deterministic_algorithms_last_as_long_as_the_strategy(ranks):
+    assert not any(rank[name, case]["deterministic_after"] for rank in ranks for name, case in plan())
