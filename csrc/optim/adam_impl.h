@@ -53,8 +53,8 @@ struct VectorAdam {
     return p;
   }
 
-  [[gnu::noinline]] static void plain(const AdamSpan& span, const AdamScalars& scalars, std::size_t begin,
-                                      std::size_t end) {
+  [[gnu::noinline]] static void registers(const AdamSpan& span, const AdamScalars& scalars, std::size_t begin,
+                                          std::size_t end) {
     const AdamSpan at = span;
     const Constants c(scalars);
     for_each_register<Simd>(begin, end, [&](auto access, std::size_t i) __attribute__((always_inline)) {
@@ -63,35 +63,42 @@ struct VectorAdam {
     });
   }
 
-  // Whole strips of lines, the low-precision output past the caches. Returns where it stopped.
-  [[gnu::noinline]] static std::size_t streamed(const AdamSpan& span, const AdamScalars& scalars, std::size_t begin) {
+  // Whole strips; Access is how the low-precision output is stored. Returns where it stopped.
+  template <class Access>
+  [[gnu::noinline]] static std::size_t strips(const AdamSpan& span, const AdamScalars& scalars, std::size_t begin) {
     constexpr std::size_t kRegisterNum = kStripNumel / Simd::kLanes;
     const AdamSpan at = span;
     const Constants c(scalars);
     std::size_t i = begin;
     for (; i + kStripNumel <= at.numel; i += kStripNumel) {
+      prefetch<DType::kFloat32, kStripNumel>(at.master, i);
+      prefetch<DType::kFloat32, kStripNumel>(at.exp_avg, i);
+      prefetch<DType::kFloat32, kStripNumel>(at.exp_avg_sq, i);
+      prefetch<kGradient, kStripNumel>(at.gradient, i);
       Float strip[kRegisterNum];
 #pragma GCC unroll 8
       for (std::size_t k = 0; k < kRegisterNum; ++k) strip[k] = update(Whole<Simd>{}, at, c, i + k * Simd::kLanes);
+      if constexpr (kHasLow) {
 #pragma GCC unroll 8
-      for (std::size_t k = 0; k < kRegisterNum; ++k) {
-        Simd::template stream<kLow>(at.low_precision, i + k * Simd::kLanes, strip[k]);
+        for (std::size_t k = 0; k < kRegisterNum; ++k) {
+          Access{}.template store<kLow>(at.low_precision, i + k * Simd::kLanes, strip[k]);
+        }
       }
     }
-    Simd::stream_fence();
     return i;
   }
 
   static void run(const AdamSpan& span, const AdamScalars& scalars) {
     std::size_t done = 0;
-    if constexpr (kHasLow) {
-      if (span.numel >= kStreamNumel) {
-        done = numel_to_line(span.low_precision, bytes_of<kLow>(), span.numel);
-        plain(span, scalars, 0, done);
-        done = streamed(span, scalars, done);
-      }
+    if (kHasLow && span.numel >= kStreamNumel) {
+      done = numel_to_line(span.low_precision, bytes_of<kLow>(), span.numel);
+      registers(span, scalars, 0, done);
+      done = strips<Streamed<Simd>>(span, scalars, done);
+      Simd::stream_fence();
+    } else {
+      done = strips<Whole<Simd>>(span, scalars, 0);
     }
-    plain(span, scalars, done, span.numel);
+    registers(span, scalars, done, span.numel);
   }
 };
 

@@ -1,0 +1,168 @@
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "common/error.h"
+#include "stores/store.h"
+#include "test_support.h"
+
+namespace zb {
+namespace {
+
+using test::Elements;
+using test::kDTypes;
+using test::ordinary_floats;
+using test::same_bits;
+
+constexpr std::size_t kNumel = 9000;  // more than two pieces for the pool
+
+ShardSpec some_spec(DType param_dtype) {
+  return {.numel = kNumel, .param_dtype = param_dtype, .segments = {{0, 5000, 1}, {5016, 8999, 0}}};
+}
+
+std::vector<AdamScalars> some_rows(long step) {
+  AdamHyperparameters first{.lr = 1e-2, .weight_decay = 0.1};
+  AdamHyperparameters second{.lr = 3e-3, .beta1 = 0.8, .beta2 = 0.99, .weight_decay = 0.0};
+  return {make_adam_scalars(first, step, 0.5F), make_adam_scalars(second, step, 0.5F)};
+}
+
+std::vector<float> state_of(Store& store, std::size_t shard, StateKind kind) {
+  std::vector<float> values(kNumel);
+  store.read_state(shard, kind, values);
+  return values;
+}
+
+std::int64_t current_bytes(const Ledger& ledger, Category category) {
+  return ledger.entry(Tier::kDevice, category).current_bytes;
+}
+
+TEST(DeviceStore, CountsEveryByteAndMakesNoMasterForFloat32) {
+  Ledger ledger;
+  ThreadPool pool(1);
+  {
+    const std::unique_ptr<Store> store = make_device_store(&ledger, pool);
+    EXPECT_EQ(store->tier(), Tier::kDevice);
+    const std::vector<float> initial = ordinary_floats(kNumel, 1);
+    EXPECT_EQ(store->add_shard(some_spec(DType::kFloat32), initial), 0U);
+    EXPECT_EQ(current_bytes(ledger, Category::kMaster), 0);
+    EXPECT_EQ(store->add_shard(some_spec(DType::kBFloat16), initial), 1U);
+    EXPECT_EQ(current_bytes(ledger, Category::kMaster), 4 * static_cast<std::int64_t>(kNumel));
+    EXPECT_EQ(current_bytes(ledger, Category::kExpAvg), 8 * static_cast<std::int64_t>(kNumel));
+    EXPECT_EQ(current_bytes(ledger, Category::kExpAvgSq), 8 * static_cast<std::int64_t>(kNumel));
+    EXPECT_EQ(ledger.total(Tier::kDevice).current_bytes, 20 * static_cast<std::int64_t>(kNumel));
+    EXPECT_EQ(state_of(*store, 1, StateKind::kMaster), initial);
+    EXPECT_EQ(state_of(*store, 1, StateKind::kExpAvg), std::vector<float>(kNumel, 0.0F));
+    EXPECT_EQ(state_of(*store, 0, StateKind::kExpAvgSq), std::vector<float>(kNumel, 0.0F));
+  }
+  EXPECT_EQ(ledger.total(Tier::kDevice).current_bytes, 0);
+}
+
+// Three steps against the scalar Adam, segment by segment.
+void expect_updates_like_scalar(DType param_dtype, DType gradient_dtype, std::size_t thread_num) {
+  Ledger ledger;
+  ThreadPool pool(thread_num);
+  const std::unique_ptr<Store> store = make_device_store(&ledger, pool);
+  const ShardSpec spec = some_spec(param_dtype);
+  std::vector<float> master = ordinary_floats(kNumel, 1);
+  Elements parameters(param_dtype, master, 1);
+  Elements expected_parameters = parameters;
+  const std::size_t shard = store->add_shard(spec, master);
+  std::vector<float> exp_avg(kNumel, 0.0F);
+  std::vector<float> exp_avg_sq(kNumel, 0.0F);
+  for (long step = 1; step <= 3; ++step) {
+    const Elements gradient(gradient_dtype, ordinary_floats(kNumel, static_cast<std::uint32_t>(10 + step)), 1);
+    const std::vector<AdamScalars> rows = some_rows(step);
+    for (const Segment& segment : spec.segments) {
+      const auto gradient_bytes = static_cast<const char*>(gradient.data());
+      auto low = static_cast<char*>(expected_parameters.data());
+      adam_function(Isa::kScalar)({.master = master.data() + segment.begin,
+                                   .exp_avg = exp_avg.data() + segment.begin,
+                                   .exp_avg_sq = exp_avg_sq.data() + segment.begin,
+                                   .gradient = gradient_bytes + segment.begin * dtype_bytes(gradient_dtype),
+                                   .gradient_dtype = gradient_dtype,
+                                   .low_precision = low + segment.begin * dtype_bytes(param_dtype),
+                                   .low_precision_dtype = param_dtype,
+                                   .numel = segment.end - segment.begin},
+                                  rows[static_cast<std::size_t>(segment.row)]);
+    }
+    store->start_update(
+        shard,
+        {.gradient = gradient.data(), .gradient_dtype = gradient_dtype, .parameters = parameters.data(), .rows = rows});
+    store->wait_update(shard);
+    ASSERT_EQ(parameters.first_difference(expected_parameters), -1) << "step " << step;
+  }
+  EXPECT_EQ(state_of(*store, shard, StateKind::kExpAvg), exp_avg);
+  EXPECT_EQ(state_of(*store, shard, StateKind::kExpAvgSq), exp_avg_sq);
+  if (param_dtype != DType::kFloat32) {
+    EXPECT_EQ(state_of(*store, shard, StateKind::kMaster), master);
+  }
+}
+
+TEST(DeviceStore, UpdatesBySegmentsLikeTheScalarAdam) {
+  for (const DType param_dtype : kDTypes) {
+    for (const DType gradient_dtype : kDTypes) {
+      for (const std::size_t thread_num : {1, 3}) {
+        SCOPED_TRACE(std::string(dtype_name(param_dtype)) + " " + std::string(dtype_name(gradient_dtype)));
+        expect_updates_like_scalar(param_dtype, gradient_dtype, thread_num);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(DeviceStore, StatesAreWrittenAndRead) {
+  Ledger ledger;
+  ThreadPool pool(1);
+  const std::unique_ptr<Store> store = make_device_store(&ledger, pool);
+  const std::size_t shard = store->add_shard(some_spec(DType::kFloat16), std::vector<float>(kNumel, 0.0F));
+  std::uint32_t seed = 1;
+  for (const StateKind kind : {StateKind::kMaster, StateKind::kExpAvg, StateKind::kExpAvgSq}) {
+    store->write_state(shard, kind, ordinary_floats(kNumel, seed++));
+  }
+  seed = 1;
+  for (const StateKind kind : {StateKind::kMaster, StateKind::kExpAvg, StateKind::kExpAvgSq}) {
+    EXPECT_EQ(state_of(*store, shard, kind), ordinary_floats(kNumel, seed++));
+  }
+}
+
+TEST(DeviceStore, EmptyShardsAreFine) {
+  Ledger ledger;
+  ThreadPool pool(2);
+  const std::unique_ptr<Store> store = make_device_store(&ledger, pool);
+  const std::size_t shard = store->add_shard({.numel = 0, .param_dtype = DType::kBFloat16, .segments = {}}, {});
+  store->start_update(shard, {});
+  store->wait_update(shard);
+  store->read_state(shard, StateKind::kMaster, {});
+  EXPECT_EQ(ledger.total(Tier::kDevice).current_bytes, 0);
+}
+
+TEST(DeviceStore, RejectsWhatCannotBe) {
+  Ledger ledger;
+  ThreadPool pool(1);
+  const std::unique_ptr<Store> store = make_device_store(&ledger, pool);
+  const std::vector<float> initial(kNumel, 1.0F);
+  ShardSpec spec = some_spec(DType::kFloat32);
+  EXPECT_THROW(store->add_shard(spec, std::span(initial).first(5)), ArgumentError);
+  spec.segments = {{0, kNumel + 1, 0}};
+  EXPECT_THROW(store->add_shard(spec, initial), ArgumentError);
+  spec.segments = {{10, 20, 0}, {15, 30, 1}};
+  EXPECT_THROW(store->add_shard(spec, initial), ArgumentError);
+  spec.segments = {{10, 20, -1}};
+  EXPECT_THROW(store->add_shard(spec, initial), ArgumentError);
+
+  const std::size_t shard = store->add_shard(some_spec(DType::kFloat32), initial);
+  std::vector<float> values(kNumel);
+  EXPECT_THROW(store->read_state(shard, StateKind::kMaster, values), StateError);
+  EXPECT_THROW(store->write_state(shard, StateKind::kMaster, values), StateError);
+  EXPECT_THROW(store->read_state(shard, StateKind::kExpAvg, std::span(values).first(3)), ArgumentError);
+  EXPECT_THROW(store->read_state(shard + 1, StateKind::kExpAvg, values), ArgumentError);
+  EXPECT_THROW(store->wait_update(shard + 1), ArgumentError);
+  const std::vector<AdamScalars> rows = some_rows(1);
+  EXPECT_THROW(store->start_update(shard, {.parameters = values.data(), .rows = rows}), ArgumentError);
+  EXPECT_THROW(store->start_update(
+                   shard, {.gradient = initial.data(), .parameters = values.data(), .rows = std::span(rows).first(1)}),
+               ArgumentError);
+}
+
+}  // namespace
+}  // namespace zb
