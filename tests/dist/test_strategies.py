@@ -20,6 +20,7 @@ import torch.multiprocessing
 sys.path.insert(0, str(Path(__file__).parents[1]))  # spawned processes get this path too
 
 from faulty import FAULTS, PlainDataParallel
+
 from zerobench import models, strategies
 from zerobench.data import open_data
 from zerobench.strategies.base import OptimizerSettings, StrategySettings

@@ -124,7 +124,7 @@ def _init_weights(model: Transformer, generator: torch.Generator) -> None:
                 continue
             std = residual_std if name.endswith(".proj") else 0.02
             nn.init.normal_(module.weight, std=std, generator=generator)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
 

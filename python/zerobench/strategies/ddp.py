@@ -82,7 +82,7 @@ class _ExposedReduction:
         self._lock = threading.Lock()  # buckets become ready on autograd's thread and end on gloo's
         self._ready_s = self._done_s = 0.0
 
-    def hook(self, state, bucket):  # DDP compares annotations with its types, and ours would be text
+    def hook(self, state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations, and ours are text
         self._ready_s = time.perf_counter()
         buffer = bucket.buffer().div_(self._world_size)
         future = dist.all_reduce(buffer, async_op=True).get_future()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ class FSDP2Strategy(PeerStrategy):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         # The root's parameters are needed first in backward, so they stay gathered after forward.
         self._root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        self._meter = _meter_collectives([self._root, *blocks])
+        self._meter = _meter_collectives([m for m in model.modules() if isinstance(m, FSDPModule)])
         return model
 
     def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
@@ -62,7 +63,7 @@ class FSDP2Strategy(PeerStrategy):
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())
 
-    def evaluate(self, batches: list[Batch]) -> float:
+    def evaluate(self, batches: Sequence[Batch]) -> float:
         try:
             return super().evaluate(batches)
         finally:
@@ -96,7 +97,7 @@ class _Meter:
         self.moved_bytes = 0
         self._spent_s = 0.0
 
-    def run(self, collective: Callable[[], object], full: torch.Tensor, shard: torch.Tensor) -> object:
+    def run(self, collective: Callable[[], Any], full: torch.Tensor, shard: torch.Tensor) -> Any:
         self.moved_bytes += full.nbytes - shard.nbytes
         start_s = time.perf_counter()
         try:
@@ -121,14 +122,18 @@ def _meter_collectives(modules: list[FSDPModule]) -> _Meter | None:
     meter = _Meter()
 
     class MeteredAllGather(DefaultAllGather):
-        def __call__(self, output_tensor, input_tensor, *args, **kwargs):
+        def __call__(
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
             call = super().__call__
             return meter.run(
                 lambda: call(output_tensor, input_tensor, *args, **kwargs), output_tensor, input_tensor
             )
 
     class MeteredReduceScatter(DefaultReduceScatter):
-        def __call__(self, output_tensor, input_tensor, *args, **kwargs):
+        def __call__(
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
             call = super().__call__
             return meter.run(
                 lambda: call(output_tensor, input_tensor, *args, **kwargs), input_tensor, output_tensor

@@ -136,7 +136,7 @@ class PeerStrategy(Strategy):
         total_norm = None
         if norm or self.settings.clip is not None:
             parameters = [p for p in self._model.parameters() if p.grad is not None]
-            total_norm = get_total_norm([p.grad for p in parameters])
+            total_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
             if self.settings.clip is not None:
                 clip_grads_with_norm_(parameters, self.settings.clip, total_norm)
             if isinstance(total_norm, DTensor):

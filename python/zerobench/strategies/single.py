@@ -100,30 +100,37 @@ class SingleStrategy(Strategy):
 
     def _update(self, *, norm: bool, factor: float) -> tuple[torch.Tensor | None, bool]:
         """Norm, clipping and optimizer step; returns the norm before clipping and whether a step was made."""
-        masters = [self._masters[name] for name in self._trained]
-        for master in masters:
-            if master.grad is None:  # unused in this step: a zero gradient, as for every strategy
-                master.grad = torch.zeros_like(master)
         if not self._low_precision:
             self._note_gradient_bytes()
-            factor = 1.0
-        gradients = [master.grad for master in masters]
+            factor = 1.0  # backward took the mean
+        gradients = self._gradients()
         self._reduce(gradients)
         total_norm, applied = None, True
-        if norm or self.settings.clip is not None or self._loss_scale:
+        clip = self.settings.clip
+        if norm or clip is not None or self._loss_scale:
             total_norm = get_total_norm(gradients) * factor
-        if self._loss_scale:
-            applied = bool(torch.isfinite(total_norm))
-            self._loss_scale.update(finite=applied)
+            if self._loss_scale:
+                applied = bool(torch.isfinite(total_norm))
+                self._loss_scale.update(finite=applied)
         if applied:
-            if self.settings.clip is not None:
-                torch._foreach_mul_(gradients, clip_coefficient(total_norm, self.settings.clip) * factor)
+            if clip is not None and total_norm is not None:
+                torch._foreach_mul_(gradients, clip_coefficient(total_norm, clip) * factor)
             elif factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
             self._publish()
         self._optimizer.zero_grad(set_to_none=True)
         return total_norm, applied
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """The masters' gradients; a parameter unused in this step has zeros, as for every strategy."""
+        gradients = []
+        for name in self._trained:
+            master = self._masters[name]
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            gradients.append(master.grad)
+        return gradients
 
     def _publish(self) -> None:
         """Copy updated masters to what forward reads."""

@@ -1,0 +1,157 @@
+"""zerobench's own engine at ZeRO stages 0 to 3: one class a stage, all through ``zerobench.initialize``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from zerobench.errors import ConfigError
+from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings
+from zerobench.strategies.shared import (
+    Clock,
+    Determinism,
+    NoClock,
+    PhaseClock,
+    mean_loss,
+    prepare_model,
+)
+
+
+def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
+    """The configuration for ``zerobench.initialize``: the settings, with ``settings.options`` over them."""
+    optimizer = settings.optimizer
+    config: dict[str, Any] = {
+        "stage": stage,
+        "precision": settings.precision,
+        "gradient_accumulation_steps": settings.grad_accum,
+        "gradient_clipping": settings.clip,
+        "optimizer": {
+            "type": "adamw",
+            "lr": optimizer.lr,
+            "betas": [optimizer.beta1, optimizer.beta2],
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+        },
+        "timeout_s": settings.timeout_s,
+        "rendezvous": settings.rendezvous,
+        "rank": settings.rank,
+        "world_size": settings.world_size,
+        "local_rank": settings.local_rank,
+        "local_world_size": settings.local_world_size,
+    }
+    merged = _merge(config, settings.options)
+    for key in ("stage", "gradient_accumulation_steps"):  # the row's name and its batches depend on these
+        if merged[key] != config[key]:
+            raise ConfigError(
+                f"the configuration has {key} {merged[key]} and this row runs {config[key]}: leave {key} out of it "
+                "or make them equal"
+            )
+    return merged
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = _merge(inner, value)
+        merged[key] = value
+    return merged
+
+
+class ZeroStrategy(Strategy):
+    """The engine at the stage that a subclass names."""
+
+    stage: ClassVar[int]
+
+    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+        import zerobench
+
+        self._determinism = Determinism(self.settings.deterministic)
+        model = prepare_model(model_factory, self.settings)
+        self._engine = zerobench.initialize(
+            model=model, config=engine_config(self.settings, stage=self.stage)
+        )
+        self._communication_ms = 0.0
+
+    def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        return self._run(micro_batches, clock=NoClock())
+
+    def _run(self, micro_batches: Sequence[Batch], *, clock: Clock) -> StepResult:
+        losses = []
+        for batch in micro_batches:
+            loss = self._engine(**batch).loss
+            clock.lap("forward")
+            self._engine.backward(loss)
+            losses.append(loss.detach())
+            clock.lap("backward")
+            self._engine.step()  # a no-op before the accumulation boundary
+            clock.lap("optimizer")
+        return StepResult(
+            loss=torch.stack(losses).mean(),
+            grad_norm=self._engine.get_global_grad_norm(),
+            applied=self._engine.was_step_applied(),
+        )
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        return mean_loss(self._engine.module, batches)
+
+    def dtypes(self) -> Dtypes:
+        return Dtypes(**self._engine.dtypes())
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        return self._engine.full_parameters()
+
+    def first_moments(self) -> dict[str, torch.Tensor]:
+        moments = self._engine.full_optimizer_state("exp_avg")
+        named = self._engine.module.named_parameters()
+        return {
+            name: moments[name] if name in moments else torch.zeros(parameter.shape)
+            for name, parameter in named
+        }
+
+    def memory_bytes(self) -> dict[str, dict[str, int]]:
+        return self._engine.memory_bytes()
+
+    def communication_bytes(self) -> int | None:
+        return self._engine.communication_bytes()
+
+    def reset_counters(self) -> None:
+        self._engine.reset_counters()
+        self._communication_ms = 0.0
+
+    def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
+        clock = PhaseClock(self._take_exposed_ms)
+        self._run(micro_batches, clock=clock)
+        return clock.phases_ms
+
+    def _take_exposed_ms(self) -> float:
+        before, self._communication_ms = self._communication_ms, self._engine.communication_ms()
+        return self._communication_ms - before
+
+    def close(self) -> None:
+        self._determinism.restore()
+        self._engine.close()
+
+
+class Zero0Strategy(ZeroStrategy):
+    name = "zero0"
+    stage = 0
+
+
+class Zero1Strategy(ZeroStrategy):
+    name = "zero1"
+    stage = 1
+
+
+class Zero2Strategy(ZeroStrategy):
+    name = "zero2"
+    stage = 2
+
+
+class Zero3Strategy(ZeroStrategy):
+    name = "zero3"
+    stage = 3

@@ -1,0 +1,239 @@
+"""The registry of strategies, the parts that they share, and the single-process reference by itself."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from zerobench import models, strategies
+from zerobench.errors import ConfigError
+from zerobench.strategies import shared
+from zerobench.strategies.base import OptimizerSettings, Strategy, StrategySettings
+from zerobench.strategies.single import SingleStrategy
+from zerobench.strategies.zero import engine_config
+
+SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_seq_length": 12, "vocab_size": 31}
+
+
+def make_settings(**fields) -> StrategySettings:
+    base = {
+        "rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "local_world_size": 1,
+        "rendezvous": "test",
+        "precision": "fp32",
+        "batch_size": 2,
+        "seq_length": 12,
+    }
+    return StrategySettings(**{**base, **fields})
+
+
+def make_model():
+    return models.build(models.resolve("tiny", SMALL), seed=0)
+
+
+def make_batches(num_batches: int = 1):
+    generator = torch.Generator().manual_seed(2)
+    ids = [torch.randint(31, (2, 12), generator=generator) for _ in range(num_batches)]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def built_single(model_factory=make_model, **fields) -> SingleStrategy:
+    strategy = SingleStrategy(make_settings(**fields))
+    strategy.build(model_factory)
+    return strategy
+
+
+def test_registry_names_every_strategy_without_importing_one():
+    code = "import sys, zerobench.strategies as s; s.available(); s.check('a.b:C'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert strategies.available() == ["single", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2"]
+    for name in strategies.available():
+        found = strategies.get(name)
+        assert issubclass(found, Strategy)
+        assert found.name == name
+    assert [strategies.get(f"zero{stage}").stage for stage in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_strategy_of_ones_own_is_named_by_place():
+    assert strategies.get("zerobench.strategies.single:SingleStrategy") is SingleStrategy
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zero4", ["unknown strategy 'zero4'", "did you mean 'zero", "fsdp2"]),
+        ("", ["unknown strategy ''"]),
+        (":X", ["unknown strategy"]),
+        ("a-b:X", ["unknown strategy"]),
+        ("no_such_package.module:X", ["no module named 'no_such_package'"]),
+        ("zerobench.errors:Missing", ["no Strategy class named 'Missing'"]),
+        ("zerobench.errors:ConfigError", ["no Strategy class named 'ConfigError'"]),
+    ],
+)
+def test_unknown_strategies_are_one_clear_line(name, words):
+    with pytest.raises(ConfigError) as caught:
+        strategies.get(name)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_peers_say_what_environment_they_miss(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
+        strategies.get("ddp")(make_settings()).build(make_model)
+
+
+def test_single_takes_one_rank_only():
+    assert SingleStrategy.unsupported(make_settings()) is None
+    assert "world_size is 2" in SingleStrategy.unsupported(make_settings(world_size=2))
+
+
+def test_unknown_precision_and_a_model_without_checkpointing():
+    with pytest.raises(ConfigError, match="fp32, bf16, fp16"):
+        built_single(precision="fp8")
+    with pytest.raises(ConfigError, match="Linear has no gradient_checkpointing_enable"):
+        built_single(lambda: torch.nn.Linear(2, 2), checkpointing=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_single_in_fp32_is_what_a_user_would_write(clip):
+    batches = make_batches(6)
+    strategy = built_single(clip=clip, grad_accum=2)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    for index in range(0, 6, 2):
+        result = strategy.step(batches[index : index + 2], norm=True)
+        for batch in batches[index : index + 2]:
+            (model(**batch).loss / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(result.grad_norm, norm)
+    for name, parameter in strategy.full_parameters().items():
+        torch.testing.assert_close(parameter, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+    assert strategy.evaluate(batches) == pytest.approx(
+        sum(model(**b).loss.item() for b in batches) / 6, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_single_in_low_precision_updates_fp32_masters(precision):
+    dtype = shared.PRECISION_DTYPES[precision]
+    strategy = built_single(precision=precision)
+    initial = strategy.full_parameters()
+    assert all(torch.equal(initial[name], value) for name, value in make_model().named_parameters())
+    assert strategy.step(make_batches()).applied
+    masters = strategy.full_parameters()
+    for name, parameter in strategy._parameters.items():
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter, masters[name].to(dtype))
+        assert not torch.equal(masters[name], initial[name])
+    assert not torch.equal(masters["wte.weight"], masters["wte.weight"].to(dtype).float())
+
+
+def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale():
+    strategy = built_single(precision="fp16")
+    before = strategy.full_parameters()
+    strategy._loss_scale.scale = 2.0**40
+    result = strategy.step(make_batches())
+    assert not result.applied
+    assert strategy._loss_scale.scale == 2.0**39
+    assert all(torch.equal(before[name], value) for name, value in strategy.full_parameters().items())
+    strategy._loss_scale.scale = 2.0**10
+    assert strategy.step(make_batches()).applied
+
+
+def test_loss_scale_grows_after_good_steps_and_has_a_floor():
+    scale = shared.LossScale()
+    for _ in range(shared.LOSS_SCALE_GROWTH_STEPS - 1):
+        scale.update(finite=True)
+    assert scale.scale == 2.0**16
+    scale.update(finite=True)
+    assert scale.scale == 2.0**17
+    for _ in range(40):
+        scale.update(finite=False)
+    assert scale.scale == 1.0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_unused_and_frozen_parameters(precision):
+    """No gradient counts as a zero gradient (weight decay still applies); frozen parameters never move."""
+
+    def factory():
+        model = make_model()
+        model.spare = torch.nn.Parameter(torch.ones(3))
+        model.wpe.weight.requires_grad_(False)
+        return model
+
+    optimizer = OptimizerSettings(lr=0.5, weight_decay=0.5)
+    strategy = built_single(factory, precision=precision, optimizer=optimizer)
+    frozen = strategy.full_parameters()["wpe.weight"]
+    strategy.step(make_batches())
+    after = strategy.full_parameters()
+    assert torch.equal(after["wpe.weight"], frozen)
+    torch.testing.assert_close(after["spare"], torch.full((3,), 0.75))
+    moments = strategy.first_moments()
+    assert moments.keys() == after.keys()
+    assert moments["wpe.weight"].abs().max() == 0
+    assert moments["wte.weight"].abs().max() > 0
+
+
+def test_full_parameters_are_copies():
+    strategy = built_single()
+    strategy.full_parameters()["wte.weight"].zero_()
+    assert strategy.full_parameters()["wte.weight"].abs().max() > 0
+
+
+def test_deterministic_algorithms_are_on_until_close():
+    strategy = built_single(deterministic=True)
+    try:
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        strategy.close()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_checksum_sees_every_bit_every_name_and_every_shape():
+    parameters = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(2)}
+    base = shared.checksum(parameters)
+    assert base == shared.checksum(dict(reversed(parameters.items())))
+    assert base == shared.checksum({name: value.double() for name, value in parameters.items()})
+    variants = [copy.deepcopy(parameters) for _ in range(4)]
+    variants[0]["b"][1] = -0.0
+    variants[1]["a"] = variants[1]["a"].view(3, 2)
+    variants[2]["c"] = variants[2].pop("b")
+    variants[3]["a"][0, 0] = torch.finfo(torch.float32).tiny
+    assert len({base, *map(shared.checksum, variants)}) == 5
+
+
+def test_phases_add_up_and_exposed_time_is_taken_out_of_the_phase_it_fell_into():
+    exposed_ms = iter([9.0, 0.0, 1e9, 0.0])  # what came before the clock, then each lap's
+    clock = shared.PhaseClock(lambda: next(exposed_ms))
+    for phase in ("forward", "backward", "optimizer"):
+        clock.lap(phase)
+    assert clock.phases_ms["backward"] == 0.0  # never below zero, and no more exposed than the lap was long
+    assert 0 < clock.phases_ms["exposed_communication"] < 1e9
+    assert clock.phases_ms["forward"] > 0
+    assert "exposed_communication" not in shared.PhaseClock().phases_ms
+
+
+def test_options_are_merged_over_the_engines_configuration():
+    options = {"stage": 2, "optimizer": {"lr": 0.5}, "prefetch_bytes": 123}
+    config = engine_config(make_settings(clip=1.0, grad_accum=3, options=options), stage=2)
+    assert config["optimizer"]["lr"] == 0.5
+    assert config["optimizer"]["weight_decay"] == 0.1
+    assert (config["prefetch_bytes"], config["gradient_clipping"]) == (123, 1.0)
+    assert config["gradient_accumulation_steps"] == 3
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"gradient_accumulation_steps": 2}])
+def test_options_that_contradict_the_row_are_errors(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        engine_config(make_settings(options=options), stage=2)
