@@ -121,7 +121,7 @@ def test_fields_of_newer_files_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "does not exist: give a results.json"),
+        (None, r"does not exist: give a results\.json"),
         ("{", "is not a zerobench result file"),
         ('{"created": 3}', "is not a zerobench result file: created"),
         (b"\xff\xfe\x00", "cannot be read"),
@@ -137,7 +137,7 @@ def test_files_that_cannot_serve(tmp_path: Path, content: str | bytes | None, me
 def test_file_of_a_newer_schema(tmp_path: Path) -> None:
     content = json.loads(SAMPLE.read_text()) | {"schema_version": 99}
     (tmp_path / "results.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match="schema_version 99 .* upgrade"):
+    with pytest.raises(DataError, match=r"schema_version 99 .* upgrade"):
         load(tmp_path)
 
 

@@ -66,7 +66,14 @@ def table_text(results: Results, *, width: int | None = None) -> str:
     from rich.console import Console
 
     buffer = io.StringIO()
-    console = Console(file=buffer, width=width or 120, color_system=None, legacy_windows=False, emoji=False)
+    console = Console(
+        file=buffer,
+        width=width or 120,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,  # in a notebook rich would display the table instead of writing it
+        legacy_windows=False,
+    )
     console.print(render_table(results))
     return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
 

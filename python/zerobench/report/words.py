@@ -188,7 +188,9 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         notes.append(text)
     if ranked and not any(row.baseline for row in rows):
         default = " or ".join(DEFAULT_BASELINES)
-        notes.append(f"No baseline row is ok (by default {default}): no speedup and no memory change.")
+        notes.append(
+            f"No baseline row is ok and comparable (by default {default}): no speedup and no memory change."
+        )
     return notes
 
 
