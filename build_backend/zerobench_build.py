@@ -6,9 +6,13 @@ the newest tested torch, and the wheel requires the same minor.
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 try:
+    import scikit_build_core
     import scikit_build_core.build as backend
 except ModuleNotFoundError:
     raise SystemExit(
@@ -38,12 +42,14 @@ def get_requires_for_build_editable(config_settings: ConfigSettings | None = Non
 def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings | None = None, metadata_directory: str | None = None
 ) -> str:
+    _keep_build_folder(config_settings)
     return backend.build_wheel(wheel_directory, _with_defines(config_settings), metadata_directory)
 
 
 def build_editable(
     wheel_directory: str, config_settings: ConfigSettings | None = None, metadata_directory: str | None = None
 ) -> str:
+    _keep_build_folder(config_settings)
     return backend.build_editable(wheel_directory, _with_defines(config_settings), metadata_directory)
 
 
@@ -57,3 +63,22 @@ def _with_defines(config_settings: ConfigSettings | None) -> ConfigSettings:
     defines = {"ZEROBENCH_TORCH_DIR": str(torch_to_build_against().directory), **cmake_defines()}
     settings = {f"cmake.define.{name}": value for name, value in defines.items()}
     return {**settings, **(config_settings or {})}
+
+
+def _keep_build_folder(config_settings: ConfigSettings | None) -> None:
+    """Makes a second build compile only what changed.
+
+    scikit-build-core empties a build folder whose record names another place of scikit-build-core, as every isolated
+    environment has. Ours holds nothing of that environment that is not passed again (torch, nvcc, NCCL, Python).
+    """
+    here = os.fspath(Path(scikit_build_core.__file__).parent.absolute())
+    folder = str((config_settings or {}).get("build-dir", "build/*"))
+    pattern = Path(folder, ".skbuild-info.json")
+    root = Path(pattern.anchor)
+    for record in root.glob(os.fspath(pattern.relative_to(root))):
+        try:
+            facts = json.loads(record.read_text(encoding="utf-8"))
+        except ValueError:  # an interrupted build; scikit-build-core empties the folder then
+            continue
+        if facts.get("skbuild_version") == scikit_build_core.__version__:
+            record.write_text(json.dumps({**facts, "skbuild_path": here}), encoding="utf-8")
