@@ -2,13 +2,13 @@
 
 #include <cstdint>
 
-namespace zb::shm {
+namespace zb {
 namespace {
 
 std::shared_ptr<Buffer> check_region(const Caller& caller, const Region& region, std::size_t bytes,
                                      const std::string& what) {
   auto buffer = std::dynamic_pointer_cast<Buffer>(region.buffer);
-  ZB_EXPECT(buffer != nullptr && buffer->owner() == caller.owner,
+  ZB_EXPECT(buffer != nullptr && buffer->origin().owner == caller.owner,
             what + " must lie in a buffer that this communicator allocated");
   ZB_EXPECT(region.offset_bytes <= buffer->bytes() && bytes <= buffer->bytes() - region.offset_bytes,
             what + " ends outside of its buffer: offset " + std::to_string(region.offset_bytes) + " plus " +
@@ -19,7 +19,7 @@ std::shared_ptr<Buffer> check_region(const Caller& caller, const Region& region,
 std::shared_ptr<Buffer> check_shared_region(const Caller& caller, const Region& region, std::size_t bytes,
                                             const std::string& what) {
   auto buffer = check_region(caller, region, bytes, what);
-  ZB_EXPECT(buffer->role() == BufferRole::kShared,
+  ZB_EXPECT(buffer->origin().role == BufferRole::kShared,
             what + " is read by peers, so its buffer must be allocated with BufferRole::kShared");
   return buffer;
 }
@@ -99,4 +99,4 @@ void check_exchange(const Caller& caller, std::size_t mine_bytes, std::size_t al
                 std::to_string(mine_bytes) + " bytes from each of " + std::to_string(caller.world_size) + " ranks");
 }
 
-}  // namespace zb::shm
+}  // namespace zb

@@ -1,19 +1,19 @@
-// Checks of what callers hand to the communicators whose buffers are zb::shm::Buffer.
+// Checks of what callers hand to the communicators whose buffers are zb::Buffer.
 #pragma once
 
 #include <memory>
 #include <string>
 #include <string_view>
 
+#include "comm/buffer.h"
 #include "comm/communicator.h"
-#include "comm/shm_memory.h"
 
-namespace zb::shm {
+namespace zb {
 
 // "all_gather of 'h.3'"
 std::string operation_text(std::string_view name, std::string_view label);
 
-// The communicator that checks: its identity (see Buffer::owner) and place.
+// The communicator that checks: its identity (see Buffer::Origin) and place.
 struct Caller {
   const void* owner = nullptr;
   int rank = 0;
@@ -27,4 +27,4 @@ std::shared_ptr<Buffer> check_all_reduce(const Caller& caller, const AllReduce& 
 std::shared_ptr<Buffer> check_broadcast(const Caller& caller, const Broadcast& args);
 void check_exchange(const Caller& caller, std::size_t mine_bytes, std::size_t all_bytes, std::string_view label);
 
-}  // namespace zb::shm
+}  // namespace zb

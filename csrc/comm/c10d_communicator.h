@@ -1,4 +1,8 @@
 // Any torch.distributed process group (gloo, MPI, UCC, ...) behind the Communicator interface.
+//
+// Reductions add in the backend's order and precision, not in rank order in float: results agree across ranks, but
+// their bits differ from those of the shm communicator. The timeout is that of the process group. A failure reaches
+// peers when their own operation fails or times out; abort() also closes this rank's connections where the backend can.
 #pragma once
 
 #include <memory>

@@ -50,10 +50,10 @@ class ShmCommunicator final : public Communicator {
 
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                              Category category) override {
-    auto mapping = role == BufferRole::kPrivate ? allocate_private(bytes) : allocate_shared(bytes, category);
-    const std::size_t stride_bytes = role == BufferRole::kPrivate ? 0 : stride_of(bytes);
-    const std::uint64_t id = role == BufferRole::kPrivate ? 0 : next_buffer_id_++;
-    return std::make_shared<Buffer>(std::move(mapping), Buffer::Shape{bytes, stride_bytes, rank()}, this, id, role,
+    if (role == BufferRole::kPrivate) return allocate_local(bytes, {this, role, 0}, ledger, category);
+    const std::shared_ptr<Mapping> mapping = allocate_shared(bytes, category);
+    return std::make_shared<Buffer>(bytes, Buffer::Origin{this, role, next_buffer_id_++},
+                                    Buffer::Parts{mapping, mapping->data(), stride_of(bytes), rank()},
                                     Allocation(ledger, Tier::kDevice, category, bytes));
   }
 
@@ -129,7 +129,7 @@ class ShmCommunicator final : public Communicator {
                                          const Region& source) {
     auto operation = std::make_shared<Operation>();
     operation->descriptor.kind = kind;
-    operation->descriptor.buffer_id = buffer->id();
+    operation->descriptor.buffer_id = buffer->origin().id;
     operation->descriptor.offset_bytes = source.offset_bytes;
     operation->label = label;
     operation->source = std::move(buffer);
@@ -196,7 +196,7 @@ class ShmCommunicator final : public Communicator {
     agree(bytes, category, [&] {
       mapping = Mapping::of_file(memfd, total_bytes);
       const std::size_t offset_bytes = stride_of(bytes) * static_cast<std::size_t>(rank());
-      const int error_number = populate(mapping->data() + offset_bytes, stride_of(bytes), &memfd, offset_bytes);
+      const int error_number = populate_file(memfd, *mapping, offset_bytes, stride_of(bytes));
       if (error_number != 0) throw_out_of_memory(bytes, std::generic_category().message(error_number));
     });
     return mapping;

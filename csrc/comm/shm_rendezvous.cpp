@@ -236,7 +236,7 @@ class Host {
     const FileDescriptor memfd = create_memfd(control_bytes);
     Connection connection;
     connection.control = Mapping::of_file(memfd, control_bytes);
-    const int error_number = populate(connection.control->data(), control_bytes, &memfd, 0);
+    const int error_number = populate_file(memfd, *connection.control, 0, control_bytes);
     if (error_number != 0) throw_out_of_memory(control_bytes, "the control block of the shm communicator");
     auto* control = new (connection.control->data()) ControlBlock{};
     for (int rank = 0; rank < options_.world_size; ++rank) new (&control->rank(rank)) RankBlock{};

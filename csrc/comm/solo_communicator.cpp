@@ -4,7 +4,7 @@
 #include <string>
 
 #include "comm/arguments.h"
-#include "comm/shm_memory.h"
+#include "comm/buffer.h"
 #include "kernels/cpu_kernels.h"
 
 namespace zb {
@@ -27,28 +27,26 @@ class SoloCommunicator final : public Communicator {
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                              Category category) override {
     check();
-    auto mapping = shm::allocate_private(bytes);
-    return std::make_shared<shm::Buffer>(std::move(mapping), shm::Buffer::Shape{bytes, 0, 0}, this, 0, role,
-                                         Allocation(ledger, Tier::kDevice, category, bytes));
+    return allocate_local(bytes, {this, role, 0}, ledger, category);
   }
 
   WorkPtr start_all_gather(const AllGather& args) override {
-    shm::check_all_gather(caller_, args);
+    check_all_gather(caller_, args);
     return copy(Collective::kAllGather, args.destination, args.source, args.shard_bytes);
   }
 
   WorkPtr start_reduce_scatter(const ReduceScatter& args) override {
-    shm::check_reduce_scatter(caller_, args);
+    check_reduce_scatter(caller_, args);
     return copy(Collective::kReduceScatter, args.destination, args.source, args.shard_numel * dtype_bytes(args.dtype));
   }
 
   WorkPtr start_all_reduce(const AllReduce& args) override {
-    shm::check_all_reduce(caller_, args);
+    check_all_reduce(caller_, args);
     return copy(Collective::kAllReduce, args.buffer, args.buffer, args.numel * dtype_bytes(args.dtype));
   }
 
   WorkPtr start_broadcast(const Broadcast& args) override {
-    shm::check_broadcast(caller_, args);
+    check_broadcast(caller_, args);
     return copy(Collective::kBroadcast, args.buffer, args.buffer, args.bytes);
   }
 
@@ -59,7 +57,7 @@ class SoloCommunicator final : public Communicator {
 
   void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) override {
     check();
-    shm::check_exchange(caller_, mine.size(), all.size(), label);
+    check_exchange(caller_, mine.size(), all.size(), label);
     count(Collective::kExchange, all.size());
     if (!mine.empty()) std::memmove(all.data(), mine.data(), mine.size());
   }
@@ -84,7 +82,7 @@ class SoloCommunicator final : public Communicator {
     return done_;
   }
 
-  shm::Caller caller_;
+  Caller caller_;
   WorkPtr done_ = std::make_shared<DoneWork>();
   std::string cause_;
 };

@@ -1,0 +1,283 @@
+#include "comm/c10d_communicator.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <utility>
+
+#include "comm/arguments.h"
+#include "comm/buffer.h"
+
+namespace zb {
+namespace {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using BackendWork = c10::intrusive_ptr<c10d::Work>;
+
+at::ScalarType scalar_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kFloat16:
+      break;
+  }
+  return at::kHalf;
+}
+
+using Owner = std::shared_ptr<const void>;
+
+// The backend's threads may hold the tensor longer than anyone here: it keeps its memory.
+at::Tensor tensor_at(const Owner& owner, const std::byte* data, std::size_t numel, at::ScalarType type) {
+  return at::from_blob(
+      const_cast<std::byte*>(data), {static_cast<std::int64_t>(numel)}, [owner](void*) {}, at::TensorOptions(type));
+}
+
+// One started operation.
+struct Started {
+  BackendWork work;              // null when there was nothing to move
+  std::string text;              // "all_gather of 'h.3'"
+  std::function<void()> finish;  // after the work: copies out of the staging buffer
+  bool is_done = false;
+};
+
+// Ends operations in the order in which they were started, and keeps the first failure.
+class Line {
+ public:
+  void check() const {
+    if (!cause_.empty()) throw CommunicationError(cause_, -1);
+  }
+  void poison(const std::string& cause) {
+    if (cause_.empty()) cause_ = cause;
+  }
+
+  void run(const std::string& text, const std::function<void()>& call) {
+    check();
+    try {
+      call();
+    } catch (const std::exception& error) {
+      poison(text + " failed: " + first_line(error.what()));
+      check();
+    }
+  }
+
+  void push(std::shared_ptr<Started> started) { started_.push_back(std::move(started)); }
+
+  bool test(const Started& last) {
+    while (!last.is_done) {
+      check();
+      const BackendWork& work = started_.front()->work;
+      if (work && !work->isCompleted()) return false;
+      finish_front();
+    }
+    return true;
+  }
+  void wait(const Started& last) {
+    while (!last.is_done) finish_front();
+  }
+  void progress() {
+    check();
+    while (!started_.empty() && (!started_.front()->work || started_.front()->work->isCompleted())) finish_front();
+  }
+
+ private:
+  // c10's messages carry a stack trace below the first line.
+  static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+  void finish_front() {
+    const std::shared_ptr<Started> front = started_.front();
+    run(front->text, [&] {
+      if (front->work) front->work->wait();
+      if (front->finish) front->finish();
+    });
+    started_.pop_front();
+    front->is_done = true;
+    front->finish = nullptr;
+    front->work.reset();
+  }
+
+  std::deque<std::shared_ptr<Started>> started_;
+  std::string cause_;
+};
+
+// A backend's work is over when the local buffers are free, so the source is free when the destination is readable.
+class C10dWork final : public Work {
+ public:
+  C10dWork(std::shared_ptr<Line> line, std::shared_ptr<Started> started)
+      : line_(std::move(line)), started_(std::move(started)) {}
+
+  bool test() override { return line_->test(*started_); }
+  void wait() override { line_->wait(*started_); }
+  void wait_source_free() override { wait(); }
+
+ private:
+  std::shared_ptr<Line> line_;
+  std::shared_ptr<Started> started_;
+};
+
+class C10dCommunicator final : public Communicator {
+ public:
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BackendPtr backend)
+      : Communicator(group->getRank(), group->getSize()),
+        group_(std::move(group)),
+        backend_(std::move(backend)),
+        allows_aliases_(backend_->getBackendName() == "gloo"),
+        caller_{this, rank(), world_size()} {}
+
+  std::string_view kind() const noexcept override { return "c10d"; }
+  bool runs_in_background() const noexcept override { return true; }
+
+  std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
+                                             Category category) override {
+    line_->check();
+    ledger_ = ledger;
+    return allocate_local(bytes, {this, role, 0}, ledger, category);
+  }
+
+  WorkPtr start_all_gather(const AllGather& args) override {
+    check_all_gather(caller_, args);
+    const std::size_t full_bytes = args.shard_bytes * ranks();
+    count(Collective::kAllGather, full_bytes);
+    auto started = make("all_gather", args.label);
+    const std::byte* source = args.source.data();
+    Owner owner = args.source.buffer;
+    if (needs_staging(args.source, args.destination, args.shard_bytes, full_bytes)) {
+      const auto staging = make_staging(args.shard_bytes);
+      std::memcpy(staging->data(), source, args.shard_bytes);
+      source = staging->data();
+      owner = staging;
+    }
+    return start(std::move(started), full_bytes, [&] {
+      at::Tensor in = tensor_at(owner, source, args.shard_bytes, at::kByte);
+      at::Tensor out = tensor_at(args.destination.buffer, args.destination.data(), full_bytes, at::kByte);
+      return backend_->_allgather_base(out, in, c10d::AllgatherOptions());
+    });
+  }
+
+  WorkPtr start_reduce_scatter(const ReduceScatter& args) override {
+    check_reduce_scatter(caller_, args);
+    const std::size_t shard_bytes = args.shard_numel * dtype_bytes(args.dtype);
+    count(Collective::kReduceScatter, shard_bytes * ranks());
+    auto started = make("reduce_scatter", args.label);
+    std::byte* destination = args.destination.data();
+    Owner owner = args.destination.buffer;
+    if (needs_staging(args.destination, args.source, shard_bytes, shard_bytes * ranks())) {
+      const auto staging = make_staging(shard_bytes);
+      started->finish = [to = args.destination, staging, shard_bytes] {
+        std::memcpy(to.data(), staging->data(), shard_bytes);
+      };
+      destination = staging->data();
+      owner = staging;
+    }
+    return start(std::move(started), shard_bytes, [&] {
+      at::Tensor in =
+          tensor_at(args.source.buffer, args.source.data(), args.shard_numel * ranks(), scalar_type(args.dtype));
+      at::Tensor out = tensor_at(owner, destination, args.shard_numel, scalar_type(args.dtype));
+      return backend_->_reduce_scatter_base(out, in, c10d::ReduceScatterOptions());
+    });
+  }
+
+  WorkPtr start_all_reduce(const AllReduce& args) override {
+    check_all_reduce(caller_, args);
+    const std::size_t bytes = args.numel * dtype_bytes(args.dtype);
+    count(Collective::kAllReduce, bytes);
+    return start(make("all_reduce", args.label), bytes, [&] {
+      std::vector<at::Tensor> tensors{
+          tensor_at(args.buffer.buffer, args.buffer.data(), args.numel, scalar_type(args.dtype))};
+      return backend_->allreduce(tensors, c10d::AllreduceOptions());
+    });
+  }
+
+  WorkPtr start_broadcast(const Broadcast& args) override {
+    check_broadcast(caller_, args);
+    count(Collective::kBroadcast, args.bytes);
+    return start(make("broadcast", args.label), args.bytes, [&] {
+      std::vector<at::Tensor> tensors{tensor_at(args.buffer.buffer, args.buffer.data(), args.bytes, at::kByte)};
+      c10d::BroadcastOptions options;
+      options.rootRank = args.root;
+      return backend_->broadcast(tensors, options);
+    });
+  }
+
+  void barrier(std::string_view label) override {
+    count(Collective::kBarrier, 0);
+    start(make("barrier", label), 1, [&] { return backend_->barrier(c10d::BarrierOptions()); })->wait();
+  }
+
+  void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) override {
+    check_exchange(caller_, mine.size(), all.size(), label);
+    count(Collective::kExchange, all.size());
+    const auto gather = [&] {
+      at::Tensor in = tensor_at(nullptr, mine.data(), mine.size(), at::kByte);
+      at::Tensor out = tensor_at(nullptr, all.data(), all.size(), at::kByte);
+      return backend_->_allgather_base(out, in, c10d::AllgatherOptions());
+    };
+    start(make("exchange", label), mine.size(), gather)->wait();
+  }
+
+  void progress() override { line_->progress(); }
+
+  void abort(std::string_view reason) noexcept override {
+    try {
+      line_->poison("rank " + std::to_string(rank()) + " aborted: " + std::string(reason));
+      backend_->abort();
+    } catch (const std::exception&) {
+      // The backend cannot close its connections early: peers notice at their timeout.
+    }
+  }
+
+ private:
+  std::size_t ranks() const noexcept { return static_cast<std::size_t>(world_size()); }
+
+  static std::shared_ptr<Started> make(std::string_view name, std::string_view label) {
+    auto started = std::make_shared<Started>();
+    started->text = operation_text(name, label);
+    return started;
+  }
+
+  std::shared_ptr<HostBuffer> make_staging(std::size_t bytes) const {
+    return std::make_shared<HostBuffer>(bytes, ledger_, Tier::kDevice, Category::kStaging);
+  }
+
+  // Gloo gathers and reduces in memory of its own; other backends may forbid that source and destination overlap.
+  bool needs_staging(const Region& part, const Region& full, std::size_t part_bytes, std::size_t full_bytes) const {
+    const std::byte* begin = full.data();
+    return !allows_aliases_ && part_bytes != 0 && part.data() < begin + full_bytes && begin < part.data() + part_bytes;
+  }
+
+  WorkPtr start(std::shared_ptr<Started> started, std::size_t bytes, const std::function<BackendWork()>& call) {
+    line_->check();
+    if (bytes != 0) line_->run(started->text, [&] { started->work = call(); });
+    line_->push(started);
+    return std::make_shared<C10dWork>(line_, std::move(started));
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  BackendPtr backend_;
+  bool allows_aliases_;
+  Caller caller_;
+  Ledger* ledger_ = nullptr;  // of the last allocation, outlives this; counts staging
+  std::shared_ptr<Line> line_ = std::make_shared<Line>();
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name) {
+  try {
+    auto group = c10d::resolve_process_group(group_name);
+    BackendPtr backend = group->getBackend(c10::DeviceType::CPU);
+    return std::make_unique<C10dCommunicator>(std::move(group), std::move(backend));
+  } catch (const c10::Error& error) {
+    throw ArgumentError("'" + group_name +
+                        "' is not the name of a process group with a CPU backend: " + error.what_without_backtrace() +
+                        "; pass the group_name of a group made by torch.distributed.new_group(backend='gloo')");
+  }
+}
+
+}  // namespace zb
