@@ -195,6 +195,17 @@ def test_csv_is_the_summary(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]
 
 
+def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
+    (tmp_path / "results.csv").mkdir()  # a folder stands where the file should go
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "step_time.png").mkdir()
+    with pytest.raises(OSError, match=r"results\.csv"):
+        write_csv(sample(), tmp_path / "results.csv")
+    with pytest.raises(OSError, match=r"step_time\.png"):
+        write_plots(sample(), tmp_path / "plots")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_report_imports_are_light() -> None:
     code = """
 import sys, zerobench.report

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -107,10 +108,6 @@ def load(path: AnyPath | Iterable[AnyPath], *more: AnyPath) -> pandas.DataFrame:
     if not records:
         columns = list(flat_row(_EMPTY_ROW))
     frame = pandas.DataFrame({column: [record.get(column) for record in records] for column in columns})
-    for column in frame.columns:  # a column of numbers and nulls is float with NaN, not object
-        values = [value for value in frame[column] if value is not None]
-        if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-            frame[column] = pandas.to_numeric(frame[column])
     frame.attrs["results"] = about
     return frame
 
@@ -148,7 +145,18 @@ def write_csv(results: Results, path: AnyPath) -> None:
     )
     writer.writeheader()
     writer.writerows(flats)
-    target = Path(path)
+    replace_file(
+        Path(path), lambda partial: partial.write_text(buffer.getvalue(), encoding="utf-8", newline="")
+    )
+
+
+def replace_file(target: Path, write: Callable[[Path], object]) -> None:
+    """The whole new file or the old one; nothing is left beside it when writing fails."""
     partial = target.with_name(f".{target.name}.partial")
-    partial.write_text(buffer.getvalue(), encoding="utf-8", newline="")
-    partial.replace(target)
+    try:
+        write(partial)
+        partial.replace(target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobench.bench.result import Results, Row
 
+from .frame import replace_file
 from .rows import flat_settings, row_labels, setting_text, setting_word, varying_settings
 from .words import count_text, memory_unit
 
@@ -62,14 +64,15 @@ def write_plots(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
     target = Path(folder)
     paths = []
     for name, figure in drawn:
-        if figure is None:
-            continue
-        target.mkdir(parents=True, exist_ok=True)
-        partial = target / f".{name}.partial"
-        figure.savefig(partial, format="png", dpi=160, facecolor="white", metadata={"Software": None})
-        partial.replace(target / name)
-        paths.append(target / name)
+        if figure is not None:
+            target.mkdir(parents=True, exist_ok=True)
+            replace_file(target / name, partial(_save, figure))
+            paths.append(target / name)
     return paths
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, format="png", dpi=160, facecolor="white", metadata={"Software": None})
 
 
 def step_time_figure(results: Results) -> Figure | None:
