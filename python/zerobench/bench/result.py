@@ -74,6 +74,8 @@ class Deviation(_Model):
     gradient: float | None = None  # largest relative L2 over parameters, step 1
     gradient_worst: str | None = None  # the parameter of that
     update: float | None = None  # ||update - reference update|| / ||reference update|| after verify_steps
+    piece: float | None = None  # the same of a typical element in the worst piece of 256 elements
+    piece_worst: str | None = None  # the parameter that holds that piece
     max_abs: float | None = None  # largest absolute deviation of a parameter element, informative
     tolerance: dict[str, float] = Field(default_factory=dict)  # by the names above
     checksum_group: str | None = None  # rows that must share a checksum carry the same text
@@ -123,4 +125,5 @@ class Results(_Model):
     versions: dict[str, str]
     command: str
     complete: bool = False  # False while configurations are missing (running or interrupted)
+    warnings: list[str] = Field(default_factory=list)  # what to know when reading the figures: a busy machine, ...
     rows: list[Row] = Field(default_factory=list)

@@ -1,0 +1,6 @@
+"""`python -m zerobench` is the command `zerobench`."""
+
+from zerobench.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""From what the ranks reported to a row: verdict first, figures only for what is right. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from zerobench.bench.job import Report, Window
+from zerobench.bench.launch import Outcome
+from zerobench.bench.plan import Configuration
+from zerobench.bench.result import Deviation, Results, Row, RowDtypes
+from zerobench.bench.tolerances import TOLERANCES, VERIFY_STEPS, describe, exceeded
+from zerobench.report.stats import summarise
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceRun:
+    """The reference of a group of rows: its file and figures, or why there is none."""
+
+    model: dict[str, Any]  # what was verified, perhaps with fewer layers than what is measured
+    file: str | None = None
+    loss: float = math.nan
+    norm: float | None = None
+    error: str | None = None
+
+
+def first_row(configuration: Configuration, **known: Any) -> Row:
+    return Row(
+        name=configuration.name,
+        strategy=configuration.strategy,
+        stage=configuration.stage,
+        settings=configuration.settings.model_copy(deep=True),
+        **known,
+    )
+
+
+def apply_outcome(row: Row, outcome: Outcome, configuration: Configuration, reference: ReferenceRun | None) -> None:
+    """Fill ``row`` from a run that verified, and measured unless it was stopped."""
+    row.status, row.error = outcome.status, outcome.error
+    if outcome.status != "ok":
+        return
+    reports = by_rank(outcome.reports)
+    row.dtypes = reports[0].dtypes
+    row.deviation = assess(reports, configuration, reference)
+    verification = reports[0].verification
+    row.checksum = verification.checksum if verification else None
+    found = exceeded(row.deviation)
+    if found:
+        row.status = "wrong"
+        row.error = f"differs from {row.deviation.reference}: {describe(row.deviation, found[0])}"
+        return
+    apply_windows(row, [report.window for report in reports if report.window is not None])
+
+
+def by_rank(reports: Mapping[int, Report]) -> list[Report]:
+    return [reports[rank] for rank in sorted(reports)]
+
+
+def assess(reports: Sequence[Report], configuration: Configuration, reference: ReferenceRun | None) -> Deviation:
+    """Compare with the reference. Tensors were compared by rank 0; losses are averaged over ranks here."""
+    verification = reports[0].verification
+    assert verification is not None
+    group = configuration.checksum_group()
+    if reference is None:
+        return Deviation(checksum_group=group, verdict="is the reference")
+    tensors = verification.deviation
+    assert tensors is not None
+    losses = [report.verification.loss for report in reports if report.verification is not None]
+    norm = None
+    if verification.norm is not None and reference.norm is not None:
+        norm = relative(verification.norm, reference.norm)
+    deviation = Deviation(
+        reference="single",
+        loss=relative(fmean(losses), reference.loss),
+        norm=norm,
+        **tensors.model_dump(),
+        tolerance=dict(TOLERANCES[configuration.settings.precision]),
+        checksum_group=group,
+    )
+    found = exceeded(deviation)
+    layers, of = reference.model["num_layers"], configuration.model["num_layers"]
+    on = "" if layers == of else f" with {layers} of {of} layers, since the reference of all would not fit"
+    steps = f"single on the same global batches, step 1 and {VERIFY_STEPS} steps{on}"
+    deviation.verdict = (
+        f"differs from {steps}: {', '.join(describe(deviation, name) for name in found)}" if found else f"as {steps}"
+    )
+    return deviation
+
+
+def relative(value: float, expected: float) -> float:
+    return abs(value - expected) / max(abs(expected), 1e-30)
+
+
+def apply_windows(row: Row, windows: Sequence[Window]) -> None:
+    """Figures of the measured window over all ranks; a further repeat adds its samples and raises the peaks."""
+    samples = [max(step) for step in zip(*(window.step_times_ms for window in windows), strict=True)]
+    earlier = row.step_time_ms.samples if row.step_time_ms else []
+    row.step_time_ms = summarise([*earlier, *samples])
+    settings = row.settings
+    step_s = row.step_time_ms.median / 1e3
+    row.samples_per_s = settings.world_size * settings.batch_size * settings.grad_accum / step_s
+    row.tokens_per_s = row.samples_per_s * settings.seq_length
+    row.peak_device_bytes = largest([row.peak_device_bytes, *(window.peak_device_bytes for window in windows)])
+    row.peak_host_bytes = largest([row.peak_host_bytes, *(window.peak_host_bytes for window in windows)])
+    if earlier:
+        return
+    row.loss = finite([fmean(step) for step in zip(*(window.losses for window in windows), strict=True)])
+    held_out = [window.validation_loss for window in windows if window.validation_loss is not None]
+    mean = fmean(held_out) if held_out else None
+    row.validation_loss = mean if mean is not None and math.isfinite(mean) else None
+    row.allocated_device_bytes = largest([window.allocated_device_bytes for window in windows])
+    row.communication_bytes = largest([window.communication_bytes for window in windows])
+    row.memory_bytes = largest_by_category([window.memory_bytes for window in windows])
+    phases = {phase for window in windows for phase in window.phases_ms}
+    row.phases_ms = {
+        phase: fmean(window.phases_ms.get(phase, 0.0) for window in windows)
+        for phase in ("forward", "backward", "optimizer", *sorted(phases - {"forward", "backward", "optimizer"}))
+        if phase in phases
+    }
+    settings.threads_per_rank = windows[0].threads
+
+
+def largest(values: Sequence[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def finite(values: list[float]) -> list[float] | None:
+    return values if all(map(math.isfinite, values)) else None
+
+
+def largest_by_category(ranks: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    result: dict[str, dict[str, int]] = {}
+    for rank in ranks:
+        for tier, categories in rank.items():
+            for category, amount in categories.items():
+                known = result.setdefault(tier, {})
+                known[category] = max(known.get(category, 0), amount)
+    return result
+
+
+def settle(results: Results) -> None:
+    """Judge rows against each other: equal checksums where the design promises them, and dtypes."""
+    settle_checksums(results.rows)
+    settle_dtypes(results.rows)
+
+
+def settle_checksums(rows: Sequence[Row]) -> None:
+    """A minority checksum in a group is wrong; where there is no majority, nobody can be trusted."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.checksum and row.deviation and row.deviation.checksum_group and row.status == "ok":
+            groups.setdefault(row.deviation.checksum_group, []).append(row)
+    for group in groups.values():
+        counts: dict[str, int] = {}
+        for row in group:
+            counts[row.checksum or ""] = counts.get(row.checksum or "", 0) + 1
+        top = max(counts.values())
+        winners = [checksum for checksum, count in counts.items() if count == top]
+        for row in group:
+            if len(counts) > 1 and (len(winners) > 1 or row.checksum != winners[0]):
+                others = sorted({other.strategy for other in group if other.checksum != row.checksum})
+                mark_wrong(row, f"parameters after {VERIFY_STEPS} steps are not bit for bit those of {', '.join(others)}")
+
+
+def mark_wrong(row: Row, why: str) -> None:
+    """No figure is kept of a row that turned out wrong."""
+    row.status, row.error = "wrong", why
+    assert row.deviation is not None
+    row.deviation.verdict = why
+    for name in (
+        "step_time_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb", "relative", "relative_uncertainty",
+        "speedup", "memory_change_pct", "baseline", "phases_ms",
+    ):  # fmt: skip
+        setattr(row, name, None)
+
+
+def settle_dtypes(rows: Sequence[Row]) -> None:
+    """Rows whose dtypes differ from those of most rows of the same precision are shown, not ranked."""
+    by_precision: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.dtypes is not None:
+            by_precision.setdefault(row.settings.precision, []).append(row)
+    for group in by_precision.values():
+        keys = [dtype_key(row.dtypes) for row in group if row.dtypes]
+        most = max(keys, key=keys.count)
+        for row, key in zip(group, keys, strict=True):
+            row.comparable = key == most
+
+
+def dtype_key(dtypes: RowDtypes) -> tuple[str, ...]:
+    """Of these the work and the memory depend; gradients are reduced in what differs least, and one rank reduces none."""
+    return dtypes.param, dtypes.compute, dtypes.master, dtypes.state

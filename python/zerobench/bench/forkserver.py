@@ -1,0 +1,172 @@
+"""A process that imported torch once and forks fresh ranks from that.
+
+It imports torch only and runs no tensor operation: a child forked after one OpenMP region hangs. Ranks set their own
+threads and import everything else themselves. One job at a time; the command and this server talk JSON over a
+SOCK_SEQPACKET socket. Ranks live in one process group that is killed when their job ends, and both the server and
+the ranks die with their parent, so nothing outlives the command, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+MESSAGE_LIMIT_BYTES = 1 << 17
+FD_LIMIT = 250  # of one SCM_RIGHTS message
+_PR_SET_PDEATHSIG = 1
+# Imported by every strategy's first optimizer step; plain Python, and a second for each rank if not done here.
+_TORCH_MODULES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+
+
+def die_with_parent(signum: int) -> None:
+    """Linux sends ``signum`` to this process when its parent ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def vm_data_bytes() -> int:
+    """Private writable memory of this process: what RLIMIT_DATA counts."""
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmData line")
+
+
+class ForkServer:
+    """State of the server process: its socket and the ranks of the job that runs."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.ranks: dict[int, int] = {}  # pid: rank
+        self.group: int | None = None  # the process group, kept alive by its unreaped leader
+        self.wake_read, self.wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides what Ctrl-C ends
+        signal.signal(signal.SIGTERM, lambda *_: self.shut_down())
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        self.control.send(json.dumps({"ready": os.getpid()}).encode())
+        while True:
+            readable, _, _ = select.select([self.control, self.wake_read], [], [])
+            if self.wake_read in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.wake_read, 4096)
+                self.report_exits()
+            if self.control in readable:
+                message, fds, _, _ = socket.recv_fds(self.control, MESSAGE_LIMIT_BYTES, FD_LIMIT)
+                if not message:
+                    self.shut_down()
+                self.handle(json.loads(message), fds)
+
+    def handle(self, request: dict[str, Any], fds: list[int]) -> None:
+        if request["op"] == "fork":
+            self.fork(request, fds)
+        elif request["op"] == "end":
+            self.end()
+            self.control.send(json.dumps({"ended": True}).encode())
+        else:
+            raise ValueError(f"unknown request {request['op']!r}")
+
+    def fork(self, request: dict[str, Any], fds: list[int]) -> None:
+        log, *reports = fds
+        sys.stdout.flush()
+        sys.stderr.flush()
+        server, pids = os.getpid(), []
+        for environment, report in zip(request["environments"], reports, strict=True):
+            pid = os.fork()
+            if pid == 0:
+                run_child(request, environment, group=self.group or 0, server=server, log=log, report=report)
+            with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+                os.setpgid(pid, self.group or pid)
+            self.group = self.group or pid
+            self.ranks[pid] = int(environment["RANK"])
+            pids.append(pid)
+        for fd in fds:
+            os.close(fd)
+        self.control.send(json.dumps({"pids": pids}).encode())
+
+    def report_exits(self) -> None:
+        for pid in list(self.ranks):
+            # Not reaped before the job's end: the leader's zombie keeps the process group's id from being reused.
+            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is None:
+                continue
+            killed = info.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            event = {"exited": self.ranks.pop(pid), "signal" if killed else "code": info.si_status}
+            self.control.send(json.dumps(event).encode())
+
+    def end(self) -> None:
+        """Kill what is left of the job's process group and reap it."""
+        if self.group is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        self.ranks.clear()
+        self.group = None
+
+    def shut_down(self) -> None:
+        self.end()
+        os._exit(0)
+
+
+def run_child(
+    request: dict[str, Any], environment: dict[str, str], *, group: int, server: int, log: int, report: int
+) -> None:
+    """A forked rank: never returns."""
+    code = 1
+    try:
+        os.setpgid(0, group)
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.dup2(report, 3, inheritable=False)  # the server's own socket and pipes lie above and are closed here
+        os.closerange(4, 1 << 16)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        os.environ.update(environment)
+        if request["memory_limit_bytes"] is not None:
+            limit = vm_data_bytes() + request["memory_limit_bytes"]
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        from zerobench.bench.worker import run_rank
+
+        code = run_rank(request["job"], report_fd=3)
+        sys.stdout.flush()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    die_with_parent(signal.SIGTERM)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for name in _TORCH_MODULES:
+        importlib.import_module(name)
+    ForkServer(control).serve()
+
+
+if __name__ == "__main__":
+    main()

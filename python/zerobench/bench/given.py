@@ -1,0 +1,234 @@
+"""Ranks that torchrun or srun started: each starts its own fork server, rank 0 leads and the others follow.
+
+Every job still runs in fresh processes, one forked by each given rank, so a configuration that crashes takes no given
+rank with it. Rank 0 plans, writes the results and hands jobs over a torch Store; the others run their part of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from zerobench.bench.job import Job, Report
+from zerobench.bench.launch import Launcher, Outcome, ProgressCallback, free_port, rank_environment
+from zerobench.errors import ConfigError, Error
+
+_POLL_S = 0.5
+_ANSWER_MARGIN_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenRank:
+    """This process's place among the ranks that it was started with."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+    def open_launcher(self) -> GivenLauncher:
+        return GivenLauncher(self)
+
+
+def given_ranks(environment: Mapping[str, str]) -> GivenRank | None:
+    """From torchrun's variables, else from srun's; None in a process of its own."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+        if missing:
+            raise ConfigError(f"RANK and WORLD_SIZE are set and {', '.join(missing)} not: use torchrun, or unset them")
+        return GivenRank(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
+            master_addr=environment["MASTER_ADDR"],
+            master_port=int(environment["MASTER_PORT"]),
+        )
+    # SLURM_PROCID alone is also set in a batch script, which is one process; a step has its number of tasks.
+    if "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return GivenRank(
+            rank=int(environment["SLURM_PROCID"]),
+            world_size=int(environment["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(environment["SLURM_LOCALID"]),
+            local_world_size=slurm_tasks_here(environment),
+            master_addr=environment.get("MASTER_ADDR") or slurm_first_host(environment["SLURM_STEP_NODELIST"]),
+            master_port=int(environment.get("MASTER_PORT") or 20000 + int(environment["SLURM_JOB_ID"]) % 10000),
+        )
+    return None
+
+
+def slurm_tasks_here(environment: Mapping[str, str]) -> int:
+    """This node's entry of SLURM_STEP_TASKS_PER_NODE, such as 4(x2),3."""
+    counts: list[int] = []
+    for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts[int(environment["SLURM_NODEID"])]
+
+
+def slurm_first_host(nodes: str) -> str:
+    if "[" not in nodes:
+        return nodes.split(",")[0]
+    names = subprocess.run(["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True)
+    return names.stdout.split()[0]
+
+
+def connect(given: GivenRank) -> Any:
+    """A store that all given ranks share: torchrun's own, else one that rank 0 serves."""
+    import torch.distributed as dist
+
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        given.master_addr,
+        given.master_port,
+        None if agent else given.world_size,
+        is_master=not agent and given.rank == 0,
+        timeout=timedelta(seconds=300),
+        wait_for_workers=False,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"zerobench/{attempt}", store)
+
+
+class Answer(BaseModel):
+    """A given rank's part of a job's outcome."""
+
+    status: Literal["ok", "oom", "failed", "skipped"]
+    secondary: bool  # failed only because others did
+    reports: dict[int, Report]
+    error: str | None
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Answer:
+        return cls(status=outcome.status, secondary=outcome.secondary, reports=outcome.reports, error=outcome.error)
+
+
+class GivenLauncher(Launcher):
+    """Rank 0's launcher: runs its own rank of a job and collects the others' outcomes."""
+
+    def __init__(self, given: GivenRank) -> None:
+        super().__init__()
+        self._given = given
+        self._store = connect(given)
+        self._sequence = 0
+
+    def run(self, job: Job, *, log: Path, on_progress: ProgressCallback | None = None, **_: Any) -> Outcome:
+        self._sequence += 1
+        shared = {
+            "MASTER_ADDR": "127.0.0.1" if job.num_ranks == 1 else self._given.master_addr,
+            "MASTER_PORT": str(free_port()),
+            "ZEROBENCH_RENDEZVOUS": f"{os.getpid()}-{time.time_ns()}",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # a job's ranks meet on a port of their own
+        }
+        request = {"job": job.model_dump(mode="json"), "environment": shared, "log": str(log.absolute())}
+        self._store.set(f"job/{self._sequence}", json.dumps(request))
+        followers = range(1, job.num_ranks)
+        part = run_part(super().run, self._given, self._store, self._sequence, job, shared, log, on_progress)
+        answers = [Answer.of(part), *(self._answer(rank, job) for rank in followers)]
+        return merge(answers)
+
+    def _answer(self, rank: int, job: Job) -> Answer:
+        key = f"outcome/{self._sequence}/{rank}"
+        try:
+            self._store.wait([key], timedelta(seconds=job.timeout_s + _ANSWER_MARGIN_S))
+        except Exception as error:
+            raise Error(f"given rank {rank} does not answer; its process or host is gone ({type(error).__name__})") from None
+        return Answer.model_validate_json(self._store.get(key))
+
+    def close(self) -> None:
+        self._sequence += 1
+        self._store.set(f"job/{self._sequence}", json.dumps({"stop": True}))
+        super().close()
+        if self._given.world_size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            self._wait_for_goodbyes()
+
+    def _wait_for_goodbyes(self) -> None:
+        """The store lives in this process: the followers read the end from it before it goes."""
+        keys = [f"goodbye/{rank}" for rank in range(1, self._given.world_size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=30))
+        except Exception as error:
+            raise Error(f"not every given rank ended with the comparison ({type(error).__name__})") from None
+
+
+def run_part(
+    run: Any,
+    given: GivenRank,
+    store: Any,
+    sequence: int,
+    job: Job,
+    shared: dict[str, str],
+    log: Path,
+    on_progress: ProgressCallback | None,
+) -> Outcome:
+    """This given rank's part of a job, ended early when another's failed."""
+    next_poll_s = 0.0
+
+    def aborted() -> bool:
+        nonlocal next_poll_s
+        if time.monotonic() < next_poll_s:
+            return False
+        next_poll_s = time.monotonic() + _POLL_S
+        return bool(store.check([f"abort/{sequence}"]))
+
+    local_rank, local_world_size = (0, 1) if job.num_ranks == 1 else (given.local_rank, given.local_world_size)
+    place = rank_environment(given.rank, job.num_ranks, local_rank=local_rank, local_world_size=local_world_size)
+    outcome: Outcome = run(
+        job, log=log, on_progress=on_progress, environments=[{**shared, **place}], aborted=aborted
+    )
+    if outcome.status in ("failed", "oom"):
+        store.set(f"abort/{sequence}", str(given.rank))
+    return outcome
+
+
+def follow(given: GivenRank) -> int:
+    """What every given rank but 0 does: its part of each job, until rank 0 says that all is done."""
+    store = connect(given)
+    sequence = 0
+    with Launcher() as launcher:
+        while True:
+            sequence += 1
+            wait_for(store, f"job/{sequence}")
+            request = json.loads(store.get(f"job/{sequence}"))
+            if "stop" in request:
+                store.set(f"goodbye/{given.rank}", "1")
+                return 0
+            job = Job.model_validate(request["job"])
+            if given.rank >= job.num_ranks:
+                continue
+            log = follower_log(Path(request["log"]), given.rank, launcher.scratch)
+            outcome = run_part(launcher.run, given, store, sequence, job, request["environment"], log, None)
+            store.set(f"outcome/{sequence}/{given.rank}", Answer.of(outcome).model_dump_json())
+
+
+def wait_for(store: Any, key: str) -> None:
+    """However long rank 0 takes; an error when its store is gone."""
+    while not store.check([key]):
+        time.sleep(0.1)
+
+
+def follower_log(leader_log: Path, rank: int, scratch: Path) -> Path:
+    """Beside rank 0's log where that folder is shared between the hosts, else in a folder that goes away."""
+    path = leader_log.with_suffix(f".rank{rank}.log")
+    return path if path.parent.is_dir() else scratch / path.name
+
+
+def merge(answers: list[Answer]) -> Outcome:
+    """The worst part decides; a failure that only followed from another's is not the one to show."""
+    for statuses in (("oom",), ("failed",), ("skipped",)):
+        found = [answer for answer in answers if answer.status in statuses]
+        first = [answer for answer in found if not answer.secondary] or found
+        if first:
+            return Outcome(status=first[0].status, error=first[0].error)
+    return Outcome(status="ok", reports={rank: report for answer in answers for rank, report in answer.reports.items()})

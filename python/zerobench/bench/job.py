@@ -1,0 +1,100 @@
+"""What the command hands to the ranks of one configuration and what each rank hands back. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zerobench.bench.result import RowDtypes, Settings
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Job(_Message):
+    """One configuration for one group of fresh processes."""
+
+    name: str
+    kind: Literal["row", "reference"]
+    strategy: str
+    settings: Settings
+    model: dict[str, Any]
+    verify_model: dict[str, Any]  # the same, or with fewer layers where the reference would not fit
+    num_ranks: int  # processes to start; a reference is one process that trains settings.world_size ranks' batches
+    verify: bool
+    measure: bool
+    reference_file: str | None = None  # a reference writes it, a row reads it
+    profile_steps: int = 5
+    validation_batches: int = 8
+    timeout_s: float
+    rank_memory_bytes: int | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Progress(_Message):
+    """A rank is alive and at ``step`` of ``phase``."""
+
+    phase: str
+    step: int
+
+
+class RankError(_Message):
+    """An exception ended a rank. ``peer`` is the rank that it blames, or -1."""
+
+    type: str
+    message: str
+    phase: str
+    out_of_memory: bool = False
+    communication: bool = False
+    peer: int = -1
+
+
+class Skipped(_Message):
+    """The strategy says that it cannot run these settings."""
+
+    reason: str
+
+
+class TensorDeviation(_Message):
+    """What rank 0 found when it compared tensors with the reference file."""
+
+    gradient: float
+    gradient_worst: str
+    update: float
+    piece: float
+    piece_worst: str
+    max_abs: float
+
+
+class Verification(_Message):
+    """One rank's part of the verification pass; the fields that need all parameters are rank 0's only."""
+
+    loss: float  # this rank's, step 1
+    norm: float | None
+    checksum: str | None = None
+    deviation: TensorDeviation | None = None
+
+
+class Window(_Message):
+    """One rank's measured window."""
+
+    step_times_ms: list[float]
+    losses: list[float]
+    validation_loss: float | None
+    peak_device_bytes: int | None
+    allocated_device_bytes: int | None
+    peak_host_bytes: int | None
+    communication_bytes: int | None  # per step
+    memory_bytes: dict[str, dict[str, int]]
+    phases_ms: dict[str, float]
+    threads: int
+
+
+class Report(_Message):
+    """All that one rank has to say when it ended well."""
+
+    dtypes: RowDtypes
+    verification: Verification | None = None
+    window: Window | None = None

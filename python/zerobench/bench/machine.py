@@ -1,0 +1,184 @@
+"""Facts about the machine and the installation, for `info` and for result files. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT_NAMES = (
+    "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "KMP_AFFINITY", "LD_PRELOAD", "MALLOC_ARENA_MAX", "MKL_NUM_THREADS",
+    "NCCL_ALGO", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
+    "OMP_PROC_BIND", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_COMPILE_DISABLE",
+)  # fmt: skip
+"""Nothing else of the environment is read into a result file: it may hold secrets."""
+
+_ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16",
+              "avx512_fp16", "amx_bf16", "asimd", "asimdhp", "bf16", "sve")  # fmt: skip
+_PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
+BUSY_LOAD_PER_CORE = 0.5
+
+
+def cpus_usable() -> int:
+    """CPU cores that this process may use: its affinity and the container's quota."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def cpu_quota() -> float | None:
+    """CPU cores that the control group allows, or None where it sets no limit."""
+    text = _read("/sys/fs/cgroup/cpu.max")
+    if text:
+        quota, period = text.split()
+        return None if quota == "max" else int(quota) / int(period)
+    quota_us, period_us = _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+    if quota_us and period_us and int(quota_us) > 0:
+        return int(quota_us) / int(period_us)
+    return None
+
+
+def cgroup_memory_limit_bytes() -> int | None:
+    """What the control group allows, or None."""
+    text = _read("/sys/fs/cgroup/memory.max") or _read("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    if not text or text == "max" or int(text) >= 1 << 60:
+        return None
+    return int(text)
+
+
+def cgroup_memory_used_bytes() -> int:
+    text = _read("/sys/fs/cgroup/memory.current") or _read("/sys/fs/cgroup/memory/memory.usage_in_bytes")
+    return int(text) if text else 0
+
+
+def memory_total_bytes() -> int:
+    total = _meminfo_bytes("MemTotal")
+    limit = cgroup_memory_limit_bytes()
+    return total if limit is None else min(total, limit)
+
+
+def memory_available_bytes() -> int:
+    """What new processes can take without swapping."""
+    available = _meminfo_bytes("MemAvailable")
+    limit = cgroup_memory_limit_bytes()
+    return available if limit is None else min(available, max(limit - cgroup_memory_used_bytes(), 0))
+
+
+def busy_warning() -> str | None:
+    """A sentence when other work seems to run: step times will suffer."""
+    load, cpus = os.getloadavg()[0], cpus_usable()
+    if load <= BUSY_LOAD_PER_CORE * cpus:
+        return None
+    return f"the machine is busy (load average {load:.1f} on {cpus} cores): step times will vary; stop other work or add --repeats"
+
+
+def machine_facts() -> dict[str, Any]:
+    """What the figures depend on. Scalars are the headline, nested facts stay in the file."""
+    model, flags = _cpu_model_and_flags()
+    facts: dict[str, Any] = {
+        "cpu": model,
+        "cores": cpus_usable(),
+        "memory_bytes": memory_total_bytes(),
+    }
+    gpus = _gpu_facts()
+    if gpus:
+        facts["gpus"] = gpus
+    facts["details"] = {
+        "host": platform.node(),
+        "architecture": platform.machine(),
+        "isa": [flag for flag in _ISA_FLAGS if flag in flags],
+        "cpus_of_host": os.cpu_count(),
+        "affinity": _ranges(sorted(os.sched_getaffinity(0))),
+        "cpu_quota": cpu_quota(),
+        "numa_nodes": _numa_nodes(),
+        "memory_available_bytes": memory_available_bytes(),
+        "cgroup_memory_limit_bytes": cgroup_memory_limit_bytes(),
+        "kernel": platform.release(),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+        "environment": {name: os.environ[name] for name in ENVIRONMENT_NAMES if name in os.environ},
+        "build": build_facts(),
+    }
+    return facts
+
+
+def version_facts() -> dict[str, str]:
+    """Versions by package name, zerobench first; a package that is not there is left out."""
+    versions = {"zerobench": _version("zerobench") or build_facts().get("version", "not installed")}
+    versions["python"] = platform.python_version()
+    for name in _PACKAGES:
+        version = _version(name)
+        if version is not None:
+            versions[name] = version
+    return versions
+
+
+def build_facts() -> dict[str, Any]:
+    """What the compiled core was built with; empty before it is built."""
+    try:
+        from zerobench import _build_info
+    except ImportError:
+        return {}
+    return {name.lower(): value for name, value in vars(_build_info).items() if name.isupper()}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu_facts() -> list[dict[str, Any]]:
+    """By our own CUDA module, which needs no torch; no list where there is no driver or no such module."""
+    try:
+        from zerobench import _cuda
+    except ImportError:
+        return []
+    fields = ("name", "pci_bus_id", "compute_major", "compute_minor", "multiprocessor_num", "total_bytes", "l2_cache_bytes")
+    infos = [_cuda.device_info(index) for index in range(_cuda.device_count())]
+    return [{name: getattr(info, name) for name in fields} for info in infos]
+
+
+def _cpu_model_and_flags() -> tuple[str, set[str]]:
+    model, flags = platform.processor() or platform.machine(), set()
+    for line in _read("/proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            model = value.strip()
+        elif key.strip() in ("flags", "Features"):
+            flags = set(value.split())
+            break
+    return model, flags
+
+
+def _numa_nodes() -> dict[str, str]:
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    return {node.name: _read(node / "cpulist") for node in nodes}
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as 0-2,5."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def _meminfo_bytes(key: str) -> int:
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/meminfo has no {key} line on {sys.platform}")
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,113 @@
+"""The folder that receives results: made once, written atomically, never overwritten. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+
+from zerobench.bench.result import Results
+from zerobench.errors import ConfigError, Error
+from zerobench.report import table_text, write_csv, write_plots
+
+
+class OutputError(Error):
+    """Results cannot be written; the message names the file and the reason."""
+
+
+class OutputFolder:
+    """results.json, results.csv, summary.txt, plots/ and logs/ under one path."""
+
+    def __init__(self, path: Path | None) -> None:
+        chosen = path if path is not None else default_path()
+        try:
+            chosen.mkdir(parents=True, exist_ok=True)
+            if (chosen / "results.json").exists():
+                raise ConfigError(
+                    f"{chosen} already holds results: give another --output-dir, or look at them with `zerobench show {chosen}`"
+                )
+            (chosen / "logs").mkdir(exist_ok=True)
+            with tempfile.TemporaryFile(dir=chosen) as probe:
+                probe.write(b"\0" * 4096)
+                probe.flush()
+                os.fsync(probe.fileno())
+        except OSError as error:
+            raise ConfigError(
+                f"{chosen} cannot receive results ({error.strerror or error}): give a folder to write to as --output-dir"
+            ) from None
+        self.path = chosen
+
+    def log(self, name: str) -> Path:
+        return self.path / "logs" / f"{name}.log"
+
+    def start_log(self, name: str, *, rerun: str) -> Path:
+        """A log that begins with the command to run this row alone."""
+        path = self.log(name)
+        try:
+            with path.open("a") as file:
+                file.write(f"# rerun: {rerun}\n")
+        except OSError as error:
+            raise self._failed(path, error) from None
+        return path
+
+    def write_results(self, results: Results) -> None:
+        path = self.path / "results.json"
+        try:
+            write_atomically(path, results.model_dump_json(indent=1).encode() + b"\n")
+        except OSError as error:
+            raise self._failed(path, error) from None
+
+    def write_summary(self, results: Results) -> None:
+        """The CSV and the table, from the same rows as results.json."""
+        path = self.path / "results.csv"
+        try:
+            write_csv(results, path)
+            path = self.path / "summary.txt"
+            write_atomically(path, table_text(results, width=160).encode())
+        except OSError as error:
+            raise self._failed(path, error) from None
+
+    def write_plots(self, results: Results) -> list[Path]:
+        path = self.path / "plots"
+        try:
+            return write_plots(results, path)
+        except OSError as error:
+            raise self._failed(path, error) from None
+
+    def _failed(self, path: Path, error: OSError) -> OutputError:
+        return OutputError(
+            f"{path} cannot be written ({error.strerror or error}): free space or give another --output-dir; "
+            "what was complete before stays as it was"
+        )
+
+
+def default_path() -> Path:
+    """results/compare_<time>, with a number when two start within a second."""
+    stem = f"compare_{datetime.now(timezone.utc):%Y%m%d_%H%M%S}"
+    for suffix in ("", *(f"_{number}" for number in range(2, 100))):
+        path = Path("results") / f"{stem}{suffix}"
+        if not path.exists():
+            return path
+    raise ConfigError(f"results/{stem} and its 98 successors exist: give --output-dir")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The whole new file or the whole old one, also after a crash of the machine."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,227 @@
+"""The comparison from beginning to end: plan, launch, verify, measure, result. Imports no torch."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+from rich.console import Console
+
+from zerobench.bench.assess import ReferenceRun, apply_outcome, apply_windows, by_rank, first_row, settle
+from zerobench.bench.fit import verification_model, why_too_large
+from zerobench.bench.job import Job
+from zerobench.bench.launch import Launcher, Outcome
+from zerobench.bench.machine import busy_warning, machine_facts, version_facts
+from zerobench.bench.output import OutputFolder
+from zerobench.bench.plan import Configuration, Plan, rerun_command
+from zerobench.bench.progress import ProgressDisplay
+from zerobench.bench.result import Results, Row
+from zerobench.errors import Error
+from zerobench.report import advise, finish_rows, render_table
+
+GIB = 1 << 30
+
+
+def run_comparison(plan: Plan, *, output_dir: Path | None, launcher: Launcher, console: Console, notes: Console) -> int:
+    """Run every configuration and report; the exit code. ``notes`` takes what is not the result (progress, warnings)."""
+    output = OutputFolder(output_dir)
+    comparison = Comparison(plan, output, launcher)
+    for warning in comparison.results.warnings:
+        notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+    interrupted = False
+    try:
+        with launcher, ProgressDisplay(notes, comparison.work()) as display:
+            comparison.run(display)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        # Also when a disk is full: what was measured is shown.
+        show(comparison.results, console)
+    output.write_summary(comparison.results)
+    output.write_plots(comparison.results)
+    console.print(f"\nresults in {output.path}", soft_wrap=True, highlight=False)
+    if interrupted:
+        done, total = len(comparison.results.rows), len(plan.configurations)
+        notes.print(
+            f"interrupted: {done} of {total} rows are complete and kept; see them again with `zerobench show {output.path}`",
+            style="yellow",
+            soft_wrap=True,
+        )
+        return 130
+    return exit_code(comparison.results.rows)
+
+
+def exit_code(rows: list[Row]) -> int:
+    """0 when what could run is right, 1 when a row is wrong or failed or nothing could run."""
+    statuses = {row.status for row in rows}
+    return 1 if statuses & {"wrong", "failed"} or "ok" not in statuses else 0
+
+
+def show(results: Results, console: Console) -> None:
+    """The table and the advice."""
+    if not results.rows:
+        return
+    console.print(render_table(results))
+    for sentence in advise(results):
+        console.print(sentence, soft_wrap=True, highlight=False)
+
+
+class Comparison:
+    """The rows so far and what making the next ones takes."""
+
+    def __init__(self, plan: Plan, output: OutputFolder, launcher: Launcher) -> None:
+        self.plan = plan
+        self.output = output
+        self.launcher = launcher
+        self.references: dict[str, ReferenceRun] = {}
+        busy = busy_warning()
+        self.results = Results(
+            created=now_text(),
+            machine=machine_facts(),
+            versions=version_facts(),
+            command=shlex.join(sys.argv),
+            warnings=[*plan.warnings, *([busy] if busy else [])],
+        )
+        limit_gib = plan.options.rank_memory_gib
+        self.rank_memory_bytes = None if limit_gib is None else round(limit_gib * GIB)
+
+    def work(self) -> int:
+        """Configurations to run, repeats and references included."""
+        groups = {c.reference_group() for c in self.plan.configurations if self.needs_reference(c)}
+        return len(self.plan.configurations) * self.plan.options.repeats + len(groups)
+
+    def run(self, display: ProgressDisplay) -> None:
+        """Interleaved over repeats, so that drift of the machine hits all rows alike."""
+        self.output.write_results(self.results)
+        for repeat in range(self.plan.options.repeats):
+            for configuration in self.plan.configurations:
+                if repeat == 0:
+                    self.results.rows.append(self.make_row(configuration, display))
+                else:
+                    row = next(row for row in self.results.rows if row.name == configuration.name)
+                    self.repeat_row(row, configuration, repeat, display)
+                self.save()
+        self.results.complete = True
+        self.output.write_results(self.results)
+
+    def save(self) -> None:
+        settle(self.results)
+        finish_rows(self.results, self.plan.options.baseline)
+        self.output.write_results(self.results)
+
+    def make_row(self, configuration: Configuration, display: ProgressDisplay) -> Row:
+        """Verify and measure one configuration in fresh processes."""
+        rerun = rerun_command(configuration, self.plan.options)
+        log = self.output.start_log(configuration.name, rerun=rerun)
+        row = first_row(
+            configuration,
+            status="failed",
+            started=now_text(),
+            log=str(log.relative_to(self.output.path)),
+            rerun=rerun,
+        )
+        start_s = time.monotonic()
+        too_large = why_too_large(configuration, rank_memory_bytes=self.rank_memory_bytes)
+        reference = None
+        if too_large is None and self.needs_reference(configuration):
+            reference = self.reference_of(configuration, display)
+        if too_large is not None:
+            row.status, row.error = "oom", too_large
+            display.skip()
+        elif reference is not None and reference.error is not None:
+            row.error = f"cannot be verified, since the reference did not run: {reference.error}"
+            display.skip()
+        else:
+            job = self.job(configuration, reference, verify=True)
+            with display.task(configuration.name) as on_progress:
+                outcome = self.launcher.run(job, log=log, on_progress=on_progress)
+            apply_outcome(row, outcome, configuration, reference)
+        row.duration_s = round(time.monotonic() - start_s, 3)
+        display.note(row)
+        return row
+
+    def repeat_row(self, row: Row, configuration: Configuration, repeat: int, display: ProgressDisplay) -> None:
+        """Measure an ok row once more; its samples join the others."""
+        if row.status != "ok":
+            display.skip()
+            return
+        job = self.job(configuration, None, verify=False)
+        with display.task(f"{row.name} ({repeat + 1})") as on_progress:
+            outcome = self.launcher.run(job, log=self.output.log(row.name), on_progress=on_progress)
+        if outcome.status != "ok":
+            row.status, row.error = outcome.status, f"repeat {repeat + 1}: {outcome.error}"
+            return
+        apply_windows(row, [report.window for report in by_rank(outcome.reports) if report.window])
+
+    def needs_reference(self, configuration: Configuration) -> bool:
+        """`single` alone in its group is the reference and has nothing to be compared with."""
+        group = configuration.reference_group()
+        return any(c.strategy != "single" and c.reference_group() == group for c in self.plan.configurations)
+
+    def reference_of(self, configuration: Configuration, display: ProgressDisplay) -> ReferenceRun:
+        """`single` on the group's global batches, run once; with fewer layers where all of them do not fit."""
+        group = configuration.reference_group()
+        if group not in self.references:
+            model = verification_model(configuration.model, rank_memory_bytes=self.rank_memory_bytes)
+            with display.task(f"reference of {configuration.name}") as on_progress:
+                while True:
+                    job = self.reference_job(configuration, model)
+                    log = self.output.log(configuration.name)
+                    outcome = self.launcher.run(job, log=log, on_progress=on_progress)
+                    if outcome.status != "oom" or model["num_layers"] == 1:
+                        break
+                    model = {**model, "num_layers": model["num_layers"] // 2}
+            self.references[group] = reference_run(job, outcome)
+        return self.references[group]
+
+    def reference_job(self, configuration: Configuration, model: dict[str, object]) -> Job:
+        return Job(
+            name=f"reference of {configuration.name}",
+            kind="reference",
+            strategy="single",
+            # Without checkpointing: it must not change anything, so the reference does not use it.
+            settings=configuration.settings.model_copy(update={"checkpointing": False}),
+            model=model,
+            verify_model=model,
+            num_ranks=1,
+            verify=True,
+            measure=False,
+            reference_file=str(self.launcher.scratch / f"{configuration.reference_group()}.safetensors"),
+            timeout_s=self.plan.options.timeout_s,
+        )
+
+    def job(self, configuration: Configuration, reference: ReferenceRun | None, *, verify: bool) -> Job:
+        model = configuration.model
+        return Job(
+            name=configuration.name,
+            kind="row",
+            strategy=configuration.strategy,
+            settings=configuration.settings,
+            model=model,
+            verify_model=reference.model if reference else verification_model(model, rank_memory_bytes=self.rank_memory_bytes),
+            num_ranks=configuration.settings.world_size,
+            verify=verify,
+            measure=True,
+            reference_file=reference.file if reference else None,
+            timeout_s=self.plan.options.timeout_s,
+            rank_memory_bytes=self.rank_memory_bytes,
+            options=configuration.options,
+        )
+
+
+def reference_run(job: Job, outcome: Outcome) -> ReferenceRun:
+    if outcome.status != "ok":
+        return ReferenceRun(model=job.verify_model, error=f"{outcome.status}: {outcome.error}")
+    verification = outcome.reports[0].verification
+    if verification is None:
+        raise Error("the reference reported no verification: this is a bug of zerobench")
+    return ReferenceRun(
+        model=job.verify_model, file=job.reference_file, loss=verification.loss, norm=verification.norm
+    )
+
+
+def now_text() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,44 @@
+"""How far a correct strategy may be from the reference, by precision. Reasons: docs/decisions/verification.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from zerobench.bench.result import Deviation
+
+VERIFY_STEPS = 4
+PIECE_NUMEL = 256
+
+TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "fp32": {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-3, "update": 0.01, "piece": 0.01},
+        "fp16": {"loss": 5e-4, "norm": 2e-3, "gradient": 0.03, "update": 0.06, "piece": 0.03},
+        "bf16": {"loss": 1e-3, "norm": 5e-3, "gradient": 0.10, "update": 0.15, "piece": 0.08},
+    }
+)
+
+GRADIENT_FLOOR: Mapping[str, float] = MappingProxyType({"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1})
+"""A parameter's gradient counts as at least this share of the model's root mean square gradient."""
+
+PIECE_FLOOR: Mapping[str, float] = MappingProxyType({"fp32": 1e-4, "fp16": 0.01, "bf16": 0.03})
+"""Pieces whose first moments lie below this share of the model's are noise: Adam turns noise into full steps."""
+
+_QUANTITIES = ("loss", "norm", "gradient", "update", "piece")
+
+
+def exceeded(deviation: Deviation) -> list[str]:
+    """The quantities beyond their tolerance, in the order of the list above. NaN is beyond any."""
+    found = []
+    for name in _QUANTITIES:
+        value = getattr(deviation, name)
+        if value is not None and not value <= deviation.tolerance[name]:
+            found.append(name)
+    return found
+
+
+def describe(deviation: Deviation, quantity: str) -> str:
+    """One clause: what was found and what is allowed."""
+    value, allowed = getattr(deviation, quantity), deviation.tolerance[quantity]
+    place = getattr(deviation, f"{quantity}_worst", None)
+    return f"{quantity}{f' of {place}' if place else ''} deviates by {value:.2g} (allowed {allowed:g})"

@@ -1,0 +1,213 @@
+"""The verification pass inside a rank: a few deterministic steps whose gradients and updates are compared with the
+reference's. docs/decisions/verification.md says why these quantities and these tolerances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from zerobench.bench.job import TensorDeviation, Verification
+from zerobench.bench.tolerances import GRADIENT_FLOOR, PIECE_FLOOR, PIECE_NUMEL, VERIFY_STEPS
+from zerobench.errors import Error, VerificationError
+from zerobench.strategies.base import Batch, Strategy, StrategySettings
+from zerobench.strategies.shared import checksum
+
+Tensors = Mapping[str, torch.Tensor]
+BatchesOfStep = Callable[[int], Sequence[Batch]]
+
+_MAX_SKIPPED = 40  # a loss scale of 2**16 halves to one in 16 overflows
+_TINY = 1e-30
+_ROUNDING = 128 * 2.0**-24  # of a parameter: an update below it is lost in the parameter's own rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What a strategy's short deterministic run left behind."""
+
+    loss: float  # this rank's mean, step 1
+    norm: float | None  # global, before clipping, step 1
+    gradients: Tensors  # full, averaged, unclipped, step 1
+    parameters: Tensors  # full, after VERIFY_STEPS
+    moments: Tensors  # full exp_avg, after VERIFY_STEPS
+
+
+class Reference(NamedTuple):
+    gradients: Tensors
+    updates: Tensors  # parameters after VERIFY_STEPS less the first ones
+    parameters: Tensors
+    moments: Tensors
+
+
+def gather_evidence(
+    strategy: Strategy, batches: BatchesOfStep, *, tick: Callable[[int], None] = lambda step: None
+) -> Evidence:
+    """Train VERIFY_STEPS steps. Collective. A step that fp16 overflow skipped is run again on the same data, so that
+    strategies that skip at different scales still make the same updates."""
+    loss, norm, gradients = math.nan, None, {}
+    for step in range(VERIFY_STEPS):
+        result = strategy.step(batches(step), norm=True)
+        for _ in range(_MAX_SKIPPED):
+            if result.applied:
+                break
+            result = strategy.step(batches(step), norm=True)
+        if not result.applied:
+            raise VerificationError(f"step {step + 1} overflowed fp16 {_MAX_SKIPPED + 1} times in a row: nothing to compare")
+        if step == 0:
+            loss = float(result.loss)
+            norm = None if result.grad_norm is None else float(result.grad_norm)
+            gradients = gradients_of_first_step(strategy.first_moments(), strategy.settings, norm)
+        tick(step + 1)
+    return Evidence(
+        loss=loss,
+        norm=norm,
+        gradients=gradients,
+        parameters=strategy.full_parameters(),
+        moments=strategy.first_moments(),
+    )
+
+
+def gradients_of_first_step(moments: Tensors, settings: StrategySettings, norm: float | None) -> Tensors:
+    """After one step exp_avg is (1 - beta1) times the clipped gradient."""
+    factor = 1 - settings.optimizer.beta1
+    if settings.clip is not None:
+        if norm is None:
+            raise Error("the strategy clips and gave no gradient norm, so its gradients cannot be checked")
+        factor *= min(1.0, settings.clip / (norm + 1e-6))
+    return {name: moment / factor for name, moment in moments.items()}
+
+
+def write_reference(path: Path, evidence: Evidence, initial: Tensors) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, parameter in evidence.parameters.items():
+        tensors[f"gradient/{name}"] = evidence.gradients[name].contiguous()
+        tensors[f"update/{name}"] = (parameter - initial[name]).contiguous()
+        tensors[f"parameter/{name}"] = parameter.contiguous()
+        tensors[f"moment/{name}"] = evidence.moments[name].contiguous()
+    save_file(tensors, path)
+
+
+def read_reference(path: Path) -> Reference:
+    from safetensors.torch import load_file
+
+    parts: dict[str, dict[str, torch.Tensor]] = {"gradient": {}, "update": {}, "parameter": {}, "moment": {}}
+    for key, tensor in load_file(path).items():
+        kind, name = key.split("/", 1)
+        parts[kind][name] = tensor
+    return Reference(parts["gradient"], parts["update"], parts["parameter"], parts["moment"])
+
+
+def compare(evidence: Evidence, reference: Reference, *, precision: str) -> TensorDeviation:
+    """Tensor by tensor. Raises where the two do not hold the same parameters."""
+    check_names(evidence.parameters, reference.parameters)
+    check_names(evidence.gradients, reference.gradients)
+    gradient, gradient_worst = gradient_deviation(
+        evidence.gradients, reference.gradients, floor=GRADIENT_FLOOR[precision]
+    )
+    piece, piece_worst = piece_deviation(evidence.parameters, reference, floor=PIECE_FLOOR[precision])
+    difference, update, max_abs = 0.0, 0.0, 0.0
+    for name, parameter in reference.parameters.items():
+        error = evidence.parameters[name].double() - parameter.double()
+        difference += squares(error)
+        update += squares(reference.updates[name])
+        max_abs = nan_max(max_abs, float(error.abs().max()) if error.numel() else 0.0)
+    return TensorDeviation(
+        gradient=gradient,
+        gradient_worst=gradient_worst,
+        update=math.sqrt(difference / max(update, _TINY)),
+        piece=piece,
+        piece_worst=piece_worst,
+        max_abs=max_abs,
+    )
+
+
+def check_names(found: Tensors, expected: Tensors) -> None:
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise VerificationError(
+            f"parameter names differ from the reference's: missing {missing[:3]}, unknown {extra[:3]}"
+        )
+    for name, tensor in expected.items():
+        if found[name].shape != tensor.shape:
+            raise VerificationError(
+                f"{name} has shape {tuple(found[name].shape)}, the reference {tuple(tensor.shape)}"
+            )
+
+
+def gradient_deviation(found: Tensors, expected: Tensors, *, floor: float) -> tuple[float, str]:
+    """Largest relative L2 over parameters, and whose it is. A gradient that vanishes (the bias of attention keys has
+    none in theory) is held against ``floor`` times the model's root mean square gradient instead of its own noise."""
+    total = sum(squares(gradient) for gradient in expected.values())
+    numel = sum(gradient.numel() for gradient in expected.values())
+    mean_square = total / max(numel, 1)
+    worst, worst_name = 0.0, ""
+    for name, gradient in expected.items():
+        least = floor**2 * mean_square * gradient.numel()
+        size = max(squares(gradient), least, _TINY)
+        relative = math.sqrt(squares(found[name].double() - gradient.double()) / size)
+        if not relative <= worst:
+            worst, worst_name = relative, name
+            if math.isnan(relative):
+                break
+    return worst, worst_name
+
+
+def piece_deviation(parameters: Tensors, reference: Reference, *, floor: float) -> tuple[float, str]:
+    """The worst piece of PIECE_NUMEL consecutive elements, and in which parameter it lies.
+
+    A piece's deviation is the median over its elements of |difference of update| / |update|, counting the half with the
+    larger first moments: Adam turns the rounding noise of small gradients into full steps, and a shard that missed one
+    update of four moves every element of its pieces by about a quarter."""
+    total = sum(squares(moment) for moment in reference.moments.values())
+    numel = sum(moment.numel() for moment in reference.moments.values())
+    least = floor**2 * total / max(numel, 1)
+    worst, worst_name = 0.0, ""
+    for name, expected in reference.parameters.items():
+        error = (parameters[name] - expected).abs()
+        size = reference.updates[name].abs() + _ROUNDING * expected.abs() + _TINY
+        ratio, weight = in_pieces(error / size), in_pieces(reference.moments[name].abs())
+        mean_square = weight.square().nanmean(dim=1)
+        counted = (mean_square >= least) | (mean_square == 0)  # without any gradient, decay alone moves it
+        if not bool(counted.any()):
+            continue
+        ratio, weight = ratio[counted], weight[counted]
+        ratio = ratio.nan_to_num(nan=math.inf)  # NaN parameters are wrong; padding is NaN in weight and drops out below
+        ratio[~(weight >= weight.nanmedian(dim=1, keepdim=True).values)] = math.nan
+        largest = float(ratio.nanmedian(dim=1).values.max())
+        if not largest <= worst:
+            worst, worst_name = largest, name
+    return worst, worst_name
+
+
+def in_pieces(tensor: torch.Tensor) -> torch.Tensor:
+    """(pieces, PIECE_NUMEL) float; the last piece is filled with NaN."""
+    flat = tensor.reshape(-1).float()
+    filled = torch.full((-(-flat.numel() // PIECE_NUMEL) * PIECE_NUMEL,), math.nan)
+    filled[: flat.numel()] = flat
+    return filled.view(-1, PIECE_NUMEL)
+
+
+def squares(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().sum())
+
+
+def nan_max(a: float, b: float) -> float:
+    return b if math.isnan(b) or b > a else a
+
+
+def verify_row(evidence: Evidence, *, reference_file: Path | None, precision: str, is_first: bool) -> Verification:
+    """This rank's part of the verdict; rank 0 compares the tensors, which are the same on every rank."""
+    if not is_first:
+        return Verification(loss=evidence.loss, norm=evidence.norm)
+    deviation = None
+    if reference_file is not None:
+        deviation = compare(evidence, read_reference(reference_file), precision=precision)
+    return Verification(
+        loss=evidence.loss, norm=evidence.norm, checksum=checksum(evidence.parameters), deviation=deviation
+    )

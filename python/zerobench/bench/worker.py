@@ -1,0 +1,230 @@
+"""What one rank does: verify, then measure, then report. Runs in a fresh process forked by the fork server."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from zerobench import data, models, strategies
+from zerobench.bench import measure, verify
+from zerobench.bench.job import Job, Progress, RankError, Report, Skipped, Window
+from zerobench.bench.machine import cpus_usable
+from zerobench.bench.result import RowDtypes
+from zerobench.errors import CommunicationError
+from zerobench.strategies.base import OptimizerSettings, Strategy, StrategySettings
+
+TICK_INTERVAL_S = 0.1
+
+
+class Channel:
+    """The pipe to the command."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._next_tick_s = 0.0
+        self.phase = "start"
+
+    def send(self, kind: str, body: BaseModel) -> None:
+        view = memoryview(json.dumps({"kind": kind, "body": body.model_dump(mode="json")}).encode() + b"\n")
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    def tick(self, phase: str, step: int) -> None:
+        """A sign of life, at most ten a second within a phase so that no step notices."""
+        now = time.monotonic()
+        if phase == self.phase and now < self._next_tick_s:
+            return
+        self.phase, self._next_tick_s = phase, now + TICK_INTERVAL_S
+        self.send("progress", Progress(phase=phase, step=step))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank is, from the environment that launchers set."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    rendezvous: str
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Place:
+        return cls(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
+            rendezvous=environment["ZEROBENCH_RENDEZVOUS"],
+        )
+
+
+def run_rank(request: dict[str, Any], *, report_fd: int) -> int:
+    """Run a job's part of this rank and say how it went; the exit code."""
+    channel = Channel(report_fd)
+    place = Place.from_environment(os.environ)
+    scratch = Path(request.pop("scratch"))
+    stack = (scratch / f"stack.{place.rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)  # a stalled rank is asked where it is
+    try:
+        outcome = run_job(Job.model_validate(request), place, channel)
+    except BaseException as error:
+        traceback.print_exc()
+        channel.send("error", describe_error(error, channel.phase))
+        return 1
+    channel.send("report" if isinstance(outcome, Report) else "skipped", outcome)
+    return 0
+
+
+def describe_error(error: BaseException, phase: str) -> RankError:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return RankError(
+        type=type(error).__name__,
+        message=lines[0],
+        phase=phase,
+        out_of_memory=isinstance(error, MemoryError | torch.OutOfMemoryError),
+        communication=isinstance(error, CommunicationError | torch.distributed.DistError),
+        peer=error.rank if isinstance(error, CommunicationError) else -1,
+    )
+
+
+def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
+    from zerobench import _core
+
+    _core.install_counting_allocator()  # before the first tensor, so that every byte is counted
+    threads = max(1, cpus_usable() // place.local_world_size)
+    torch.set_num_threads(threads)
+    torch.manual_seed(job.settings.seed)
+    channel.tick("load", 0)
+    strategy_class = strategies.get(job.strategy)
+    settings = strategy_settings(job, place)
+    reason = strategy_class.unsupported(settings)
+    if reason is not None:
+        return Skipped(reason=reason)
+    report = None
+    if job.verify:
+        report = verified(job, strategy_class, place, channel)
+    if job.measure:
+        window, dtypes = measured(job, strategy_class, settings, channel)
+        report = Report(dtypes=dtypes, verification=report.verification if report else None, window=window)
+    if report is None:
+        raise ValueError(f"job {job.name} asks neither for verification nor for measurement")
+    return report
+
+
+def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) -> StrategySettings:
+    settings = job.settings
+    # The reference is one process that trains every rank's micro-batches, as if they were accumulated.
+    ranks_per_process = settings.world_size // place.world_size
+    return StrategySettings(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        rendezvous=place.rendezvous,
+        precision=settings.precision,
+        batch_size=settings.batch_size,
+        seq_length=settings.seq_length,
+        grad_accum=settings.grad_accum * ranks_per_process,
+        clip=settings.clip,
+        checkpointing=settings.checkpointing,
+        optimizer=OptimizerSettings(**settings.optimizer),
+        timeout_s=job.timeout_s,
+        deterministic=deterministic,
+        options=job.options,
+    )
+
+
+@contextlib.contextmanager
+def open_strategy(strategy_class: type[Strategy], settings: StrategySettings, build: Callable[[], Any]):  # type: ignore[no-untyped-def]
+    """A built strategy, closed at the end; what went wrong inside wins over what goes wrong while closing."""
+    strategy = strategy_class(settings)
+    try:
+        strategy.build(build)
+        yield strategy
+    except BaseException:
+        with contextlib.suppress(Exception):
+            strategy.close()
+        raise
+    strategy.close()
+
+
+def model_factory(config: Mapping[str, Any], seed: int) -> Callable[[], torch.nn.Module]:
+    return partial(models.build, models.ModelConfig.model_validate(config), seed)
+
+
+def open_batches(job: Job, settings: StrategySettings, model: Mapping[str, Any]) -> tuple[data.Dataset, Callable]:  # type: ignore[type-arg]
+    dataset = data.open_data(
+        job.settings.data,
+        seed=job.settings.seed,
+        seq_length=settings.seq_length,
+        vocab_size=models.ModelConfig.model_validate(model).vocab_size,
+    )
+    of_step = partial(
+        dataset.micro_batches,
+        rank=settings.rank,
+        world_size=settings.world_size,
+        batch_size=settings.batch_size,
+        grad_accum=settings.grad_accum,
+    )
+    return dataset, of_step
+
+
+def verified(job: Job, strategy_class: type[Strategy], place: Place, channel: Channel) -> Report:
+    """The verification pass, under deterministic algorithms and in a strategy of its own."""
+    settings = strategy_settings(job, place, deterministic=True)
+    reference_file = Path(job.reference_file) if job.reference_file else None
+    _, of_step = open_batches(job, settings, job.verify_model)
+    build = model_factory(job.verify_model, job.settings.seed)
+    with open_strategy(strategy_class, settings, build) as strategy:
+        channel.tick("verification", 0)
+        initial = strategy.full_parameters() if job.kind == "reference" else {}
+        evidence = verify.gather_evidence(strategy, of_step, tick=lambda step: channel.tick("verification", step))
+        dtypes = RowDtypes(**vars(strategy.dtypes()))
+    if job.kind == "reference":
+        assert reference_file is not None
+        verify.write_reference(reference_file, evidence, initial)
+        reference_file = None
+    verification = verify.verify_row(
+        evidence, reference_file=reference_file, precision=settings.precision, is_first=place.rank == 0
+    )
+    return Report(dtypes=dtypes, verification=verification)
+
+
+def measured(
+    job: Job, strategy_class: type[Strategy], settings: StrategySettings, channel: Channel
+) -> tuple[Window, RowDtypes]:
+    """The measured pass, as users train."""
+    dataset, of_step = open_batches(job, settings, job.model)
+    warmup_steps, num_steps = job.settings.warmup_steps, job.settings.num_steps
+    steps = [of_step(step) for step in range(warmup_steps + num_steps + job.profile_steps)]
+    validation = dataset.validation_batches(
+        rank=settings.rank,
+        world_size=settings.world_size,
+        batch_size=settings.batch_size,
+        num_batches=job.validation_batches,
+    )
+    with open_strategy(strategy_class, settings, model_factory(job.model, job.settings.seed)) as strategy:
+        channel.tick("warm-up", 0)
+        window = measure.measure(
+            strategy,
+            warmup=steps[:warmup_steps],
+            window=steps[warmup_steps : warmup_steps + num_steps],
+            validation=validation,
+            profile=steps[warmup_steps + num_steps :],
+            tick=channel.tick,
+        )
+        return window, RowDtypes(**vars(strategy.dtypes()))
