@@ -39,7 +39,9 @@ def split(option: str, text: str, convert: Callable[[str], T]) -> list[T]:
         try:
             values[convert(part)] = None
         except ValueError:
-            raise ConfigError(f"{option} {part!r} is no {convert.__name__}: give one or a comma list") from None
+            raise ConfigError(
+                f"{option} {part!r} is no {convert.__name__}: give one or a comma list"
+            ) from None
     return list(values)
 
 
@@ -76,30 +78,83 @@ def model_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 @app.command()
 def compare(
-    model: Annotated[str, typer.Option(help="Presets: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt-64m, gpt-512m.")] = "tiny",
+    model: Annotated[
+        str, typer.Option(help="Presets: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt-64m, gpt-512m.")
+    ] = "tiny",
     num_layers: Annotated[str | None, typer.Option(help="Instead of the preset's.")] = None,
     hidden_size: Annotated[str | None, typer.Option(help="Instead of the preset's.")] = None,
-    model_option: Annotated[list[str] | None, typer.Option(metavar="FIELD=VALUE", help="Any other field of the model, such as num_heads=8 or tied_embeddings=false; may be repeated.")] = None,
-    strategies: Annotated[str | None, typer.Option(help="single, zero0 to zero3, ddp, fsdp2, or package.module:ClassName of your own. Default: all of them.")] = None,
-    stages: Annotated[str | None, typer.Option(help="Short for strategies zero0 to zero3: --stages 0,3. Joins --strategies.")] = None,
+    model_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE",
+            help="Any other field of the model, such as num_heads=8 or tied_embeddings=false; may be repeated.",
+        ),
+    ] = None,
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            help="single, zero0 to zero3, ddp, fsdp2, or package.module:ClassName of your own. Default: all of them."
+        ),
+    ] = None,
+    stages: Annotated[
+        str | None,
+        typer.Option(help="Short for strategies zero0 to zero3: --stages 0,3. Joins --strategies."),
+    ] = None,
     batch_size: Annotated[str, typer.Option(help="Sequences per rank and micro-batch.")] = "4",
     seq_length: Annotated[str, typer.Option(help="Tokens per sequence.")] = "128",
     grad_accum: Annotated[str, typer.Option(help="Micro-batches per optimizer step.")] = "1",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     num_steps: Annotated[int, typer.Option(help="Measured optimizer steps.")] = 20,
     warmup_steps: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 5,
-    repeats: Annotated[int, typer.Option(help="Measure everything this often, interleaved, in fresh processes.")] = 1,
-    world_size: Annotated[str | None, typer.Option(help="Ranks. Default: 2, or 1 on a single core; under torchrun or srun what those started.")] = None,
+    repeats: Annotated[
+        int, typer.Option(help="Measure everything this often, interleaved, in fresh processes.")
+    ] = 1,
+    world_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Ranks. Default: 2, or 1 on a single core; under torchrun or srun what those started."
+        ),
+    ] = None,
     clip: Annotated[str, typer.Option(help="Maximum global gradient norm, or none.")] = "none",
-    checkpointing: Annotated[bool, typer.Option("--checkpointing/--no-checkpointing", help="Recompute every block's activations in backward.")] = False,
+    checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--checkpointing/--no-checkpointing", help="Recompute every block's activations in backward."
+        ),
+    ] = False,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
-    data: Annotated[str, typer.Option(help="A text file, a folder, stdlib (the interpreter's own Python sources) or synthetic.")] = "stdlib",
+    data: Annotated[
+        str,
+        typer.Option(
+            help="A text file, a folder, stdlib (the interpreter's own Python sources) or synthetic."
+        ),
+    ] = "stdlib",
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds without progress after which a configuration has failed.")] = 300.0,
-    rank_memory_gib: Annotated[float | None, typer.Option(help="Private memory that a rank may take beyond what importing torch takes; more is oom. Memory shared between ranks does not count.")] = None,
-    baseline: Annotated[str | None, typer.Option(help="Strategy or row that speedup and memory change refer to. Default: ddp, else single.")] = None,
-    config: Annotated[list[Path] | None, typer.Option(metavar="FILE...", help="zerobench configurations, one row a file, instead of --strategies and --stages.")] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Where results go. Default: a new results/compare_<time>.")] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without progress after which a configuration has failed.")
+    ] = 300.0,
+    rank_memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            help="GiB of private memory that a rank may take beyond what importing torch took; more is oom."
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            help="Strategy or row that speedup and memory change refer to. Default: ddp, else single."
+        ),
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE...",
+            help="zerobench configurations, one row a file, instead of --strategies and --stages.",
+        ),
+    ] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Where results go. Default: a new results/compare_<time>.")
+    ] = None,
 ) -> None:
     """Verify and measure strategies side by side.
 
@@ -154,7 +209,11 @@ def compare(
     )
     plan = make_plan(options, given_world_size=given.world_size if given else None)
     launcher = given.open_launcher() if given else Launcher()
-    raise typer.Exit(run_comparison(plan, output_dir=output_dir, launcher=launcher, console=Console(), notes=Console(stderr=True)))
+    raise typer.Exit(
+        run_comparison(
+            plan, output_dir=output_dir, launcher=launcher, console=Console(), notes=Console(stderr=True)
+        )
+    )
 
 
 def default_world_size() -> int:
@@ -173,7 +232,9 @@ def add_working_folder() -> None:
 @app.command()
 def show(
     results: Annotated[Path, typer.Argument(help="A results.json or the folder that holds one.")],
-    plots: Annotated[Path | None, typer.Option(help="Draw the plots into this folder. Default: plots beside results.json.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Draw the plots into this folder. Default: plots beside results.json.")
+    ] = None,
 ) -> None:
     """The table, the advice and the plots again, from files alone."""
     from zerobench.bench.run import show as show_results
@@ -185,7 +246,9 @@ def show(
     try:
         paths = write_plots(found, folder)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot receive plots ({error.strerror or error}): give a folder to write to as --plots") from None
+        raise ConfigError(
+            f"{folder} cannot receive plots ({error.strerror or error}): give a folder to write to as --plots"
+        ) from None
     for path in paths:
         Console().print(str(path), soft_wrap=True, highlight=False)
 
@@ -253,5 +316,7 @@ def main() -> None:
 
 
 def fail(message: str, code: int) -> None:
-    Console(stderr=True).print(f"zerobench: {message}", style="red", soft_wrap=True, highlight=False, markup=False)
+    Console(stderr=True).print(
+        f"zerobench: {message}", style="red", soft_wrap=True, highlight=False, markup=False
+    )
     sys.exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -11,8 +12,8 @@ from typing import Any
 from zerobench.bench.job import Report, Window
 from zerobench.bench.launch import Outcome
 from zerobench.bench.plan import Configuration
-from zerobench.bench.result import Deviation, Results, Row, RowDtypes
-from zerobench.bench.tolerances import TOLERANCES, VERIFY_STEPS, describe, exceeded
+from zerobench.bench.result import Deviation, Results, Row
+from zerobench.bench.tolerances import TOLERANCES, VERIFY_STEPS, describe, exceeded, tolerance_precision
 from zerobench.report.stats import summarise
 
 
@@ -37,7 +38,9 @@ def first_row(configuration: Configuration, **known: Any) -> Row:
     )
 
 
-def apply_outcome(row: Row, outcome: Outcome, configuration: Configuration, reference: ReferenceRun | None) -> None:
+def apply_outcome(
+    row: Row, outcome: Outcome, configuration: Configuration, reference: ReferenceRun | None
+) -> None:
     """Fill ``row`` from a run that verified, and measured unless it was stopped."""
     row.status, row.error = outcome.status, outcome.error
     if outcome.status != "ok":
@@ -59,7 +62,9 @@ def by_rank(reports: Mapping[int, Report]) -> list[Report]:
     return [reports[rank] for rank in sorted(reports)]
 
 
-def assess(reports: Sequence[Report], configuration: Configuration, reference: ReferenceRun | None) -> Deviation:
+def assess(
+    reports: Sequence[Report], configuration: Configuration, reference: ReferenceRun | None
+) -> Deviation:
     """Compare with the reference. Tensors were compared by rank 0; losses are averaged over ranks here."""
     verification = reports[0].verification
     assert verification is not None
@@ -77,7 +82,7 @@ def assess(reports: Sequence[Report], configuration: Configuration, reference: R
         loss=relative(fmean(losses), reference.loss),
         norm=norm,
         **tensors.model_dump(),
-        tolerance=dict(TOLERANCES[configuration.settings.precision]),
+        tolerance=dict(TOLERANCES[tolerance_precision(configuration.settings.precision, reports[0].dtypes)]),
         checksum_group=group,
     )
     found = exceeded(deviation)
@@ -85,7 +90,9 @@ def assess(reports: Sequence[Report], configuration: Configuration, reference: R
     on = "" if layers == of else f" with {layers} of {of} layers, since the reference of all would not fit"
     steps = f"single on the same global batches, step 1 and {VERIFY_STEPS} steps{on}"
     deviation.verdict = (
-        f"differs from {steps}: {', '.join(describe(deviation, name) for name in found)}" if found else f"as {steps}"
+        f"differs from {steps}: {', '.join(describe(deviation, name) for name in found)}"
+        if found
+        else f"as {steps}"
     )
     return deviation
 
@@ -103,7 +110,9 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     step_s = row.step_time_ms.median / 1e3
     row.samples_per_s = settings.world_size * settings.batch_size * settings.grad_accum / step_s
     row.tokens_per_s = row.samples_per_s * settings.seq_length
-    row.peak_device_bytes = largest([row.peak_device_bytes, *(window.peak_device_bytes for window in windows)])
+    row.peak_device_bytes = largest(
+        [row.peak_device_bytes, *(window.peak_device_bytes for window in windows)]
+    )
     row.peak_host_bytes = largest([row.peak_host_bytes, *(window.peak_host_bytes for window in windows)])
     if earlier:
         return
@@ -117,7 +126,12 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     phases = {phase for window in windows for phase in window.phases_ms}
     row.phases_ms = {
         phase: fmean(window.phases_ms.get(phase, 0.0) for window in windows)
-        for phase in ("forward", "backward", "optimizer", *sorted(phases - {"forward", "backward", "optimizer"}))
+        for phase in (
+            "forward",
+            "backward",
+            "optimizer",
+            *sorted(phases - {"forward", "backward", "optimizer"}),
+        )
         if phase in phases
     }
     settings.threads_per_rank = windows[0].threads
@@ -162,7 +176,10 @@ def settle_checksums(rows: Sequence[Row]) -> None:
         for row in group:
             if len(counts) > 1 and (len(winners) > 1 or row.checksum != winners[0]):
                 others = sorted({other.strategy for other in group if other.checksum != row.checksum})
-                mark_wrong(row, f"parameters after {VERIFY_STEPS} steps are not bit for bit those of {', '.join(others)}")
+                mark_wrong(
+                    row,
+                    f"parameters after {VERIFY_STEPS} steps are not bit for bit those of {', '.join(others)}",
+                )
 
 
 def mark_wrong(row: Row, why: str) -> None:
@@ -184,12 +201,15 @@ def settle_dtypes(rows: Sequence[Row]) -> None:
         if row.dtypes is not None:
             by_precision.setdefault(row.settings.precision, []).append(row)
     for group in by_precision.values():
-        keys = [dtype_key(row.dtypes) for row in group if row.dtypes]
-        most = max(keys, key=keys.count)
-        for row, key in zip(group, keys, strict=True):
-            row.comparable = key == most
+        most = Counter(key for row in group for key in [dtype_key(row)] if key is not None).most_common(1)
+        for row in group:
+            key, alone = dtype_key(row), row.settings.world_size == 1
+            # One rank reduces nothing, so its dtype of reduction is no difference.
+            row.comparable = any(
+                key == top or (alone and key[:-1] == top[:-1]) for top, _ in most if key and top
+            )
 
 
-def dtype_key(dtypes: RowDtypes) -> tuple[str, ...]:
-    """Of these the work and the memory depend; gradients are reduced in what differs least, and one rank reduces none."""
-    return dtypes.param, dtypes.compute, dtypes.master, dtypes.state
+def dtype_key(row: Row) -> tuple[str, ...] | None:
+    dtypes = row.dtypes
+    return (dtypes.param, dtypes.compute, dtypes.master, dtypes.state, dtypes.reduce) if dtypes else None

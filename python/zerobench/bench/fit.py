@@ -21,7 +21,9 @@ _REPLICATED = {
     "zero3": (False, False, False),
     "fsdp2": (False, False, False),
 }
-_REFERENCE_BYTES_PER_PARAMETER = 40  # 16 to train, and fp32 copies: first and last parameters, gradients, moments, a file
+_REFERENCE_BYTES_PER_PARAMETER = (
+    40  # 16 to train, and fp32 copies: first and last parameters, gradients, moments, a file
+)
 
 
 def least_rank_bytes(configuration: Configuration) -> int:
@@ -32,7 +34,8 @@ def least_rank_bytes(configuration: Configuration) -> int:
     parts = (2, 2, 12) if low else (4, 4, 8)
     replicated = _REPLICATED.get(configuration.strategy, (False, False, False))
     return sum(
-        count * part // (1 if whole else settings.world_size) for part, whole in zip(parts, replicated, strict=True)
+        count * part // (1 if whole else settings.world_size)
+        for part, whole in zip(parts, replicated, strict=True)
     )
 
 

@@ -139,7 +139,9 @@ def run_child(
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
-        os.dup2(report, 3, inheritable=False)  # the server's own socket and pipes lie above and are closed here
+        os.dup2(
+            report, 3, inheritable=False
+        )  # the server's own socket and pipes lie above and are closed here
         os.closerange(4, 1 << 16)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         os.environ.update(environment)

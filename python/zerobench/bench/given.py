@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from zerobench.bench.job import Job, Report
-from zerobench.bench.launch import Launcher, Outcome, ProgressCallback, free_port, rank_environment
+from zerobench.bench.launch import Launcher, Outcome, ProgressCallback, meeting_point, rank_environment
 from zerobench.errors import ConfigError, Error
 
 _POLL_S = 0.5
@@ -44,9 +44,15 @@ class GivenRank:
 def given_ranks(environment: Mapping[str, str]) -> GivenRank | None:
     """From torchrun's variables, else from srun's; None in a process of its own."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+        missing = [
+            name
+            for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            if name not in environment
+        ]
         if missing:
-            raise ConfigError(f"RANK and WORLD_SIZE are set and {', '.join(missing)} not: use torchrun, or unset them")
+            raise ConfigError(
+                f"RANK and WORLD_SIZE are set and {', '.join(missing)} not: use torchrun, or unset them"
+            )
         return GivenRank(
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
@@ -62,8 +68,11 @@ def given_ranks(environment: Mapping[str, str]) -> GivenRank | None:
             world_size=int(environment["SLURM_STEP_NUM_TASKS"]),
             local_rank=int(environment["SLURM_LOCALID"]),
             local_world_size=slurm_tasks_here(environment),
-            master_addr=environment.get("MASTER_ADDR") or slurm_first_host(environment["SLURM_STEP_NODELIST"]),
-            master_port=int(environment.get("MASTER_PORT") or 20000 + int(environment["SLURM_JOB_ID"]) % 10000),
+            master_addr=environment.get("MASTER_ADDR")
+            or slurm_first_host(environment["SLURM_STEP_NODELIST"]),
+            master_port=int(
+                environment.get("MASTER_PORT") or 20000 + int(environment["SLURM_JOB_ID"]) % 10000
+            ),
         )
     return None
 
@@ -80,7 +89,9 @@ def slurm_tasks_here(environment: Mapping[str, str]) -> int:
 def slurm_first_host(nodes: str) -> str:
     if "[" not in nodes:
         return nodes.split(",")[0]
-    names = subprocess.run(["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True)
+    names = subprocess.run(
+        ["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True
+    )
     return names.stdout.split()[0]
 
 
@@ -111,7 +122,9 @@ class Answer(BaseModel):
 
     @classmethod
     def of(cls, outcome: Outcome) -> Answer:
-        return cls(status=outcome.status, secondary=outcome.secondary, reports=outcome.reports, error=outcome.error)
+        return cls(
+            status=outcome.status, secondary=outcome.secondary, reports=outcome.reports, error=outcome.error
+        )
 
 
 class GivenLauncher(Launcher):
@@ -126,10 +139,8 @@ class GivenLauncher(Launcher):
     def run(self, job: Job, *, log: Path, on_progress: ProgressCallback | None = None, **_: Any) -> Outcome:
         self._sequence += 1
         shared = {
-            "MASTER_ADDR": "127.0.0.1" if job.num_ranks == 1 else self._given.master_addr,
-            "MASTER_PORT": str(free_port()),
-            "ZEROBENCH_RENDEZVOUS": f"{os.getpid()}-{time.time_ns()}",
-            "TORCHELASTIC_USE_AGENT_STORE": "False",  # a job's ranks meet on a port of their own
+            **meeting_point("127.0.0.1" if job.num_ranks == 1 else self._given.master_addr),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # a job's ranks meet on ports of their own
         }
         request = {"job": job.model_dump(mode="json"), "environment": shared, "log": str(log.absolute())}
         self._store.set(f"job/{self._sequence}", json.dumps(request))
@@ -143,7 +154,9 @@ class GivenLauncher(Launcher):
         try:
             self._store.wait([key], timedelta(seconds=job.timeout_s + _ANSWER_MARGIN_S))
         except Exception as error:
-            raise Error(f"given rank {rank} does not answer; its process or host is gone ({type(error).__name__})") from None
+            raise Error(
+                f"given rank {rank} does not answer; its process or host is gone ({type(error).__name__})"
+            ) from None
         return Answer.model_validate_json(self._store.get(key))
 
     def close(self) -> None:
@@ -182,8 +195,12 @@ def run_part(
         next_poll_s = time.monotonic() + _POLL_S
         return bool(store.check([f"abort/{sequence}"]))
 
-    local_rank, local_world_size = (0, 1) if job.num_ranks == 1 else (given.local_rank, given.local_world_size)
-    place = rank_environment(given.rank, job.num_ranks, local_rank=local_rank, local_world_size=local_world_size)
+    local_rank, local_world_size = (
+        (0, 1) if job.num_ranks == 1 else (given.local_rank, given.local_world_size)
+    )
+    place = rank_environment(
+        given.rank, job.num_ranks, local_rank=local_rank, local_world_size=local_world_size
+    )
     outcome: Outcome = run(
         job, log=log, on_progress=on_progress, environments=[{**shared, **place}], aborted=aborted
     )
@@ -231,4 +248,6 @@ def merge(answers: list[Answer]) -> Outcome:
         first = [answer for answer in found if not answer.secondary] or found
         if first:
             return Outcome(status=first[0].status, error=first[0].error)
-    return Outcome(status="ok", reports={rank: report for answer in answers for rank, report in answer.reports.items()})
+    return Outcome(
+        status="ok", reports={rank: report for answer in answers for rank, report in answer.reports.items()}
+    )

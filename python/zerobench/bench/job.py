@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zerobench.bench.result import RowDtypes, Settings
 
+NUM_PASSES = 2  # verification and measurement, each with a strategy built anew
+
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -22,7 +24,9 @@ class Job(_Message):
     settings: Settings
     model: dict[str, Any]
     verify_model: dict[str, Any]  # the same, or with fewer layers where the reference would not fit
-    num_ranks: int  # processes to start; a reference is one process that trains settings.world_size ranks' batches
+    num_ranks: (
+        int  # processes to start; a reference is one process that trains settings.world_size ranks' batches
+    )
     verify: bool
     measure: bool
     reference_file: str | None = None  # a reference writes it, a row reads it

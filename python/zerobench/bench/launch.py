@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerobench.bench.forkserver import MESSAGE_LIMIT_BYTES
-from zerobench.bench.job import Job, Progress, RankError, Report, Skipped
+from zerobench.bench.job import NUM_PASSES, Job, Progress, RankError, Report, Skipped
 from zerobench.errors import Error
 
 GRACE_S = 5.0  # what the other ranks get to notice a failure and say so
@@ -178,7 +178,9 @@ class Launcher:
         finally:
             self._end(ranks)
         was_oom_killed = oom_kill_num() > kills_before
-        return judge(list(ranks.values()), stalled=stalled, timeout_s=job.timeout_s, was_oom_killed=was_oom_killed)
+        return judge(
+            list(ranks.values()), stalled=stalled, timeout_s=job.timeout_s, was_oom_killed=was_oom_killed
+        )
 
     def _fork(
         self, control: socket.socket, job: Job, environments: Sequence[Mapping[str, str]], log: Path
@@ -244,7 +246,9 @@ class Launcher:
     def _stalled(self, ranks: dict[int, RankState], job: Job) -> dict[int, str]:
         """Where each rank sits that neither spoke nor ended, when the failure is one of no progress."""
         silent = [state for state in ranks.values() if not state.spoke and not state.exited]
-        first_error_s = min((state.error_s for state in ranks.values() if state.error), default=time.monotonic())
+        first_error_s = min(
+            (state.error_s for state in ranks.values() if state.error), default=time.monotonic()
+        )
         if not silent or first_error_s - last_sign_s(ranks) < 0.9 * job.timeout_s:
             return {}
         for state in silent:
@@ -327,9 +331,13 @@ def judge(
         return Outcome(status="failed", error=_error_line((own or errors)[0]), secondary=not own)
     ended = [state for state in ranks if state.exited and not state.spoke]
     if ended:
-        return Outcome(status="failed", error=f"{_who(ended)} ended with exit code {ended[0].exit_code} and no report")
+        return Outcome(
+            status="failed", error=f"{_who(ended)} ended with exit code {ended[0].exit_code} and no report"
+        )
     silent = [state for state in ranks if not state.spoke]
-    return Outcome(status="failed", error=f"{_who(silent)} stopped after ranks elsewhere failed", secondary=True)
+    return Outcome(
+        status="failed", error=f"{_who(silent)} stopped after ranks elsewhere failed", secondary=True
+    )
 
 
 def _who(states: Iterable[RankState]) -> str:
@@ -370,21 +378,36 @@ def oom_kill_num() -> int:
     return 0
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    for port in random.SystemRandom().sample(_PORTS, 100):
+def free_ports(num_ports: int) -> list[int]:
+    """TCP ports that nobody listens on now."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, 200):
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind(("", port))
             except OSError:
                 continue
-            return port
-    raise Error(f"no free TCP port among 100 tried from {_PORTS.start} to {_PORTS.stop - 1}")
+        found.append(port)
+        if len(found) == num_ports:
+            return found
+    raise Error(f"no {num_ports} free TCP ports among 200 tried from {_PORTS.start} to {_PORTS.stop - 1}")
+
+
+def meeting_point(address: str) -> dict[str, str]:
+    """Where the ranks of a job meet. A port for each pass: a process group made again on the same store can find the
+    keys of the one before it and hang."""
+    ports = free_ports(NUM_PASSES)
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(ports[0]),
+        "ZEROBENCH_PORTS": ",".join(map(str, ports)),
+        "ZEROBENCH_RENDEZVOUS": uuid.uuid4().hex,
+    }
 
 
 def local_environments(world_size: int) -> list[dict[str, str]]:
     """What the ranks of a job need to meet when all of them are on this host."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ZEROBENCH_RENDEZVOUS": uuid.uuid4().hex}
+    shared = meeting_point("127.0.0.1")
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         shared["GLOO_SOCKET_IFNAME"] = "lo"  # gloo else resolves the host's name, which laptops often cannot
     return [

@@ -18,7 +18,7 @@ ENVIRONMENT_NAMES = (
 
 _ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16",
               "avx512_fp16", "amx_bf16", "asimd", "asimdhp", "bf16", "sve")  # fmt: skip
-_PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
+_PACKAGES = ("torch", "numpy", "pydantic")
 BUSY_LOAD_PER_CORE = 0.5
 
 
@@ -35,7 +35,10 @@ def cpu_quota() -> float | None:
     if text:
         quota, period = text.split()
         return None if quota == "max" else int(quota) / int(period)
-    quota_us, period_us = _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+    quota_us, period_us = (
+        _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
+        _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+    )
     if quota_us and period_us and int(quota_us) > 0:
         return int(quota_us) / int(period_us)
     return None
@@ -72,7 +75,10 @@ def busy_warning() -> str | None:
     load, cpus = os.getloadavg()[0], cpus_usable()
     if load <= BUSY_LOAD_PER_CORE * cpus:
         return None
-    return f"the machine is busy (load average {load:.1f} on {cpus} cores): step times will vary; stop other work or add --repeats"
+    return (
+        f"the machine is busy (load average {load:.1f} on {cpus} cores): "
+        "step times will vary; stop other work or add --repeats"
+    )
 
 
 def machine_facts() -> dict[str, Any]:
@@ -137,7 +143,15 @@ def _gpu_facts() -> list[dict[str, Any]]:
         from zerobench import _cuda
     except ImportError:
         return []
-    fields = ("name", "pci_bus_id", "compute_major", "compute_minor", "multiprocessor_num", "total_bytes", "l2_cache_bytes")
+    fields = (
+        "name",
+        "pci_bus_id",
+        "compute_major",
+        "compute_minor",
+        "multiprocessor_num",
+        "total_bytes",
+        "l2_cache_bytes",
+    )
     infos = [_cuda.device_info(index) for index in range(_cuda.device_count())]
     return [{name: getattr(info, name) for name in fields} for info in infos]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from zerobench import _native
 from zerobench.bench.job import Window
 from zerobench.strategies.base import Batch, Strategy
 
@@ -26,18 +28,17 @@ def measure(
     tick: Tick,
 ) -> Window:
     """Train and time. Batches are made beforehand, so that reading data is in nobody's time. Collective."""
-    from zerobench import _core
-
+    core = _native.load()
     for step, batches in enumerate(warmup):
         strategy.step(batches)
         tick("warm-up", step + 1)
     strategy.reset_counters()
-    _core.reset_process_usage_peak()
+    core.reset_process_usage_peak()
     host_peak_was_reset = reset_peak_host_bytes()
     step_times_ms, losses = timed_window(strategy, window, tick)
     # Peaks end with the window: what follows is no training.
-    peak_device_bytes = _core.process_usage_peak_bytes()
-    allocated_device_bytes = _core.process_usage_bytes()
+    peak_device_bytes = core.process_usage_peak_bytes()
+    allocated_device_bytes = core.process_usage_bytes()
     peak_host = peak_host_bytes() if host_peak_was_reset else None
     moved_bytes = strategy.communication_bytes()
     memory_bytes = strategy.memory_bytes()
@@ -67,7 +68,7 @@ def timed_window(
         losses.append(strategy.step(batches).loss)
         times_ns.append(time.perf_counter_ns())
         tick("measurement", step + 1)
-    return [(end - start) / 1e6 for start, end in zip(times_ns, times_ns[1:], strict=False)], losses
+    return [(end - start) / 1e6 for start, end in pairwise(times_ns)], losses
 
 
 def profiled_pass(strategy: Strategy, profile: Sequence[Sequence[Batch]], tick: Tick) -> dict[str, float]:

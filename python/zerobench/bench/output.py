@@ -26,7 +26,8 @@ class OutputFolder:
             chosen.mkdir(parents=True, exist_ok=True)
             if (chosen / "results.json").exists():
                 raise ConfigError(
-                    f"{chosen} already holds results: give another --output-dir, or look at them with `zerobench show {chosen}`"
+                    f"{chosen} already holds results: give another --output-dir, "
+                    f"or look at them with `zerobench show {chosen}`"
                 )
             (chosen / "logs").mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=chosen) as probe:
@@ -35,7 +36,8 @@ class OutputFolder:
                 os.fsync(probe.fileno())
         except OSError as error:
             raise ConfigError(
-                f"{chosen} cannot receive results ({error.strerror or error}): give a folder to write to as --output-dir"
+                f"{chosen} cannot receive results ({error.strerror or error}): "
+                "give a folder to write to as --output-dir"
             ) from None
         self.path = chosen
 

@@ -9,13 +9,14 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from zerobench import data, models, strategies
+from zerobench.bench.configs import read_row
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.result import Settings
 from zerobench.bench.tolerances import TOLERANCES, VERIFY_STEPS
@@ -76,15 +77,22 @@ class Configuration(BaseModel):
 
     def reference_group(self) -> str:
         """Configurations with the same text train the same global batches to the same parameters."""
-        kept = self.settings.model_dump(include={"precision", "batch_size", "seq_length", "clip", "data", "seed", "optimizer"})
+        kept = self.settings.model_dump(
+            include={"precision", "batch_size", "seq_length", "clip", "data", "seed", "optimizer"}
+        )
         return _digest({**kept, "model": self.model, "micro_batch_num": self.micro_batch_num})
 
     def checksum_group(self) -> str | None:
         """Configurations with the same text must end with equal parameters, bit for bit (DESIGN, placement)."""
         if self.strategy not in OURS or self.settings.grad_accum != 1:
             return None
-        return _digest({"reference": self.reference_group(), "world_size": self.settings.world_size,
-                        "checkpointing": self.settings.checkpointing})
+        return _digest(
+            {
+                "reference": self.reference_group(),
+                "world_size": self.settings.world_size,
+                "checkpointing": self.settings.checkpointing,
+            }
+        )
 
 
 def _digest(value: dict[str, Any]) -> str:
@@ -103,12 +111,14 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
 
     ``given_world_size``: torchrun or srun started that many ranks, and all rows but single's use them."""
     check_options(options, given_world_size=given_world_size)
-    drafts = grid(options)
+    drafts = from_files(options) if options.config_files else grid(options)
     if not drafts:
         raise ConfigError("nothing to compare: name at least one strategy")
     check_data(options, [settings for _, settings, _ in drafts])
     configurations = [
-        Configuration(name=name, strategy=strategy, stage=stage_of(strategy), settings=settings, options=extra)
+        Configuration(
+            name=name, strategy=strategy, stage=stage_of(strategy), settings=settings, options=extra
+        )
         for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
     ]
     return Plan(configurations=configurations, options=options, warnings=warnings_about(configurations))
@@ -140,7 +150,9 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
     for name in options.strategies:
         strategies.check(name)
         if ":" in name:
-            strategies.get(name)  # a place of one's own is wrong more often than a name; costs the import of torch
+            strategies.get(
+                name
+            )  # a place of one's own is wrong more often than a name; costs the import of torch
     for precision in options.precisions:
         if precision not in TOLERANCES:
             raise ConfigError(f"unknown precision {precision!r}: use one of {', '.join(TOLERANCES)}")
@@ -158,7 +170,9 @@ def grid(options: CompareOptions) -> list[Draft]:
         options.models, options.num_layers, options.hidden_sizes, options.precisions, options.seq_lengths,
         options.batch_sizes, options.grad_accums, options.clips, options.world_sizes, options.strategies,
     )  # fmt: skip
-    for model, layers, hidden, precision, seq, batch, accum, clip, world_size, strategy in itertools.product(*axes):
+    for model, layers, hidden, precision, seq, batch, accum, clip, world_size, strategy in itertools.product(
+        *axes
+    ):
         config = models.resolve(model, {"num_layers": layers, "hidden_size": hidden, **options.model_options})
         settings = resolve_settings(
             options,
@@ -173,6 +187,18 @@ def grid(options: CompareOptions) -> list[Draft]:
         draft: Draft = (strategy, settings, {})
         if draft not in drafts:  # single is the same row at every world size
             drafts.append(draft)
+    return drafts
+
+
+def from_files(options: CompareOptions) -> list[Draft]:
+    """A row a file at every point of the grid that the file leaves open."""
+    drafts: list[Draft] = []
+    for path in options.config_files:
+        strategy, decided, own = read_row(path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)))
+        for _, settings, _ in grid(replace(options, strategies=[strategy])):
+            draft: Draft = (strategy, settings.model_copy(update=decided), own)
+            if draft not in drafts:
+                drafts.append(draft)
     return drafts
 
 
@@ -197,7 +223,9 @@ def resolve_settings(options: CompareOptions, config: models.ModelConfig, **chos
 
 def check_data(options: CompareOptions, settings: Sequence[Settings]) -> None:
     """Open the data once for each shape that will be asked of it."""
-    for seq_length, vocab_size in sorted({(s.seq_length, s.model_config_resolved["vocab_size"]) for s in settings}):
+    for seq_length, vocab_size in sorted(
+        {(s.seq_length, s.model_config_resolved["vocab_size"]) for s in settings}
+    ):
         data.open_data(options.data, seed=options.seed, seq_length=seq_length, vocab_size=vocab_size)
 
 
@@ -252,7 +280,10 @@ def warnings_about(configurations: Sequence[Configuration]) -> list[str]:
     largest = max(configuration.settings.world_size for configuration in configurations)
     cpus = cpus_usable()
     if largest > cpus:
-        return [f"{largest} ranks share {cpus} CPU core{'s' if cpus != 1 else ''}: step times show the sharing, not the strategies"]
+        return [
+            f"{largest} ranks share {cpus} CPU core{'s' if cpus != 1 else ''}: "
+            "step times show the sharing, not the strategies"
+        ]
     return []
 
 

@@ -6,14 +6,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from zerobench.bench.job import Progress as RankProgress
 from zerobench.bench.launch import ProgressCallback
 from zerobench.bench.result import Row
 
 # Share of a configuration's time that has passed when a phase begins, roughly.
-_PHASE_SHARES = {"start": 0.0, "load": 0.05, "verification": 0.25, "warm-up": 0.5, "measurement": 0.6, "validation": 0.9, "profile": 0.95}
+_PHASE_SHARES = {
+    "start": 0.0,
+    "load": 0.05,
+    "verification": 0.25,
+    "warm-up": 0.5,
+    "measurement": 0.6,
+    "validation": 0.9,
+    "profile": 0.95,
+}
 
 
 class ProgressDisplay:
@@ -50,7 +65,9 @@ class ProgressDisplay:
         def on_progress(rank: int, progress: RankProgress) -> None:
             if rank == 0:
                 share = _PHASE_SHARES.get(progress.phase, 0.0)
-                self._bar.update(self._task, description=f"{name}: {progress.phase}", completed=int(self._done) + share)
+                self._bar.update(
+                    self._task, description=f"{name}: {progress.phase}", completed=int(self._done) + share
+                )
 
         yield on_progress
         self.skip()

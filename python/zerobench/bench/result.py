@@ -27,7 +27,9 @@ class StepTime(_Model):
     mean: float
     std: float
     samples: list[float]
-    outliers: list[int] = Field(default_factory=list, description="indices into samples; flagged, never dropped")
+    outliers: list[int] = Field(
+        default_factory=list, description="indices into samples; flagged, never dropped"
+    )
 
 
 class Settings(_Model):
@@ -125,5 +127,7 @@ class Results(_Model):
     versions: dict[str, str]
     command: str
     complete: bool = False  # False while configurations are missing (running or interrupted)
-    warnings: list[str] = Field(default_factory=list)  # what to know when reading the figures: a busy machine, ...
+    warnings: list[str] = Field(
+        default_factory=list
+    )  # what to know when reading the figures: a busy machine, ...
     rows: list[Row] = Field(default_factory=list)

@@ -25,8 +25,10 @@ from zerobench.report import advise, finish_rows, render_table
 GIB = 1 << 30
 
 
-def run_comparison(plan: Plan, *, output_dir: Path | None, launcher: Launcher, console: Console, notes: Console) -> int:
-    """Run every configuration and report; the exit code. ``notes`` takes what is not the result (progress, warnings)."""
+def run_comparison(
+    plan: Plan, *, output_dir: Path | None, launcher: Launcher, console: Console, notes: Console
+) -> int:
+    """Run every configuration and report; the exit code. ``notes`` takes progress and warnings."""
     output = OutputFolder(output_dir)
     comparison = Comparison(plan, output, launcher)
     for warning in comparison.results.warnings:
@@ -46,7 +48,8 @@ def run_comparison(plan: Plan, *, output_dir: Path | None, launcher: Launcher, c
     if interrupted:
         done, total = len(comparison.results.rows), len(plan.configurations)
         notes.print(
-            f"interrupted: {done} of {total} rows are complete and kept; see them again with `zerobench show {output.path}`",
+            f"interrupted: {done} of {total} rows are complete and kept; "
+            f"see them again with `zerobench show {output.path}`",
             style="yellow",
             soft_wrap=True,
         )
@@ -143,7 +146,9 @@ class Comparison:
         display.note(row)
         return row
 
-    def repeat_row(self, row: Row, configuration: Configuration, repeat: int, display: ProgressDisplay) -> None:
+    def repeat_row(
+        self, row: Row, configuration: Configuration, repeat: int, display: ProgressDisplay
+    ) -> None:
         """Measure an ok row once more; its samples join the others."""
         if row.status != "ok":
             display.skip()
@@ -189,7 +194,7 @@ class Comparison:
             num_ranks=1,
             verify=True,
             measure=False,
-            reference_file=str(self.launcher.scratch / f"{configuration.reference_group()}.safetensors"),
+            reference_file=str(self.launcher.scratch / f"{configuration.reference_group()}.pt"),
             timeout_s=self.plan.options.timeout_s,
         )
 
@@ -201,7 +206,9 @@ class Comparison:
             strategy=configuration.strategy,
             settings=configuration.settings,
             model=model,
-            verify_model=reference.model if reference else verification_model(model, rank_memory_bytes=self.rank_memory_bytes),
+            verify_model=reference.model
+            if reference
+            else verification_model(model, rank_memory_bytes=self.rank_memory_bytes),
             num_ranks=configuration.settings.world_size,
             verify=verify,
             measure=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from zerobench.bench.result import Deviation
+from zerobench.bench.result import Deviation, RowDtypes
 
 VERIFY_STEPS = 4
 PIECE_NUMEL = 256
@@ -24,7 +24,19 @@ GRADIENT_FLOOR: Mapping[str, float] = MappingProxyType({"fp32": 1e-3, "fp16": 0.
 PIECE_FLOOR: Mapping[str, float] = MappingProxyType({"fp32": 1e-4, "fp16": 0.01, "bf16": 0.03})
 """Pieces whose first moments lie below this share of the model's are noise: Adam turns noise into full steps."""
 
+_LOOSEST_FIRST = ("bf16", "fp16", "fp32")
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
 _QUANTITIES = ("loss", "norm", "gradient", "update", "piece")
+
+
+def tolerance_precision(precision: str, dtypes: RowDtypes) -> str:
+    """The coarsest precision that a row's arithmetic uses: that of the settings, or of what it reduces in."""
+    used = {
+        precision,
+        *(_PRECISIONS.get(name, precision) for name in (dtypes.param, dtypes.compute, dtypes.reduce)),
+    }
+    return next(name for name in _LOOSEST_FIRST if name in used)
 
 
 def exceeded(deviation: Deviation) -> list[str]:

@@ -56,7 +56,9 @@ def gather_evidence(
                 break
             result = strategy.step(batches(step), norm=True)
         if not result.applied:
-            raise VerificationError(f"step {step + 1} overflowed fp16 {_MAX_SKIPPED + 1} times in a row: nothing to compare")
+            raise VerificationError(
+                f"step {step + 1} overflowed fp16 {_MAX_SKIPPED + 1} times in a row: nothing to compare"
+            )
         if step == 0:
             loss = float(result.loss)
             norm = None if result.grad_norm is None else float(result.grad_norm)
@@ -82,25 +84,12 @@ def gradients_of_first_step(moments: Tensors, settings: StrategySettings, norm: 
 
 
 def write_reference(path: Path, evidence: Evidence, initial: Tensors) -> None:
-    from safetensors.torch import save_file
-
-    tensors = {}
-    for name, parameter in evidence.parameters.items():
-        tensors[f"gradient/{name}"] = evidence.gradients[name].contiguous()
-        tensors[f"update/{name}"] = (parameter - initial[name]).contiguous()
-        tensors[f"parameter/{name}"] = parameter.contiguous()
-        tensors[f"moment/{name}"] = evidence.moments[name].contiguous()
-    save_file(tensors, path)
+    updates = {name: parameter - initial[name] for name, parameter in evidence.parameters.items()}
+    torch.save(Reference(evidence.gradients, updates, evidence.parameters, evidence.moments)._asdict(), path)
 
 
 def read_reference(path: Path) -> Reference:
-    from safetensors.torch import load_file
-
-    parts: dict[str, dict[str, torch.Tensor]] = {"gradient": {}, "update": {}, "parameter": {}, "moment": {}}
-    for key, tensor in load_file(path).items():
-        kind, name = key.split("/", 1)
-        parts[kind][name] = tensor
-    return Reference(parts["gradient"], parts["update"], parts["parameter"], parts["moment"])
+    return Reference(**torch.load(path, weights_only=True, mmap=True))
 
 
 def compare(evidence: Evidence, reference: Reference, *, precision: str) -> TensorDeviation:
@@ -177,7 +166,9 @@ def piece_deviation(parameters: Tensors, reference: Reference, *, floor: float) 
         if not bool(counted.any()):
             continue
         ratio, weight = ratio[counted], weight[counted]
-        ratio = ratio.nan_to_num(nan=math.inf)  # NaN parameters are wrong; padding is NaN in weight and drops out below
+        ratio = ratio.nan_to_num(
+            nan=math.inf
+        )  # NaN parameters are wrong; padding is NaN in weight and drops out below
         ratio[~(weight >= weight.nanmedian(dim=1, keepdim=True).values)] = math.nan
         largest = float(ratio.nanmedian(dim=1).values.max())
         if not largest <= worst:
@@ -201,7 +192,9 @@ def nan_max(a: float, b: float) -> float:
     return b if math.isnan(b) or b > a else a
 
 
-def verify_row(evidence: Evidence, *, reference_file: Path | None, precision: str, is_first: bool) -> Verification:
+def verify_row(
+    evidence: Evidence, *, reference_file: Path | None, precision: str, is_first: bool
+) -> Verification:
     """This rank's part of the verdict; rank 0 compares the tensors, which are the same on every rank."""
     if not is_first:
         return Verification(loss=evidence.loss, norm=evidence.norm)

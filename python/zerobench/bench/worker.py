@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from zerobench import data, models, strategies
+from zerobench import _native, data, models, strategies
 from zerobench.bench import measure, verify
 from zerobench.bench.job import Job, Progress, RankError, Report, Skipped, Window
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.result import RowDtypes
+from zerobench.bench.tolerances import tolerance_precision
 from zerobench.errors import CommunicationError
 from zerobench.strategies.base import OptimizerSettings, Strategy, StrategySettings
 
@@ -60,6 +61,7 @@ class Place:
     local_rank: int
     local_world_size: int
     rendezvous: str
+    ports: tuple[str, ...]  # one a pass
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Place:
@@ -69,6 +71,7 @@ class Place:
             local_rank=int(environment["LOCAL_RANK"]),
             local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
             rendezvous=environment["ZEROBENCH_RENDEZVOUS"],
+            ports=tuple(environment["ZEROBENCH_PORTS"].split(",")),
         )
 
 
@@ -78,7 +81,9 @@ def run_rank(request: dict[str, Any], *, report_fd: int) -> int:
     place = Place.from_environment(os.environ)
     scratch = Path(request.pop("scratch"))
     stack = (scratch / f"stack.{place.rank}").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)  # a stalled rank is asked where it is
+    faulthandler.register(
+        signal.SIGUSR1, file=stack, all_threads=False
+    )  # a stalled rank is asked where it is
     try:
         outcome = run_job(Job.model_validate(request), place, channel)
     except BaseException as error:
@@ -102,31 +107,38 @@ def describe_error(error: BaseException, phase: str) -> RankError:
 
 
 def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
-    from zerobench import _core
-
-    _core.install_counting_allocator()  # before the first tensor, so that every byte is counted
-    threads = max(1, cpus_usable() // place.local_world_size)
-    torch.set_num_threads(threads)
+    core = _native.load()
+    core.install_counting_allocator()  # before the first tensor, so that every byte is counted
+    torch.set_num_threads(threads_of(job, place))
     torch.manual_seed(job.settings.seed)
     channel.tick("load", 0)
     strategy_class = strategies.get(job.strategy)
-    settings = strategy_settings(job, place)
-    reason = strategy_class.unsupported(settings)
+    reason = strategy_class.unsupported(strategy_settings(job, place))
     if reason is not None:
         return Skipped(reason=reason)
     report = None
     if job.verify:
         report = verified(job, strategy_class, place, channel)
     if job.measure:
-        window, dtypes = measured(job, strategy_class, settings, channel)
+        window, dtypes = measured(job, strategy_class, place, channel)
         report = Report(dtypes=dtypes, verification=report.verification if report else None, window=window)
     if report is None:
         raise ValueError(f"job {job.name} asks neither for verification nor for measurement")
     return report
 
 
+def threads_of(job: Job, place: Place) -> int:
+    """This rank's share of the host's cores. The reference takes as many as each of the ranks that it stands for, since
+    the order of some sums, and so their rounding, depends on the number of threads."""
+    if job.kind == "reference" and job.settings.threads_per_rank is not None:
+        return job.settings.threads_per_rank
+    return max(1, cpus_usable() // place.local_world_size)
+
+
 def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) -> StrategySettings:
+    """Of the measured pass, or of the deterministic one; each meets at a place of its own."""
     settings = job.settings
+    os.environ["MASTER_PORT"] = place.ports[0 if deterministic else 1]
     # The reference is one process that trains every rank's micro-batches, as if they were accumulated.
     ranks_per_process = settings.world_size // place.world_size
     return StrategySettings(
@@ -134,7 +146,7 @@ def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) ->
         world_size=place.world_size,
         local_rank=place.local_rank,
         local_world_size=place.local_world_size,
-        rendezvous=place.rendezvous,
+        rendezvous=f"{place.rendezvous}-{'verify' if deterministic else 'measure'}",
         precision=settings.precision,
         batch_size=settings.batch_size,
         seq_length=settings.seq_length,
@@ -166,7 +178,9 @@ def model_factory(config: Mapping[str, Any], seed: int) -> Callable[[], torch.nn
     return partial(models.build, models.ModelConfig.model_validate(config), seed)
 
 
-def open_batches(job: Job, settings: StrategySettings, model: Mapping[str, Any]) -> tuple[data.Dataset, Callable]:  # type: ignore[type-arg]
+def open_batches(
+    job: Job, settings: StrategySettings, model: Mapping[str, Any]
+) -> tuple[data.Dataset, Callable]:  # type: ignore[type-arg]
     dataset = data.open_data(
         job.settings.data,
         seed=job.settings.seed,
@@ -192,22 +206,28 @@ def verified(job: Job, strategy_class: type[Strategy], place: Place, channel: Ch
     with open_strategy(strategy_class, settings, build) as strategy:
         channel.tick("verification", 0)
         initial = strategy.full_parameters() if job.kind == "reference" else {}
-        evidence = verify.gather_evidence(strategy, of_step, tick=lambda step: channel.tick("verification", step))
+        evidence = verify.gather_evidence(
+            strategy, of_step, tick=lambda step: channel.tick("verification", step)
+        )
         dtypes = RowDtypes(**vars(strategy.dtypes()))
     if job.kind == "reference":
         assert reference_file is not None
         verify.write_reference(reference_file, evidence, initial)
         reference_file = None
     verification = verify.verify_row(
-        evidence, reference_file=reference_file, precision=settings.precision, is_first=place.rank == 0
+        evidence,
+        reference_file=reference_file,
+        precision=tolerance_precision(settings.precision, dtypes),
+        is_first=place.rank == 0,
     )
     return Report(dtypes=dtypes, verification=verification)
 
 
 def measured(
-    job: Job, strategy_class: type[Strategy], settings: StrategySettings, channel: Channel
+    job: Job, strategy_class: type[Strategy], place: Place, channel: Channel
 ) -> tuple[Window, RowDtypes]:
     """The measured pass, as users train."""
+    settings = strategy_settings(job, place)
     dataset, of_step = open_batches(job, settings, job.model)
     warmup_steps, num_steps = job.settings.warmup_steps, job.settings.num_steps
     steps = [of_step(step) for step in range(warmup_steps + num_steps + job.profile_steps)]

@@ -1,0 +1,44 @@
+"""Rows from zerobench configuration files: what a file sets is that row's, what it leaves open the options decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerobench import config as configuration
+from zerobench.errors import ConfigError
+
+_FROM_THE_LAUNCHER = ("rank", "world_size", "local_rank", "local_world_size", "rendezvous")
+_PRECISION_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def read_row(path: Path, *, optimizer: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """(strategy, settings that the file decides, its own keys). ``optimizer`` holds the comparison's defaults."""
+    config = configuration.load(path)
+    own = config.model_dump(mode="json", exclude_unset=True)
+    for key in _FROM_THE_LAUNCHER:
+        if key in own:
+            raise ConfigError(f"{path}: {key} is decided by the comparison: leave it out")
+    decided: dict[str, Any] = {"config_file": str(path)}
+    if {"precision", "param_dtype"} & own.keys():
+        decided["precision"] = _PRECISION_OF_DTYPE[config.effective_dtypes()["param"]]
+    if "gradient_accumulation_steps" in own:
+        decided["grad_accum"] = config.gradient_accumulation_steps
+    if "gradient_clipping" in own:
+        decided["clip"] = config.gradient_clipping
+    if "optimizer" in own:
+        decided["optimizer"] = {**optimizer, **hyperparameters(path, config, own["optimizer"])}
+    return f"zero{config.stage}", decided, own
+
+
+def hyperparameters(path: Path, config: configuration.Config, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the reference must use too."""
+    if config.optimizer.type != "adamw":
+        raise ConfigError(
+            f"{path}: the reference that rows are verified against runs adamw, not {config.optimizer.type}"
+        )
+    values = {key: own[key] for key in ("lr", "eps", "weight_decay") if key in own}
+    if "betas" in own:
+        values["beta1"], values["beta2"] = own["betas"]
+    return values
