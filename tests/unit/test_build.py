@@ -1,0 +1,262 @@
+"""The build: which torch it takes, what the wheel then requires, and what every compiler command holds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BACKEND = ROOT / "build_backend"
+# What pip's isolated build environment leaves of sys.path: the target's site-packages are out of sight.
+ISOLATED = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment without any package."""
+    path = tmp_path_factory.mktemp("environment") / "v"
+    venv.create(path, with_pip=False, symlinks=True)
+    return path
+
+
+def add_torch(site_packages: Path, version: str, cuda: str | None = None) -> Path:
+    """A torch that cannot be imported, as one that was installed without its dependencies."""
+    directory = site_packages / "torch"
+    (directory / "include").mkdir(parents=True)
+    (directory / "__init__.py").write_text("raise ImportError('torch was imported')\n")
+    text = f"from typing import Optional\n__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\n"
+    (directory / "version.py").write_text(text)
+    return directory
+
+
+def run_backend(python: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("ZEROBENCH_", "CUDA", "PYTHON"))}
+    env |= {"PYTHONPATH": str(BACKEND), "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    command = [str(python), "-c", ISOLATED + code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def site_packages(environment: Path) -> Path:
+    return environment / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+
+
+ASK = "import torch_requirement as t; torch = t.installed_torch(); "
+
+
+def test_torch_of_the_target_is_found_from_within_isolation(target: Path) -> None:
+    python = target / "bin/python"
+    code = ASK + "print(torch and (torch.version, torch.minor, torch.cuda, str(torch.directory)))"
+    assert run_backend(python, code).stdout.strip() == "None"
+    directory = add_torch(site_packages(target), "2.13.1+cu130", "13.0")
+    try:
+        run = run_backend(python, code)
+        assert run.stdout.strip() == str(("2.13.1+cu130", "2.13", "13.0", str(directory))), run.stderr
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_without_torch_the_newest_tested_minor_is_asked_for(target: Path) -> None:
+    code = "import torch_requirement as t; print(t.NEWEST_TESTED, t.TESTED_RANGE)"
+    newest, tested = run_backend(target / "bin/python", code).stdout.split()
+    minor = int(re.fullmatch(r"torch==2\.(\d+)\.\*", newest)[1])
+    assert tested == f"torch>=2.9,<2.{minor + 1}"
+
+
+def test_without_torch_and_isolation_the_error_names_the_cure(target: Path) -> None:
+    run = run_backend(target / "bin/python", "import torch_requirement as t; t.torch_to_build_against()")
+    assert run.returncode == 1
+    assert run.stderr.startswith("zerobench: no torch is installed")
+    assert "pip install 'torch>=2.9,<2.14'" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "permitted"),
+    [
+        ("2.8.0", False),
+        ("2.9.0", True),
+        ("2.13.0+cpu", True),
+        ("2.14.0.dev20260101", False),
+        ("3.0.0", False),
+    ],
+)
+def test_untested_torch_is_an_error_that_a_variable_permits(
+    target: Path, version: str, permitted: bool
+) -> None:
+    python = target / "bin/python"
+    directory = add_torch(site_packages(target), version)
+    code = "import torch_requirement as t; print(t.wheel_requirement(t.torch_to_build_against()))"
+    requirement = f"torch=={version.rsplit('.', version.count('.') - 1)[0]}.*"
+    try:
+        run = run_backend(python, code)
+        if permitted:
+            assert run.stdout.strip() == requirement
+            return
+        assert run.returncode == 1
+        assert f"torch {version} " in run.stderr
+        assert "torch>=2.9,<2.14" in run.stderr
+        assert "ZEROBENCH_ALLOW_UNTESTED_TORCH=1" in run.stderr
+        assert run_backend(python, code, ZEROBENCH_ALLOW_UNTESTED_TORCH="1").stdout.strip() == requirement
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_source_distribution_names_the_range_and_a_wheel_one_minor(target: Path) -> None:
+    code = (
+        "import zerobench_metadata as m\nfor state in ('sdist', 'metadata_wheel', 'wheel', 'editable'):\n"
+        "  p = m.Provider(); p.build_state(state)\n"
+        "  print(p.dynamic_metadata({'dependencies': ['numpy']}, {})['dependencies'])"
+    )
+    directory = add_torch(site_packages(target), "2.10.2")
+    try:
+        lines = run_backend(target / "bin/python", code).stdout.splitlines()
+    finally:
+        shutil.rmtree(directory)
+    assert lines == ["['torch>=2.9,<2.14', 'numpy']"] + ["['torch==2.10.*', 'numpy']"] * 3
+
+
+def test_backend_without_scikit_build_core_says_what_to_install(target: Path) -> None:
+    run = run_backend(target / "bin/python", "import zerobench_build")
+    assert run.returncode == 1
+    assert "pip install scikit-build-core" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+CUDA_ASK = (
+    "import cuda_requirement as c; from torch_finder import Torch; from pathlib import Path; "
+    "print(*c.build_requirements({torch}))"
+)
+CPU_TORCH = "Torch(Path('/x'), '2.13.0+cpu', None)"
+CUDA_TORCH = "Torch(Path('/x'), '2.13.0', '13.0')"
+
+
+@pytest.mark.parametrize("torch", [CPU_TORCH, CUDA_TORCH])
+def test_cuda_off_asks_for_nothing(target: Path, torch: str) -> None:
+    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=torch), ZEROBENCH_CUDA="off")
+    assert (run.returncode, run.stdout.strip()) == (0, "")
+
+
+def test_cpu_torch_asks_for_no_compiler(target: Path) -> None:
+    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=CPU_TORCH), PATH="/nowhere")
+    assert (run.returncode, run.stdout.strip()) == (0, "")
+
+
+@pytest.mark.skipif(
+    Path("/usr/local/cuda/bin/nvcc").exists(), reason="this machine's CUDA toolkit is always found"
+)
+def test_cuda_torch_without_nvcc_asks_for_the_compiler_packages_of_its_version(target: Path) -> None:
+    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=CUDA_TORCH), PATH="/nowhere")
+    assert run.returncode == 0, run.stderr
+    names = [requirement.split("==") for requirement in run.stdout.split()]
+    assert {"nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt"} <= {name for name, _ in names}
+    assert {version for _, version in names} == {"13.0.*"}
+
+
+def test_cuda_torch_with_nvcc_asks_for_no_compiler(target: Path, tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=CUDA_TORCH), CUDACXX=str(nvcc))
+    assert (run.returncode, run.stdout.strip()) == (0, "")
+
+
+def test_cuda_on_asks_for_nccl_where_none_is(target: Path) -> None:
+    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=CPU_TORCH), ZEROBENCH_CUDA="on")
+    assert "nvidia-nccl-cu13" in run.stdout.split()
+
+
+def test_cuda_word_that_is_none_is_an_error(target: Path) -> None:
+    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=CPU_TORCH), ZEROBENCH_CUDA="yes")
+    assert run.returncode == 1
+    assert run.stderr.strip() == "zerobench: ZEROBENCH_CUDA is on, off or auto, not 'yes'."
+
+
+def test_one_version_everywhere() -> None:
+    import zerobench
+    from zerobench import _build_info
+
+    pyproject = re.search(r'^version = "([^"]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    cmake = re.search(r"project\(zerobench VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())
+    assert pyproject[1] == cmake[1] == zerobench.__version__ == _build_info.VERSION
+
+
+def test_build_facts_name_the_torch_that_is_installed() -> None:
+    from zerobench import _build_info
+
+    version = importlib.metadata.version("torch")
+    assert version.split("+")[0].startswith(_build_info.TORCH_MINOR + ".")
+    assert _build_info.CUDA_REASON
+    assert bool(_build_info.CUDA_ARCHITECTURES) == _build_info.CUDA_MODULE
+
+
+def test_installed_package_requires_the_torch_minor_it_was_built_against() -> None:
+    from zerobench import _build_info
+
+    try:
+        requirements = importlib.metadata.requires("zerobench")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("zerobench is used from its source tree, so there is no metadata to read")
+    assert [r for r in requirements if re.match(r"torch\b", r)] == [f"torch=={_build_info.TORCH_MINOR}.*"]
+
+
+def test_cuda_module_without_a_driver_says_so() -> None:
+    from zerobench import _build_info
+
+    if not _build_info.CUDA_MODULE:
+        pytest.skip(f"this build has no CUDA module: {_build_info.CUDA_REASON}")
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("this machine has an NVIDIA driver")
+    with pytest.raises(ImportError, match=r"needs an NVIDIA driver|libnccl\.so\.2"):
+        import zerobench._cuda  # noqa: F401
+
+
+def configure(tmp_path: Path, *options: str) -> dict[str, str]:
+    """Each source's compiler command, from a configuration without torch and Python."""
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("cmake is not installed")
+    command = [cmake, "-S", str(ROOT), "-B", str(tmp_path), "-DZEROBENCH_PYTHON=OFF", *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    entries = json.loads((tmp_path / "compile_commands.json").read_text())
+    return {Path(entry["file"]).relative_to(ROOT).as_posix(): entry["command"] for entry in entries}
+
+
+def test_compiler_commands(tmp_path: Path) -> None:
+    commands = configure(tmp_path)
+    isa = re.compile(r"\s-m(?!64\b)[a-z0-9=.-]+")
+    for source, command in commands.items():
+        assert "-ffp-contract=off" in command, source
+        assert "-Wshadow" in command, source
+        assert not re.search(r"-ffast-math|-Ofast|-funsafe-math|-march=native", command), source
+        suffix = re.search(r"_(avx2|avx512|neon)\.cpp$", source)
+        flags = set(re.findall(isa, command))
+        if suffix is None:
+            assert not flags, f"{source} is compiled for {flags}"
+        elif suffix[1] != "neon":
+            assert {" -mavx2", " -mfma", " -mf16c"} <= flags, source
+            assert (" -mavx512f" in flags) == (suffix[1] == "avx512"), source
+
+
+def test_sources_of_another_processor_are_left_out(tmp_path: Path) -> None:
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("no AArch64 cross compiler (Debian: g++-aarch64-linux-gnu) is installed")
+    system = [
+        "-DCMAKE_SYSTEM_NAME=Linux",
+        "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
+        f"-DCMAKE_CXX_COMPILER={compiler}",
+    ]
+    commands = configure(tmp_path, *system)
+    assert any(source.endswith("_neon.cpp") for source in commands)
+    assert not [source for source in commands if re.search(r"_avx(2|512)\.cpp$", source)]
+    assert not [source for source, command in commands.items() if " -mavx" in command]
