@@ -114,6 +114,7 @@ class C10dWork final : public Work {
 
   bool test() override { return line_->test(*started_); }
   void wait() override { line_->wait(*started_); }
+  bool test_source_free() override { return test(); }
   void wait_source_free() override { wait(); }
 
  private:
@@ -127,7 +128,7 @@ class C10dCommunicator final : public Communicator {
       : Communicator(group->getRank(), group->getSize()),
         group_(std::move(group)),
         backend_(std::move(backend)),
-        allows_aliases_(backend_->getBackendName() == "gloo"),
+        is_gloo_(backend_->getBackendName() == "gloo"),
         caller_{this, rank(), world_size()} {}
 
   std::string_view kind() const noexcept override { return "c10d"; }
@@ -165,6 +166,7 @@ class C10dCommunicator final : public Communicator {
     const std::size_t shard_bytes = args.shard_numel * dtype_bytes(args.dtype);
     count(Collective::kReduceScatter, shard_bytes * ranks());
     auto started = make("reduce_scatter", args.label);
+    if (is_gloo_) return start_reduce_all(std::move(started), args, shard_bytes);
     std::byte* destination = args.destination.data();
     Owner owner = args.destination.buffer;
     if (needs_staging(args.destination, args.source, shard_bytes, shard_bytes * ranks())) {
@@ -245,10 +247,27 @@ class C10dCommunicator final : public Communicator {
     return std::make_shared<HostBuffer>(bytes, ledger_, Tier::kDevice, Category::kStaging);
   }
 
-  // Gloo gathers and reduces in memory of its own; other backends may forbid that source and destination overlap.
+  // torch's gloo backend reduces a copy of the whole source on all ranks, in memory that nobody counts and in a work
+  // that never says that it is completed. The same here, with the copy in the ledger and a work that can be tested.
+  WorkPtr start_reduce_all(std::shared_ptr<Started> started, const ReduceScatter& args, std::size_t shard_bytes) {
+    if (shard_bytes == 0) return start(std::move(started), 0, {});
+    const auto staging = make_staging(shard_bytes * ranks());
+    std::memcpy(staging->data(), args.source.data(), staging->bytes());
+    const std::size_t begin = shard_bytes * static_cast<std::size_t>(rank());
+    started->finish = [to = args.destination, staging, begin, shard_bytes] {
+      std::memcpy(to.data(), staging->data() + begin, shard_bytes);
+    };
+    return start(std::move(started), shard_bytes, [&] {
+      std::vector<at::Tensor> tensors{
+          tensor_at(staging, staging->data(), args.shard_numel * ranks(), scalar_type(args.dtype))};
+      return backend_->allreduce(tensors, c10d::AllreduceOptions());
+    });
+  }
+
+  // Gloo gathers in memory of its own; other backends may forbid that source and destination overlap.
   bool needs_staging(const Region& part, const Region& full, std::size_t part_bytes, std::size_t full_bytes) const {
     const std::byte* begin = full.data();
-    return !allows_aliases_ && part_bytes != 0 && part.data() < begin + full_bytes && begin < part.data() + part_bytes;
+    return !is_gloo_ && part_bytes != 0 && part.data() < begin + full_bytes && begin < part.data() + part_bytes;
   }
 
   WorkPtr start(std::shared_ptr<Started> started, std::size_t bytes, const std::function<BackendWork()>& call) {
@@ -260,7 +279,7 @@ class C10dCommunicator final : public Communicator {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   BackendPtr backend_;
-  bool allows_aliases_;
+  bool is_gloo_;
   Caller caller_;
   Ledger* ledger_ = nullptr;  // of the last allocation, outlives this; counts staging
   std::shared_ptr<Line> line_ = std::make_shared<Line>();
