@@ -63,8 +63,9 @@ constexpr std::size_t bytes_of() {
   return kType == DType::kFloat32 ? 4 : 2;
 }
 
-// Asks for the lines of [index, index + kNumel) as they lie kAheadBytes further on. Measured on Zen 4: loops over
-// several arrays gain 10 % or more from prefetching into L2, since hardware prefetchers stop at each page.
+// Asks for the lines of [index, index + kNumel) as they lie kAheadBytes further on, into L2: hardware prefetchers stop
+// at each page and follow few arrays at once. On Zen 4, sums of 16 arrays gained 10 to 30 %, loops over fewer arrays
+// between nothing and 10 %; 512 bytes did less, 2048 cost time.
 template <DType kType, std::size_t kNumel>
 ZB_ALWAYS_INLINE void prefetch(const void* base, std::size_t index) {
   constexpr std::size_t kAheadBytes = 1024;

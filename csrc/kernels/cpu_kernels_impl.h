@@ -56,6 +56,9 @@ struct VectorKernels {
   static constexpr std::size_t kPassSourceNum = 8;
   static constexpr std::size_t kBlockNumel = 16384;
 
+  // Where sources are expected to lie. Prefetching what is in a cache costs more than it saves.
+  enum class Distance { kNear, kFar };
+
   // `out` and `partial` begin at element `begin` of the sources.
   struct Pass {
     const void* const* sources;
@@ -65,7 +68,7 @@ struct VectorKernels {
     std::size_t numel;
   };
 
-  template <DType kType, std::size_t kSourceNum, bool kPartial, DType kOut, class Access>
+  template <DType kType, std::size_t kSourceNum, bool kPartial, DType kOut, class Access, Distance kDistance>
   [[gnu::noinline]] static void sum_pass(const Pass& pass) {
     const void* sources[kSourceNum];
     for (std::size_t k = 0; k < kSourceNum; ++k) sources[k] = pass.sources[k];
@@ -73,6 +76,10 @@ struct VectorKernels {
     void* out = pass.out;
     const std::size_t begin = pass.begin;
     for_each_register<Simd, Access>(0, pass.numel, [&](auto access, std::size_t i) __attribute__((always_inline)) {
+      if constexpr (kDistance == Distance::kFar) {
+#pragma GCC unroll 8
+        for (std::size_t k = 0; k < kSourceNum; ++k) prefetch<kType, Simd::kLanes>(sources[k], begin + i);
+      }
       Float sum = access.template load<kType>(sources[0], begin + i);
       if constexpr (kPartial) sum = Simd::add(access.template load<DType::kFloat32>(partial, i), sum);
 #pragma GCC unroll 8
@@ -83,56 +90,60 @@ struct VectorKernels {
     });
   }
 
-  template <DType kType, bool kPartial, class Access>
+  template <DType kType, bool kPartial, class Access, Distance kDistance>
   static void last_pass(const Pass& pass, std::size_t source_num) {
     switch (source_num) {
       case 1:
-        return sum_pass<kType, 1, kPartial, kType, Access>(pass);
+        return sum_pass<kType, 1, kPartial, kType, Access, kDistance>(pass);
       case 2:
-        return sum_pass<kType, 2, kPartial, kType, Access>(pass);
+        return sum_pass<kType, 2, kPartial, kType, Access, kDistance>(pass);
       case 3:
-        return sum_pass<kType, 3, kPartial, kType, Access>(pass);
+        return sum_pass<kType, 3, kPartial, kType, Access, kDistance>(pass);
       case 4:
-        return sum_pass<kType, 4, kPartial, kType, Access>(pass);
+        return sum_pass<kType, 4, kPartial, kType, Access, kDistance>(pass);
       case 5:
-        return sum_pass<kType, 5, kPartial, kType, Access>(pass);
+        return sum_pass<kType, 5, kPartial, kType, Access, kDistance>(pass);
       case 6:
-        return sum_pass<kType, 6, kPartial, kType, Access>(pass);
+        return sum_pass<kType, 6, kPartial, kType, Access, kDistance>(pass);
       case 7:
-        return sum_pass<kType, 7, kPartial, kType, Access>(pass);
+        return sum_pass<kType, 7, kPartial, kType, Access, kDistance>(pass);
       default:
-        return sum_pass<kType, 8, kPartial, kType, Access>(pass);
+        return sum_pass<kType, 8, kPartial, kType, Access, kDistance>(pass);
     }
   }
 
-  template <DType kType, class Access>
+  template <DType kType, class Access, Distance kDistance>
   static void sum_range(const Pass& range, std::size_t source_num) {
-    if (source_num <= kPassSourceNum) return last_pass<kType, false, Access>(range, source_num);
+    if (source_num <= kPassSourceNum) return last_pass<kType, false, Access, kDistance>(range, source_num);
     alignas(kLineBytes) float partial[kBlockNumel];
     for (std::size_t done = 0; done < range.numel; done += kBlockNumel) {
       const std::size_t left = range.numel - done;
       Pass pass{range.sources, partial, partial, range.begin + done, left < kBlockNumel ? left : kBlockNumel};
-      sum_pass<kType, kPassSourceNum, false, DType::kFloat32, Whole<Simd>>(pass);
+      sum_pass<kType, kPassSourceNum, false, DType::kFloat32, Whole<Simd>, kDistance>(pass);
       std::size_t source = kPassSourceNum;
       for (; source + kPassSourceNum < source_num; source += kPassSourceNum) {
         pass.sources = range.sources + source;
-        sum_pass<kType, kPassSourceNum, true, DType::kFloat32, Whole<Simd>>(pass);
+        sum_pass<kType, kPassSourceNum, true, DType::kFloat32, Whole<Simd>, kDistance>(pass);
       }
       pass.sources = range.sources + source;
       pass.out = static_cast<char*>(range.out) + done * bytes_of<kType>();
-      last_pass<kType, true, Access>(pass, source_num - source);
+      last_pass<kType, true, Access, kDistance>(pass, source_num - source);
     }
   }
 
   template <DType kType>
   static void reduce_typed(void* destination, const void* const* sources, std::size_t source_num, std::size_t numel) {
-    bool stream = numel * bytes_of<kType>() >= kStreamBytes;
-    for (std::size_t k = 0; k < source_num; ++k) stream = stream && sources[k] != destination;
-    if (!stream) return sum_range<kType, Whole<Simd>>({sources, nullptr, destination, 0, numel}, source_num);
+    const Pass all{sources, nullptr, destination, 0, numel};
+    if (numel * bytes_of<kType>() < kStreamBytes) {
+      return sum_range<kType, Whole<Simd>, Distance::kNear>(all, source_num);
+    }
+    for (std::size_t k = 0; k < source_num; ++k) {
+      if (sources[k] == destination) return sum_range<kType, Whole<Simd>, Distance::kFar>(all, source_num);
+    }
     const std::size_t head = numel_to_line(destination, bytes_of<kType>(), numel);
-    sum_range<kType, Whole<Simd>>({sources, nullptr, destination, 0, head}, source_num);
+    sum_range<kType, Whole<Simd>, Distance::kFar>({sources, nullptr, destination, 0, head}, source_num);
     void* rest = static_cast<char*>(destination) + head * bytes_of<kType>();
-    sum_range<kType, Streamed<Simd>>({sources, nullptr, rest, head, numel - head}, source_num);
+    sum_range<kType, Streamed<Simd>, Distance::kFar>({sources, nullptr, rest, head, numel - head}, source_num);
     Simd::stream_fence();
   }
 
