@@ -5,22 +5,22 @@
 namespace zb {
 namespace {
 
-std::shared_ptr<Buffer> check_region(const Caller& caller, const Region& region, std::size_t bytes,
-                                     const std::string& what) {
-  auto buffer = std::dynamic_pointer_cast<Buffer>(region.buffer);
-  ZB_EXPECT(buffer != nullptr && buffer->origin().owner == caller.owner,
-            what + " must lie in a buffer that this communicator allocated");
-  ZB_EXPECT(region.offset_bytes <= buffer->bytes() && bytes <= buffer->bytes() - region.offset_bytes,
+void check_region(const Region& region, std::size_t bytes, const std::string& what) {
+  ZB_EXPECT(region.buffer != nullptr, what + " has no buffer; allocate one from the communicator");
+  ZB_EXPECT(region.offset_bytes <= region.buffer->bytes() && bytes <= region.buffer->bytes() - region.offset_bytes,
             what + " ends outside of its buffer: offset " + std::to_string(region.offset_bytes) + " plus " +
-                std::to_string(bytes) + " bytes in a buffer of " + std::to_string(buffer->bytes()) + " bytes");
-  return buffer;
+                std::to_string(bytes) + " bytes in a buffer of " + std::to_string(region.buffer->bytes()) + " bytes");
 }
 
 std::shared_ptr<Buffer> check_shared_region(const Caller& caller, const Region& region, std::size_t bytes,
                                             const std::string& what) {
-  auto buffer = check_region(caller, region, bytes, what);
-  ZB_EXPECT(buffer->origin().role == BufferRole::kShared,
+  check_region(region, bytes, what);
+  auto buffer = std::dynamic_pointer_cast<Buffer>(region.buffer);
+  ZB_EXPECT(buffer != nullptr && buffer->role() == BufferRole::kShared,
             what + " is read by peers, so its buffer must be allocated with BufferRole::kShared");
+  ZB_EXPECT(
+      !caller.reads_parts || (buffer->parts().rank == caller.rank && buffer->parts().world_size == caller.world_size),
+      what + " must lie in a buffer that a shm communicator of the same ranks allocated");
   return buffer;
 }
 
@@ -60,7 +60,7 @@ std::shared_ptr<Buffer> check_all_gather(const Caller& caller, const AllGather& 
   const std::string what = operation_text("all_gather", args.label);
   const std::size_t full_bytes = checked_product(args.shard_bytes, static_cast<std::size_t>(caller.world_size), what);
   auto source = check_shared_region(caller, args.source, args.shard_bytes, what + ": the source");
-  check_region(caller, args.destination, full_bytes, what + ": the destination");
+  check_region(args.destination, full_bytes, what + ": the destination");
   check_overlap(caller, args.source, args.destination, args.shard_bytes, what);
   return source;
 }
@@ -70,7 +70,7 @@ std::shared_ptr<Buffer> check_reduce_scatter(const Caller& caller, const ReduceS
   const std::size_t shard_bytes = checked_product(args.shard_numel, dtype_bytes(args.dtype), what);
   const std::size_t full_bytes = checked_product(shard_bytes, static_cast<std::size_t>(caller.world_size), what);
   auto source = check_shared_region(caller, args.source, full_bytes, what + ": the source");
-  check_region(caller, args.destination, shard_bytes, what + ": the destination");
+  check_region(args.destination, shard_bytes, what + ": the destination");
   check_alignment(args.source, args.dtype, what + ": the source");
   check_alignment(args.destination, args.dtype, what + ": the destination");
   check_overlap(caller, args.destination, args.source, shard_bytes, what);

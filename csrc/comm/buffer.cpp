@@ -77,7 +77,7 @@ int populate(std::byte* data, std::size_t bytes) noexcept {
   return errno == EFAULT ? ENOMEM : errno;  // EFAULT is what would have been SIGBUS
 }
 
-std::shared_ptr<Buffer> allocate_local(std::size_t bytes, Buffer::Origin origin, Ledger* ledger, Category category) {
+std::shared_ptr<Buffer> allocate_local(std::size_t bytes, BufferRole role, Ledger* ledger, Category category) {
   const std::size_t available = available_host_bytes();
   if (bytes > available) throw_out_of_memory(bytes, "only " + std::to_string(available) + " bytes are available");
   HostBuffer memory(bytes, ledger, Tier::kDevice, category);
@@ -86,16 +86,16 @@ std::shared_ptr<Buffer> allocate_local(std::size_t bytes, Buffer::Origin origin,
   if (error_number != 0 && error_number != EINVAL) {
     throw_out_of_memory(bytes, std::generic_category().message(error_number));
   }
-  return std::make_shared<Buffer>(bytes, origin, std::move(memory));
+  return std::make_shared<Buffer>(bytes, role, std::move(memory));
 }
 
-Buffer::Buffer(std::size_t bytes, Origin origin, HostBuffer memory) : origin_(origin), memory_(std::move(memory)) {
+Buffer::Buffer(std::size_t bytes, BufferRole role, HostBuffer memory) : role_(role), memory_(std::move(memory)) {
   data_ = memory_.data();
   bytes_ = bytes;
 }
 
-Buffer::Buffer(std::size_t bytes, Origin origin, Parts parts, Allocation allocation)
-    : origin_(origin), parts_(std::move(parts)), allocation_(std::move(allocation)) {
+Buffer::Buffer(std::size_t bytes, Parts parts, Allocation allocation)
+    : role_(BufferRole::kShared), parts_(std::move(parts)), allocation_(std::move(allocation)) {
   data_ = data_of(parts_.rank);
   bytes_ = bytes;
 }

@@ -129,7 +129,7 @@ class C10dCommunicator final : public Communicator {
         group_(std::move(group)),
         backend_(std::move(backend)),
         is_gloo_(backend_->getBackendName() == "gloo"),
-        caller_{this, rank(), world_size()} {}
+        caller_{rank(), world_size(), false} {}
 
   std::string_view kind() const noexcept override { return "c10d"; }
   bool runs_in_background() const noexcept override { return true; }
@@ -138,7 +138,7 @@ class C10dCommunicator final : public Communicator {
                                              Category category) override {
     line_->check();
     ledger_ = ledger;
-    return allocate_local(bytes, {this, role, 0}, ledger, category);
+    return allocate_local(bytes, role, ledger, category);
   }
 
   WorkPtr start_all_gather(const AllGather& args) override {

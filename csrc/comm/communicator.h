@@ -66,7 +66,8 @@ class Work {
   virtual ~Work() = default;
   virtual bool test() = 0;              // makes progress without blocking; true once the destination is readable
   virtual void wait() = 0;              // returns once the destination is readable; raises the operation's error
-  virtual void wait_source_free() = 0;  // returns once no peer reads this rank's source any more
+  virtual bool test_source_free() = 0;  // true once no peer reads this rank's source any more; never blocks
+  virtual void wait_source_free() = 0;  // returns once that is so
 };
 using WorkPtr = std::shared_ptr<Work>;
 
@@ -136,6 +137,10 @@ class Communicator {
   virtual void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) = 0;
   // Advances started operations as far as possible without blocking.
   virtual void progress() = 0;
+  // While a call on this communicator blocks, `other` is advanced too, so that a rank that waits here still serves
+  // peers there. Both connect the same ranks and are used by one thread at a time. Of use where operations do not run in
+  // the background; elsewhere it does nothing.
+  virtual void serve_while_blocked(Communicator& other) { static_cast<void>(other); }
   // Poisons the communicator on every rank with this reason; blocked peers wake up and raise. Idempotent.
   virtual void abort(std::string_view reason) noexcept = 0;
 

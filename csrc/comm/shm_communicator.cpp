@@ -24,6 +24,7 @@ class ShmWork final : public Work {
     return operation_->is_done;
   }
   void wait() override { queue_->wait_done(*operation_); }
+  bool test_source_free() override { return queue_->test_source_free(*operation_); }
   void wait_source_free() override { queue_->wait_source_free(*operation_); }
 
  private:
@@ -41,7 +42,7 @@ class ShmCommunicator final : public Communicator {
   ShmCommunicator(const ShmOptions& options, Connection connection)
       : Communicator(options.rank, options.world_size),
         queue_(std::make_shared<Queue>(options, std::move(connection))),
-        caller_{this, options.rank, options.world_size} {}
+        caller_{options.rank, options.world_size, true} {}
 
   ~ShmCommunicator() override { queue_->close(); }
 
@@ -50,11 +51,10 @@ class ShmCommunicator final : public Communicator {
 
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                              Category category) override {
-    if (role == BufferRole::kPrivate) return allocate_local(bytes, {this, role, 0}, ledger, category);
+    if (role == BufferRole::kPrivate) return allocate_local(bytes, role, ledger, category);
     const std::shared_ptr<Mapping> mapping = allocate_shared(bytes, category);
-    return std::make_shared<Buffer>(bytes, Buffer::Origin{this, role, next_buffer_id_++},
-                                    Buffer::Parts{mapping, mapping->data(), stride_of(bytes), rank()},
-                                    Allocation(ledger, Tier::kDevice, category, bytes));
+    Buffer::Parts parts{mapping, mapping->id(), mapping->data(), stride_of(bytes), rank(), world_size()};
+    return std::make_shared<Buffer>(bytes, std::move(parts), Allocation(ledger, Tier::kDevice, category, bytes));
   }
 
   WorkPtr start_all_gather(const AllGather& args) override {
@@ -117,6 +117,13 @@ class ShmCommunicator final : public Communicator {
 
   void progress() override { queue_->advance(); }
 
+  void serve_while_blocked(Communicator& other) override {
+    auto* const shm = dynamic_cast<ShmCommunicator*>(&other);
+    ZB_EXPECT(shm != nullptr && shm != this && shm->rank() == rank() && shm->world_size() == world_size(),
+              "only another shm communicator of the same ranks can be served while this one blocks");
+    queue_->serve_while_blocked(shm->queue_);
+  }
+
   void abort(std::string_view reason) noexcept override {
     queue_->peers().poison(rank(), "rank " + std::to_string(rank()) + " aborted: " + std::string(reason));
   }
@@ -129,7 +136,7 @@ class ShmCommunicator final : public Communicator {
                                          const Region& source) {
     auto operation = std::make_shared<Operation>();
     operation->descriptor.kind = kind;
-    operation->descriptor.buffer_id = buffer->origin().id;
+    operation->descriptor.buffer_id = buffer->parts().id;
     operation->descriptor.offset_bytes = source.offset_bytes;
     operation->label = label;
     operation->source = std::move(buffer);
@@ -190,7 +197,7 @@ class ShmCommunicator final : public Communicator {
       }
       if (rank() == 0) memfd = create_memfd(total_bytes);
     });
-    FileDescriptor received = queue_->peers().distribute(memfd, next_buffer_id_);
+    FileDescriptor received = queue_->peers().distribute(memfd, allocation_num_++);
     if (rank() != 0) memfd = std::move(received);
     std::shared_ptr<Mapping> mapping;
     agree(bytes, category, [&] {
@@ -204,7 +211,7 @@ class ShmCommunicator final : public Communicator {
 
   std::shared_ptr<Queue> queue_;
   Caller caller_;
-  std::uint64_t next_buffer_id_ = 1;
+  std::uint64_t allocation_num_ = 0;
 };
 
 }  // namespace

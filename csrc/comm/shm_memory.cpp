@@ -55,7 +55,7 @@ std::shared_ptr<Mapping> Mapping::of_file(const FileDescriptor& memfd, std::size
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd.get(), 0);
   if (data == MAP_FAILED) throw_out_of_memory(bytes, "mmap of shared memory: " + errno_text(errno));
   if (bytes >= kHugePageBytes) ::madvise(data, bytes, MADV_HUGEPAGE);  // where the system allows it for shared memory
-  std::shared_ptr<Mapping> mapping(new Mapping(static_cast<std::byte*>(data), bytes));
+  std::shared_ptr<Mapping> mapping(new Mapping(static_cast<std::byte*>(data), bytes, status.st_ino));
   known = mapping;
   return mapping;
 }

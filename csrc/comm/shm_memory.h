@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 #include "comm/buffer.h"
@@ -23,13 +24,14 @@ class Mapping {
   ~Mapping();
 
   std::byte* data() const noexcept { return data_; }
-  std::size_t bytes() const noexcept { return bytes_; }
+  std::uint64_t id() const noexcept { return id_; }  // the memfd's inode, so it is the same on all ranks
 
  private:
-  Mapping(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}
+  Mapping(std::byte* data, std::size_t bytes, std::uint64_t id) : data_(data), bytes_(bytes), id_(id) {}
 
   std::byte* data_;
   std::size_t bytes_;
+  std::uint64_t id_;
 };
 
 // A memfd of this size with holes, sealed against resizing. Throws OutOfMemoryError.

@@ -64,6 +64,32 @@ Piece piece_of(std::size_t numel, DType dtype, int rank, int world_size) noexcep
 
 }  // namespace
 
+bool writes_source_of(const Operation& earlier, const Operation& later, int rank, int world_size) noexcept {
+  const auto bytes_read = [&](const Operation& operation) -> std::size_t {
+    const Descriptor& descriptor = operation.descriptor;
+    if (descriptor.kind == OperationKind::kReduceScatter)
+      return descriptor.bytes * static_cast<std::size_t>(world_size);
+    return descriptor.kind == OperationKind::kBroadcast && descriptor.root != rank ? 0 : descriptor.bytes;
+  };
+  const auto source_of = [&](const Operation& operation) {
+    return operation.source->data_of(rank) + operation.descriptor.offset_bytes;
+  };
+  if (earlier.source == nullptr || later.source == nullptr) return false;
+  if (earlier.descriptor.bytes == 0 || later.descriptor.bytes == 0) return false;
+  const std::byte* begin = source_of(later);
+  const std::byte* end = begin + bytes_read(later);
+  const auto overlaps = [&](const std::byte* from, const std::byte* to) { return begin < to && from < end; };
+  const Descriptor& descriptor = earlier.descriptor;
+  if (descriptor.kind == OperationKind::kBroadcast && descriptor.root == rank) return false;
+  if (descriptor.kind != OperationKind::kAllGather) {
+    return overlaps(earlier.destination, earlier.destination + descriptor.bytes);
+  }
+  const std::byte* own = earlier.destination + descriptor.bytes * static_cast<std::size_t>(rank);
+  const std::byte* full_end = earlier.destination + descriptor.bytes * static_cast<std::size_t>(world_size);
+  if (own != source_of(earlier)) return overlaps(earlier.destination, full_end);
+  return overlaps(earlier.destination, own) || overlaps(own + descriptor.bytes, full_end);  // in place: not its own
+}
+
 std::string describe(const Operation& operation) {
   return operation_text(kind_name(operation.descriptor.kind), operation.label);
 }

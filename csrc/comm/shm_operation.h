@@ -34,6 +34,9 @@ struct Operation {
   bool is_done = false;
 };
 
+// Whether running `earlier` writes what peers read for `later` on this rank.
+bool writes_source_of(const Operation& earlier, const Operation& later, int rank, int world_size) noexcept;
+
 // "all_gather of 'h.3'", from this rank's own full label or from a peer's descriptor.
 std::string describe(const Operation& operation);
 std::string describe(const Descriptor& descriptor);

@@ -15,10 +15,10 @@ namespace {
 // Longer than a hand-over between two running ranks, far shorter than a time slice.
 constexpr std::chrono::microseconds kSpinTime{20};
 
-void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::milliseconds at_most) noexcept {
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::microseconds at_most) noexcept {
   timespec time{};
-  time.tv_sec = at_most.count() / 1000;
-  time.tv_nsec = at_most.count() % 1000 * 1'000'000;
+  time.tv_sec = at_most.count() / 1'000'000;
+  time.tv_nsec = at_most.count() % 1'000'000 * 1000;
   ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, expected, &time, nullptr, 0);
 }
 
@@ -111,7 +111,7 @@ Peers::Ticket Peers::announce(std::uint32_t interest) noexcept {
   return ticket;
 }
 
-void Peers::sleep(Ticket ticket, std::chrono::milliseconds at_most) noexcept {
+void Peers::sleep(Ticket ticket, std::chrono::microseconds at_most) noexcept {
   futex_wait(own_->doorbell, ticket.doorbell, at_most);
 }
 

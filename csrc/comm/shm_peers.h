@@ -52,7 +52,7 @@ class Peers {
     std::uint32_t doorbell = 0;
   };
   Ticket announce(std::uint32_t interest) noexcept;
-  void sleep(Ticket ticket, std::chrono::milliseconds at_most) noexcept;
+  void sleep(Ticket ticket, std::chrono::microseconds at_most) noexcept;
   void awake() noexcept;
 
   // Passes a descriptor from rank 0 to all others, and returns it there (an empty one on rank 0).

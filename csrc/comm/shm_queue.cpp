@@ -14,10 +14,13 @@ inline void cpu_pause() noexcept {
 #endif
 }
 
+constexpr std::chrono::nanoseconds kShortestSpinTime{2000};
+constexpr std::chrono::microseconds kServingSlice{200};
+
 }  // namespace
 
 Queue::Queue(const ShmOptions& options, Connection connection)
-    : peers_(std::in_place, options, std::move(connection)), runner_(*peers_) {}
+    : peers_(std::in_place, options, std::move(connection)), spin_time_(peers_->spin_time()), runner_(*peers_) {}
 
 Peers& Queue::peers() {
   ZB_EXPECT_STATE(peers_.has_value(), "the communicator is closed; keep it until its operations are finished");
@@ -37,6 +40,7 @@ void Queue::check_process() {
 void Queue::start(const std::shared_ptr<Operation>& operation) {
   check_process();
   peers_->check();
+  check_source(*operation);
   operation->sequence = next_sequence_;
   // A slot of the ring is free once every rank has finished the operation that it held.
   if (next_sequence_ >= kRingDepth) wait_completed(next_sequence_ - kRingDepth, *operation, "the start of ");
@@ -44,6 +48,15 @@ void Queue::start(const std::shared_ptr<Operation>& operation) {
   next_sequence_ += 1;
   pending_.push_back(operation);
   peers_->publish(Counter::kPosted, next_sequence_);
+}
+
+// Peers may read a source from its start on, so it must not be what an unfinished operation is still to write.
+void Queue::check_source(const Operation& operation) {
+  for (const std::shared_ptr<Operation>& earlier : pending_) {
+    ZB_EXPECT_STATE(!writes_source_of(*earlier, operation, peers_->rank(), peers_->world_size()),
+                    "the source of " + describe(operation) + " is still to be written by " + describe(*earlier) +
+                        "; wait for that first");
+  }
 }
 
 void Queue::advance() {
@@ -70,11 +83,18 @@ void Queue::wait_done(const Operation& operation) {
   if (!operation.is_done) block({operation, Counter::kPosted, 0, ""});
 }
 
+bool Queue::is_source(const Operation& operation) {
+  return operation.descriptor.kind != OperationKind::kBroadcast || operation.descriptor.root == peers().rank();
+}
+
+bool Queue::test_source_free(const Operation& operation) {
+  advance();
+  return operation.is_done && (!is_source(operation) || all_completed(operation.sequence));
+}
+
 void Queue::wait_source_free(const Operation& operation) {
   wait_done(operation);
-  const bool is_read =
-      operation.descriptor.kind != OperationKind::kBroadcast || operation.descriptor.root == peers().rank();
-  if (is_read) wait_completed(operation.sequence, operation, "wait_source_free of ");
+  if (is_source(operation)) wait_completed(operation.sequence, operation, "wait_source_free of ");
 }
 
 void Queue::wait_completed(std::uint64_t sequence, const Operation& operation, const char* reason) {
@@ -86,6 +106,18 @@ bool Queue::all_completed(std::uint64_t sequence) noexcept {
     if (!peers_->reached(peer, Counter::kCompleted, sequence)) return false;
   }
   return true;
+}
+
+// True while a served queue has something unfinished.
+bool Queue::run_served() {
+  bool has_pending = false;
+  for (const std::weak_ptr<Queue>& entry : served_) {
+    const std::shared_ptr<Queue> queue = entry.lock();
+    if (!queue || !queue->peers_) continue;
+    queue->run_pending();  // throws when that communicator is poisoned
+    has_pending = has_pending || !queue->pending_.empty();
+  }
+  return has_pending;
 }
 
 // Operations that were started later are run too: a peer may need them to get on.
@@ -127,15 +159,20 @@ void Queue::block(const Goal& goal) {
   }
 }
 
+// Spins as long as that has paid lately: in vain where a peer shares this rank's CPU, or computes for long.
 bool Queue::spin(const Goal& goal) {
-  if (peers_->spin_time().count() == 0) return false;
-  const Clock::time_point end = Clock::now() + peers_->spin_time();
+  if (spin_time_.count() == 0) return false;
+  const Clock::time_point end = Clock::now() + spin_time_;
   do {
     for (int i = 0; i < 4; ++i) {
       cpu_pause();
-      if (try_reach(goal)) return true;
+      if (try_reach(goal)) {
+        spin_time_ = std::min(spin_time_ * 2, peers_->spin_time());
+        return true;
+      }
     }
   } while (Clock::now() < end);
+  spin_time_ = std::max(spin_time_ / 2, kShortestSpinTime);
   return false;
 }
 
@@ -147,9 +184,11 @@ bool Queue::sleep_once(const Goal& goal) {
   } awake{*peers_};
   const std::uint64_t progress = progress_num();
   const Peers::Ticket ticket = peers_->announce(interest(goal));
+  const bool serves = run_served();
   if (try_reach(goal)) return true;
   if (progress_num() != progress) return false;  // what was announced may no longer be what is awaited
-  peers_->sleep(ticket, std::min(kSlice, peers_->timeout()));
+  // The peers of a served queue ring its own doorbell, not this one.
+  peers_->sleep(ticket, serves ? kServingSlice : kSlice);
   return try_reach(goal);
 }
 

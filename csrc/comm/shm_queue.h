@@ -1,11 +1,13 @@
 // The operations of one rank: numbers them, runs them in order, and blocks where the caller asks for it.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "comm/shm_operation.h"
 #include "comm/shm_peers.h"
@@ -26,8 +28,12 @@ class Queue {
   // Runs what can be run without blocking.
   void advance();
   void wait_done(const Operation& operation);
+  // Runs what can be run; whether no peer reads this rank's source of the operation any more.
+  bool test_source_free(const Operation& operation);
   // Until no peer reads this rank's source of the operation; also ends it here.
   void wait_source_free(const Operation& operation);
+  // Advances `other` too while a call on this one blocks, for as long as it exists.
+  void serve_while_blocked(const std::shared_ptr<Queue>& other) { served_.push_back(other); }
   // The next payload of exchanges; see RankBlock::payload.
   std::size_t next_payload_index() noexcept { return exchange_num_++ % 2; }
 
@@ -40,10 +46,13 @@ class Queue {
     const char* reason;  // put before the operation in errors
   };
 
+  bool is_source(const Operation& operation);
   void wait_completed(std::uint64_t sequence, const Operation& operation, const char* reason);
   bool all_completed(std::uint64_t sequence) noexcept;
   void check_process();
+  void check_source(const Operation& operation);
   void run_pending();
+  bool run_served();
   bool try_reach(const Goal& goal);
   bool is_blocked_itself(const Goal& goal) const noexcept;
   bool awaits(const Goal& goal, int peer) noexcept;
@@ -57,8 +66,10 @@ class Queue {
   void check_awaited(const Goal& goal, Clock::time_point last_progress);
 
   std::optional<Peers> peers_;
+  std::chrono::nanoseconds spin_time_;
   Runner runner_;
   std::deque<std::shared_ptr<Operation>> pending_;
+  std::vector<std::weak_ptr<Queue>> served_;
   std::uint64_t next_sequence_ = 0;
   std::uint64_t finished_num_ = 0;
   std::uint64_t exchange_num_ = 0;

@@ -14,12 +14,13 @@ class DoneWork final : public Work {
  public:
   bool test() override { return true; }
   void wait() override {}
+  bool test_source_free() override { return true; }
   void wait_source_free() override {}
 };
 
 class SoloCommunicator final : public Communicator {
  public:
-  SoloCommunicator() : Communicator(0, 1), caller_{this, 0, 1} {}
+  SoloCommunicator() : Communicator(0, 1), caller_{0, 1, false} {}
 
   std::string_view kind() const noexcept override { return "shm"; }
   bool runs_in_background() const noexcept override { return false; }
@@ -27,7 +28,7 @@ class SoloCommunicator final : public Communicator {
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                              Category category) override {
     check();
-    return allocate_local(bytes, {this, role, 0}, ledger, category);
+    return allocate_local(bytes, role, ledger, category);
   }
 
   WorkPtr start_all_gather(const AllGather& args) override {

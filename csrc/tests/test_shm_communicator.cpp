@@ -471,7 +471,70 @@ TEST(ShmFaults, WorkOutlivesItsCommunicator) {
   other.join();
 }
 
-TEST(ShmFaults, BufferOfAnotherCommunicatorIsRefused) {
+// What one communicator allocated may be the source of another of the same ranks.
+TEST(ShmTwoCommunicators, ShareBuffers) {
+  const std::string rendezvous = unique_rendezvous();
+  run_ranks(3, [&](Communicator& reductions) {
+    const auto gathers = make_shm_communicator(options_of(reductions.rank(), 3, rendezvous));
+    for (int i = 0; i < 20; ++i) {
+      const Region full = shared(i % 2 == 0 ? reductions : *gathers, 1200);
+      const Region own = full.at(400 * static_cast<std::size_t>(reductions.rank()));
+      write_values(full.data(), DType::kFloat32, 300, [&](std::size_t k) { return value_of(reductions.rank(), k); });
+      reductions.start_reduce_scatter({full, own, 100, DType::kFloat32, "reduce"})->wait();
+      gathers->start_all_gather({own, full, 400, "gather"})->wait();
+      EXPECT_EQ(first_difference(full.data(), DType::kFloat32, 300, [](std::size_t k) { return sum_over_ranks(3, k); }),
+                -1);
+    }
+  });
+}
+
+// Rank 0 waits for the peers to read its reduction's source before it starts the gather that they wait for.
+TEST(ShmTwoCommunicators, OneIsServedWhileTheOtherBlocks) {
+  const std::string rendezvous = unique_rendezvous();
+  const auto errors = run_threads(
+      3,
+      [&](Communicator& reductions) {
+        const auto gathers = make_shm_communicator(options_of(reductions.rank(), 3, rendezvous, 5s));
+        gathers->serve_while_blocked(reductions);
+        const Region source = shared(reductions, 1200);
+        const Region destination = local(reductions, 1200);
+        const WorkPtr reduction = reductions.start_reduce_scatter({source, destination, 100, DType::kFloat32, "r"});
+        if (reductions.rank() == 0) reduction->wait_source_free();
+        gathers->start_all_gather({source, destination, 400, "g"})->wait();
+        reduction->wait();
+        gathers->barrier("end");
+      },
+      5s);
+  for (const std::exception_ptr& error : errors) EXPECT_EQ(message_of(error), "no CommunicationError");
+}
+
+TEST(ShmTwoCommunicators, OnlyThoseOfTheSameRanksAreServed) {
+  run_ranks(2, [](Communicator& comm) {
+    const auto solo = make_shm_communicator({});
+    EXPECT_THROW(comm.serve_while_blocked(*solo), ArgumentError);
+    EXPECT_THROW(comm.serve_while_blocked(comm), ArgumentError);
+  });
+}
+
+TEST(ShmOrder, SourceThatIsStillToBeWrittenIsRefused) {
+  run_ranks(3, [](Communicator& comm) {
+    const Region full = shared(comm, 1200);
+    const Region own = full.at(400 * static_cast<std::size_t>(comm.rank()));
+    comm.barrier("together");
+    const WorkPtr reduction = comm.start_reduce_scatter({full, own, 100, DType::kFloat32, "h.3"});
+    EXPECT_THROW(comm.start_all_gather({own, full, 400, "h.3"}), StateError);
+    reduction->wait();
+    // A gather in place writes the slices of others only, so its source may be read again at once.
+    const WorkPtr first = comm.start_all_gather({own, full, 400, "h.3"});
+    const WorkPtr second = comm.start_all_gather({own, full, 400, "h.3"});
+    EXPECT_THROW(comm.start_all_reduce({full, 300, DType::kFloat32, "h.3"}), StateError);
+    second->wait();
+    EXPECT_TRUE(first->test());
+    comm.barrier("end");
+  });
+}
+
+TEST(ShmFaults, BufferOfAnotherWorldIsRefused) {
   run_ranks(2, [](Communicator& comm) {
     const auto solo = make_shm_communicator({});
     const Region foreign = shared(*solo, 400);
