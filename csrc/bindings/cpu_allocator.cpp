@@ -2,6 +2,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
 
 #include <memory>
 #include <mutex>
@@ -16,7 +17,7 @@ class CountingAllocator final : public c10::Allocator {
   explicit CountingAllocator(c10::Allocator* inner) : inner_(inner) {}
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    auto block = std::make_unique<Block>(Block{inner_->allocate(bytes), static_cast<std::int64_t>(bytes)});
+    auto block = std::make_unique<Block>(Block{take(bytes), static_cast<std::int64_t>(bytes)});
     void* data = block->pointer.get();
     process_usage().add(block->bytes);
     return {data, block.release(), &release, c10::Device(c10::kCPU)};
@@ -31,6 +32,15 @@ class CountingAllocator final : public c10::Allocator {
     c10::DataPtr pointer;
     std::int64_t bytes;
   };
+
+  // torch reports exhausted host memory as a plain error; with this type callers need not match its text.
+  c10::DataPtr take(std::size_t bytes) {
+    try {
+      return inner_->allocate(bytes);
+    } catch (const c10::Error&) {
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "torch could not allocate ", bytes, " bytes of host memory");
+    }
+  }
 
   static void release(void* context) {
     const std::unique_ptr<Block> block(static_cast<Block*>(context));
