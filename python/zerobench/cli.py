@@ -38,10 +38,11 @@ def split(option: str, text: str, convert: Callable[[str], T]) -> list[T]:
     for part in (piece.strip() for piece in text.split(",")):
         try:
             values[convert(part)] = None
+        except ConfigError:
+            raise
         except ValueError:
-            raise ConfigError(
-                f"{option} {part!r} is no {convert.__name__}: give one or a comma list"
-            ) from None
+            kind = _KINDS[convert]
+            raise ConfigError(f"{option} {part!r} is no {kind}: give one or a comma list of them") from None
     return list(values)
 
 
@@ -74,6 +75,14 @@ def model_options(pairs: Sequence[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             options[key.strip().replace("-", "_")] = value
     return options
+
+
+_KINDS: dict[Callable[[str], Any], str] = {
+    int: "whole number",
+    name: "name",
+    clip_norm: "number or none",
+    stage_name: "ZeRO stage",
+}
 
 
 @app.command()

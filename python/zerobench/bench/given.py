@@ -231,8 +231,11 @@ def follow(given: GivenRank) -> int:
 
 def wait_for(store: Any, key: str) -> None:
     """However long rank 0 takes; an error when its store is gone."""
-    while not store.check([key]):
-        time.sleep(0.1)
+    try:
+        while not store.check([key]):
+            time.sleep(0.1)
+    except Exception as error:  # the store's own types differ between torch versions
+        raise Error(f"rank 0 of the given ranks is gone ({type(error).__name__})") from None
 
 
 def follower_log(leader_log: Path, rank: int, scratch: Path) -> Path:

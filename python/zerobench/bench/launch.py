@@ -332,7 +332,7 @@ def judge(
     ended = [state for state in ranks if state.exited and not state.spoke]
     if ended:
         return Outcome(
-            status="failed", error=f"{_who(ended)} ended with exit code {ended[0].exit_code} and no report"
+            status="failed", error=f"rank {ended[0].rank} ended with exit code {ended[0].exit_code} and no report"
         )
     silent = [state for state in ranks if not state.spoke]
     return Outcome(

@@ -1,0 +1,96 @@
+"""Whole comparisons: what is right is ok, every planted fault is wrong, and the files are what the contract says."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from conftest import SMALL
+
+import zerobench.report
+
+FAULTS = ["NoAveraging", "DroppedRank", "HalvedGradient", "StaleShard", "PerturbedParameters"]
+
+
+@pytest.fixture(scope="module")
+def peers(shared_command):
+    """Reference and peers, with accumulation, clipping, checkpointing and repeats."""
+    result = shared_command.run(
+        "compare", *SMALL, "--strategies", "single,ddp,fsdp2", "--grad-accum", "4", "--clip", "0.5", "--checkpointing",
+        "--repeats", "2", "--output-dir", "out",
+    )  # fmt: skip
+    return shared_command, result
+
+
+def test_peers_are_ok(peers) -> None:
+    command, result = peers
+    assert result.returncode == 0, result.stderr
+    rows = command.rows()
+    assert {name: row["status"] for name, row in rows.items()} == {"single": "ok", "ddp": "ok", "fsdp2": "ok"}
+    for name in ("ddp", "fsdp2"):
+        deviation = rows[name]["deviation"]
+        assert deviation["reference"] == "single"
+        for quantity in ("loss", "norm", "gradient", "update", "piece"):
+            assert deviation[quantity] <= deviation["tolerance"][quantity]
+        assert deviation["update"] > 0 or deviation["gradient"] == 0
+    assert command.leaves_nothing()
+
+
+def test_the_files_are_the_contract(peers) -> None:
+    command, result = peers
+    out = command.folder / "out"
+    results = json.loads((out / "results.json").read_text())
+    assert results["schema_version"] == 1 and results["complete"] is True
+    assert results["machine"]["cores"] >= 1 and "torch" in results["versions"]
+    row = command.rows()["ddp"]
+    assert row["name"] == "ddp_fp32_ranks2_bs2_sl32_ga4_clip0.5_ckpt"
+    assert len(row["step_time_ms"]["samples"]) == 4  # two steps, two repeats
+    assert len(row["loss"]) == 2
+    assert row["checksum"] and row["validation_loss"] > 0
+    assert row["peak_device_bytes"] > 0 and row["allocated_device_bytes"] > 0
+    assert row["memory_bytes"]["device"]["parameters"] > 0
+    assert {"forward", "backward", "optimizer"} <= row["phases_ms"].keys()
+    assert row["device_utilisation_pct"] is None  # there is no device to ask
+    tokens = 2 * 2 * 32 * 4
+    assert row["tokens_per_s"] == pytest.approx(tokens / (row["step_time_ms"]["median"] / 1e3))
+    assert {path.suffix for path in (out / "plots").iterdir()} == {".png"}
+    with (out / "results.csv").open() as file:
+        assert [line["name"] for line in csv.DictReader(file)] == [r["name"] for r in results["rows"]]
+    assert "ddp" in (out / "summary.txt").read_text()
+    log = (out / row["log"]).read_text()
+    assert log.startswith("# rerun: ") and "--strategies ddp" in log.splitlines()[0]
+    assert "ddp" in result.stdout and str(out.name) in result.stdout
+
+
+def test_frames_come_from_the_files(peers) -> None:
+    command, _ = peers
+    frame = zerobench.report.load(command.folder / "out")
+    assert list(frame["strategy"]) == ["single", "ddp", "fsdp2"]
+    assert frame["step_time_ms.median"].notna().all()
+
+
+def test_show_gives_the_table_and_plots_again(peers) -> None:
+    command, _ = peers
+    result = command.run("show", "out", "--plots", "again", timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert "fsdp2" in result.stdout
+    assert list((command.folder / "again").glob("*.png"))
+
+
+def test_every_planted_fault_is_wrong_in_every_precision(command) -> None:
+    strategies = ",".join(f"faulty:{name}" for name in ["PlainDataParallel", *FAULTS])
+    result = command.run(
+        "compare", *SMALL, "--strategies", strategies, "--precision", "fp32,bf16,fp16", "--num-steps", "1",
+        "--warmup-steps", "0", "--output-dir", "out",
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    rows = json.loads((command.folder / "out" / "results.json").read_text())["rows"]
+    assert len(rows) == 3 * (1 + len(FAULTS))
+    for row in rows:
+        right = row["strategy"] == "faulty:PlainDataParallel"
+        assert row["status"] == ("ok" if right else "wrong"), (row["name"], row["error"], row["deviation"])
+        if not right:
+            assert row["step_time_ms"] is None and row["tokens_per_s"] is None and row["relative"] is None
+            assert "\n" not in row["error"]

@@ -1,0 +1,169 @@
+"""Ranks that die, raise, stall or take too much; Ctrl-C; full disks. Each ends in one line, and nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import SMALL
+
+TIMEOUT_S = 20
+
+
+def test_one_bad_configuration_never_ends_a_comparison(command) -> None:
+    troubles = [
+        "Killed",
+        "Raises",
+        "Stalls",
+        "LeavesAChild",
+        "TakesTooMuchPython",
+        "TakesTooMuchTorch",
+        "NeedsWhatIsNotThere",
+    ]
+    strategies = ",".join([*(f"troubles:{name}" for name in troubles), "faulty:PlainDataParallel"])
+    result = command.run(
+        "compare", *SMALL, "--strategies", strategies, "--timeout", str(TIMEOUT_S), "--rank-memory-gib", "4",
+        "--output-dir", "out",
+    )  # fmt: skip
+    assert "Traceback" not in result.stderr + result.stdout
+    assert result.returncode == 1, result.stderr
+    rows = command.rows()
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "Killed": "failed",
+        "Raises": "failed",
+        "Stalls": "failed",
+        "LeavesAChild": "ok",
+        "TakesTooMuchPython": "oom",
+        "TakesTooMuchTorch": "oom",
+        "NeedsWhatIsNotThere": "skipped",
+        "PlainDataParallel": "ok",
+    }
+    assert "rank 1 was killed by SIGKILL" in rows["Killed"]["error"]
+    assert rows["Raises"]["error"] == "rank 1: ValueError: the second step is cursed"
+    assert f"no progress for {TIMEOUT_S} s" in rows["Stalls"]["error"]
+    assert "rank 1 in trouble (troubles.py:" in rows["Stalls"]["error"]
+    assert rows["NeedsWhatIsNotThere"]["error"] == "needs a machine that this is not"
+    for row in rows.values():
+        assert "\n" not in (row["error"] or "")
+    assert command.leaves_nothing()
+
+
+def test_a_configuration_too_large_for_memory_is_oom_and_the_rest_go_on(command) -> None:
+    result = command.run(
+        "compare", *SMALL[4:], "--model", "gpt2-xl,tiny", "--strategies", "faulty:PlainDataParallel",
+        "--rank-memory-gib", "4", "--output-dir", "out",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((command.folder / "out" / "results.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["oom", "ok"]
+    assert "--rank-memory-gib" in rows[0]["error"]
+
+
+def start_slow(command, **options) -> subprocess.Popen[str]:
+    """A comparison whose first row is done and whose second is under way."""
+    process = command.start(
+        "compare", *SMALL, "--strategies", "single,troubles:Slow", "--num-steps", "1000", "--output-dir", "out",
+        **options,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while (
+        not (command.folder / "out" / "logs").exists()
+        or len(list((command.folder / "out" / "logs").iterdir())) < 2
+    ):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(3)
+    return process
+
+
+def test_ctrl_c_keeps_what_is_finished(command) -> None:
+    process = start_slow(command)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr + stdout
+    assert "interrupted: 1 of 2 rows" in stderr
+    results = json.loads((command.folder / "out" / "results.json").read_text())
+    assert results["complete"] is False
+    assert [row["status"] for row in results["rows"]] == ["ok"]
+    assert "single" in stdout
+    assert command.leaves_nothing()
+
+
+def test_nothing_outlives_a_killed_command(command) -> None:
+    process = start_slow(command)
+    assert len(command.processes()) >= 4  # the command, its fork server, two ranks
+    process.kill()
+    process.communicate(timeout=60)
+    assert command.leaves_nothing()
+    assert json.loads((command.folder / "out" / "results.json").read_text())["rows"]
+
+
+def test_a_full_disk_is_one_clear_line(command) -> None:
+    folder = command.folder / "out"
+    folder.mkdir()
+
+    def limit() -> None:  # as a full disk does, this lets files begin and not go on
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+
+    result = command.run(
+        "compare",
+        *SMALL,
+        "--strategies",
+        "single",
+        "--num-steps",
+        "300",
+        "--output-dir",
+        "out",
+        preexec_fn=limit,
+    )
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    assert "results.json cannot be written" in result.stderr.splitlines()[-1]
+    assert "single" in result.stdout  # what was measured is shown all the same
+    assert json.loads((folder / "results.json").read_text())["complete"] is False
+    assert command.leaves_nothing()
+
+
+def test_a_full_file_system_is_one_clear_line(command) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small file system")
+    folder = command.folder / "out"
+    folder.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(folder)], check=False
+    ).returncode:
+        pytest.skip("this machine does not let tests mount a file system")
+    try:
+        result = command.run(
+            "compare", *SMALL, "--strategies", "single", "--num-steps", "1500", "--output-dir", "out"
+        )
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    assert "No space left on device" in result.stderr.splitlines()[-1]
+    assert "single" in result.stdout
+
+
+def test_given_ranks_run_every_configuration(command) -> None:
+    """Under torchrun: a row of all ranks, a row that breaks, and a row of one rank."""
+    result = command.run(
+        "compare", *SMALL, "--strategies", "troubles:Raises,faulty:PlainDataParallel,single", "--timeout", "60",
+        "--output-dir", "out",
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    )  # fmt: skip
+    rows = command.rows()
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "Raises": "failed",
+        "PlainDataParallel": "ok",
+        "single": "ok",
+    }, result.stderr
+    assert rows["Raises"]["error"] == "rank 1: ValueError: the second step is cursed"
+    assert rows["PlainDataParallel"]["settings"]["world_size"] == 2
+    assert command.leaves_nothing()

@@ -1,0 +1,102 @@
+"""What the command refuses before any work: one clear line, exit code 2, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def refuses(command, *arguments: str) -> str:
+    """The one line."""
+    result = command.run(*arguments, timeout_s=60)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "tinny"], "did you mean 'tiny'"),
+        (["--model-option", "num_layer=3"], "num_layers"),
+        (["--model-option", "num_layers"], "FIELD=VALUE"),
+        (["--strategies", "zero_3"], "did you mean 'zero3'"),
+        (["--strategies", "ddp,"], "--strategies ''"),
+        (["--stages", "4"], "--stages 4"),
+        (["--precision", "fp8"], "fp8"),
+        (["--batch-size", "0"], "--batch-size 0"),
+        (["--batch-size", "4,x"], "'x'"),
+        (["--seq-length", "0"], "--seq-length 0"),
+        (["--seq-length", "1000"], "max_seq_length"),
+        (["--num-steps", "0"], "--num-steps 0"),
+        (["--num-step", "5"], "--num-steps"),
+        (["--data", "no/such/file"], "no/such/file"),
+        (["--data", "empty"], "empty"),
+        (["--data", "short"], "short"),
+        (["--config", "typo.json"], "'stage'"),
+        (["--config", "typo.json", "--stages", "0"], "--config"),
+        (["--output-dir", "file"], "--output-dir"),
+        (["--output-dir", "/sys/zerobench"], "/sys/zerobench"),
+        (["--output-dir", "has_results"], "already holds results"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_impossible_comparison_is_refused(command, arguments, said) -> None:
+    (command.folder / "empty").touch()
+    (command.folder / "short").write_text("x" * 100)
+    (command.folder / "file").touch()
+    (command.folder / "typo.json").write_text('{"stge": 1}')
+    (command.folder / "has_results").mkdir()
+    (command.folder / "has_results" / "results.json").write_text("{}")
+    assert said in refuses(command, "compare", *arguments)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write into any folder")
+def test_a_folder_without_permission_is_refused(command) -> None:
+    folder = command.folder / "read_only"
+    folder.mkdir(mode=0o555)
+    assert "cannot receive results" in refuses(command, "compare", "--output-dir", str(folder))
+
+
+def test_show_says_what_is_not_a_result_file(command) -> None:
+    assert "nowhere" in refuses(command, "show", "nowhere")
+    (command.folder / "results.json").write_text("[]")
+    assert "results.json" in refuses(command, "show", ".")
+
+
+def test_an_unknown_command_is_refused(command) -> None:
+    assert "compere" in refuses(command, "compere")
+
+
+def test_info_and_help_need_no_torch(command) -> None:
+    code = (
+        "import sys\n"
+        "sys.argv = ['zerobench', 'info']\n"
+        "from zerobench.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "sys.argv = ['zerobench', 'compare', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=command.environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "machine.cores" in result.stdout
+    assert "--strategies" in result.stdout
+
+
+def test_the_environment_in_facts_is_an_allowed_list(command) -> None:
+    os_environment = {**command.environment(), "SECRET_TOKEN": "hush", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "zerobench", "info", "--json"],
+        env=os_environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert '"OMP_NUM_THREADS": "1"' in result.stdout
+    assert "hush" not in result.stdout

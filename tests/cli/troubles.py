@@ -1,0 +1,88 @@
+"""Strategies that go wrong on purpose, named to zerobench as ``troubles:Class`` with this folder on PYTHONPATH.
+
+They train as faulty.PlainDataParallel does until the trouble begins, in the middle of training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import torch
+from faulty import PlainDataParallel
+
+from zerobench.strategies.base import Batch, StepResult, StrategySettings
+
+TROUBLE_STEP = 2  # of each pass, on rank 1
+
+
+class Troubled(PlainDataParallel):
+    name = "troubled"
+
+    def build(self, model_factory) -> None:
+        super().build(model_factory)
+        self._step_num = 0
+
+    def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        self._step_num += 1
+        if self._step_num == TROUBLE_STEP and self.settings.rank == 1:
+            self.trouble()
+        return super().step(micro_batches, norm=norm)
+
+    def trouble(self) -> None:
+        raise NotImplementedError
+
+
+class Killed(Troubled):
+    def trouble(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Raises(Troubled):
+    def trouble(self) -> None:
+        raise ValueError("the second step is cursed\nand this is the second line")
+
+
+class Stalls(Troubled):
+    def trouble(self) -> None:
+        time.sleep(100_000)
+
+
+class Stopped(Troubled):
+    def trouble(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class LeavesAChild(Troubled):
+    """Trains well, and leaves a process behind on every rank."""
+
+    def trouble(self) -> None:
+        if os.fork() == 0:
+            time.sleep(100_000)
+
+
+class TakesTooMuchPython(Troubled):
+    def trouble(self) -> None:
+        bytearray(64 << 30)
+
+
+class TakesTooMuchTorch(Troubled):
+    def trouble(self) -> None:
+        torch.empty(64 << 30, dtype=torch.uint8)
+
+
+class NeedsWhatIsNotThere(PlainDataParallel):
+    name = "needs"
+
+    @classmethod
+    def unsupported(cls, settings: StrategySettings) -> str | None:
+        return "needs a machine that this is not"
+
+
+class Slow(PlainDataParallel):
+    name = "slow"
+
+    def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        time.sleep(0.5)
+        return super().step(micro_batches, norm=norm)

@@ -1,0 +1,112 @@
+"""From what is known of each rank to a job's outcome, and the scraps that it is told from."""
+
+from __future__ import annotations
+
+import signal
+
+from zerobench.bench.given import Answer, merge
+from zerobench.bench.job import Progress, RankError, Report, Skipped
+from zerobench.bench.launch import RankState, free_ports, judge, local_environments, where
+from zerobench.bench.result import RowDtypes
+
+DTYPES = RowDtypes(param="float32", compute="float32", reduce="float32", master="float32", state="float32")
+
+
+def rank(number: int, **known) -> RankState:
+    return RankState(rank=number, pid=1, pipe=-1, **known)
+
+
+def reported(number: int) -> RankState:
+    return rank(number, report=Report(dtypes=DTYPES), exit_code=0, open=False)
+
+
+def raised(number: int, at_s: float, **error) -> RankState:
+    values = {"type": "ValueError", "message": "no", "phase": "measurement", **error}
+    return rank(number, error=RankError(**values), error_s=at_s, exit_code=1, open=False)
+
+
+def outcome(*ranks: RankState, stalled=None, was_oom_killed=False):
+    return judge(list(ranks), stalled=stalled or {}, timeout_s=10, was_oom_killed=was_oom_killed)
+
+
+def test_all_reports_are_ok() -> None:
+    found = outcome(reported(0), reported(1))
+    assert found.status == "ok"
+    assert sorted(found.reports) == [0, 1]
+
+
+def test_one_report_missing_is_a_failure() -> None:
+    found = outcome(reported(0), rank(1, exit_code=3, open=False))
+    assert (found.status, found.error) == ("failed", "rank 1 ended with exit code 3 and no report")
+
+
+def test_the_killed_rank_is_named_and_not_its_peers_complaint() -> None:
+    killed = rank(1, exit_signal=signal.SIGKILL, progress=Progress(phase="measurement", step=7), open=False)
+    found = outcome(raised(0, 1.0, type="RuntimeError", message="Connection closed by peer"), killed)
+    assert found.error == "rank 1 was killed by SIGKILL: after step 7 of measurement"
+
+
+def test_a_kill_is_oom_only_when_the_kernel_counted_one() -> None:
+    killed = rank(1, exit_signal=signal.SIGKILL, open=False)
+    assert outcome(reported(0), killed).status == "failed"
+    found = outcome(reported(0), killed, was_oom_killed=True)
+    assert found.status == "oom"
+    assert found.error is not None and "out-of-memory killer" in found.error
+    segfault = rank(1, exit_signal=signal.SIGSEGV, open=False)
+    assert outcome(reported(0), segfault, was_oom_killed=True).status == "failed"
+
+
+def test_the_first_error_of_a_rank_itself_counts() -> None:
+    peers = raised(0, 1.0, type="CommunicationError", message="rank 1 is gone", communication=True)
+    found = outcome(peers, raised(1, 2.0))
+    assert found.error == "rank 1: ValueError: no"
+    assert not found.secondary
+    assert outcome(peers, rank(1)).secondary
+
+
+def test_memory_that_ran_out_on_one_rank_is_oom() -> None:
+    found = outcome(raised(0, 1.0), raised(1, 2.0, type="MemoryError", out_of_memory=True))
+    assert (found.status, found.error) == ("oom", "rank 1: MemoryError: no")
+
+
+def test_stalled_ranks_are_named_with_their_place() -> None:
+    found = outcome(raised(0, 1.0, message="timed out"), rank(1), stalled={1: "step (mine.py:3)"})
+    assert found.error == (
+        "no progress for 10 s (--timeout): rank 1 in step (mine.py:3); rank 0: ValueError: timed out"
+    )
+
+
+def test_all_ranks_must_agree_to_be_skipped() -> None:
+    skipped = Skipped(reason="needs a GPU")
+    found = outcome(rank(0, skipped=skipped, open=False), rank(1, skipped=skipped, open=False))
+    assert (found.status, found.error) == ("skipped", "needs a GPU")
+
+
+def test_the_outcome_of_given_ranks_is_the_worst_part() -> None:
+    fine = Answer(status="ok", secondary=False, reports={0: Report(dtypes=DTYPES)}, error=None)
+    also = Answer(status="ok", secondary=False, reports={1: Report(dtypes=DTYPES)}, error=None)
+    victim = Answer(status="failed", secondary=True, reports={}, error="stopped")
+    cause = Answer(status="failed", secondary=False, reports={}, error="broke")
+    assert sorted(merge([fine, also]).reports) == [0, 1]
+    assert merge([fine, victim, cause]).error == "broke"
+    assert merge([fine, victim]).error == "stopped"
+
+
+def test_the_innermost_function_is_read_from_a_dump(tmp_path) -> None:
+    dump = tmp_path / "stack"
+    dump.write_text(
+        'Current thread 0x00007f (most recent call first):\n  File "/a/b/mine.py", line 3 in step\n  File "/c.py", line 1 in f\n'
+    )
+    assert where(2**22 + 1, dump) == "step (mine.py:3)"
+    dump.write_text("")
+    assert where(2**22 + 1, dump) == "code that runs no Python"
+
+
+def test_ranks_meet_at_ports_and_a_name_of_their_own() -> None:
+    first, second = local_environments(2)
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert len(set(first["ZEROBENCH_PORTS"].split(","))) == 2
+    assert first["ZEROBENCH_RENDEZVOUS"] == second["ZEROBENCH_RENDEZVOUS"]
+    assert local_environments(1)[0]["ZEROBENCH_RENDEZVOUS"] != first["ZEROBENCH_RENDEZVOUS"]
+    assert [environment["RANK"] for environment in (first, second)] == ["0", "1"]
+    assert len(set(free_ports(5))) == 5

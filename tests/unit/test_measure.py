@@ -1,0 +1,138 @@
+"""The measured window, and how ranks' figures become a row's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from zerobench import data, models
+from zerobench.bench import assess, measure
+from zerobench.bench.job import Window
+from zerobench.bench.result import Row, Settings
+from zerobench.strategies.base import StrategySettings
+from zerobench.strategies.single import SingleStrategy
+
+SEQ_LENGTH = 16
+
+
+@pytest.fixture
+def strategy():
+    settings = StrategySettings(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", precision="fp32", batch_size=2,
+        seq_length=SEQ_LENGTH,
+    )  # fmt: skip
+    config = models.resolve("tiny", {"num_layers": 1, "hidden_size": 16})
+    single = SingleStrategy(settings)
+    single.build(lambda: models.build(config, 0))
+    yield single
+    single.close()
+
+
+def batches(num_steps: int):
+    dataset = data.open_data("synthetic", seed=0, seq_length=SEQ_LENGTH, vocab_size=256)
+    return [dataset.micro_batches(step, rank=0, world_size=1, batch_size=2) for step in range(num_steps)]
+
+
+def test_the_window_times_every_step_and_keeps_every_loss(strategy) -> None:
+    ticks = []
+    times_ms, losses = measure.timed_window(
+        strategy, batches(4), lambda phase, step: ticks.append((phase, step))
+    )
+    assert len(times_ms) == len(losses) == 4
+    assert all(time_ms > 0 for time_ms in times_ms)
+    assert all(4 < float(loss) < 7 for loss in losses)  # about ln 256 at first
+    assert ticks == [("measurement", step) for step in (1, 2, 3, 4)]
+
+
+def test_phases_come_from_a_pass_of_their_own(strategy) -> None:
+    phases = measure.profiled_pass(strategy, batches(3), lambda phase, step: None)
+    assert {"forward", "backward", "optimizer"} <= phases.keys()
+    assert all(value >= 0 for value in phases.values())
+
+
+def test_the_host_peak_counts_from_its_reset() -> None:
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    with_block = measure.peak_host_bytes()
+    del block
+    assert with_block is not None
+    if not measure.reset_peak_host_bytes():
+        pytest.skip("this kernel does not reset peaks (clear_refs)")
+    after = measure.peak_host_bytes()
+    assert after is not None and after < with_block
+
+
+def window(times_ms, losses, **figures) -> Window:
+    values = {
+        "validation_loss": 3.0,
+        "peak_device_bytes": 100,
+        "allocated_device_bytes": 50,
+        "peak_host_bytes": 1000,
+        "communication_bytes": 10,
+        "memory_bytes": {"device": {"parameters": 7}},
+        "phases_ms": {"forward": 1.0, "backward": 2.0, "optimizer": 0.5},
+        "threads": 1,
+    }
+    return Window(step_times_ms=times_ms, losses=losses, **{**values, **figures})
+
+
+def empty_row() -> Row:
+    settings = Settings(
+        model="tiny", world_size=2, precision="fp32", batch_size=4, seq_length=64, grad_accum=3
+    )
+    return Row(name="r", strategy="ddp", status="ok", settings=settings)
+
+
+def test_a_step_lasts_as_long_as_its_slowest_rank() -> None:
+    row = empty_row()
+    assess.apply_windows(
+        row, [window([10.0, 30.0, 20.0], [1.0, 2.0, 3.0]), window([20.0, 10.0, 20.0], [3.0, 4.0, 5.0])]
+    )
+    assert row.step_time_ms is not None
+    assert row.step_time_ms.samples == [20.0, 30.0, 20.0]
+    assert row.step_time_ms.median == 20.0
+    assert row.loss == [2.0, 3.0, 4.0]
+    # world_size x batch_size x grad_accum sequences in 20 ms.
+    assert row.samples_per_s == pytest.approx(2 * 4 * 3 / 0.020)
+    assert row.tokens_per_s == pytest.approx(64 * 2 * 4 * 3 / 0.020)
+
+
+def test_memory_is_the_largest_rank_and_phases_are_the_mean() -> None:
+    row = empty_row()
+    assess.apply_windows(
+        row,
+        [
+            window([1.0], [1.0], memory_bytes={"device": {"parameters": 7, "slots": 1}}),
+            window(
+                [1.0], [1.0], peak_device_bytes=300, memory_bytes={"device": {"parameters": 9}},
+                phases_ms={"forward": 3.0, "backward": 2.0, "optimizer": 0.5, "exposed_communication": 1.0},
+            ),
+        ],
+    )  # fmt: skip
+    assert row.peak_device_bytes == 300
+    assert row.memory_bytes == {"device": {"parameters": 9, "slots": 1}}
+    assert row.phases_ms == {"forward": 2.0, "backward": 2.0, "optimizer": 0.5, "exposed_communication": 0.5}
+
+
+def test_a_repeat_adds_samples_and_never_lowers_a_peak() -> None:
+    row = empty_row()
+    assess.apply_windows(row, [window([10.0, 10.0], [1.0, 1.0])])
+    assess.apply_windows(row, [window([30.0, 30.0], [9.0, 9.0], peak_device_bytes=90)])
+    assert row.step_time_ms is not None
+    assert row.step_time_ms.samples == [10.0, 10.0, 30.0, 30.0]
+    assert row.step_time_ms.median == 20.0
+    assert row.peak_device_bytes == 100
+    assert row.loss == [1.0, 1.0]
+
+
+def test_what_cannot_be_had_is_null() -> None:
+    row = empty_row()
+    assess.apply_windows(
+        row,
+        [window([1.0], [math.nan], validation_loss=None, peak_host_bytes=None, communication_bytes=None)],
+    )
+    assert row.loss is None
+    assert row.validation_loss is None
+    assert row.peak_host_bytes is None
+    assert row.communication_bytes is None

@@ -1,0 +1,260 @@
+"""The grid, its names, and every refusal before work begins."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from zerobench.bench import fit
+from zerobench.bench.given import given_ranks, slurm_first_host
+from zerobench.bench.plan import CompareOptions, Configuration, make_plan, rerun_command
+from zerobench.errors import ConfigError, DataError, Error
+
+SMALL = {"data": "synthetic", "strategies": ("zero0", "ddp"), "seq_lengths": (64,)}
+
+
+def names(**options) -> list[str]:
+    return [c.name for c in make_plan(CompareOptions(**{**SMALL, **options})).configurations]
+
+
+def test_names_tell_what_a_row_is() -> None:
+    assert names(strategies=("single", "zero0", "ddp", "fsdp2")) == [
+        "single_fp32_ranks1_bs4_sl64",
+        "zs0_fp32_ranks2_bs4_sl64",
+        "ddp_fp32_ranks2_bs4_sl64",
+        "fsdp2_fp32_ranks2_bs4_sl64",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"grad_accums": (4,)}, "zs0_fp32_ranks2_bs4_sl64_ga4"),
+        ({"clips": (1.0,)}, "zs0_fp32_ranks2_bs4_sl64_clip1"),
+        ({"clips": (0.5,), "checkpointing": True}, "zs0_fp32_ranks2_bs4_sl64_clip0.5_ckpt"),
+        ({"precisions": ("bf16",), "world_sizes": (3,)}, "zs0_bf16_ranks3_bs4_sl64"),
+    ],
+)
+def test_settings_that_are_not_the_default_are_in_the_name(options, name) -> None:
+    assert names(**options)[0] == name
+
+
+def test_the_grid_holds_every_combination_once_under_names_of_their_own() -> None:
+    found = names(
+        models=("tiny", "gpt2"),
+        strategies=("single", "zero0", "zero3"),
+        world_sizes=(2, 4),
+        batch_sizes=(4, 8),
+        clips=(None, 1.0),
+    )
+    # Per model, batch and clip: single once, two stages at two world sizes.
+    assert len(found) == 2 * 2 * 2 * (1 + 2 * 2)
+    assert len(set(found)) == len(found)
+
+
+def test_world_size_changes_nothing_for_single() -> None:
+    rows = make_plan(
+        CompareOptions(**{**SMALL, "strategies": ("single", "ddp"), "world_sizes": (2, 3)})
+    ).configurations
+    assert [row.settings.world_size for row in rows if row.strategy == "single"] == [1]
+
+
+def test_settings_are_resolved() -> None:
+    row = make_plan(CompareOptions(**{**SMALL, "num_layers": (2,)})).configurations[0]
+    assert row.settings.model_config_resolved["num_layers"] == 2
+    assert row.settings.parameter_count is not None and row.settings.parameter_count > 100_000
+    assert row.settings.optimizer["beta1"] == 0.9
+    assert row.stage == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"models": ("tinny",)}, "'tiny'"),
+        ({"model_options": {"num_layer": 2}}, "'num_layers'"),
+        ({"strategies": ("zero_3",)}, "'zero3'"),
+        ({"strategies": ("no.such.module:Class",)}, "no module named"),
+        ({"strategies": ("zerobench.strategies.base:Nothing",)}, "'Nothing'"),
+        ({"precisions": ("fp8",)}, "fp32"),
+        ({"batch_sizes": (4, 0)}, "--batch-size 0"),
+        ({"seq_lengths": (0,)}, "--seq-length 0"),
+        ({"grad_accums": (-1,)}, "--grad-accum -1"),
+        ({"world_sizes": (0,)}, "--world-size 0"),
+        ({"num_steps": 0}, "--num-steps 0"),
+        ({"warmup_steps": -1}, "--warmup-steps -1"),
+        ({"repeats": 0}, "--repeats 0"),
+        ({"timeout_s": 0}, "--timeout 0"),
+        ({"clips": (0.0,)}, "--clip 0"),
+        ({"clips": (float("nan"),)}, "--clip nan"),
+        ({"learning_rate": -1.0}, "--lr -1"),
+        ({"rank_memory_gib": 0.0}, "--rank-memory-gib 0"),
+        ({"seq_lengths": (100_000,)}, "max_seq_length"),
+        ({"hidden_sizes": (65,)}, "num_heads"),
+        ({"strategies": ()}, "at least one strategy"),
+        ({"data": "/no/such/file"}, "no such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(options, said) -> None:
+    with pytest.raises(Error) as caught:
+        make_plan(CompareOptions(**{**SMALL, **options}))
+    assert isinstance(caught.value, ConfigError | DataError)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_data_that_cannot_serve_is_refused(tmp_path) -> None:
+    empty, short = tmp_path / "empty.txt", tmp_path / "short.txt"
+    empty.touch()
+    short.write_text("a few bytes")
+    for path in (empty, short):
+        with pytest.raises(DataError, match=path.name):
+            make_plan(CompareOptions(**{**SMALL, "data": str(path)}))
+
+
+def test_given_ranks_decide_the_world_size() -> None:
+    options = CompareOptions(**{**SMALL, "world_sizes": (4,)})
+    assert make_plan(options, given_world_size=4).configurations[0].settings.world_size == 4
+    with pytest.raises(ConfigError, match="leave it out"):
+        make_plan(options, given_world_size=2)
+
+
+def test_more_ranks_than_cores_is_a_warning() -> None:
+    plan = make_plan(CompareOptions(**{**SMALL, "world_sizes": (4096,)}))
+    assert "4096 ranks share" in plan.warnings[0]
+
+
+def configuration(**options) -> Configuration:
+    return make_plan(CompareOptions(**{**SMALL, **options})).configurations[0]
+
+
+def test_rows_share_a_reference_when_they_train_the_same_global_batches() -> None:
+    row = configuration(world_sizes=(4,))
+    same = [
+        configuration(world_sizes=(4,), strategies=("ddp",)),
+        configuration(world_sizes=(2,), grad_accums=(2,)),
+        configuration(world_sizes=(4,), checkpointing=True),
+        configuration(world_sizes=(4,), num_steps=7),
+    ]
+    other = [
+        configuration(world_sizes=(2,)),
+        configuration(world_sizes=(4,), precisions=("bf16",)),
+        configuration(world_sizes=(4,), batch_sizes=(2,)),
+        configuration(world_sizes=(4,), clips=(1.0,)),
+        configuration(world_sizes=(4,), seed=1),
+        configuration(world_sizes=(4,), learning_rate=0.1),
+        configuration(world_sizes=(4,), num_layers=(2,)),
+    ]
+    assert {one.reference_group() for one in same} == {row.reference_group()}
+    assert row.reference_group() not in {one.reference_group() for one in other}
+
+
+def test_stages_share_a_checksum_where_the_design_promises_it() -> None:
+    stage0, stage3, ddp = make_plan(
+        CompareOptions(**{**SMALL, "strategies": ("zero0", "zero3", "ddp")})
+    ).configurations
+    assert stage0.checksum_group() == stage3.checksum_group() is not None
+    assert ddp.checksum_group() is None
+    assert configuration(grad_accums=(2,)).checksum_group() is None
+    # Never across world sizes: the order of a reduction differs.
+    assert configuration(world_sizes=(4,)).checksum_group() != stage0.checksum_group()
+
+
+def test_the_rerun_command_gives_the_same_row() -> None:
+    row = configuration(
+        models=("gpt2",), num_layers=(2,), model_options={"tied_embeddings": False}, strategies=("zero2",),
+        world_sizes=(3,), grad_accums=(2,), clips=(0.5,), precisions=("bf16",), seed=7, num_steps=3, warmup_steps=1,
+        checkpointing=True, learning_rate=0.01,
+    )  # fmt: skip
+    words = shlex.split(rerun_command(row, CompareOptions(learning_rate=0.01)))
+    assert words[1:4] == ["-m", "zerobench", "compare"]
+    given = dict(zip(words[4:], words[5:], strict=False))
+    assert [given[key] for key in ("--strategies", "--world-size", "--grad-accum", "--clip", "--seed", "--lr")] == [
+        "zero2", "3", "2", "0.5", "7", "0.01",
+    ]  # fmt: skip
+    assert {"num_layers=2", "tied_embeddings=false"} <= set(words)
+    assert "--checkpointing" in words
+
+
+def write_config(tmp_path, **keys):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(keys))
+    return path
+
+
+def test_a_configuration_file_is_a_row(tmp_path) -> None:
+    path = write_config(
+        tmp_path, stage=3, precision="bf16", gradient_accumulation_steps=2, gradient_clipping=0.5,
+        optimizer={"lr": 0.002, "betas": [0.8, 0.9]},
+    )  # fmt: skip
+    (row,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)})).configurations
+    assert (row.strategy, row.stage, row.settings.precision) == ("zero3", 3, "bf16")
+    assert (row.settings.grad_accum, row.settings.clip) == (2, 0.5)
+    # The reference must train with what the file sets, and with the comparison's values elsewhere.
+    assert row.settings.optimizer == {
+        "lr": 0.002,
+        "beta1": 0.8,
+        "beta2": 0.9,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+    }
+    assert row.options["stage"] == 3 and "units" not in row.options
+    assert row.name == "zs3_bf16_ranks2_bs4_sl64_ga2_clip0.5_mine"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"stge": 3}, "'stage'"),
+        ({"rank": 0}, "leave it out"),
+        ({"optimizer": {"type": "adam"}}, "adamw"),
+        ({"stage": 4}, "stage"),
+    ],
+)
+def test_a_wrong_configuration_file_is_named(tmp_path, keys, said) -> None:
+    path = write_config(tmp_path, **keys)
+    with pytest.raises(ConfigError) as caught:
+        make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
+    assert str(path) in str(caught.value) and said in str(caught.value)
+
+
+def test_what_cannot_fit_is_found_before_it_starts() -> None:
+    row = configuration(models=("gpt2-xl",), strategies=("ddp",))
+    count = row.settings.parameter_count or 0
+    assert fit.least_rank_bytes(row) == 16 * count
+    sharded = configuration(models=("gpt2-xl",), strategies=("zero3",))
+    assert fit.least_rank_bytes(sharded) == pytest.approx(8 * count, rel=1e-6)
+    reason = fit.why_too_large(row, rank_memory_bytes=1 << 30)
+    assert reason is not None and "--rank-memory-gib" in reason
+    assert fit.why_too_large(configuration(), rank_memory_bytes=1 << 30) is None
+
+
+def test_a_model_too_large_for_the_reference_is_verified_with_fewer_layers() -> None:
+    row = configuration(models=("gpt2",))
+    found = fit.verification_model(row.model, rank_memory_bytes=3 << 30)
+    assert 1 <= found["num_layers"] < 12
+    assert {**found, "num_layers": 12} == row.model
+    assert fit.verification_model(configuration().model, rank_memory_bytes=3 << 30) == configuration().model
+
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "70001",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "a,b",
+}  # fmt: skip
+
+
+def test_ranks_of_torchrun_and_srun_are_found() -> None:
+    for environment in (TORCHRUN, SRUN):
+        given = given_ranks(environment)
+        assert given is not None
+        assert (given.rank, given.world_size, given.local_rank, given.local_world_size) == (3, 4, 1, 2)
+    assert given_ranks({}) is None
+    # A batch script has a process id and one process.
+    assert given_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+    with pytest.raises(ConfigError, match="MASTER_PORT"):
+        given_ranks({key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"})
+    assert slurm_first_host("one,two") == "one"

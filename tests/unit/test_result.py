@@ -1,0 +1,100 @@
+"""The output folder: atomic, never overwritten, and clear about why it cannot be written."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from zerobench.bench.output import OutputError, OutputFolder, default_path, write_atomically
+from zerobench.bench.result import Results, Row, Settings
+from zerobench.bench.run import exit_code
+from zerobench.errors import ConfigError
+
+
+def results(*statuses: str) -> Results:
+    settings = Settings(
+        model="tiny", world_size=2, precision="fp32", batch_size=4, seq_length=64, grad_accum=1
+    )
+    rows = [Row(name=f"row{i}", strategy="ddp", status=s, settings=settings) for i, s in enumerate(statuses)]
+    return Results(created="2025-01-01T00:00:00+00:00", machine={}, versions={}, command="c", rows=rows)
+
+
+def test_the_folder_receives_the_contract(tmp_path) -> None:
+    output = OutputFolder(tmp_path / "new" / "folder")
+    output.write_results(results("ok"))
+    output.write_summary(results("ok"))
+    log = output.start_log("row0", rerun="python -m zerobench compare")
+    found = json.loads((output.path / "results.json").read_text())
+    assert {"schema_version", "created", "machine", "versions", "command", "rows"} <= found.keys()
+    assert found["rows"][0]["step_time_ms"] is None
+    assert (output.path / "results.csv").read_text().count("\n") == 2
+    assert "ddp" in (output.path / "summary.txt").read_text()
+    assert log.read_text() == "# rerun: python -m zerobench compare\n"
+
+
+def test_earlier_results_are_never_overwritten(tmp_path) -> None:
+    OutputFolder(tmp_path).write_results(results("ok"))
+    before = (tmp_path / "results.json").read_bytes()
+    with pytest.raises(ConfigError, match="already holds results"):
+        OutputFolder(tmp_path)
+    assert (tmp_path / "results.json").read_bytes() == before
+
+
+def test_a_folder_without_results_may_be_used(tmp_path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    OutputFolder(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--output-dir"):
+        OutputFolder(tmp_path / "file")
+
+
+def test_writing_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path) -> None:
+    path = tmp_path / "results.json"
+    write_atomically(path, b"old" * 1000)
+    inode = path.stat().st_ino
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_ino != inode  # a reader that had it open keeps the whole old file
+    assert os.listdir(tmp_path) == ["results.json"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path) -> None:
+    output = OutputFolder(tmp_path)
+    output.write_results(results("ok"))
+    before = (tmp_path / "results.json").read_bytes()
+    (tmp_path / ".results.json.partial").mkdir()  # the new file cannot be made
+    with pytest.raises(OutputError, match=r"results\.json cannot be written"):
+        output.write_results(results("ok", "failed"))
+    assert (tmp_path / "results.json").read_bytes() == before
+
+
+def test_a_default_folder_is_always_new(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = []
+    for _ in range(3):
+        path = default_path()
+        path.mkdir(parents=True)
+        paths.append(path)
+    assert len(set(paths)) == 3
+    assert all(path.parts[0] == "results" and path.name.startswith("compare_") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (["ok"], 0),
+        (["ok", "oom", "skipped"], 0),
+        (["ok", "wrong"], 1),
+        (["ok", "failed"], 1),
+        (["oom", "skipped"], 1),
+        ([], 1),
+    ],
+)
+def test_the_exit_code_says_whether_all_is_right(statuses, code) -> None:
+    assert exit_code(results(*statuses).rows) == code

@@ -1,0 +1,244 @@
+"""The arithmetic of verification: planted deviations, floors, checksums and verdicts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zerobench.bench import assess, verify
+from zerobench.bench.job import Report, TensorDeviation, Verification
+from zerobench.bench.plan import CompareOptions, make_plan
+from zerobench.bench.result import Deviation, Results, Row, RowDtypes, Settings
+from zerobench.bench.tolerances import TOLERANCES, exceeded, tolerance_precision
+from zerobench.errors import Error, VerificationError
+from zerobench.strategies.base import StrategySettings
+
+LR = 1e-3
+
+
+def reference() -> verify.Reference:
+    """Two parameters after some steps of about one learning rate each."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = {
+        "a.weight": torch.randn(40, 50, generator=generator),
+        "b.bias": torch.randn(70, generator=generator),
+    }
+    updates = {name: -4 * LR * gradient.sign() for name, gradient in gradients.items()}
+    parameters = {
+        name: 0.02 * torch.randn(g.shape, generator=generator) + updates[name]
+        for name, g in gradients.items()
+    }
+    return verify.Reference(gradients, updates, parameters, {name: 0.3 * g for name, g in gradients.items()})
+
+
+def evidence(expected: verify.Reference, **changes) -> verify.Evidence:
+    tensors = {
+        "gradients": {name: tensor.clone() for name, tensor in expected.gradients.items()},
+        "parameters": {name: tensor.clone() for name, tensor in expected.parameters.items()},
+        "moments": expected.moments,
+    }
+    return verify.Evidence(loss=5.0, norm=1.0, **{**tensors, **changes})
+
+
+def test_equal_is_zero() -> None:
+    expected = reference()
+    found = verify.compare(evidence(expected), expected, precision="fp32")
+    assert (found.gradient, found.update, found.piece, found.max_abs) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_a_gradient_that_is_not_averaged_shows_in_the_gradient() -> None:
+    expected = reference()
+    doubled = {name: 2 * gradient for name, gradient in expected.gradients.items()}
+    found = verify.compare(evidence(expected, gradients=doubled), expected, precision="bf16")
+    assert found.gradient == pytest.approx(1.0)
+
+
+def test_half_a_gradient_halved_is_found_and_named() -> None:
+    expected = reference()
+    changed = evidence(expected)
+    changed.gradients["b.bias"][:35] *= 0.5
+    found = verify.compare(changed, expected, precision="bf16")
+    assert found.gradient_worst == "b.bias"
+    assert found.gradient > TOLERANCES["bf16"]["gradient"]
+
+
+def test_a_vanishing_gradient_is_not_held_against_its_own_noise() -> None:
+    expected = reference()
+    expected.gradients["b.bias"].mul_(1e-9)
+    noisy = evidence(expected)
+    noisy.gradients["b.bias"].add_(1e-7 * torch.randn(70))
+    found = verify.compare(noisy, expected, precision="fp32")
+    assert found.gradient < TOLERANCES["fp32"]["gradient"]
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_a_shard_that_missed_one_update_of_four_is_found(precision) -> None:
+    expected = reference()
+    stale = evidence(expected)
+    # The last third of one parameter: a small part of all, so that the update as a whole hardly shows it.
+    stale.parameters["a.weight"].view(-1)[1400:] -= expected.updates["a.weight"].view(-1)[1400:] / 4
+    found = verify.compare(stale, expected, precision=precision)
+    assert found.piece == pytest.approx(0.25, rel=0.05)
+    assert found.piece_worst == "a.weight"
+    assert found.piece > 2 * TOLERANCES[precision]["piece"]
+
+
+def test_steps_of_noise_are_not_a_stale_shard() -> None:
+    """Elements whose gradient is rounding noise move by a learning rate in either direction, on every strategy."""
+    expected = reference()
+    noisy = evidence(expected)
+    for name, gradient in expected.gradients.items():
+        small = gradient.abs() < 0.05
+        noisy.parameters[name][small] += 8 * LR * gradient[small].sign()
+    found = verify.compare(noisy, expected, precision="bf16")
+    assert found.piece == 0.0
+    assert found.update > 0.1
+
+
+def test_a_wrong_weight_decay_shows_where_there_is_no_gradient() -> None:
+    expected = reference()
+    expected.moments["b.bias"].zero_()
+    expected.updates["b.bias"].copy_(-4e-4 * expected.parameters["b.bias"])
+    decayed = evidence(expected)
+    decayed.parameters["b.bias"] -= expected.updates["b.bias"]
+    found = verify.compare(decayed, expected, precision="fp32")
+    assert found.piece_worst == "b.bias" and found.piece > 0.5
+
+
+@pytest.mark.parametrize("kind", ["gradients", "parameters"])
+def test_nan_is_beyond_every_tolerance(kind) -> None:
+    expected = reference()
+    broken = evidence(expected)
+    getattr(broken, kind)["a.weight"].view(-1)[:300] = math.nan
+    found = verify.compare(broken, expected, precision="bf16")
+    deviation = Deviation(**found.model_dump(), tolerance=dict(TOLERANCES["bf16"]))
+    assert exceeded(deviation)
+
+
+def test_other_parameters_are_an_error() -> None:
+    expected = reference()
+    missing = evidence(expected)
+    del missing.parameters["b.bias"]
+    with pytest.raises(VerificationError, match=r"b\.bias"):
+        verify.compare(missing, expected, precision="fp32")
+    reshaped = evidence(expected)
+    reshaped.parameters["b.bias"] = reshaped.parameters["b.bias"].view(7, 10)
+    with pytest.raises(VerificationError, match="shape"):
+        verify.compare(reshaped, expected, precision="fp32")
+
+
+def strategy_settings(clip: float | None) -> StrategySettings:
+    return StrategySettings(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", precision="fp32", batch_size=1,
+        seq_length=8, clip=clip,
+    )  # fmt: skip
+
+
+def test_the_gradient_is_read_from_the_first_moment() -> None:
+    gradient = torch.tensor([3.0, 4.0])
+    moments = {"p": 0.1 * gradient}
+    assert torch.allclose(
+        verify.gradients_of_first_step(moments, strategy_settings(None), None)["p"], gradient
+    )
+    # Clipped from a norm of 5 to 1: the moment holds a fifth.
+    clipped = {"p": 0.1 * gradient / 5}
+    found = verify.gradients_of_first_step(clipped, strategy_settings(1.0), 5.0)["p"]
+    assert torch.allclose(found, gradient, rtol=1e-5)
+    with pytest.raises(Error, match="norm"):
+        verify.gradients_of_first_step(clipped, strategy_settings(1.0), None)
+
+
+def test_the_reference_file_holds_what_was_written(tmp_path) -> None:
+    expected = reference()
+    initial = {name: parameter - expected.updates[name] for name, parameter in expected.parameters.items()}
+    path = tmp_path / "reference.pt"
+    verify.write_reference(path, evidence(expected), initial)
+    found = verify.read_reference(path)
+    assert torch.equal(found.gradients["a.weight"], expected.gradients["a.weight"])
+    assert torch.allclose(found.updates["b.bias"], expected.updates["b.bias"], atol=1e-8)
+
+
+def test_the_coarsest_dtype_decides_the_tolerance() -> None:
+    fine = RowDtypes(param="float32", compute="float32", reduce="float32", master="float32", state="float32")
+    assert tolerance_precision("fp32", fine) == "fp32"
+    assert tolerance_precision("bf16", fine) == "bf16"
+    assert tolerance_precision("fp32", fine.model_copy(update={"reduce": "bfloat16"})) == "bf16"
+
+
+def reports(loss: float, *, deviation: TensorDeviation, norm: float = 1.0) -> list[Report]:
+    dtypes = RowDtypes(
+        param="float32", compute="float32", reduce="float32", master="float32", state="float32"
+    )
+    first = Verification(loss=loss - 0.5, norm=norm, checksum="c", deviation=deviation)
+    return [
+        Report(dtypes=dtypes, verification=first),
+        Report(dtypes=dtypes, verification=Verification(loss=loss + 0.5, norm=norm)),
+    ]
+
+
+FINE = TensorDeviation(gradient=0, gradient_worst="", update=0, piece=0, piece_worst="", max_abs=0)
+
+
+def test_the_loss_is_the_mean_over_ranks() -> None:
+    (row,) = make_plan(CompareOptions(data="synthetic", strategies=("ddp",))).configurations
+    known = assess.ReferenceRun(model=row.model, file="f", loss=5.0, norm=1.0)
+    assert not exceeded(assess.assess(reports(5.0, deviation=FINE), row, known))
+    found = assess.assess(reports(5.1, deviation=FINE, norm=1.1), row, known)
+    assert exceeded(found) == ["loss", "norm"]
+    assert found.verdict is not None and "loss deviates by 0.02" in found.verdict
+
+
+def test_fewer_layers_are_said() -> None:
+    (row,) = make_plan(CompareOptions(data="synthetic", strategies=("ddp",))).configurations
+    known = assess.ReferenceRun(model={**row.model, "num_layers": 2}, file="f", loss=5.0, norm=1.0)
+    verdict = assess.assess(reports(5.0, deviation=FINE), row, known).verdict
+    assert verdict is not None and "2 of 4 layers" in verdict
+
+
+def row(strategy: str, checksum: str, *, dtype: str = "float32", world_size: int = 2) -> Row:
+    settings = Settings(
+        model="tiny", world_size=world_size, precision="fp32", batch_size=1, seq_length=8, grad_accum=1
+    )
+    dtypes = RowDtypes(param=dtype, compute=dtype, reduce=dtype, master="float32", state="float32")
+    deviation = Deviation(checksum_group="g")
+    return Row(
+        name=strategy, strategy=strategy, status="ok", settings=settings, dtypes=dtypes, checksum=checksum,
+        deviation=deviation, tokens_per_s=1.0,
+    )  # fmt: skip
+
+
+def settled(*rows: Row) -> list[str]:
+    assess.settle(Results(created="", machine={}, versions={}, command="", rows=list(rows)))
+    return [row.status for row in rows]
+
+
+def test_a_minority_checksum_is_wrong_and_loses_its_figures() -> None:
+    odd = row("zero2", "y")
+    assert settled(row("zero0", "x"), row("zero1", "x"), odd, row("zero3", "x")) == [
+        "ok",
+        "ok",
+        "wrong",
+        "ok",
+    ]
+    assert odd.tokens_per_s is None
+    assert odd.error is not None and "zero0" in odd.error
+
+
+def test_without_a_majority_nobody_is_right() -> None:
+    assert settled(row("zero0", "x"), row("zero3", "y")) == ["wrong", "wrong"]
+    assert settled(row("zero0", "x"), row("zero3", "x")) == ["ok", "ok"]
+
+
+def test_other_dtypes_are_not_compared_as_equals() -> None:
+    rows = [
+        row("zero0", "x"),
+        row("zero3", "x"),
+        row("ddp", "x", dtype="bfloat16"),
+        row("single", "x", world_size=1),
+    ]
+    assert rows[3].dtypes is not None
+    rows[3].dtypes.reduce = "float64"  # one rank reduces nothing
+    settled(*rows)
+    assert [row.comparable for row in rows] == [True, True, False, True]
