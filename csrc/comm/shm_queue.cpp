@@ -14,13 +14,12 @@ inline void cpu_pause() noexcept {
 #endif
 }
 
-constexpr std::chrono::nanoseconds kShortestSpinTime{2000};
 constexpr std::chrono::microseconds kServingSlice{200};
 
 }  // namespace
 
 Queue::Queue(const ShmOptions& options, Connection connection)
-    : peers_(std::in_place, options, std::move(connection)), spin_time_(peers_->spin_time()), runner_(*peers_) {}
+    : peers_(std::in_place, options, std::move(connection)), runner_(*peers_) {}
 
 Peers& Queue::peers() {
   ZB_EXPECT_STATE(peers_.has_value(), "the communicator is closed; keep it until its operations are finished");
@@ -159,20 +158,24 @@ void Queue::block(const Goal& goal) {
   }
 }
 
-// Spins as long as that has paid lately: in vain where a peer shares this rank's CPU, or computes for long.
+// Spinning is in vain where a peer shares this rank's CPU or computes for long, so it gets shorter with every failure;
+// but a full one is tried now and then, since ranks that always sleep wake each other too late to ever meet again.
 bool Queue::spin(const Goal& goal) {
-  if (spin_time_.count() == 0) return false;
-  const Clock::time_point end = Clock::now() + spin_time_;
+  constexpr unsigned kRetryNum = 8;
+  constexpr unsigned kMostHalvings = 3;
+  if (peers_->spin_time().count() == 0) return false;
+  const Clock::time_point end =
+      Clock::now() + peers_->spin_time() / (1U << std::min(vain_spin_num_ % kRetryNum, kMostHalvings));
   do {
     for (int i = 0; i < 4; ++i) {
       cpu_pause();
       if (try_reach(goal)) {
-        spin_time_ = std::min(spin_time_ * 2, peers_->spin_time());
+        vain_spin_num_ = 0;
         return true;
       }
     }
   } while (Clock::now() < end);
-  spin_time_ = std::max(spin_time_ / 2, kShortestSpinTime);
+  ++vain_spin_num_;
   return false;
 }
 

@@ -1,7 +1,6 @@
 // The operations of one rank: numbers them, runs them in order, and blocks where the caller asks for it.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -66,13 +65,13 @@ class Queue {
   void check_awaited(const Goal& goal, Clock::time_point last_progress);
 
   std::optional<Peers> peers_;
-  std::chrono::nanoseconds spin_time_;
   Runner runner_;
   std::deque<std::shared_ptr<Operation>> pending_;
   std::vector<std::weak_ptr<Queue>> served_;
   std::uint64_t next_sequence_ = 0;
   std::uint64_t finished_num_ = 0;
   std::uint64_t exchange_num_ = 0;
+  unsigned vain_spin_num_ = 0;  // in a row
 };
 
 }  // namespace zb::shm
