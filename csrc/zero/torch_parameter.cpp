@@ -22,6 +22,26 @@ c10::ScalarType scalar_type(DType dtype) {
   return c10::ScalarType::Float;
 }
 
+// torch before 2.12 can make a storage raise, but has no call that ends it, and the flag is private. An explicit
+// instantiation may name a private member; this one hands the pointer to it out.
+using AccessFlag = bool c10::StorageImpl::*;
+AccessFlag access_flag();
+template <AccessFlag flag>
+struct ReachAccessFlag {
+  friend AccessFlag access_flag() { return flag; }
+};
+template struct ReachAccessFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+// The storage's data pointer must be set right after, which makes the storage look at the flag again.
+template <typename Storage>
+void clear_access_error(Storage& storage) {
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+    storage.clear_data_ptr_access_error_msg_();
+  } else {
+    storage.*access_flag() = false;
+  }
+}
+
 class TorchParameter final : public ParameterBinding {
  public:
   explicit TorchParameter(at::Tensor tensor) : tensor_(std::move(tensor)) {}
@@ -63,7 +83,7 @@ class TorchParameter final : public ParameterBinding {
 
  private:
   void place(at::DataPtr&& pointer) {
-    storage_->clear_data_ptr_access_error_msg_();
+    clear_access_error(*storage_);
     storage_->set_data_ptr_noswap(std::move(pointer));
   }
 
