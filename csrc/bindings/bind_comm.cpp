@@ -157,6 +157,7 @@ void bind_comm(py::module_& m) {
   py::class_<Work, WorkPtr>(m, "Work", "A started collective.")
       .def("test", &Work::test, Release())
       .def("wait", &Work::wait, Release())
+      .def("test_source_free", &Work::test_source_free, Release())
       .def("wait_source_free", &Work::wait_source_free, Release());
   bind_communicator(m);
   m.def(

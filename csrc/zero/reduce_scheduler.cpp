@@ -239,20 +239,18 @@ void ReduceScheduler::start_reduce(Unit& unit) {
                                                                 .shard_numel = flat.layout.shard_numel(),
                                                                 .dtype = flat.reduce_dtype,
                                                                 .label = flat.label}));
-    if (placement_ == GradientPlacement::kReplicated) {
-      unit.reducing.push_back(communicator_.start_all_gather({.source = flat.shard_gradients,
-                                                              .destination = flat.full_gradients,
-                                                              .shard_bytes = flat.shard_gradient_bytes(),
-                                                              .label = flat.label}));
-    }
   }
 }
 
+// Ends what is reduced and, where a slot goes to the next unit, no longer read by peers. Never blocks: in the middle of
+// a backward a peer may be waiting for one of this rank's gathers.
 void ReduceScheduler::finish_ready() {
   while (!in_flight_.empty()) {
     Unit& unit = units_[in_flight_.front()];
-    if (!std::all_of(unit.reducing.begin(), unit.reducing.end(), [](const WorkPtr& work) { return work->test(); }))
-      return;
+    const bool ready = std::all_of(unit.reducing.begin(), unit.reducing.end(), [this](const WorkPtr& work) {
+      return persistent() ? work->test() : work->test_source_free();
+    });
+    if (!ready) return;
     finish(in_flight_.front());
     in_flight_.pop_front();
   }
@@ -260,9 +258,9 @@ void ReduceScheduler::finish_ready() {
 
 void ReduceScheduler::finish(std::size_t index) {
   Unit& unit = units_[index];
-  for (const WorkPtr& work : unit.reducing) work->wait();
-  if (!persistent()) {
-    for (const WorkPtr& work : unit.reducing) work->wait_source_free();  // the slot's next unit writes there
+  for (const WorkPtr& work : unit.reducing) {
+    work->wait();
+    if (!persistent()) work->wait_source_free();
   }
   unit.reducing.clear();
   unit.gradient_slot.reset();
@@ -303,6 +301,22 @@ void ReduceScheduler::settle() {
     finish(in_flight_.front());
     in_flight_.pop_front();
   }
+  if (placement_ == GradientPlacement::kReplicated && communicator_.world_size() > 1) replicate();
+}
+
+// Stage 0: every rank's reduced shards go to all ranks, in the agreed order.
+void ReduceScheduler::replicate() {
+  std::vector<WorkPtr> works;
+  for (const std::size_t index : order_) {
+    for (const FlatBuffer& flat : units_[index].flats) {
+      if (!flat.trainable) continue;
+      works.push_back(communicator_.start_all_gather({.source = flat.shard_gradients,
+                                                      .destination = flat.full_gradients,
+                                                      .shard_bytes = flat.shard_gradient_bytes(),
+                                                      .label = flat.label}));
+    }
+  }
+  for (const WorkPtr& work : works) work->wait();
 }
 
 void ReduceScheduler::end_backward() {

@@ -70,6 +70,7 @@ class ReduceScheduler {
   void start_reduce(Unit& unit);
   void finish_ready();
   void finish(std::size_t unit);
+  void replicate();
   void settle();  // launches and finishes everything that is left
   void record_expectations();
 

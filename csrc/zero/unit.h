@@ -9,7 +9,7 @@
 // Gradients:   empty -> accumulating -> reducing -> reduced -> empty
 //   accumulating  gradients arrive and are packed into the flat gradient (own buffer, slot, or spare memory)
 //   reducing      the reduce-scatter has been started; nothing more may arrive
-//   reduced       this rank's sum is readable
+//   reduced       this rank's shard of the sum is readable (stage 0: the others' once the backward ended)
 #pragma once
 
 #include <cstddef>
