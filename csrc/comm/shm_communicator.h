@@ -4,6 +4,16 @@
 // socket that rank 0 holds only while ranks connect. Dead peers are noticed through pidfds, stuck ones by the timeout;
 // both poison the communicator on every rank. Operations run lazily in the caller's thread (test, wait, progress):
 // a peer's memory is read where it lies, with no copy into a mailbox.
+//
+// Note [In place]. Peers read a source from its start until `source_free`, so
+// - sources, and the buffers of all_reduce and broadcast, must be kShared, of any shm communicator of the same ranks;
+// - all_gather whose source is its own slice of the destination copies the slices of the peers only;
+// - reduce_scatter whose destination is its own slice of the source is right, since peers read other slices. The other
+//   slices may be overwritten after wait_source_free only;
+// - a source that an unfinished operation is still to write is refused (StateError).
+//
+// A world of one rank needs no socket and no thread: operations are finished when they start. A forked child may drop
+// an inherited communicator, but not call it. The calls of one rank fail with StateError once it is destroyed.
 #pragma once
 
 #include <chrono>
