@@ -13,7 +13,7 @@
 // - a source that an unfinished operation is still to write is refused (StateError).
 //
 // A world of one rank needs no socket and no thread: operations are finished when they start. A forked child may drop
-// an inherited communicator, but not call it. The calls of one rank fail with StateError once it is destroyed.
+// an inherited communicator, but not call it. Unfinished Work that outlives its communicator raises StateError.
 #pragma once
 
 #include <chrono>
