@@ -115,7 +115,8 @@ void bind_communicator(py::module_& m) {
           "barrier", [](const OwnedCommunicator& c) { c.get().barrier(kLabel); }, Release())
       .def(
           "exchange",
-          [](const OwnedCommunicator& c, const std::string& mine) {
+          [](const OwnedCommunicator& c, const py::bytes& message) {
+            const std::string mine = message;
             std::string all(mine.size() * static_cast<std::size_t>(c.get().world_size()), '\0');
             {
               const py::gil_scoped_release release;

@@ -69,7 +69,6 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("nccl_version", &nccl_version, "As ncclGetVersion: 10000 * major + 100 * minor + patch.");
   m.def("device_count", &zb::device_count);
   m.def("device_info", &zb::device_info, py::arg("device"));
-  m.def("fill", &fill_float, "destination[i] = value, on the stream; returns after the launch.",
-        py::arg("destination"), py::kw_only(), py::arg("value"), py::arg("numel"), py::arg("stream"),
-        py::call_guard<py::gil_scoped_release>());
+  m.def("fill", &fill_float, "destination[i] = value, on the stream; returns after the launch.", py::arg("destination"),
+        py::kw_only(), py::arg("value"), py::arg("numel"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }

@@ -83,29 +83,29 @@ struct CommunicationCounters {
 };
 
 struct AllGather {
-  Region source;                // shard_bytes of this rank
-  Region destination;           // world_size * shard_bytes in rank order; source may be its own slice of it
+  Region source;       // shard_bytes of this rank
+  Region destination;  // world_size * shard_bytes in rank order; source may be its own slice of it
   std::size_t shard_bytes = 0;
-  std::string_view label;       // names the unit in errors; must outlive the operation
+  std::string_view label;  // names the unit in errors; must outlive the operation
 };
 
 struct ReduceScatter {
-  Region source;                // world_size * shard_numel elements
-  Region destination;           // shard_numel elements; may be this rank's slice of source
+  Region source;       // world_size * shard_numel elements
+  Region destination;  // shard_numel elements; may be this rank's slice of source
   std::size_t shard_numel = 0;
   DType dtype = DType::kFloat32;
   std::string_view label;
 };
 
 struct AllReduce {
-  Region buffer;                // in place
+  Region buffer;  // in place
   std::size_t numel = 0;
   DType dtype = DType::kFloat32;
   std::string_view label;
 };
 
 struct Broadcast {
-  Region buffer;                // in place
+  Region buffer;  // in place
   std::size_t bytes = 0;
   int root = 0;
   std::string_view label;
@@ -138,8 +138,8 @@ class Communicator {
   // Advances started operations as far as possible without blocking.
   virtual void progress() = 0;
   // While a call on this communicator blocks, `other` is advanced too, so that a rank that waits here still serves
-  // peers there. Both connect the same ranks and are used by one thread at a time. Of use where operations do not run in
-  // the background; elsewhere it does nothing.
+  // peers there. Both connect the same ranks and are used by one thread at a time. Of use where operations do not run
+  // in the background; elsewhere it does nothing.
   virtual void serve_while_blocked(Communicator& other) { static_cast<void>(other); }
   // Poisons the communicator on every rank with this reason; blocked peers wake up and raise. Idempotent.
   virtual void abort(std::string_view reason) noexcept = 0;

@@ -30,10 +30,10 @@ namespace detail {
 }  // namespace detail
 }  // namespace zb
 
-#define ZB_NCCL(call)                                                                        \
-  do {                                                                                       \
-    const ncclResult_t zb_code = (call);                                                     \
-    if (zb_code != ncclSuccess) [[unlikely]] {                                               \
-      ::zb::detail::throw_nccl(zb_code, #call, std::source_location::current());             \
-    }                                                                                        \
+#define ZB_NCCL(call)                                                            \
+  do {                                                                           \
+    const ncclResult_t zb_code = (call);                                         \
+    if (zb_code != ncclSuccess) [[unlikely]] {                                   \
+      ::zb::detail::throw_nccl(zb_code, #call, std::source_location::current()); \
+    }                                                                            \
   } while (false)

@@ -32,11 +32,11 @@ namespace detail {
 
 // The failed call's error is also cleared from the runtime's last-error slot, so that a later launch check does not
 // report it again.
-#define ZB_CUDA(call)                                                                        \
-  do {                                                                                       \
-    const cudaError_t zb_code = (call);                                                      \
-    if (zb_code != cudaSuccess) [[unlikely]] {                                               \
-      static_cast<void>(cudaGetLastError());                                                 \
-      ::zb::detail::throw_cuda(zb_code, #call, std::source_location::current());             \
-    }                                                                                        \
+#define ZB_CUDA(call)                                                            \
+  do {                                                                           \
+    const cudaError_t zb_code = (call);                                          \
+    if (zb_code != cudaSuccess) [[unlikely]] {                                   \
+      static_cast<void>(cudaGetLastError());                                     \
+      ::zb::detail::throw_cuda(zb_code, #call, std::source_location::current()); \
+    }                                                                            \
   } while (false)

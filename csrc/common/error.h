@@ -69,26 +69,26 @@ namespace detail {
 }  // namespace zb
 
 // ZB_EXPECT(condition, message expression): the message is evaluated only on failure.
-#define ZB_EXPECT(condition, message)                                                  \
-  do {                                                                                 \
-    if (!(condition)) [[unlikely]] {                                                   \
-      ::zb::detail::throw_argument((message), std::source_location::current());        \
-    }                                                                                  \
+#define ZB_EXPECT(condition, message)                                           \
+  do {                                                                          \
+    if (!(condition)) [[unlikely]] {                                            \
+      ::zb::detail::throw_argument((message), std::source_location::current()); \
+    }                                                                           \
   } while (false)
 
-#define ZB_EXPECT_STATE(condition, message)                                            \
-  do {                                                                                 \
-    if (!(condition)) [[unlikely]] {                                                   \
-      ::zb::detail::throw_state((message), std::source_location::current());           \
-    }                                                                                  \
+#define ZB_EXPECT_STATE(condition, message)                                  \
+  do {                                                                       \
+    if (!(condition)) [[unlikely]] {                                         \
+      ::zb::detail::throw_state((message), std::source_location::current()); \
+    }                                                                        \
   } while (false)
 
 // ZB_SYS(call): throws IoError with errno when the call returns a negative value; yields the value otherwise.
-#define ZB_SYS(call)                                                                   \
-  ([&] {                                                                               \
-    auto zb_result = (call);                                                           \
-    if (zb_result < 0) [[unlikely]] {                                                  \
-      ::zb::detail::throw_system(#call, {}, std::source_location::current());          \
-    }                                                                                  \
-    return zb_result;                                                                  \
+#define ZB_SYS(call)                                                          \
+  ([&] {                                                                      \
+    auto zb_result = (call);                                                  \
+    if (zb_result < 0) [[unlikely]] {                                         \
+      ::zb::detail::throw_system(#call, {}, std::source_location::current()); \
+    }                                                                         \
+    return zb_result;                                                         \
   }())

@@ -20,8 +20,7 @@ struct CpuKernels {
   void (*add)(void* destination, DType destination_dtype, const void* source, DType source_dtype, std::size_t numel);
   // destination[i] = convert(((s0[i] + s1[i]) + s2[i]) + ...), added in float in the order of `sources`.
   // destination may be one of the sources.
-  void (*reduce)(void* destination, const void* const* sources, std::size_t source_num, DType dtype,
-                 std::size_t numel);
+  void (*reduce)(void* destination, const void* const* sources, std::size_t source_num, DType dtype, std::size_t numel);
   // Sum of squares in double in a fixed order: 16 lanes (lane = index mod 16) over blocks of kSumBlockNumel elements,
   // lanes folded pairwise (8, 4, 2, 1), blocks added in order. Not finite if any element is not.
   double (*sum_of_squares)(const void* source, DType dtype, std::size_t numel);

@@ -48,7 +48,7 @@ struct AdamSpan {
   float* exp_avg_sq;
   const void* gradient;
   DType gradient_dtype;
-  void* low_precision;            // receives master rounded to low_precision_dtype, past the caches where large
+  void* low_precision;  // receives master rounded to low_precision_dtype, past the caches where large
   DType low_precision_dtype;
   std::size_t numel;
 };
@@ -61,7 +61,8 @@ AdamSpan adam_subspan(const AdamSpan& span, std::size_t begin, std::size_t end);
 // The single-threaded form for an instruction set; throws ArgumentError where this machine or build lacks it.
 AdamFunction adam_function(Isa isa);
 
-// Splits the span over the pool's threads (cache-line multiples) and runs the best form. Results do not depend on the split.
+// Splits the span over the pool's threads (cache-line multiples) and runs the best form. Results do not depend on the
+// split.
 void adam_step(const AdamSpan& span, const AdamScalars& scalars, ThreadPool& pool);
 
 }  // namespace zb

@@ -24,14 +24,14 @@ enum class StateKind : std::uint8_t { kMaster, kExpAvg, kExpAvgSq };
 struct ShardSpec {
   std::size_t numel = 0;
   DType param_dtype = DType::kFloat32;
-  std::vector<Segment> segments;   // relative to the shard
+  std::vector<Segment> segments;  // relative to the shard
 };
 
 // One update of one shard.
 struct ShardUpdate {
   const void* gradient = nullptr;  // numel elements, reduced, not yet scaled
   DType gradient_dtype = DType::kFloat32;
-  void* parameters = nullptr;      // the shard's parameters in param_dtype; fp32 parameters are the master themselves
+  void* parameters = nullptr;  // the shard's parameters in param_dtype; fp32 parameters are the master themselves
   std::span<const AdamScalars> rows;  // by segment row
 };
 
@@ -45,7 +45,8 @@ class Store {
   // Start and wait of one shard's update; parameters are current after wait.
   virtual void start_update(std::size_t shard, const ShardUpdate& update) = 0;
   virtual void wait_update(std::size_t shard) = 0;
-  // Copies a state out of or into the store (numel floats). kMaster of fp32 parameters raises StateError: read the parameters.
+  // Copies a state out of or into the store (numel floats). kMaster of fp32 parameters raises StateError: read the
+  // parameters.
   virtual void read_state(std::size_t shard, StateKind kind, std::span<float> destination) = 0;
   virtual void write_state(std::size_t shard, StateKind kind, std::span<const float> source) = 0;
 };

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from zerobench import errors
 
 
-def load():  # noqa: ANN201 - the type is the module zerobench._core
+def load() -> ModuleType:
     """Import torch and ``zerobench._core``; one clear sentence where the two do not fit."""
     import torch
 

@@ -64,17 +64,23 @@ class Config(_Section):
     reduce_dtype: DtypeName | None = None
     cast_forward_inputs: bool = True
     gradient_accumulation_steps: int = Field(1, ge=1)
-    gradient_clipping: float | None = Field(None, gt=0, description="maximum global gradient norm; null is off")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig)
+    gradient_clipping: float | None = Field(
+        None, gt=0, description="maximum global gradient norm; null is off"
+    )
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
     units: Literal["auto"] | list[str] = "auto"
     prefetch_bytes: int | None = Field(
         None, ge=0, description="unsharded bytes gathered ahead of use at stage 3; null is one largest unit"
     )
     communicator: Literal["auto", "shm", "c10d"] = "auto"
-    rendezvous: str | None = Field(None, min_length=1, description="unique text by which ranks of one host meet")
+    rendezvous: str | None = Field(
+        None, min_length=1, description="unique text by which ranks of one host meet"
+    )
     timeout_s: float = Field(300.0, gt=0)
-    threads: int | None = Field(None, ge=1, description="optimizer threads of this rank; null is its share of CPUs")
+    threads: int | None = Field(
+        None, ge=1, description="optimizer threads of this rank; null is its share of CPUs"
+    )
     pin_threads: bool = True
     rank: int | None = Field(None, ge=0)
     world_size: int | None = Field(None, ge=1)

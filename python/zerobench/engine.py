@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zerobench import _native, config as config_module, topology as topology_module
+from zerobench import _native
+from zerobench import config as config_module
+from zerobench import topology as topology_module
 from zerobench.config import Config
 from zerobench.errors import ConfigError, StateError
 from zerobench.optimizer import ZeroOptimizer
@@ -103,7 +105,9 @@ class Engine:
         engine stays usable.
         """
         if loss.numel() != 1:
-            raise StateError(f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean()")
+            raise StateError(
+                f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean()"
+            )
         scale = self._core.loss_scale
         self._core.begin_backward(last=self.is_gradient_accumulation_boundary())
         try:
@@ -167,7 +171,10 @@ class Engine:
 
     @contextlib.contextmanager
     def gather(
-        self, parameters: Iterable[nn.Parameter] | nn.Module | None = None, *, modifier_rank: int | None = None
+        self,
+        parameters: Iterable[nn.Parameter] | nn.Module | None = None,
+        *,
+        modifier_rank: int | None = None,
     ) -> Iterator[None]:
         """Hold parameters (default: all) unsharded inside the block. Collective.
 
@@ -176,7 +183,9 @@ class Engine:
         """
         units = self._units_of(parameters)
         if modifier_rank is not None and not 0 <= modifier_rank < self.topology.world_size:
-            raise ConfigError(f"modifier_rank {modifier_rank} is not below the world size {self.topology.world_size}")
+            raise ConfigError(
+                f"modifier_rank {modifier_rank} is not below the world size {self.topology.world_size}"
+            )
         self._core.gather(units)
         try:
             yield
@@ -245,7 +254,9 @@ class Engine:
 
     def _parameter_arguments(self, core: Any) -> list[Any]:
         unit_of = self._units.unit_of_parameters()
-        group_of = {id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        group_of = {
+            id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]
+        }
         arguments = []
         for name, parameter in self.module.named_parameters():
             if not parameter.is_floating_point():
@@ -280,7 +291,9 @@ class Engine:
         units = set()
         for parameter in parameters:
             if id(parameter) not in names:
-                raise ConfigError(f"gather got a parameter of shape {tuple(parameter.shape)} that the model does not have")
+                raise ConfigError(
+                    f"gather got a parameter of shape {tuple(parameter.shape)} that the model does not have"
+                )
             units.add(self._parameter_units[names[id(parameter)]])
         return sorted(units)
 
@@ -288,17 +301,25 @@ class Engine:
         try:
             self._core.abort_backward()
         except Exception as abort_error:  # the peers are gone too: the first error matters
-            error.add_note(f"while leaving the backward: {abort_error}") if hasattr(error, "add_note") else None
+            error.add_note(f"while leaving the backward: {abort_error}") if hasattr(
+                error, "add_note"
+            ) else None
         self._core.rethrow_hook_error()
 
     def _install_hooks(self) -> None:
         root = self.module
-        self._handles.append(root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True))
+        self._handles.append(
+            root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+        )
         for index, module in enumerate(self._units.modules):
             if index == 0:
                 continue
-            self._handles.append(module.register_forward_pre_hook(self._pre_forward_hook(index), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._post_forward_hook(index), always_call=True))
+            self._handles.append(
+                module.register_forward_pre_hook(self._pre_forward_hook(index), with_kwargs=True)
+            )
+            self._handles.append(
+                module.register_forward_hook(self._post_forward_hook(index), always_call=True)
+            )
         self._handles.append(root.register_forward_hook(self._end_forward, always_call=True))
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -319,7 +340,10 @@ class Engine:
     def _cast_inputs(self, inputs: Any) -> Any:
         dtype = _TORCH_DTYPES[self._dtypes["param"]]
         return pytree.tree_map(
-            lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, inputs
+            lambda leaf: (
+                leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+            ),
+            inputs,
         )
 
     def _pre_forward_hook(self, unit: int) -> Any:
@@ -328,9 +352,15 @@ class Engine:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._core.pre_forward(unit)
             if frozen and torch.is_grad_enabled():
-                inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+                inputs = [
+                    x
+                    for x in pytree.tree_leaves((args, kwargs))
+                    if isinstance(x, torch.Tensor) and x.requires_grad
+                ]
                 if inputs:
-                    torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._core.inputs_done(unit))
+                    torch.autograd.graph.register_multi_grad_hook(
+                        inputs, lambda _: self._core.inputs_done(unit)
+                    )
 
         return hook
 

@@ -25,7 +25,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(self, param_groups: Iterable[dict[str, Any]], defaults: OptimizerConfig) -> None:
         super().__init__(
             list(param_groups),
-            {"lr": defaults.lr, "betas": defaults.betas, "eps": defaults.eps, "weight_decay": defaults.weight_decay},
+            {
+                "lr": defaults.lr,
+                "betas": defaults.betas,
+                "eps": defaults.eps,
+                "weight_decay": defaults.weight_decay,
+            },
         )
         self.decoupled = defaults.type == "adamw"
         self.overflow = False
@@ -58,9 +63,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One engine step. Closures are not supported."""
         if closure is not None:
-            raise ConfigError("the engine's optimizer takes no closure; call engine.backward(loss) and engine.step()")
+            raise ConfigError(
+                "the engine's optimizer takes no closure; call engine.backward(loss) and engine.step()"
+            )
         if self._engine is None:
-            raise ConfigError("this optimizer belongs to no engine; use the one that zerobench.initialize returned")
+            raise ConfigError(
+                "this optimizer belongs to no engine; use the one that zerobench.initialize returned"
+            )
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

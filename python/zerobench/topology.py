@@ -62,12 +62,22 @@ def make_communicators(core: Any, config: Config, topology: Topology) -> tuple[A
                 f"({topology.local_world_size} here); use 'c10d'"
             )
         text = config.rendezvous or _rendezvous_from_environment(topology)
-        return (*(_make_shm(core, config, topology, f"{text}/{number}/{role}") for role in ("gather", "reduce")), kind)
+        return (
+            *(_make_shm(core, config, topology, f"{text}/{number}/{role}") for role in ("gather", "reduce")),
+            kind,
+        )
     return (*_make_c10d(core, config, topology), kind)
 
 
 def _rendezvous_from_environment(topology: Topology) -> str:
-    keys = ("ZEROBENCH_RENDEZVOUS", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
+    keys = (
+        "ZEROBENCH_RENDEZVOUS",
+        "TORCHELASTIC_RUN_ID",
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     parts = [f"{key}={os.environ[key]}" for key in keys if key in os.environ]
     if not parts and topology.world_size > 1:
         raise ConfigError(

@@ -38,7 +38,9 @@ class UnitModules:
         visit(root, 0)
         for name, parameter in root.named_parameters():
             names[id(parameter)] = name
-        return {name: (next(iter(owners[key])) if len(owners[key]) == 1 else 0) for key, name in names.items()}
+        return {
+            name: (next(iter(owners[key])) if len(owners[key]) == 1 else 0) for key, name in names.items()
+        }
 
 
 def find_units(model: nn.Module, units: str | Sequence[str] = "auto") -> UnitModules:
@@ -89,7 +91,7 @@ def _lone_embeddings(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Modul
         uses.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
     inside = {id(inner) for block in blocks for inner in block.modules()}
     block_numel = max(sum(p.numel() for p in block.parameters()) for block in blocks)
-    lone = []
+    lone: list[nn.Module] = []
     for module in model.modules():
         if id(module) in inside or not isinstance(module, (nn.Embedding, nn.Linear)):
             continue
@@ -107,4 +109,8 @@ def _by_class(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}"
             raise ConfigError(f"units: the model has no module of class '{name}'; {hint}")
-    return [m for m in model.modules() if type(m).__name__ in classes and m is not model and any(True for _ in m.parameters())]
+    return [
+        m
+        for m in model.modules()
+        if type(m).__name__ in classes and m is not model and any(True for _ in m.parameters())
+    ]

@@ -83,13 +83,19 @@ def test_all_ranks_must_agree_to_be_skipped() -> None:
 
 
 def test_the_outcome_of_given_ranks_is_the_worst_part() -> None:
-    fine = Answer(status="ok", secondary=False, reports={0: Report(dtypes=DTYPES)}, error=None)
-    also = Answer(status="ok", secondary=False, reports={1: Report(dtypes=DTYPES)}, error=None)
-    victim = Answer(status="failed", secondary=True, reports={}, error="stopped")
-    cause = Answer(status="failed", secondary=False, reports={}, error="broke")
+    fine = Answer(
+        status="ok", secondary=False, reports={0: Report(dtypes=DTYPES)}, error=None, failed_at_s=None
+    )
+    also = Answer(
+        status="ok", secondary=False, reports={1: Report(dtypes=DTYPES)}, error=None, failed_at_s=None
+    )
+    victim = Answer(status="failed", secondary=True, reports={}, error="stopped", failed_at_s=None)
+    cause = Answer(status="failed", secondary=False, reports={}, error="broke", failed_at_s=7.0)
     assert sorted(merge([fine, also]).reports) == [0, 1]
     assert merge([fine, victim, cause]).error == "broke"
     assert merge([fine, victim]).error == "stopped"
+    later = Answer(status="failed", secondary=False, reports={}, error="peer is gone", failed_at_s=7.5)
+    assert merge([later, cause]).error == "broke"
 
 
 def test_the_innermost_function_is_read_from_a_dump(tmp_path) -> None:

@@ -7,6 +7,7 @@ rank with it. Rank 0 plans, writes the results and hands jobs over a torch Store
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import time
@@ -119,11 +120,16 @@ class Answer(BaseModel):
     secondary: bool  # failed only because others did
     reports: dict[int, Report]
     error: str | None
+    failed_at_s: float | None  # time.time(), where a rank failed by itself
 
     @classmethod
     def of(cls, outcome: Outcome) -> Answer:
         return cls(
-            status=outcome.status, secondary=outcome.secondary, reports=outcome.reports, error=outcome.error
+            failed_at_s=outcome.failed_at_s if math.isfinite(outcome.failed_at_s) else None,
+            status=outcome.status,
+            secondary=outcome.secondary,
+            reports=outcome.reports,
+            error=outcome.error,
         )
 
 
@@ -245,12 +251,12 @@ def follower_log(leader_log: Path, rank: int, scratch: Path) -> Path:
 
 
 def merge(answers: list[Answer]) -> Outcome:
-    """The worst part decides; a failure that only followed from another's is not the one to show."""
+    """The worst part decides, and of failures the first: the others follow from it."""
     for statuses in (("oom",), ("failed",), ("skipped",)):
         found = [answer for answer in answers if answer.status in statuses]
-        first = [answer for answer in found if not answer.secondary] or found
-        if first:
-            return Outcome(status=first[0].status, error=first[0].error)
+        if found:
+            first = min(found, key=lambda answer: (answer.secondary, answer.failed_at_s or math.inf))
+            return Outcome(status=first.status, error=first.error)
     return Outcome(
         status="ok", reports={rank: report for answer in answers for rank, report in answer.reports.items()}
     )

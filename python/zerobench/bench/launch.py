@@ -8,6 +8,7 @@ or a grace after the first failure, or when no rank has made progress for the ti
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -20,7 +21,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,9 @@ class Outcome:
     reports: dict[int, Report] = field(default_factory=dict)
     error: str | None = None
     secondary: bool = False  # failed only because other ranks did
+    failed_at_s: float = (
+        math.inf
+    )  # time.time() of the first failure, which on several hosts tells cause from effect
 
 
 @dataclass(kw_only=True)
@@ -60,9 +64,10 @@ class RankState:
     report: Report | None = None
     skipped: Skipped | None = None
     error: RankError | None = None
-    error_s: float = 0.0
+    error_s: float = math.inf
     exit_code: int | None = None
     exit_signal: int | None = None
+    exit_s: float = math.inf
     open: bool = True
 
     @property
@@ -178,9 +183,13 @@ class Launcher:
         finally:
             self._end(ranks)
         was_oom_killed = oom_kill_num() > kills_before
-        return judge(
+        outcome = judge(
             list(ranks.values()), stalled=stalled, timeout_s=job.timeout_s, was_oom_killed=was_oom_killed
         )
+        first_s = min(
+            min(state.error_s, math.inf if state.spoke else state.exit_s) for state in ranks.values()
+        )
+        return replace(outcome, failed_at_s=time.time() - time.monotonic() + first_s)
 
     def _fork(
         self, control: socket.socket, job: Job, environments: Sequence[Mapping[str, str]], log: Path
@@ -242,6 +251,7 @@ class Launcher:
         event = self._receive()
         state = ranks[event["exited"]]
         state.exit_code, state.exit_signal = event.get("code"), event.get("signal")
+        state.exit_s = time.monotonic()
 
     def _stalled(self, ranks: dict[int, RankState], job: Job) -> dict[int, str]:
         """Where each rank sits that neither spoke nor ended, when the failure is one of no progress."""
@@ -332,7 +342,8 @@ def judge(
     ended = [state for state in ranks if state.exited and not state.spoke]
     if ended:
         return Outcome(
-            status="failed", error=f"rank {ended[0].rank} ended with exit code {ended[0].exit_code} and no report"
+            status="failed",
+            error=f"rank {ended[0].rank} ended with exit code {ended[0].exit_code} and no report",
         )
     silent = [state for state in ranks if not state.spoke]
     return Outcome(

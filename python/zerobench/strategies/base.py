@@ -60,7 +60,9 @@ class StrategySettings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     timeout_s: float = 300.0
     deterministic: bool = False  # verification runs under deterministic algorithms
-    options: Mapping[str, object] = field(default_factory=dict)  # a zerobench configuration (--config), for ours only
+    options: Mapping[str, object] = field(
+        default_factory=dict
+    )  # a zerobench configuration (--config), for ours only
 
 
 @dataclass(frozen=True, kw_only=True)
