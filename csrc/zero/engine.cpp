@@ -33,6 +33,9 @@ Engine::Engine(const EngineOptions& options, EngineModel model, std::unique_ptr<
       scaler_(options.loss_scale) {
   ZB_EXPECT(options.accumulation_steps >= 1, "gradient_accumulation_steps must be at least 1");
   ZB_EXPECT(model.bindings.size() == model.parameters.size(), "every parameter needs a binding");
+  // A rank that blocks in one of the two still serves its peers in the other.
+  gather_communicator_->serve_while_blocked(*reduce_communicator_);
+  reduce_communicator_->serve_while_blocked(*gather_communicator_);
   units_ = make_units(model.unit_names, model.root_unit, model.parameters, world_size(), parameters_);
   prefetch_bytes_ = options.default_prefetch ? largest_unit_bytes(units_) : options.prefetch_bytes;
   gathers_ = std::make_unique<GatherScheduler>(*gather_communicator_, &ledger_, units_, parameters_, clock_,
