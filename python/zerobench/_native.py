@@ -21,7 +21,7 @@ def load() -> ModuleType:
     if installed != _build_info.TORCH_MINOR:
         raise errors.Error(
             f"zerobench was built against torch {_build_info.TORCH_MINOR} and torch {torch.__version__} is installed; "
-            f"reinstall it with `pip install --force-reinstall --no-deps .` (or install torch {_build_info.TORCH_MINOR})"
+            f"reinstall it with `pip install --force-reinstall --no-deps .` or install torch {_build_info.TORCH_MINOR}"
         )
     from zerobench import _core
 

@@ -53,9 +53,9 @@ class Config(_Section):
     """Everything that ``zerobench.initialize`` can be told.
 
     ``precision`` sets the dtype of parameters, of compute and of reductions at once; ``param_dtype`` and
-    ``reduce_dtype`` override it by role. Master weights and Adam states are always float32. ``units`` is "auto" (repeated
-    blocks found by structure) or a list of module class names. Ranks come from the environment (RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets them) unless given here.
+    ``reduce_dtype`` override it by role. Master weights and Adam states are always float32. ``units`` is "auto"
+    (repeated blocks found by structure) or a list of module class names. Ranks come from the environment (RANK,
+    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets them) unless given here.
     """
 
     stage: Literal[0, 1, 2, 3] = 0

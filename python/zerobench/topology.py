@@ -58,8 +58,8 @@ def make_communicators(core: Any, config: Config, topology: Topology) -> tuple[A
     if kind == "shm":
         if topology.local_world_size != topology.world_size:
             raise ConfigError(
-                f"communicator 'shm' connects ranks of one host, but {topology.world_size} ranks are spread over several "
-                f"({topology.local_world_size} here); use 'c10d'"
+                f"communicator 'shm' connects ranks of one host, but {topology.world_size} ranks are spread over "
+                f"several ({topology.local_world_size} here); use 'c10d'"
             )
         text = config.rendezvous or _rendezvous_from_environment(topology)
         return (

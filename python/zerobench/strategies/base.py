@@ -94,7 +94,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
-        """Forward and backward over ``grad_accum`` micro-batches and one optimizer step. ``norm`` asks for grad_norm."""
+        """Forward and backward over ``grad_accum`` micro-batches, one optimizer step; ``norm`` asks for grad_norm."""
 
     @abstractmethod
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -119,7 +119,7 @@ class Strategy(ABC):
         """Bytes this rank moved in collectives since ``reset_counters`` (accounting of docs/metrics.md), else None."""
         return None
 
-    def reset_counters(self) -> None:
+    def reset_counters(self) -> None:  # noqa: B027 - a strategy without counters has nothing to zero
         """Zero communication counters and memory peaks before a measured window."""
 
     @abstractmethod
