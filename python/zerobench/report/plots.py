@@ -250,7 +250,10 @@ def draw_bars(
             axes.text(0.01 * longest, index, text, va="center", fontsize=8.5, color=MUTED, style="italic")
     axes.set_yticks(range(len(rows)), [shorten(label) for label in row_labels(rows)])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, longest * 1.13)
+    reach = [sum(length for _, length in bar) for bar in bars]
+    if overhang:
+        reach = [end + more for end, more in zip(reach, overhang, strict=True)]
+    axes.set_xlim(0, (max(reach, default=0.0) or 1.0) * 1.13)
 
 
 def shorten(label: str, *, limit: int = 44) -> str:
