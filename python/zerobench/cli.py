@@ -15,7 +15,7 @@ from rich.console import Console
 from zerobench.errors import ConfigError, DataError, Error
 
 T = TypeVar("T")
-UsageError = typer.BadParameter.__mro__[1]  # click's, which typer brings under its own name
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer brings under its own name
 
 app = typer.Typer(
     help="Compare ways of training a model on several ranks: are they right, how fast, and in how much memory.",
@@ -317,6 +317,9 @@ def main() -> None:
         fail("interrupted", 130)
     except UsageError as error:
         fail(error.format_message(), 2)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except Error as error:
         if debug:
             raise

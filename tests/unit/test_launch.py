@@ -21,8 +21,8 @@ def reported(number: int) -> RankState:
 
 
 def raised(number: int, at_s: float, **error) -> RankState:
-    values = {"type": "ValueError", "message": "no", "phase": "measurement", **error}
-    return rank(number, error=RankError(**values), error_s=at_s, exit_code=1, open=False)
+    values = {"type": "ValueError", "message": "no", "phase": "measurement", "at_s": at_s, **error}
+    return rank(number, error=RankError(**values), exit_code=1, open=False)
 
 
 def outcome(*ranks: RankState, stalled=None, was_oom_killed=False):
@@ -101,7 +101,7 @@ def test_the_outcome_of_given_ranks_is_the_worst_part() -> None:
 def test_the_innermost_function_is_read_from_a_dump(tmp_path) -> None:
     dump = tmp_path / "stack"
     dump.write_text(
-        'Current thread 0x00007f (most recent call first):\n  File "/a/b/mine.py", line 3 in step\n  File "/c.py", line 1 in f\n'
+        'Current thread 0x7f (most recent first):\n  File "/a/mine.py", line 3 in step\n  File "/c.py", line 1 in f\n'
     )
     assert where(2**22 + 1, dump) == "step (mine.py:3)"
     dump.write_text("")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from itertools import pairwise
 
 import pytest
 
@@ -169,7 +170,7 @@ def test_the_rerun_command_gives_the_same_row() -> None:
     )  # fmt: skip
     words = shlex.split(rerun_command(row, CompareOptions(learning_rate=0.01)))
     assert words[1:4] == ["-m", "zerobench", "compare"]
-    given = dict(zip(words[4:], words[5:], strict=False))
+    given = dict(pairwise(words))
     assert [given[key] for key in ("--strategies", "--world-size", "--grad-accum", "--clip", "--seed", "--lr")] == [
         "zero2", "3", "2", "0.5", "7", "0.01",
     ]  # fmt: skip
@@ -242,8 +243,8 @@ TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1",
 }  # fmt: skip
 SRUN = {
-    "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "70001",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "a,b",
+    "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "70001", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "a,b",
 }  # fmt: skip
 
 

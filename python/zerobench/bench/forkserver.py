@@ -23,6 +23,7 @@ from typing import Any
 MESSAGE_LIMIT_BYTES = 1 << 17
 FD_LIMIT = 250  # of one SCM_RIGHTS message
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 # Imported by every strategy's first optimizer step; plain Python, and a second for each rank if not done here.
 _TORCH_MODULES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 
@@ -31,6 +32,11 @@ def die_with_parent(signum: int) -> None:
     """Linux sends ``signum`` to this process when its parent ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def name_process(name: str) -> None:
+    """What ps and top call this process, up to 15 characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def vm_data_bytes() -> int:
@@ -57,8 +63,9 @@ class ForkServer:
 
     def serve(self) -> None:
         self.control.send(json.dumps({"ready": os.getpid()}).encode())
+        sources: list[Any] = [self.control, self.wake_read]
         while True:
-            readable, _, _ = select.select([self.control, self.wake_read], [], [])
+            readable, _, _ = select.select(sources, [], [])
             if self.wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self.wake_read, 4096)
@@ -131,6 +138,7 @@ def run_child(
     try:
         os.setpgid(0, group)
         die_with_parent(signal.SIGKILL)
+        name_process(f"zerobench-r{environment['RANK']}")
         if os.getppid() != server:
             os._exit(1)
         signal.set_wakeup_fd(-1)

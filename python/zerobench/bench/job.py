@@ -53,6 +53,7 @@ class RankError(_Message):
     out_of_memory: bool = False
     communication: bool = False
     peer: int = -1
+    at_s: float  # time.time() when it was raised, which tells cause from effect
 
 
 class Skipped(_Message):

@@ -67,7 +67,7 @@ class RankState:
     error_s: float = math.inf
     exit_code: int | None = None
     exit_signal: int | None = None
-    exit_s: float = math.inf
+    exit_s: float = math.inf  # time.time()
     open: bool = True
 
     @property
@@ -186,10 +186,7 @@ class Launcher:
         outcome = judge(
             list(ranks.values()), stalled=stalled, timeout_s=job.timeout_s, was_oom_killed=was_oom_killed
         )
-        first_s = min(
-            min(state.error_s, math.inf if state.spoke else state.exit_s) for state in ranks.values()
-        )
-        return replace(outcome, failed_at_s=time.time() - time.monotonic() + first_s)
+        return replace(outcome, failed_at_s=min(map(failed_at_s, ranks.values())))
 
     def _fork(
         self, control: socket.socket, job: Job, environments: Sequence[Mapping[str, str]], log: Path
@@ -251,7 +248,7 @@ class Launcher:
         event = self._receive()
         state = ranks[event["exited"]]
         state.exit_code, state.exit_signal = event.get("code"), event.get("signal")
-        state.exit_s = time.monotonic()
+        state.exit_s = time.time()
 
     def _stalled(self, ranks: dict[int, RankState], job: Job) -> dict[int, str]:
         """Where each rank sits that neither spoke nor ended, when the failure is one of no progress."""
@@ -311,6 +308,15 @@ def last_sign_s(ranks: Mapping[int, RankState]) -> float:
     return max(state.last_sign_s for state in ranks.values())
 
 
+def raised_at_s(state: RankState) -> float:
+    return state.error.at_s if state.error is not None else math.inf
+
+
+def failed_at_s(state: RankState) -> float:
+    """When a rank raised or ended without a word, as time.time()."""
+    return raised_at_s(state) if state.spoke else state.exit_s
+
+
 def judge(
     ranks: list[RankState], *, stalled: Mapping[int, str], timeout_s: float, was_oom_killed: bool
 ) -> Outcome:
@@ -321,7 +327,7 @@ def judge(
     skipped = [state.skipped for state in ranks if state.skipped is not None]
     if len(skipped) == len(ranks):
         return Outcome(status="skipped", error=skipped[0].reason)
-    errors = sorted((state for state in ranks if state.error is not None), key=lambda state: state.error_s)
+    errors = sorted((state for state in ranks if state.error is not None), key=raised_at_s)
     memory = [state for state in errors if state.error is not None and state.error.out_of_memory]
     if memory:
         return Outcome(status="oom", error=_error_line(memory[0]))

@@ -48,7 +48,8 @@ def gather_evidence(
 ) -> Evidence:
     """Train VERIFY_STEPS steps. Collective. A step that fp16 overflow skipped is run again on the same data, so that
     strategies that skip at different scales still make the same updates."""
-    loss, norm, gradients = math.nan, None, {}
+    loss, norm = math.nan, None
+    gradients: Tensors = {}
     for step in range(VERIFY_STEPS):
         result = strategy.step(batches(step), norm=True)
         for _ in range(_MAX_SKIPPED):

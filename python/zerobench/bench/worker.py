@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
+from torch import nn
 
 from zerobench import _native, data, models, strategies
 from zerobench.bench import measure, verify
@@ -25,7 +26,7 @@ from zerobench.bench.machine import cpus_usable
 from zerobench.bench.result import RowDtypes
 from zerobench.bench.tolerances import tolerance_precision
 from zerobench.errors import CommunicationError
-from zerobench.strategies.base import OptimizerSettings, Strategy, StrategySettings
+from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
 
 TICK_INTERVAL_S = 0.1
 
@@ -37,11 +38,18 @@ class Channel:
         self._fd = fd
         self._next_tick_s = 0.0
         self.phase = "start"
+        self._failed = False
 
     def send(self, kind: str, body: BaseModel) -> None:
         view = memoryview(json.dumps({"kind": kind, "body": body.model_dump(mode="json")}).encode() + b"\n")
         while view:
             view = view[os.write(self._fd, view) :]
+
+    def fail(self, error: BaseException) -> None:
+        """Say what ended this rank, once and at once: closing comes after, and peers that notice it complain too."""
+        if not self._failed:
+            self._failed = True
+            self.send("error", describe_error(error, self.phase))
 
     def tick(self, phase: str, step: int) -> None:
         """A sign of life, at most ten a second within a phase so that no step notices."""
@@ -88,7 +96,7 @@ def run_rank(request: dict[str, Any], *, report_fd: int) -> int:
         outcome = run_job(Job.model_validate(request), place, channel)
     except BaseException as error:
         traceback.print_exc()
-        channel.send("error", describe_error(error, channel.phase))
+        channel.fail(error)
         return 1
     channel.send("report" if isinstance(outcome, Report) else "skipped", outcome)
     return 0
@@ -103,6 +111,7 @@ def describe_error(error: BaseException, phase: str) -> RankError:
         out_of_memory=isinstance(error, MemoryError | torch.OutOfMemoryError),
         communication=isinstance(error, CommunicationError | torch.distributed.DistError),
         peer=error.rank if isinstance(error, CommunicationError) else -1,
+        at_s=time.time(),
     )
 
 
@@ -161,26 +170,33 @@ def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) ->
 
 
 @contextlib.contextmanager
-def open_strategy(strategy_class: type[Strategy], settings: StrategySettings, build: Callable[[], Any]):  # type: ignore[no-untyped-def]
+def open_strategy(
+    strategy_class: type[Strategy],
+    settings: StrategySettings,
+    build: Callable[[], nn.Module],
+    channel: Channel,
+) -> Iterator[Strategy]:
     """A built strategy, closed at the end; what went wrong inside wins over what goes wrong while closing."""
     strategy = strategy_class(settings)
     try:
         strategy.build(build)
         yield strategy
-    except BaseException:
+    except BaseException as error:
+        channel.fail(error)
         with contextlib.suppress(Exception):
             strategy.close()
         raise
     strategy.close()
 
 
-def model_factory(config: Mapping[str, Any], seed: int) -> Callable[[], torch.nn.Module]:
+def model_factory(config: Mapping[str, Any], seed: int) -> Callable[[], nn.Module]:
     return partial(models.build, models.ModelConfig.model_validate(config), seed)
 
 
 def open_batches(
     job: Job, settings: StrategySettings, model: Mapping[str, Any]
-) -> tuple[data.Dataset, Callable]:  # type: ignore[type-arg]
+) -> tuple[data.Dataset, Callable[[int], Sequence[Batch]]]:
+    """The data, and this rank's micro-batches of a step."""
     dataset = data.open_data(
         job.settings.data,
         seed=job.settings.seed,
@@ -203,7 +219,7 @@ def verified(job: Job, strategy_class: type[Strategy], place: Place, channel: Ch
     reference_file = Path(job.reference_file) if job.reference_file else None
     _, of_step = open_batches(job, settings, job.verify_model)
     build = model_factory(job.verify_model, job.settings.seed)
-    with open_strategy(strategy_class, settings, build) as strategy:
+    with open_strategy(strategy_class, settings, build, channel) as strategy:
         channel.tick("verification", 0)
         initial = strategy.full_parameters() if job.kind == "reference" else {}
         evidence = verify.gather_evidence(
@@ -237,7 +253,8 @@ def measured(
         batch_size=settings.batch_size,
         num_batches=job.validation_batches,
     )
-    with open_strategy(strategy_class, settings, model_factory(job.model, job.settings.seed)) as strategy:
+    build = model_factory(job.model, job.settings.seed)
+    with open_strategy(strategy_class, settings, build, channel) as strategy:
         channel.tick("warm-up", 0)
         window = measure.measure(
             strategy,
