@@ -79,6 +79,12 @@ class BoundEngine {
     engine_.reset();
   }
 
+  void begin_backward(bool last) {
+    // A plain loss.backward() may have left an error that nobody asked for.
+    if (hooks_) static_cast<void>(hooks_->take_error());
+    get().begin_backward(last);
+  }
+
   // Throws what a gradient hook threw in the last backward, with its own type.
   void rethrow_hook_error() {
     if (!hooks_) return;
@@ -141,6 +147,8 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
       .def(
           "end_forward", [](BoundEngine& e) { e.get().end_forward(); }, Release())
       .def(
+          "abandon_forward", [](BoundEngine& e) { e.get().abandon_forward(); }, Release())
+      .def(
           "pre_forward", [](BoundEngine& e, std::size_t unit) { e.get().pre_forward(unit); }, py::arg("unit"),
           Release())
       .def(
@@ -150,10 +158,13 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
           "pre_backward", [](BoundEngine& e, std::size_t unit) { e.get().pre_backward(unit); }, py::arg("unit"),
           Release())
       .def(
+          "await_inputs", [](BoundEngine& e, std::size_t unit) { e.get().await_inputs(unit); }, py::arg("unit"),
+          Release())
+      .def(
           "inputs_done", [](BoundEngine& e, std::size_t unit) { e.get().inputs_done(unit); }, py::arg("unit"),
           Release())
       .def(
-          "begin_backward", [](BoundEngine& e, bool last) { e.get().begin_backward(last); }, py::arg("last"), Release())
+          "begin_backward", [](BoundEngine& e, bool last) { e.begin_backward(last); }, py::arg("last"), Release())
       .def(
           "end_backward", [](BoundEngine& e) { e.get().end_backward(); }, Release())
       .def(

@@ -16,11 +16,11 @@ std::string_view category_name(Category category) noexcept {
   return kNames[static_cast<std::size_t>(category)];
 }
 
-void Ledger::add(Tier tier, Category category, std::int64_t bytes) {
+void Ledger::Books::add(Tier tier, Category category, std::int64_t bytes) {
   {
-    const std::lock_guard lock(mutex_);
-    for (Entry* entry : {&entries_[static_cast<std::size_t>(tier)][static_cast<std::size_t>(category)],
-                         &totals_[static_cast<std::size_t>(tier)]}) {
+    const std::lock_guard lock(mutex);
+    for (Entry* entry : {&entries[static_cast<std::size_t>(tier)][static_cast<std::size_t>(category)],
+                         &totals[static_cast<std::size_t>(tier)]}) {
       entry->current_bytes += bytes;
       entry->peak_bytes = std::max(entry->peak_bytes, entry->current_bytes);
     }
@@ -28,40 +28,46 @@ void Ledger::add(Tier tier, Category category, std::int64_t bytes) {
   if (tier == Tier::kDevice) process_usage().add(bytes);
 }
 
-void Ledger::remove(Tier tier, Category category, std::int64_t bytes) noexcept {
+void Ledger::Books::remove(Tier tier, Category category, std::int64_t bytes) noexcept {
   {
-    const std::lock_guard lock(mutex_);
-    entries_[static_cast<std::size_t>(tier)][static_cast<std::size_t>(category)].current_bytes -= bytes;
-    totals_[static_cast<std::size_t>(tier)].current_bytes -= bytes;
+    const std::lock_guard lock(mutex);
+    entries[static_cast<std::size_t>(tier)][static_cast<std::size_t>(category)].current_bytes -= bytes;
+    totals[static_cast<std::size_t>(tier)].current_bytes -= bytes;
   }
   if (tier == Tier::kDevice) process_usage().add(-bytes);
 }
 
+void Ledger::add(Tier tier, Category category, std::int64_t bytes) { books_->add(tier, category, bytes); }
+
+void Ledger::remove(Tier tier, Category category, std::int64_t bytes) noexcept {
+  books_->remove(tier, category, bytes);
+}
+
 Ledger::Entry Ledger::entry(Tier tier, Category category) const {
-  const std::lock_guard lock(mutex_);
-  return entries_[static_cast<std::size_t>(tier)][static_cast<std::size_t>(category)];
+  const std::lock_guard lock(books_->mutex);
+  return books_->entries[static_cast<std::size_t>(tier)][static_cast<std::size_t>(category)];
 }
 
 Ledger::Entry Ledger::total(Tier tier) const {
-  const std::lock_guard lock(mutex_);
-  return totals_[static_cast<std::size_t>(tier)];
+  const std::lock_guard lock(books_->mutex);
+  return books_->totals[static_cast<std::size_t>(tier)];
 }
 
 void Ledger::reset_peaks() {
-  const std::lock_guard lock(mutex_);
-  for (auto& tier : entries_) {
+  const std::lock_guard lock(books_->mutex);
+  for (auto& tier : books_->entries) {
     for (Entry& entry : tier) entry.peak_bytes = entry.current_bytes;
   }
-  for (Entry& entry : totals_) entry.peak_bytes = entry.current_bytes;
+  for (Entry& entry : books_->totals) entry.peak_bytes = entry.current_bytes;
 }
 
 Allocation::Allocation(Ledger* ledger, Tier tier, Category category, std::size_t bytes)
-    : ledger_(ledger), tier_(tier), category_(category), bytes_(bytes) {
-  if (ledger_ != nullptr) ledger_->add(tier_, category_, static_cast<std::int64_t>(bytes_));
+    : books_(ledger != nullptr ? ledger->books_ : nullptr), tier_(tier), category_(category), bytes_(bytes) {
+  if (books_) books_->add(tier_, category_, static_cast<std::int64_t>(bytes_));
 }
 
 Allocation::Allocation(Allocation&& other) noexcept
-    : ledger_(std::exchange(other.ledger_, nullptr)),
+    : books_(std::move(other.books_)),
       tier_(other.tier_),
       category_(other.category_),
       bytes_(std::exchange(other.bytes_, 0)) {}
@@ -69,7 +75,7 @@ Allocation::Allocation(Allocation&& other) noexcept
 Allocation& Allocation::operator=(Allocation&& other) noexcept {
   if (this != &other) {
     release();
-    ledger_ = std::exchange(other.ledger_, nullptr);
+    books_ = std::move(other.books_);
     tier_ = other.tier_;
     category_ = other.category_;
     bytes_ = std::exchange(other.bytes_, 0);
@@ -80,8 +86,8 @@ Allocation& Allocation::operator=(Allocation&& other) noexcept {
 Allocation::~Allocation() { release(); }
 
 void Allocation::release() noexcept {
-  if (ledger_ != nullptr) ledger_->remove(tier_, category_, static_cast<std::int64_t>(bytes_));
-  ledger_ = nullptr;
+  if (books_) books_->remove(tier_, category_, static_cast<std::int64_t>(bytes_));
+  books_.reset();
 }
 
 void ProcessUsage::add(std::int64_t bytes) noexcept {

@@ -1,6 +1,7 @@
 // The ledger: every byte that the engine holds, by tier and category, with peaks.
 //
-// An Allocation is a ticket: the bytes count from construction to destruction. Thread-safe.
+// An Allocation is a ticket: the bytes count from construction to destruction. It may outlive its ledger (a parameter
+// keeps its buffer when the engine is gone). Thread-safe.
 // `process_usage` counts the same bytes (and, on CPU ranks, those of torch's CPU allocator, see
 // bindings/cpu_allocator.cpp) so that one peak covers everything that lives at the same moment.
 #pragma once
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string_view>
 
@@ -46,9 +48,17 @@ class Ledger {
   void reset_peaks();
 
  private:
-  mutable std::mutex mutex_;
-  std::array<std::array<Entry, kCategoryNum>, kTierNum> entries_{};
-  std::array<Entry, kTierNum> totals_{};
+  friend class Allocation;
+  struct Books {
+    mutable std::mutex mutex;
+    std::array<std::array<Entry, kCategoryNum>, kTierNum> entries{};
+    std::array<Entry, kTierNum> totals{};
+
+    void add(Tier tier, Category category, std::int64_t bytes);
+    void remove(Tier tier, Category category, std::int64_t bytes) noexcept;
+  };
+
+  std::shared_ptr<Books> books_ = std::make_shared<Books>();
 };
 
 // Movable ticket for bytes in a ledger; an empty one (no ledger) counts nothing.
@@ -67,7 +77,7 @@ class Allocation {
  private:
   void release() noexcept;
 
-  Ledger* ledger_ = nullptr;
+  std::shared_ptr<Ledger::Books> books_;
   Tier tier_ = Tier::kDevice;
   Category category_ = Category::kStaging;
   std::size_t bytes_ = 0;

@@ -147,10 +147,18 @@ void Engine::build_flat(Unit&, FlatBuffer& flat) {
 void Engine::begin_forward(bool train) {
   const std::lock_guard lock(mutex_);
   gathers_->begin_pass(train ? PassKind::kTrainForward : PassKind::kEvalForward);
+  if (train) reduces_->begin_forward();
 }
 
 void Engine::end_forward() {
   const std::lock_guard lock(mutex_);
+  gathers_->end_pass();
+}
+
+void Engine::abandon_forward() {
+  const std::lock_guard lock(mutex_);
+  if (!gathers_->in_pass() || gathers_->pass_kind() == PassKind::kBackward) return;
+  if (gathers_->pass_kind() == PassKind::kTrainForward) reduces_->abandon_forward();
   gathers_->end_pass();
 }
 
@@ -176,34 +184,59 @@ void Engine::pre_backward(std::size_t unit) {
   gathers_->use(unit);
 }
 
+void Engine::await_inputs(std::size_t unit) {
+  const std::lock_guard lock(mutex_);
+  ++units_[unit].awaited_inputs;
+}
+
 void Engine::inputs_done(std::size_t unit) {
   const std::lock_guard lock(mutex_);
-  if (reduces_->in_backward()) gathers_->finish_backward(unit);
+  if (units_[unit].awaited_inputs > 0) --units_[unit].awaited_inputs;
+  if (reduces_->in_backward()) finish_backward_if_done(unit);
+}
+
+// Gradients towards inputs may come before those of parameters, and the other way round.
+void Engine::finish_backward_if_done(std::size_t index) {
+  const Unit& unit = units_[index];
+  if (unit.awaited_inputs == 0 && (unit.complete || !unit.has_trainable())) gathers_->finish_backward(index);
 }
 
 void Engine::begin_backward(bool last) {
   const std::lock_guard lock(mutex_);
   gathers_->begin_pass(PassKind::kBackward);
   reduces_->begin_backward(last);
+  for (std::size_t index = 0; index < units_.size(); ++index) {
+    // No hook asks for the root's parameters; an earlier backward may have resharded them.
+    if (units_[index].is_root) gathers_->use(index);
+  }
 }
 
-void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType dtype) {
+void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType dtype, int graph_task) {
   const std::lock_guard lock(mutex_);
-  const std::size_t unit = parameters_[parameter].unit;
-  if (reduces_->arrive(parameter, gradient, dtype) && !units_[unit].has_frozen()) gathers_->finish_backward(unit);
+  if (reduces_->arrive(parameter, gradient, dtype, graph_task)) finish_backward_if_done(parameters_[parameter].unit);
 }
 
 void Engine::end_backward() {
   const std::lock_guard lock(mutex_);
-  gathers_->end_pass();
-  reduces_->end_backward();
+  try {
+    gathers_->end_pass();
+    reduces_->end_backward();
+  } catch (...) {
+    reduces_->drop_backward();
+    throw;
+  }
   gathers_->release_all();
 }
 
 void Engine::abort_backward() {
   const std::lock_guard lock(mutex_);
-  gathers_->end_pass();
-  reduces_->abort_backward();
+  try {
+    gathers_->end_pass();
+    reduces_->abort_backward();
+  } catch (...) {
+    reduces_->drop_backward();
+    throw;
+  }
   gathers_->release_all();
 }
 
@@ -353,12 +386,7 @@ void Engine::gather_updated_parameters() {
 }
 
 void Engine::check_bindings() const {
-  for (const Parameter& parameter : parameters_) {
-    ZB_EXPECT_STATE(parameter.binding->intact(),
-                    "the storage of parameter '" + parameter.name +
-                        "' was replaced from outside (assigning to .data or set_()); write values inside "
-                        "engine.gather(..., modifier_rank=0) instead");
-  }
+  for (const Parameter& parameter : parameters_) check_intact(parameter);
 }
 
 CommunicationCounters Engine::counters() const {

@@ -63,14 +63,19 @@ class Engine {
   // Forward of the whole model; `train` when gradients are recorded.
   void begin_forward(bool train);
   void end_forward();
+  // Instead of end_forward when an exception ended the forward. Collective like it; does nothing outside a forward.
+  void abandon_forward();
   void pre_forward(std::size_t unit);
   void post_forward(std::size_t unit);
   void pre_backward(std::size_t unit);
-  // All gradients towards the unit's inputs are there (asked for units with frozen parameters only).
+  // For units with frozen parameters, whose own gradients do not tell when they are needed no more: gradients towards
+  // the inputs of a use are expected, and are there.
+  void await_inputs(std::size_t unit);
   void inputs_done(std::size_t unit);
 
   void begin_backward(bool last);
-  void gradient_arrived(std::size_t parameter, const void* gradient, DType dtype);
+  // `graph_task` tells the backward from backwards inside it (reentrant checkpointing).
+  void gradient_arrived(std::size_t parameter, const void* gradient, DType dtype, int graph_task);
   void end_backward();
   void abort_backward();
 
@@ -114,6 +119,7 @@ class Engine {
 
   void build_unit(Unit& unit, EngineModel& model);
   void build_flat(Unit& unit, FlatBuffer& flat);
+  void finish_backward_if_done(std::size_t unit);
   void check_bindings() const;
   std::vector<std::byte> exchange_reports();
   double combine_norm(const std::vector<std::byte>& reports, std::size_t report_bytes);

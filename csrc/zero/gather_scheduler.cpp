@@ -6,6 +6,7 @@
 #include <map>
 
 #include "common/error.h"
+#include "common/scope_exit.h"
 
 namespace zb {
 namespace {
@@ -166,8 +167,8 @@ void GatherScheduler::start_gather(std::size_t unit_index) {
 
 void GatherScheduler::serve(std::size_t unit_index) {
   const Unit& unit = units_[unit_index];
-  // An unsharded unit receives the bytes that it already holds.
-  const bool holds = unit.parameter_state == ParameterState::kUnsharded;
+  // An unsharded unit receives the bytes that it already holds, but for those that a user is changing.
+  const bool holds = unit.parameter_state == ParameterState::kUnsharded && unit.pins == 0;
   const SlotLease scratch = holds ? SlotLease() : slots_.acquire(unit.gather_bytes, preferred_slot_[unit_index]);
   for (const WorkPtr& work : start_into(unit, holds ? unit.gather_slot : scratch)) work->wait();
 }
@@ -177,6 +178,9 @@ void GatherScheduler::wait_gather(std::size_t unit_index) {
   if (unit.parameter_state != ParameterState::kGathering) return;
   for (const WorkPtr& work : unit.gathering) work->wait();
   unit.gathering.clear();
+  for (const FlatBuffer& flat : unit.flats) {
+    for (const std::size_t index : flat.parameters) check_intact(parameters_[index]);
+  }
   unit.set_parameter_state(ParameterState::kUnsharded);
   attach(unit_index);
 }
@@ -186,11 +190,7 @@ void GatherScheduler::attach(std::size_t unit_index) {
   for (const FlatBuffer& flat : unit.flats) {
     std::byte* base = unit.gather_slot.region().data() + flat.gather_offset_bytes;
     for (const std::size_t index : flat.parameters) {
-      Parameter& parameter = parameters_[index];
-      ZB_EXPECT_STATE(parameter.binding->intact(),
-                      "the storage of parameter '" + parameter.name +
-                          "' was replaced from outside (assigning to .data or set_()); write values inside "
-                          "engine.gather(..., modifier_rank=0) instead");
+      const Parameter& parameter = parameters_[index];
       parameter.binding->attach(base + parameter.offset_numel * dtype_bytes(flat.param_dtype));
     }
   }
@@ -214,6 +214,7 @@ void GatherScheduler::finish_backward(std::size_t unit_index) {
 
 void GatherScheduler::end_pass() {
   if (!in_pass_) return;
+  const ScopeExit over([this] { in_pass_ = false; });
   if (sharded_) {
     const CommunicationClock::Scope timed(clock_);
     while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
@@ -230,7 +231,6 @@ void GatherScheduler::end_pass() {
       last_forward_unit_ = last == forward_uses_.rend() ? SIZE_MAX : *last;
     }
   }
-  in_pass_ = false;
 }
 
 void GatherScheduler::wish_for(std::size_t unit_index) {

@@ -107,7 +107,8 @@ void ReduceScheduler::begin_backward(bool last) {
       }
     }
   }
-  if (recorded_) {
+  regular_ = forwards_ == expected_forwards_;
+  if (recorded_ && regular_) {
     for (const std::size_t index : order_) {
       if (units_[index].uses == 0 && units_[index].expected_uses > 0) mark_complete(index);
     }
@@ -144,17 +145,28 @@ bool ReduceScheduler::try_take_slot(std::size_t index, bool block) {
   return static_cast<bool>(unit.gradient_slot);
 }
 
-bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtype) {
+void ReduceScheduler::abandon_forward() {
+  if (forwards_ > 0) --forwards_;
+  if (forwards_ == 0) forget_uses();
+}
+
+bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtype, int graph_task) {
   Parameter& parameter = parameters_[index];
   Unit& unit = units_[parameter.unit];
   const FlatBuffer& flat = unit.flats[parameter.flat];
   ZB_EXPECT_STATE(in_backward_,
                   "a gradient of '" + parameter.name +
                       "' arrived outside engine.backward(); call engine.backward(loss), not loss.backward()");
-  ZB_EXPECT_STATE(unit.gradient_state == GradientState::kEmpty || unit.gradient_state == GradientState::kAccumulating,
-                  "a gradient of '" + parameter.name + "' arrived after unit '" + unit.name +
-                      "' had been reduced: its module was not called in this step although its parameters are used");
-  if (unit.gradient_state == GradientState::kEmpty) begin_unit(parameter.unit);
+  if (unit.gradient_state == GradientState::kReducing || unit.gradient_state == GradientState::kReduced) {
+    expected_forwards_ = 0;  // no expectation holds: the next backward settles everything at its end and records anew
+    throw StateError("a further gradient of '" + parameter.name + "' arrived after unit '" + unit.name +
+                     "' had been reduced, since its module was used otherwise than in the steps before; repeat forward "
+                     "and backward of this step on all ranks");
+  }
+  if (unit.gradient_state == GradientState::kEmpty) {
+    begin_unit(parameter.unit);
+    unit.graph_task = graph_task;
+  }
   std::byte* destination = gradient_base(unit, flat) + parameter.offset_numel * dtype_bytes(flat.reduce_dtype);
   if (parameter.arrived_in_window) {
     kernels_.add(destination, flat.reduce_dtype, gradient, dtype, parameter.numel);
@@ -164,11 +176,18 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
   parameter.arrived_in_window = true;
   ++parameter.arrivals;
   ++unit.arrivals;
-  const bool regular = unit.uses == unit.expected_uses && parameter.arrivals <= parameter.expected_arrivals;
-  if (!regular || unit.arrivals < unit.expected_arrivals) return false;
+  if (!is_complete(unit, parameter, graph_task)) return false;
   mark_complete(parameter.unit);
   launch_ready();
   return true;
+}
+
+// Before anything is recorded, one gradient a parameter is a guess. It fails where reentrant checkpoints inside a unit
+// use a parameter again, so units whose gradients come from several graph tasks, and the root, wait for the end then.
+bool ReduceScheduler::is_complete(const Unit& unit, const Parameter& last, int graph_task) const {
+  if (!regular_ || unit.uses != unit.expected_uses) return false;
+  if (last.arrivals > last.expected_arrivals || unit.arrivals < unit.expected_arrivals) return false;
+  return recorded_ || (!unit.is_root && unit.graph_task == graph_task);
 }
 
 void ReduceScheduler::mark_complete(std::size_t unit) {
@@ -325,6 +344,7 @@ void ReduceScheduler::end_backward() {
   }
   settle();
   record_expectations();
+  forget_uses();
   in_backward_ = false;
   ++window_backwards_;
 }
@@ -332,17 +352,34 @@ void ReduceScheduler::end_backward() {
 void ReduceScheduler::abort_backward() {
   if (!in_backward_) return;
   in_backward_ = false;
-  for (Unit& unit : units_) unit.uses = 0;
+  forget_uses();
   settle();
   clear_window();
 }
 
+void ReduceScheduler::drop_backward() noexcept {
+  in_backward_ = false;
+  forget_uses();
+  in_flight_.clear();
+  for (const std::size_t index : order_) {
+    units_[index].reducing.clear();
+    staged_[index].clear();
+  }
+  clear_window();
+}
+
+void ReduceScheduler::forget_uses() {
+  forwards_ = 0;
+  for (Unit& unit : units_) unit.uses = 0;
+}
+
 void ReduceScheduler::record_expectations() {
+  if (forwards_ == 0) return;  // of an earlier forward's second backward: nothing tells how often modules were used
+  expected_forwards_ = forwards_;
   for (const std::size_t index : order_) {
     Unit& unit = units_[index];
     unit.expected_uses = unit.uses;
     unit.expected_arrivals = unit.arrivals;
-    unit.uses = 0;
     for (const FlatBuffer& flat : unit.flats) {
       for (const std::size_t p : flat.parameters) parameters_[p].expected_arrivals = parameters_[p].arrivals;
     }
@@ -352,6 +389,7 @@ void ReduceScheduler::record_expectations() {
 
 void ReduceScheduler::clear_window() {
   window_backwards_ = 0;
+  for (Unit& unit : units_) unit.awaited_inputs = 0;
   for (const std::size_t index : order_) {
     units_[index].set_gradient_state(GradientState::kEmpty);
     units_[index].spare.reset();

@@ -3,8 +3,9 @@
 // [Note: agreed reductions]
 // Every unit is reduced exactly once per reducing backward, in one order on all ranks (rank 0's order of completion in
 // an earlier step). A unit whose gradients are there early waits its turn. A unit counts as complete when its module
-// was called as often in this step as in the recorded one and as many gradients arrived; a unit that was not called at
-// all is complete at once; everything else is settled when backward ends. What did not arrive on this rank is zero.
+// was called as often before this backward as before the recorded one and as many gradients arrived; a unit that was
+// not called at all is complete at once; everything else is settled when backward ends, and so is all of a backward
+// that other forwards than the recorded ones led to. What did not arrive on this rank is zero.
 //
 // [Note: gradient slots]
 // Where full gradients do not persist (stages 2 and 3) they are packed into shared slots, taken in the order of
@@ -37,14 +38,19 @@ class ReduceScheduler {
   // Makes the slots, and staging shards where micro-batches accumulate. Collective.
   void reserve_slots(long accumulation_steps);
 
+  void begin_forward() { ++forwards_; }
+  // Forgets the last forward, which failed.
+  void abandon_forward();
   void count_use(std::size_t unit) { ++units_[unit].uses; }
   // `last` is the accumulation boundary.
   void begin_backward(bool last);
-  // A gradient of `numel` elements (the parameter's) is there. True when the unit is complete with it.
-  bool arrive(std::size_t parameter, const void* gradient, DType dtype);
+  // A gradient of the parameter is there. True when the unit is complete with it.
+  bool arrive(std::size_t parameter, const void* gradient, DType dtype, int graph_task);
   void end_backward();
   // Completes this backward's collectives with whatever is there and forgets the gradients of the window.
   void abort_backward();
+  // The same without collectives: the communicator has failed.
+  void drop_backward() noexcept;
   bool in_backward() const noexcept { return in_backward_; }
 
   // Backwards whose gradients the window holds.
@@ -72,7 +78,9 @@ class ReduceScheduler {
   void finish(std::size_t unit);
   void replicate();
   void settle();  // launches and finishes everything that is left
+  bool is_complete(const Unit& unit, const Parameter& last, int graph_task) const;
   void record_expectations();
+  void forget_uses();
 
   Communicator& communicator_;
   Ledger* ledger_;
@@ -93,7 +101,10 @@ class ReduceScheduler {
   std::vector<std::size_t> completed_;
   bool in_backward_ = false;
   bool last_ = false;
-  bool recorded_ = false;  // expectations come from a backward, not from a guess
+  bool recorded_ = false;                // expectations come from a backward, not from a guess
+  bool regular_ = false;                 // expectations hold for the running backward
+  std::uint32_t forwards_ = 0;           // training forwards since the last backward ended
+  std::uint32_t expected_forwards_ = 1;  // before the backward that the expectations come from
   long window_backwards_ = 0;
 };
 

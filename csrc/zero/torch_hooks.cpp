@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -73,7 +74,8 @@ class TorchGradientHooks final : public GradientHooks {
             gradient.layout() == c10::kStrided,
             "the gradient of '" + name + "' is sparse; make the module produce dense ones (Embedding(sparse=False))");
         const at::Tensor dense = gradient.contiguous();
-        engine->gradient_arrived(index, dense.const_data_ptr(), gradient_dtype(dense, name));
+        engine->gradient_arrived(index, dense.const_data_ptr(), gradient_dtype(dense, name),
+                                 torch::autograd::get_current_graph_task_id());
       } catch (...) {
         if (!error) error = std::current_exception();
         throw;

@@ -44,7 +44,7 @@ void clear_access_error(Storage& storage) {
 
 class TorchParameter final : public ParameterBinding {
  public:
-  explicit TorchParameter(at::Tensor tensor) : tensor_(std::move(tensor)) {}
+  TorchParameter(std::string name, at::Tensor tensor) : name_(std::move(name)), tensor_(std::move(tensor)) {}
 
   void read(float* destination) const override {
     const at::Tensor values = tensor_.detach().to(c10::ScalarType::Float).contiguous();
@@ -59,6 +59,8 @@ class TorchParameter final : public ParameterBinding {
     at::Tensor fresh = at::empty({0}, at::TensorOptions().dtype(type));
     fresh.set_(c10::Storage(storage_), 0, tensor_.sizes());
     tensor_.set_data(fresh);
+    storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        "parameter '" + name_ + "' lost its data: an engine could not be built over it; build the model again");
   }
 
   void attach(std::byte* data) override { place(at::DataPtr(data, c10::Device(c10::kCPU))); }
@@ -87,6 +89,7 @@ class TorchParameter final : public ParameterBinding {
     storage_->set_data_ptr_noswap(std::move(pointer));
   }
 
+  std::string name_;
   at::Tensor tensor_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
 };
@@ -102,7 +105,7 @@ std::unique_ptr<ParameterBinding> make_torch_parameter(const std::string& name, 
                 "; float32, bfloat16 and float16 can be trained, convert it first (model.float())");
   ZB_EXPECT(tensor.layout() == c10::kStrided,
             "parameter '" + name + "' is sparse; only dense parameters can be trained");
-  return std::make_unique<TorchParameter>(tensor);
+  return std::make_unique<TorchParameter>(name, tensor);
 }
 
 }  // namespace zb

@@ -29,6 +29,13 @@ std::string_view gradient_state_name(GradientState state) noexcept {
   return kNames[static_cast<std::size_t>(state)];
 }
 
+void check_intact(const Parameter& parameter) {
+  ZB_EXPECT_STATE(parameter.binding->intact(),
+                  "the storage of parameter '" + parameter.name +
+                      "' was replaced from outside (assigning to .data or set_()); write values inside "
+                      "engine.gather(..., modifier_rank=0) instead");
+}
+
 bool Unit::has_frozen() const {
   return std::any_of(flats.begin(), flats.end(), [](const FlatBuffer& flat) { return !flat.trainable; });
 }

@@ -40,7 +40,8 @@ class ParameterBinding {
   virtual bool intact() const = 0;
   // Copies the current values, converted to float, in row-major order. Needs data.
   virtual void read(float* destination) const = 0;
-  // Makes the tensor one of param_dtype with a storage of its own and no data yet; its old data is freed.
+  // Makes the tensor one of param_dtype with a storage of its own and no data yet (touching it raises); its old data is
+  // freed.
   virtual void adopt(DType param_dtype) = 0;
 };
 
@@ -85,6 +86,9 @@ struct FlatBuffer {
   std::size_t shard_gradient_bytes() const { return layout.shard_numel() * dtype_bytes(reduce_dtype); }
 };
 
+// Throws StateError for a parameter whose storage the user replaced.
+void check_intact(const Parameter& parameter);
+
 enum class ParameterState : std::uint8_t { kSharded, kGathering, kUnsharded };
 enum class GradientState : std::uint8_t { kEmpty, kAccumulating, kReducing, kReduced };
 
@@ -104,6 +108,7 @@ struct Unit {
   std::vector<WorkPtr> gathering;
   bool needed_for_backward = false;  // kept unsharded between forward and backward
   int pins = 0;                      // explicit gathers that hold it
+  std::uint32_t awaited_inputs = 0;  // uses whose gradients towards the unit's inputs are still to come
 
   GradientState gradient_state = GradientState::kEmpty;
   SlotLease gradient_slot;                  // shared slot, or empty while the gradients persist in full
@@ -113,6 +118,7 @@ struct Unit {
   std::uint32_t expected_uses = 0;      // of the backward that expected_arrivals come from
   std::uint32_t expected_arrivals = 0;  // of all its parameters together
   std::uint32_t arrivals = 0;
+  int graph_task = -1;    // the backward (or checkpoint inside it) that its first gradient came from
   bool complete = false;  // all gradients of this backward are there
 
   bool has_frozen() const;

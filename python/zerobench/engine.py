@@ -7,12 +7,15 @@ reach the core through autograd's accumulation nodes without touching Python.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from zerobench import _native
@@ -36,7 +39,8 @@ def initialize(
 
     ``model_parameters`` are torch-style param groups (dicts with ``params`` and own ``lr``, ``betas``, ``eps``,
     ``weight_decay``) or parameters; by default every parameter of the model in one group. Parameters that need no
-    gradient are kept and gathered but not updated. Rank 0's values become every rank's.
+    gradient are kept and gathered but not updated. Rank 0's values become every rank's, those of buffers too.
+    Buffers keep their dtype, but for the statistics of normalisation layers, which torch wants in the parameters' dtype.
 
     The engine also unpacks as ``engine, optimizer, dataloader, lr_scheduler`` (the last two None).
 
@@ -65,8 +69,12 @@ class Engine:
         self._grad_norm: float | None = None
         self._step_applied = False
         self._handles: list[Any] = []
+        self._begin_failed = False
+        self._error_before_forward: BaseException | None = None
         arguments = self._parameter_arguments(core)
-        gather, reduce, self.communicator = topology_module.make_communicators(core, config, self.topology)
+        communicators = topology_module.make_communicators(core, config, self.topology)
+        self.communicator = communicators.kind
+        self._close_communicators = communicators.close
         cpus = core.cpus_of_rank(self.topology.local_rank, self.topology.local_world_size)
         threads = config.threads or len(cpus)
         scale = config.loss_scale
@@ -80,14 +88,13 @@ class Engine:
             unit_names=self._units.names,
             root_unit=0,
             parameters=arguments,
-            gather_communicator=gather,
-            reduce_communicator=reduce,
+            gather_communicator=communicators.gather,
+            reduce_communicator=communicators.reduce,
             thread_num=threads,
             cpus=cpus if config.pin_threads and threads <= len(cpus) else [],
         )
-        for buffer in model.buffers():
-            if buffer.is_contiguous() and buffer.device.type == "cpu":
-                self._core.broadcast(buffer)
+        self._share_buffers()
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self.optimizer.attach(self)
         self._parameter_units = self._units.unit_of_parameters()
         self._install_hooks()
@@ -96,7 +103,14 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the model."""
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except Exception:
+            raise  # the hooks have ended the forward
+        except BaseException:  # Ctrl-C, for which torch calls no hooks
+            with contextlib.suppress(Exception):
+                self._core.abandon_forward()
+            raise
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a micro-batch's mean loss. Averaging over micro-batches and ranks is the engine's.
@@ -127,6 +141,8 @@ class Engine:
         if 0 < self._micro_step < self.config.gradient_accumulation_steps:
             return
         self._micro_step = 0
+        self.optimizer.step_was_called()
+        self._check_frozen()
         groups = [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
         applied, norm = self._core.step(groups)
         self._grad_norm = norm
@@ -240,6 +256,8 @@ class Engine:
             handle.remove()
         self._handles.clear()
         self._core.close()
+        self._close_communicators()
+        self._close_communicators = _nothing
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self, self.optimizer, None, None))
@@ -282,6 +300,25 @@ class Engine:
             raise ConfigError("the model has no parameter that needs a gradient; there is nothing to train")
         return arguments
 
+    def _share_buffers(self) -> None:
+        dtype = _TORCH_DTYPES[self._dtypes["param"]]
+        for module in self.module.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if isinstance(module, _NormBase) and buffer.is_floating_point():
+                    module._buffers[name] = buffer = buffer.to(dtype)
+                values = buffer.detach().cpu().contiguous()
+                self._core.broadcast(values)
+                buffer.copy_(values)
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self._frozen.items():
+            if parameter.grad is not None:
+                parameter.grad = None
+                raise StateError(
+                    f"parameter '{name}' was frozen when the engine was made and got a gradient now; set requires_grad "
+                    "before zerobench.initialize"
+                )
+
     def _units_of(self, parameters: Iterable[nn.Parameter] | nn.Module | None) -> list[int]:
         if parameters is None:
             return list(range(len(self._units.names)))
@@ -323,19 +360,31 @@ class Engine:
         self._handles.append(root.register_forward_hook(self._end_forward, always_call=True))
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._core.begin_forward(train=torch.is_grad_enabled())
+        self._error_before_forward = sys.exc_info()[1]
+        try:
+            self._core.begin_forward(train=torch.is_grad_enabled())
+        except BaseException:
+            self._begin_failed = True  # the hook that ends forwards must leave the running one alone
+            raise
         try:
             self._core.pre_forward(0)
         except BaseException:
-            self._core.end_forward()
+            self._core.abandon_forward()
             raise
         if self.config.cast_forward_inputs and self._dtypes["param"] != "float32":
             return self._cast_inputs((args, kwargs))
         return None
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._core.post_forward(0)
-        self._core.end_forward()
+        if self._begin_failed:
+            self._begin_failed = False
+            return
+        if sys.exc_info()[1] is self._error_before_forward:
+            self._core.post_forward(0)
+            self._core.end_forward()
+            return
+        with contextlib.suppress(Exception):  # the error that ends this forward is the one to report
+            self._core.abandon_forward()
 
     def _cast_inputs(self, inputs: Any) -> Any:
         dtype = _TORCH_DTYPES[self._dtypes["param"]]
@@ -352,12 +401,9 @@ class Engine:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._core.pre_forward(unit)
             if frozen and torch.is_grad_enabled():
-                inputs = [
-                    x
-                    for x in pytree.tree_leaves((args, kwargs))
-                    if isinstance(x, torch.Tensor) and x.requires_grad
-                ]
+                inputs = [x for x in _tensors((args, kwargs)) if x.requires_grad]
                 if inputs:
+                    self._core.await_inputs(unit)
                     torch.autograd.graph.register_multi_grad_hook(
                         inputs, lambda _: self._core.inputs_done(unit)
                     )
@@ -374,11 +420,25 @@ class Engine:
             self._core.post_forward(unit)
             if not sharded or not torch.is_grad_enabled():
                 return
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(pre_backward)
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(pre_backward)
 
         return hook
+
+
+def _nothing() -> None:
+    """What is left to close of a closed engine."""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested containers and dataclasses."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _tensors(getattr(leaf, field.name))
 
 
 def _param_groups(
@@ -388,10 +448,23 @@ def _param_groups(
     if not given:
         raise ConfigError("the model has no parameters to train")
     groups = given if isinstance(given[0], dict) else [{"params": given}]
+    known = {id(parameter) for parameter in model.parameters()}
     cleaned = []
-    for group in groups:
+    for index, group in enumerate(groups):
+        if "params" not in group:
+            raise ConfigError(f"param group {index} has no 'params'")
         parameters = group["params"]
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for parameter in parameters:
+            if not isinstance(parameter, torch.Tensor):
+                raise ConfigError(
+                    f"model_parameters must hold parameters or dicts with 'params', not {type(parameter).__name__}; pass "
+                    "model.parameters()"
+                )
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"param group {index} has a parameter of shape {tuple(parameter.shape)} that the model does not have"
+                )
         kept = [p for p in parameters if p.requires_grad and p.is_floating_point()]
         if kept or len(groups) > 1:
             cleaned.append({**group, "params": kept})

@@ -72,5 +72,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         self._engine.step()
 
+    def step_was_called(self) -> None:
+        """Tell learning rate schedulers that a step precedes theirs, as torch's own wrapper of ``step`` does."""
+        self._opt_called = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: see the class."""

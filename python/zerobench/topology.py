@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,18 @@ def resolve(config: Config, environment: Mapping[str, str] = os.environ) -> Topo
     return Topology(rank, world_size, min(local_rank, local_world_size - 1), local_world_size)
 
 
-def make_communicators(core: Any, config: Config, topology: Topology) -> tuple[Any, Any, str]:
-    """Two communicators (gathers, reductions) of the configured kind, and that kind's name. Collective."""
+@dataclass(frozen=True)
+class Communicators:
+    """What an engine talks over."""
+
+    kind: str
+    gather: Any
+    reduce: Any
+    close: Callable[[], None]  # after the engine has let go of them
+
+
+def make_communicators(core: Any, config: Config, topology: Topology) -> Communicators:
+    """Two communicators (gathers, reductions) of the configured kind. Collective."""
     number = next(_engine_numbers)
     kind = config.communicator
     if kind == "auto":
@@ -62,11 +72,11 @@ def make_communicators(core: Any, config: Config, topology: Topology) -> tuple[A
                 f"several ({topology.local_world_size} here); use 'c10d'"
             )
         text = config.rendezvous or _rendezvous_from_environment(topology)
-        return (
-            *(_make_shm(core, config, topology, f"{text}/{number}/{role}") for role in ("gather", "reduce")),
-            kind,
+        gather, reduce = (
+            _make_shm(core, config, topology, f"{text}/{number}/{role}") for role in ("gather", "reduce")
         )
-    return (*_make_c10d(core, config, topology), kind)
+        return Communicators(kind, gather, reduce, close=lambda: None)
+    return _make_c10d(core, config, topology)
 
 
 def _rendezvous_from_environment(topology: Topology) -> str:
@@ -93,13 +103,14 @@ def _make_shm(core: Any, config: Config, topology: Topology, rendezvous: str) ->
     )
 
 
-def _make_c10d(core: Any, config: Config, topology: Topology) -> tuple[Any, Any]:
+def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
     from datetime import timedelta
 
     import torch.distributed as dist
 
     timeout = timedelta(seconds=config.timeout_s)
-    if not dist.is_initialized():
+    brings_default_group = not dist.is_initialized()
+    if brings_default_group:
         if topology.world_size > 1 and "MASTER_ADDR" not in os.environ:
             raise ConfigError(
                 "communicator 'c10d' needs torch.distributed: start the ranks with torchrun, or call "
@@ -108,4 +119,10 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> tuple[Any, Any]
         dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size, timeout=timeout)
     groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
     gather, reduce = (core.make_c10d_communicator(group.group_name) for group in groups)
-    return gather, reduce
+
+    def close() -> None:
+        for group in [None] if brings_default_group else groups:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    return Communicators("c10d", gather, reduce, close)

@@ -1,0 +1,506 @@
+"""Small models of every awkward kind, and plain PyTorch training to hold engines against.
+
+A case trains on ``batch(step, rank, micro)``; its model's forward takes that and returns the mean loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 24
+Batch = Mapping[str, Any]
+
+
+class Block(nn.Module):
+    """The repeated module that becomes a unit."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    """Blocks in the order that the batch asks for."""
+
+    def __init__(
+        self, num_blocks: int = 3, *, block: Callable[[], nn.Module] = Block, reentrant: bool | None = None
+    ) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+        self.outlet = nn.Linear(WIDTH, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, order: Iterable[int] | None = None) -> torch.Tensor:
+        h = self.inlet(x)
+        for index in range(len(self.blocks)) if order is None else order:
+            block = self.blocks[index]
+            if self.reentrant is None or not torch.is_grad_enabled():
+                h = block(h)
+            else:
+                h = checkpoint(block, h, use_reentrant=self.reentrant, preserve_rng_state=False)
+        return F.mse_loss(self.outlet(h).float(), y)
+
+
+class Odd(nn.Module):
+    """Scalars, odd sizes, no elements at all, and fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.shift = nn.Parameter(torch.full((1,), 0.1))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.no_rows = nn.Parameter(torch.empty(0, 5))
+        self.blocks = nn.ModuleList(OddBlock() for _ in range(2))
+        self.last = nn.Linear(7, 3, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = F.pad(x, (0, 2)) * self.scale + self.shift + self.nothing.sum() + self.no_rows.sum()
+        for block in self.blocks:
+            h = block(h)
+        return F.mse_loss(self.last(h), y)
+
+
+class OddBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 13)
+        self.outer = nn.Linear(13, 7, bias=False)
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.pair = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.outer(torch.tanh(self.inner(x))) + self.pair.sum()
+
+
+class Unused(Chain):
+    """Parameters that no forward touches, in the root and in every block."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.spare = nn.Parameter(torch.ones(11))
+        for block in self.blocks:
+            block.spare = nn.Linear(3, 5)
+
+
+class LoraBlock(nn.Module):
+    """A frozen base with low-rank corrections, added to its output or merged into its weight."""
+
+    def __init__(self, *, merged: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.a = nn.Linear(WIDTH, 2, bias=False)
+        self.b = nn.Linear(2, WIDTH, bias=False)
+        self.tail = nn.Linear(WIDTH, WIDTH)
+        for frozen in (self.norm, self.base, self.tail):
+            frozen.requires_grad_(False)
+        self.merged = merged
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        if self.merged:
+            h = F.linear(h, self.base.weight + self.b.weight @ self.a.weight, self.base.bias)
+        else:
+            h = self.base(h) + self.b(self.a(h))
+        return x + self.tail(torch.tanh(h))
+
+
+def lora(*, merged: bool, reentrant: bool | None = None, frozen_inlet: bool = False) -> Chain:
+    model = Chain(3, block=lambda: LoraBlock(merged=merged), reentrant=reentrant)
+    model.inlet.requires_grad_(not frozen_inlet)
+    return model
+
+
+def frozen_parts() -> Chain:
+    """A whole block, half of another and the outlet's bias."""
+    model = Chain(4)
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].up.requires_grad_(False)
+    model.outlet.bias.requires_grad_(False)
+    return model
+
+
+class NormBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight; two blocks share their norm; used through modules and as a plain tensor."""
+
+    def __init__(self, *, plain: bool = False, checkpoint_head: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks[2].norm = self.blocks[0].norm
+        self.plain, self.checkpoint_head = plain, checkpoint_head
+        if not plain:
+            self.head = nn.Linear(WIDTH, 17, bias=False)
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = block(h)
+        if self.plain:
+            logits = F.linear(h, self.embed.weight)
+        elif self.checkpoint_head:
+            logits = checkpoint(self.head, h, use_reentrant=True, preserve_rng_state=False)
+        else:
+            logits = self.head(h)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+class Twice(nn.Module):
+    """One inner module called twice by its unit, each time in a checkpoint of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(checkpoint(self.inner, self.norm(x), use_reentrant=True, preserve_rng_state=False))
+        return x + torch.tanh(checkpoint(self.inner, x, use_reentrant=True, preserve_rng_state=False))
+
+
+@dataclass
+class Parts:
+    left: torch.Tensor
+    right: torch.Tensor | None
+
+
+class PartsBlock(nn.Module):
+    """Takes and returns dataclasses, dicts and tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *, parts: Parts) -> tuple[dict[str, Parts], None]:
+        right = parts.left if parts.right is None else parts.right
+        return {
+            "parts": Parts(parts.left + torch.tanh(self.left(right)), torch.tanh(self.right(parts.left)))
+        }, None
+
+
+class Structured(Chain):
+    def __init__(self) -> None:
+        super().__init__(3, block=PartsBlock)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        parts = Parts(self.inlet(x), None)
+        for block in self.blocks:
+            parts = block(parts=parts)[0]["parts"]
+        return F.mse_loss(self.outlet(parts.left + parts.right), y)
+
+
+class Bare(nn.Module):
+    """No repeated block: everything is the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 9)
+        self.second = nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.second(torch.relu(self.first(x))), y)
+
+
+def points(step: int, rank: int, micro: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    x = torch.randn(6, 5, generator=generator)
+    return {"x": x, "y": torch.stack([x.sum(1), x[:, 0] * x[:, 1], x[:, 2].abs()], dim=1)}
+
+
+def ids(step: int, rank: int, micro: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    return {"ids": torch.randint(0, 17, (3, 8), generator=generator)}
+
+
+def ordered(order: Callable[[int, int], list[int]]) -> Callable[[int, int, int], dict[str, Any]]:
+    return lambda step, rank, micro=0: points(step, rank, micro) | {"order": order(step, rank)}
+
+
+def by_kind(model: nn.Module) -> list[dict[str, Any]]:
+    """Param groups with hyperparameters of their own, interleaved within every unit."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for name, p in model.named_parameters() if p.dim() == 1 and name.endswith("bias")]
+    rest = [p for name, p in model.named_parameters() if p.dim() <= 1 and not name.endswith("bias")]
+    return [
+        {"params": rest, "weight_decay": 0.0, "eps": 1e-6},
+        {"params": weights, "lr": 5e-3, "betas": (0.8, 0.95), "weight_decay": 0.1},
+        {"params": biases, "lr": 2e-3, "weight_decay": 0.0, "betas": (0.7, 0.9)},
+    ]
+
+
+def one_group(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(model.parameters())}]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to train, and how."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int, int], dict[str, Any]] = lambda step, rank, micro=0: points(step, rank, micro)
+    groups: Callable[[nn.Module], list[dict[str, Any]]] = one_group
+    config: Mapping[str, Any] = field(default_factory=dict)
+    schedule: bool = False
+    steps: int = 5
+    plan: str = "FB"  # a step's forwards (F), evaluations (E), and backwards of the oldest pending loss (B) or of all (S)
+
+
+LR = 1e-2
+CASES: dict[str, Case] = {
+    "blocks": Case(Chain),
+    "clip": Case(Chain, config={"gradient_clipping": 0.05}),
+    "adam with L2": Case(Chain, config={"optimizer": {"type": "adam", "lr": LR, "weight_decay": 0.05}}),
+    "param groups and schedule": Case(Chain, groups=by_kind, schedule=True),
+    "odd sizes": Case(Odd, groups=by_kind),
+    "unused": Case(Unused),
+    "frozen": Case(frozen_parts),
+    "lora": Case(lambda: lora(merged=False)),
+    "lora behind a frozen inlet": Case(lambda: lora(merged=False, frozen_inlet=True)),
+    "merged lora": Case(lambda: lora(merged=True)),
+    "lora used twice": Case(lambda: lora(merged=False), ordered(lambda step, rank: [0, 1, 0, 2, 1])),
+    "lora non-reentrant": Case(lambda: lora(merged=True, reentrant=False)),
+    "lora reentrant": Case(lambda: lora(merged=False, reentrant=True)),
+    "tied": Case(Tied, ids),
+    "tied as a plain tensor": Case(lambda: Tied(plain=True), ids, config={"units": ["Block"]}),
+    "tied with a checkpointed head": Case(lambda: Tied(checkpoint_head=True), ids),
+    "used twice": Case(Chain, ordered(lambda step, rank: [0, 1, 0, 2, 1])),
+    "skipped in steps": Case(Chain, ordered(lambda step, rank: [0, 2] if step % 2 else [0, 1, 2])),
+    "skipped in the first step": Case(Chain, ordered(lambda step, rank: [1] if step == 0 else [0, 1, 2])),
+    "skipped on one rank": Case(
+        lambda: Chain(4), ordered(lambda step, rank: [0, 3] if step % 2 == rank else [0, 1, 2, 3]), steps=6
+    ),
+    "order changes": Case(Chain, ordered(lambda step, rank: [2, 0, 1] if step > 1 else [0, 1, 2]), steps=6),
+    "order differs": Case(
+        lambda: Chain(4),
+        ordered(lambda step, rank: [(i * (1 if rank else 3) + step) % 4 for i in range(4)]),
+        steps=6,
+    ),
+    "used differently": Case(
+        Chain, ordered(lambda step, rank: [[0, 1, 2], [2, 2, 1], [1], []][(step + rank) % 4]), steps=6
+    ),
+    "batch norm": Case(lambda: Chain(3, block=NormBlock)),
+    "reentrant": Case(lambda: Chain(reentrant=True)),
+    "non-reentrant": Case(lambda: Chain(reentrant=False)),
+    "reentrant twice": Case(lambda: Chain(reentrant=True), ordered(lambda step, rank: [0, 1, 0, 2])),
+    "non-reentrant twice": Case(lambda: Chain(reentrant=False), ordered(lambda step, rank: [0, 1, 0, 2])),
+    "checkpoints inside a unit": Case(lambda: Chain(3, block=Twice)),
+    "structured outputs": Case(Structured),
+    "only a root": Case(Bare),
+    "nested units": Case(Chain, config={"units": ["Block", "Linear"]}),
+    "no parameter left for the root": Case(Chain, config={"units": ["Linear", "LayerNorm"]}),
+    "no prefetch": Case(Chain, config={"prefetch_bytes": 0}),
+    "prefetch everything": Case(Chain, config={"prefetch_bytes": 1 << 30}),
+    "evaluation in between": Case(Chain, plan="EFEB"),
+    "two forwards, one backward": Case(Chain, plan="FFS"),
+    "two forwards, two backwards": Case(Chain, plan="FFBB", config={"gradient_accumulation_steps": 2}),
+    "forward in advance": Case(Chain, plan="FFBFBB", config={"gradient_accumulation_steps": 3}),
+    "bf16": Case(Chain, config={"precision": "bf16", "gradient_clipping": 1.0}),
+    "bf16 batch norm": Case(lambda: Chain(3, block=NormBlock), config={"precision": "bf16"}),
+    "bf16 reduced in fp32": Case(Chain, config={"precision": "bf16", "reduce_dtype": "float32"}),
+    "bf16 lora": Case(lambda: lora(merged=False), config={"precision": "bf16"}),
+    "fp16": Case(Chain, config={"precision": "fp16", "loss_scale": {"initial_scale": 2.0**20}}, steps=8),
+}
+
+
+def make(case: Case) -> nn.Module:
+    torch.manual_seed(7)
+    return case.model()
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    hashed = hashlib.sha256()
+    for name in sorted(tensors):
+        hashed.update(
+            name.encode() + tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return hashed.hexdigest()[:16]
+
+
+def optimizer_config(case: Case) -> dict[str, Any]:
+    return {"optimizer": {"lr": LR, "weight_decay": 0.01}} | dict(case.config)
+
+
+def decay(step: int) -> float:
+    return 0.8**step
+
+
+def train_engine(case: Case, rank: Any, *, stage: int, **config: Any) -> dict[str, Any]:
+    """Train at a stage and return everything that must be the same at all stages."""
+    import zerobench
+
+    model = make(case)
+    settings = rank.config(stage=stage, **(optimizer_config(case) | config))
+    engine = zerobench.initialize(model, config=settings, model_parameters=case.groups(model))
+    schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, decay) if case.schedule else None
+    record: dict[str, Any] = {"losses": [], "norms": [], "scales": [], "applied": []}
+    for step in range(case.steps):
+        run_plan(engine, case, step, rank.rank, record["losses"])
+        record["norms"].append(engine.get_global_grad_norm())
+        record["scales"].append(engine.loss_scale)
+        record["applied"].append(engine.was_step_applied())
+        if schedule is not None:
+            schedule.step()
+    record |= state_of(engine)
+    engine.close()
+    return record
+
+
+def run_plan(engine: Any, case: Case, step: int, rank: int, losses: list[float]) -> None:
+    pending: list[torch.Tensor] = []
+    micro = 0
+    for action in case.plan:
+        if action == "E":
+            engine.eval()
+            with torch.no_grad():
+                losses.append(engine(**case.batch(step + 77, rank, 0)).item())
+            engine.train()
+        elif action == "F":
+            pending.append(engine(**case.batch(step, rank, micro)))
+            losses.append(pending[-1].item())
+            micro += 1
+        else:
+            engine.backward(pending.pop(0) if action == "B" else sum(pending))
+            engine.step()
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    parameters = engine.full_parameters()
+    moments = {kind: engine.full_optimizer_state(kind) for kind in ("exp_avg", "exp_avg_sq")}
+    served = engine.state_dict()
+    names = {name for name, _ in engine.module.named_parameters()}
+    return {
+        "parameters": parameters,
+        "exp_avg": moments["exp_avg"],
+        "digest": digest(parameters) + digest(moments["exp_avg"]) + digest(moments["exp_avg_sq"]),
+        "served": digest({name: value for name, value in served.items() if name in names}),
+    }
+
+
+def train_plainly(case: Case, *, world_size: int) -> dict[str, Any]:
+    """The same in one process: the mean over ranks and micro-batches of the same losses, torch's own optimizer."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        case.config.get("precision", "fp32"), torch.float32
+    )
+    masters = make(case)
+    model = copy.deepcopy(masters).to(dtype)
+    groups = case.groups(masters)
+    settings = {"lr": LR, "weight_decay": 0.01} | dict(case.config.get("optimizer", {}))
+    kind = torch.optim.Adam if settings.pop("type", "adamw") == "adam" else torch.optim.AdamW
+    kept = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    optimizer = kind(kept, **settings)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay) if case.schedule else None
+    pairs = [
+        (master, low)
+        for master, low in zip(masters.parameters(), model.parameters(), strict=True)
+        if master.requires_grad
+    ]
+    statistics = [{n: b.clone() for n, b in model.named_buffers()} for _ in range(world_size)]
+    record: dict[str, Any] = {"losses": [[] for _ in range(world_size)], "norms": []}
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        for rank in range(world_size):
+            load_buffers(model, statistics[rank])
+            plain_rank(model, case, step, rank, pairs, record["losses"][rank], world_size)
+            statistics[rank] = {n: b.clone() for n, b in model.named_buffers()}
+        for master, _ in pairs:
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+        limit = case.config.get("gradient_clipping")
+        norm = nn.utils.clip_grad_norm_([m for m, _ in pairs], limit if limit is not None else float("inf"))
+        record["norms"].append(float(norm))
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        with torch.no_grad():
+            for master, low in pairs:
+                low.copy_(master)
+    record["parameters"] = {name: p.detach() for name, p in masters.named_parameters()}
+    record["exp_avg"] = {
+        name: optimizer.state[p]["exp_avg"] for name, p in masters.named_parameters() if p.requires_grad
+    }
+    return record
+
+
+def plain_rank(
+    model: nn.Module,
+    case: Case,
+    step: int,
+    rank: int,
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    losses: list[float],
+    world_size: int,
+) -> None:
+    dtype = next(model.parameters()).dtype
+    backwards = sum(action in "BS" for action in case.plan)
+    pending: list[torch.Tensor] = []
+    micro = 0
+    for action in case.plan:
+        if action == "E":
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(**cast(case.batch(step + 77, rank, 0), dtype)).item())
+            model.train()
+        elif action == "F":
+            pending.append(model(**cast(case.batch(step, rank, micro), dtype)))
+            losses.append(pending[-1].item())
+            micro += 1
+        else:
+            (pending.pop(0) if action == "B" else sum(pending)).backward()
+            for master, low in pairs:
+                if low.grad is not None:
+                    share = low.grad.float() / (backwards * world_size)
+                    master.grad = share if master.grad is None else master.grad + share
+                    low.grad = None
+
+
+def cast(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for key, value in batch.items()
+    }
+
+
+def load_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
+
+
+def relative(
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    origin: Mapping[str, torch.Tensor] | None = None,
+) -> float:
+    """L2 of the difference over L2 of the expected (less its origin), over all tensors together."""
+    assert found.keys() == expected.keys()
+    difference = sum(float((found[n].double() - expected[n].double()).square().sum()) for n in expected)
+    size = sum(
+        float((expected[n].double() - (0 if origin is None else origin[n].double())).square().sum())
+        for n in expected
+    )
+    return (difference / size) ** 0.5
