@@ -1,0 +1,140 @@
+"""The collectives that `bench comm` measures: what each moves, how each side runs it, and how it is checked.
+
+Sizes count as in nccl-tests: of the whole buffer on one rank, whatever the world size. Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FLOAT_BYTES = 4
+_PERIOD = 251  # prime and below 2^8: sums of so small integers are exact in float
+_RANK_OFFSET = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One collective at one size."""
+
+    collective: str
+    size_bytes: int
+    world_size: int
+
+    @property
+    def full_numel(self) -> int:
+        return self.size_bytes // FLOAT_BYTES
+
+    @property
+    def shard_numel(self) -> int:
+        return self.full_numel // self.world_size
+
+
+class Side:
+    """One implementation of a case: buffers with content, and a call that runs the collective once."""
+
+    source: torch.Tensor
+    destination: torch.Tensor
+    run: Callable[[], None]
+
+
+class ShmSide(Side):
+    """zerobench's communicator over registered buffers."""
+
+    def __init__(self, case: Case, comm: Any) -> None:
+        if case.collective == "barrier":
+            self.run = comm.barrier
+            return
+        full, shard = case.size_bytes, case.size_bytes // case.world_size
+        source_bytes, destination_bytes = (shard, full) if case.collective == "all_gather" else (full, shard)
+        source = comm.allocate(source_bytes, shared=True)
+        self.source = source.tensor("float32")
+        if case.collective == "all_reduce":
+            self.destination = self.source
+            self.run = lambda: comm.start_all_reduce(source, numel=case.full_numel, dtype="float32").wait()
+            return
+        destination = comm.allocate(destination_bytes, shared=False)
+        self.destination = destination.tensor("float32")
+        if case.collective == "all_gather":
+            self.run = lambda: comm.start_all_gather(source, destination, shard_bytes=shard).wait()
+        else:
+            self.run = lambda: comm.start_reduce_scatter(
+                source, destination, shard_numel=case.shard_numel, dtype="float32"
+            ).wait()
+
+
+class GlooSide(Side):
+    """torch.distributed over gloo, on plain tensors."""
+
+    def __init__(self, case: Case) -> None:
+        if case.collective == "barrier":
+            self.run = dist.barrier
+            return
+        full, shard = torch.empty(case.full_numel), torch.empty(case.shard_numel)
+        if case.collective == "all_reduce":
+            self.source = self.destination = full
+            self.run = lambda: dist.all_reduce(full)
+        elif case.collective == "all_gather":
+            self.source, self.destination = shard, full
+            self.run = lambda: dist.all_gather_into_tensor(full, shard)
+        else:
+            self.source, self.destination = full, shard
+            self.run = lambda: dist.reduce_scatter_tensor(shard, full)
+
+
+class MemcpySide(Side):
+    """The machine's limit: this rank's share of the buffers, one half copied to the other."""
+
+    def __init__(self, case: Case, core: Any) -> None:
+        half_numel = working_set_bytes(case) // 2 // FLOAT_BYTES
+        self.source, self.destination = torch.ones(half_numel), torch.zeros(half_numel)
+        self.run = lambda: core.memcpy(self.destination, self.source)
+
+
+def working_set_bytes(case: Case) -> int:
+    """Bytes of this rank's buffers: source and destination; one buffer for all_reduce, which works in place."""
+    return case.size_bytes + (0 if case.collective == "all_reduce" else case.size_bytes // case.world_size)
+
+
+def touched_bytes(case: Case) -> float:
+    """Bytes that one rank must read and write. all_gather reads n shards and writes n; reduce_scatter reads its slice
+    of n sources and writes one; all_reduce is a reduce_scatter in place, then a gather of the n - 1 other slices."""
+    full, shard = case.size_bytes, case.size_bytes / case.world_size
+    if case.collective == "all_gather":
+        return 2 * full
+    if case.collective == "reduce_scatter":
+        return full + shard
+    return full + shard + 2 * (full - shard)
+
+
+def bus_factor(case: Case) -> float:
+    """busbw over algbw, as nccl-tests derives it (doc/PERFORMANCE.md)."""
+    factor = (case.world_size - 1) / case.world_size
+    return 2 * factor if case.collective == "all_reduce" else factor
+
+
+def pattern(numel: int) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.float32).remainder_(_PERIOD)
+
+
+def fill(case: Case, side: Side, rank: int) -> None:
+    """Small integers that tell ranks and places apart."""
+    side.destination.fill_(-1.0)
+    side.source.copy_(pattern(side.source.numel()).add_(_RANK_OFFSET * rank))
+
+
+def wrong_num(case: Case, side: Side, rank: int) -> int:
+    """Elements of the destination that are not exactly what the collective must give."""
+    ranks = range(case.world_size)
+    if case.collective == "all_gather":
+        shards = side.destination.view(case.world_size, -1)
+        base = pattern(case.shard_numel)
+        return sum(int((shards[peer] != base + _RANK_OFFSET * peer).sum()) for peer in ranks)
+    expected = pattern(case.full_numel).mul_(case.world_size).add_(_RANK_OFFSET * sum(ranks))
+    if case.collective == "reduce_scatter":
+        expected = expected.view(case.world_size, -1)[rank]
+    return int((side.destination != expected).sum())

@@ -1,0 +1,312 @@
+"""`bench comm`: zerobench's shared-memory collectives beside gloo and memcpy, on ranks of this host.
+
+The part that runs in the command imports no torch before its ranks start; the part that runs in ranks does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from zerobench.bench.machine import cpus_usable, memory_available_bytes
+from zerobench.bench.micro.output import (
+    MicroReport,
+    OutputFile,
+    TextTable,
+    machine_line,
+    new_progress,
+    ratio_cell,
+    ratio_json,
+    size_text,
+)
+from zerobench.bench.micro.ranks import Message, RankPlace, Ranks
+from zerobench.bench.micro.sampling import as_json, calls_per_sample, rotated, seconds_per_call, speed_ratio
+from zerobench.errors import ConfigError, Error
+from zerobench.report.stats import Ratio, median
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+LATENCY_BYTES = 8
+BARRIER = "barrier"
+SHM, GLOO, MEMCPY = "shm", "gloo", "memcpy"
+# Both sides' buffers, the copy's and the temporaries of the check, per rank, over the size.
+_RANK_MEMORY_FACTOR = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommOptions:
+    """What to measure. Each size is four times the one before it."""
+
+    world_sizes: Sequence[int]
+    collectives: Sequence[str]
+    min_bytes: int
+    max_bytes: int
+    repeats: int
+    timeout_s: float
+
+    def check(self) -> None:
+        for world_size in self.world_sizes:
+            if not 2 <= world_size <= 64:
+                raise ConfigError(
+                    f"--world-size {world_size} is not possible: collectives need 2 to 64 ranks"
+                )
+        for collective in self.collectives:
+            if collective not in COLLECTIVES:
+                raise ConfigError(
+                    f"--collectives {collective!r} is unknown: choose from {', '.join(COLLECTIVES)}"
+                )
+        if not 1 <= self.min_bytes <= self.max_bytes:
+            raise ConfigError(
+                f"--min-bytes {self.min_bytes} and --max-bytes {self.max_bytes} are no range: give 1 <= min <= max"
+            )
+        if self.repeats < 1:
+            raise ConfigError(f"--repeats {self.repeats} measures nothing: give at least 1")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"--timeout {self.timeout_s:g} is not possible: give seconds above 0")
+        needed = max(self.world_sizes) * self.max_bytes * _RANK_MEMORY_FACTOR
+        if needed > memory_available_bytes():
+            raise ConfigError(
+                f"--max-bytes {self.max_bytes} on {max(self.world_sizes)} ranks needs about {size_text(needed)}, and "
+                f"{size_text(memory_available_bytes())} are available: give a smaller size"
+            )
+
+    def sizes(self) -> list[int]:
+        sizes = [self.min_bytes]
+        while sizes[-1] * 4 <= self.max_bytes:
+            sizes.append(sizes[-1] * 4)
+        return sizes
+
+    def cases(self, world_size: int) -> list[tuple[str, int]]:
+        """(collective, size in bytes), latencies first. Sizes are rounded up to whole floats on every rank."""
+        line = 4 * world_size
+        sizes = [-(-size // line) * line for size in (LATENCY_BYTES, *self.sizes())]
+        return [(BARRIER, 0)] + [(collective, size) for collective in self.collectives for size in sizes]
+
+
+NOTES = (
+    "Times are medians over the pairs of the slowest rank's time; vs gloo and of limit are medians of the ratios of "
+    "each pair with their 95 % interval; the limit is memcpy of the same working set by all ranks at once, times the "
+    "bytes that the algorithm must touch"
+)
+
+
+def run_comm(options: CommOptions, *, output: OutputFile, console: Console, notes: Console) -> int:
+    """Measure, show and write; the exit code: 1 where a result was wrong."""
+    machine = machine_line()
+    console.print(f"# {machine}", highlight=False, soft_wrap=True)
+    rows: list[dict[str, Any]] = []
+    tables = []
+    with tempfile.TemporaryDirectory(prefix="zerobench-") as scratch:
+        for world_size in options.world_sizes:
+            found = measure_world(options, world_size, scratch, notes)
+            rows += found
+            tables.append(comm_table(found, world_size))
+            console.print(tables[-1])
+    console.print(f"# {NOTES}", highlight=False, soft_wrap=True)
+    settings = {"repeats": options.repeats, "world_sizes": list(options.world_sizes)}
+    output.write(
+        MicroReport(
+            benchmark="comm", machine=machine, settings=settings, rows=rows, tables=tables, notes=NOTES
+        )
+    )
+    return int(any(row["wrong"] or row["wrong_gloo"] for row in rows))
+
+
+def measure_world(
+    options: CommOptions, world_size: int, scratch: str, notes: Console
+) -> list[dict[str, Any]]:
+    cases = options.cases(world_size)
+    target = partial(run_rank, cases=cases, options=options)
+    answers: list[dict[int, Message]] = [{} for _ in cases]
+    # The bar's thread starts after the ranks were forked.
+    with Ranks(target, world_size=world_size, scratch=scratch) as ranks, new_progress(notes) as bar:
+        task = bar.add_task(f"{world_size} ranks", total=len(cases) * (options.repeats + 1))
+        for rank, message in ranks.messages():
+            if "case" in message:
+                answers[message["case"]][rank] = message
+            else:
+                bar.update(task, advance=1, description=f"{world_size} ranks: {message['doing']}")
+    return [
+        comm_row(collective, size, world_size, answer)
+        for (collective, size), answer in zip(cases, answers, strict=True)
+    ]
+
+
+def comm_row(
+    collective: str, size_bytes: int, world_size: int, answers: dict[int, Message]
+) -> dict[str, Any]:
+    """One line of the table, from what all ranks measured: a sample is the slowest rank's."""
+    if len(answers) != world_size:
+        raise Error(
+            f"only {len(answers)} of {world_size} ranks measured {collective} of {size_text(size_bytes)}"
+        )
+    times_s = {
+        side: [
+            max(values) for values in zip(*(answers[rank]["times_s"][side] for rank in answers), strict=True)
+        ]
+        for side in answers[0]["times_s"]
+    }
+    first = answers[0]
+    is_bandwidth = size_bytes > LATENCY_BYTES * world_size
+    algbw = size_bytes / median(times_s[SHM]) / 1e9 if is_bandwidth else None
+    limit = speed_ratio(times_s, SHM, MEMCPY, scale=first["limit_scale"]) if MEMCPY in times_s else None
+    return {
+        "collective": collective,
+        "world_size": world_size,
+        "size_bytes": size_bytes,
+        "calls_per_sample": first["calls"],
+        "time_us": {side: median(samples) * 1e6 for side, samples in times_s.items()},
+        "algbw_gb_s": algbw,
+        "busbw_gb_s": algbw * first["bus_factor"] if algbw is not None else None,
+        "touched_bytes": first["touched_bytes"] if MEMCPY in times_s else None,
+        "memcpy_gb_s": first["working_set_bytes"] / median(times_s[MEMCPY]) / 1e9
+        if MEMCPY in times_s
+        else None,
+        "ratio_to_gloo": ratio_json(speed_ratio(times_s, SHM, GLOO)),
+        "ratio_to_limit": ratio_json(limit),
+        "wrong": sum(answers[rank]["wrong"][SHM] for rank in answers),
+        "wrong_gloo": sum(answers[rank]["wrong"][GLOO] for rank in answers),
+        "samples_us": as_json(times_s),
+    }
+
+
+def comm_table(rows: Iterable[dict[str, Any]], world_size: int) -> TextTable:
+    cores = cpus_usable()
+    crowded = "" if world_size <= cores else f" (more than the {cores} cores: latencies include scheduling)"
+    table = TextTable(
+        title=f"{world_size} ranks, float32{crowded}",
+        columns=(
+            "collective", "size", "time us", "algbw GB/s", "busbw GB/s", "gloo us", "vs gloo", "of limit", "wrong"
+        ),
+    )  # fmt: skip
+    for _, group in itertools.groupby(rows, key=lambda row: row["collective"]):
+        table.sections.append([comm_cells(row) for row in group])
+    return table
+
+
+def comm_cells(row: dict[str, Any]) -> list[str]:
+    ratios = [Ratio(**row[name]) if row[name] else None for name in ("ratio_to_gloo", "ratio_to_limit")]
+    wrong = f"{row['wrong']}" + (f" (gloo {row['wrong_gloo']})" if row["wrong_gloo"] else "")
+    return [
+        row["collective"],
+        size_text(row["size_bytes"]) if row["size_bytes"] else "",
+        f"{row['time_us'][SHM]:.1f}",
+        *(f"{row[name]:.2f}" if row[name] is not None else "n/a" for name in ("algbw_gb_s", "busbw_gb_s")),
+        f"{row['time_us'][GLOO]:.1f}",
+        *(ratio_cell(ratio) for ratio in ratios),
+        wrong if row["collective"] != BARRIER else "n/a",
+    ]
+
+
+# What follows runs in the ranks.
+
+
+def run_rank(
+    place: RankPlace,
+    send: Callable[[Message], None],
+    *,
+    cases: Sequence[tuple[str, int]],
+    options: CommOptions,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from zerobench import _native
+
+    core = _native.load()
+    torch.set_num_threads(max(1, cpus_usable() // place.world_size))
+    os.environ.setdefault(
+        "GLOO_SOCKET_IFNAME", "lo"
+    )  # gloo else resolves the host's name, which laptops often cannot
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(place.store_file, place.world_size),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=options.timeout_s),
+    )
+    comm = core.make_shm_communicator(
+        rank=place.rank,
+        world_size=place.world_size,
+        rendezvous=place.rendezvous,
+        timeout_s=options.timeout_s,
+    )
+    for index, (collective, size_bytes) in enumerate(cases):
+        message = measure_case(collective, size_bytes, comm, core, send, options.repeats)
+        send({"case": index, **message})
+    comm.barrier()
+    dist.destroy_process_group()
+    comm.close()
+
+
+def measure_case(
+    collective: str, size_bytes: int, comm: Any, core: Any, send: Callable[[Message], None], repeats: int
+) -> Message:
+    from zerobench.bench.micro import collectives
+
+    case = collectives.Case(collective=collective, size_bytes=size_bytes, world_size=comm.world_size)
+    sides: dict[str, collectives.Side] = {
+        SHM: collectives.ShmSide(case, comm),
+        GLOO: collectives.GlooSide(case),
+    }
+    if size_bytes > LATENCY_BYTES * comm.world_size:
+        sides[MEMCPY] = collectives.MemcpySide(case, core)
+    wrong = {SHM: 0, GLOO: 0}
+    check(case, sides, comm, wrong)
+    if collective == "all_reduce":  # in place: sums of zeros stay what they are however often they are summed
+        for side in (sides[SHM], sides[GLOO]):
+            side.source.zero_()
+    calls = {name: agreed_calls(comm, side.run) for name, side in sides.items()}
+    what = f"{collective} {size_text(size_bytes)}" if size_bytes else collective
+    tick = {"doing": what}
+    if comm.rank == 0:
+        send(tick)
+    times_s: dict[str, list[float]] = {name: [] for name in sides}
+    for index in range(repeats):
+        for name in rotated(list(sides), index):
+            comm.barrier()
+            times_s[name].append(seconds_per_call(sides[name].run, calls[name]))
+        if comm.rank == 0:
+            send(tick)
+    check(case, sides, comm, wrong)
+    message: Message = {"times_s": times_s, "calls": calls, "wrong": wrong}
+    if collective != BARRIER:
+        message["bus_factor"] = collectives.bus_factor(case)
+        message["touched_bytes"] = collectives.touched_bytes(case)
+        message["working_set_bytes"] = collectives.working_set_bytes(case)
+        message["limit_scale"] = message["touched_bytes"] / message["working_set_bytes"]
+    else:
+        message["bus_factor"] = message["limit_scale"] = 1.0
+    return message
+
+
+def check(case: Any, sides: dict[str, Any], comm: Any, wrong: dict[str, int]) -> None:
+    """Add each side's wrong elements after one run on known values."""
+    from zerobench.bench.micro import collectives
+
+    if case.collective == BARRIER:
+        return
+    for name in (SHM, GLOO):
+        comm.barrier()  # nobody reads these buffers any more
+        collectives.fill(case, sides[name], comm.rank)
+        comm.barrier()
+        sides[name].run()
+        wrong[name] += collectives.wrong_num(case, sides[name], comm.rank)
+    comm.barrier()
+
+
+def agreed_calls(comm: Any, run: Callable[[], None]) -> int:
+    """How many calls one sample takes: the same on all ranks, from the slowest one's best attempt."""
+    run()
+    comm.barrier()
+    mine = min(seconds_per_call(run, 1) for _ in range(4))
+    everyones = comm.exchange(struct.pack("d", mine))
+    return calls_per_sample(max(struct.unpack(f"{comm.world_size}d", everyones)))

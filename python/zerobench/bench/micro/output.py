@@ -1,0 +1,180 @@
+"""What micro-benchmarks show and write: tables, and a file that is never overwritten. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from zerobench.bench.machine import machine_facts, version_facts
+from zerobench.errors import ConfigError, Error
+from zerobench.report.stats import Ratio
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(kw_only=True)
+class TextTable:
+    """Cells in sections. The first column reads from the left, figures from the right."""
+
+    title: str
+    columns: Sequence[str]
+    sections: list[list[Sequence[str]]] = field(default_factory=list)
+
+    def __rich__(self) -> Table:
+        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for index, name in enumerate(self.columns):
+            table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+        for section in self.sections:
+            for cells in section:
+                table.add_row(*cells)
+            table.add_section()
+        return table
+
+
+@dataclass(kw_only=True)
+class MicroReport:
+    """All that one micro-benchmark has to say."""
+
+    benchmark: str
+    machine: str
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]]
+    tables: list[TextTable]
+    notes: str
+
+
+class OutputFile:
+    """Made before the first measurement, so that a place that cannot be written costs no time; filled at the end."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        if path is None:
+            return
+        if path.suffix not in (".json", ".csv", ".md"):
+            raise ConfigError(f"--output {path} must end in .json, .csv or .md")
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            raise ConfigError(f"--output {path} exists: give the name of a new file") from None
+        except OSError as error:
+            raise ConfigError(f"--output {path} cannot be written ({error.strerror or error})") from None
+
+    def write(self, report: MicroReport) -> None:
+        if self._path is None:
+            return
+        text = {".json": json_text, ".csv": csv_text, ".md": markdown_text}[self._path.suffix](report)
+        try:
+            self._path.write_text(text)
+        except OSError as error:
+            raise Error(f"{self._path} cannot be written ({error.strerror or error})") from None
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Where nothing was measured no empty file stays."""
+        if self._path is not None and self._path.stat().st_size == 0:
+            self._path.unlink()
+
+
+def json_text(report: MicroReport) -> str:
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": report.benchmark,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": ["zerobench", *sys.argv[1:]],
+        "machine": machine_facts(),
+        "versions": version_facts(),
+        "settings": report.settings,
+        "rows": report.rows,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def csv_text(report: MicroReport) -> str:
+    """Scalars of each row, nested ones under dotted names; raw samples stay in JSON."""
+    flat = [dict(flatten(row)) for row in report.rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return buffer.getvalue()
+
+
+def markdown_text(report: MicroReport) -> str:
+    """The tables as the terminal shows them, to paste into a write-up."""
+    lines = [f"`{shlex.join(['zerobench', *sys.argv[1:]])}`", "", report.machine, ""]
+    for table in report.tables:
+        align = [":--", *("--:" for _ in table.columns[1:])]
+        rows = [table.columns, align, *(cells for section in table.sections for cells in section)]
+        lines += [f"{table.title}:", "", *(f"| {' | '.join(cells)} |" for cells in rows), ""]
+    return "\n".join([*lines, f"{report.notes}.", ""])
+
+
+def flatten(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            pairs += flatten(value, f"{prefix}{name}.")
+        elif not isinstance(value, list | tuple):
+            pairs.append((f"{prefix}{name}", value))
+    return pairs
+
+
+def ratio_json(ratio: Ratio | None) -> dict[str, float] | None:
+    return None if ratio is None else ratio._asdict()
+
+
+def ratio_cell(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "n/a"
+    digits = 1 if ratio.value >= 9.95 else 2
+    return f"{ratio.value:.{digits}f} [{ratio.low:.{digits}f}, {ratio.high:.{digits}f}]"
+
+
+def size_text(size_bytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes >= unit:
+            return (
+                f"{size_bytes / unit:g} {name}"
+                if size_bytes % unit == 0
+                else f"{size_bytes / unit:.2f} {name}"
+            )
+    return f"{size_bytes} B"
+
+
+def new_progress(notes: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=notes,
+        transient=True,
+        disable=not notes.is_terminal,
+    )
+
+
+def machine_line() -> str:
+    """What the figures depend on, in one line above them."""
+    facts, versions = machine_facts(), version_facts()
+    load = facts["details"]["load_average"][0]
+    packages = ", ".join(
+        f"{name} {version}" for name, version in versions.items() if name in ("zerobench", "torch")
+    )
+    return f"{facts['cpu']}, {facts['cores']} cores, load average {load:.1f}; {packages}"
