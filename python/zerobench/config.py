@@ -25,10 +25,10 @@ class OptimizerConfig(_Section):
     """AdamW (decoupled weight decay, arXiv 1711.05101) or Adam (L2)."""
 
     type: Literal["adamw", "adam"] = "adamw"
-    lr: float = Field(1e-3, ge=0)
+    lr: float = Field(default=1e-3, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, ge=0)
-    weight_decay: float = Field(0.01, ge=0)
+    eps: float = Field(default=1e-8, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
 
     @field_validator("betas")
     @classmethod
@@ -42,11 +42,11 @@ class LossScaleConfig(_Section):
     """Loss scale of fp16 training; ignored in other precisions."""
 
     dynamic: bool = True
-    initial_scale: float = Field(65536.0, gt=0)
-    growth_factor: float = Field(2.0, ge=1)
-    backoff_factor: float = Field(0.5, gt=0, lt=1)
-    growth_interval_steps: int = Field(1000, ge=1)
-    min_scale: float = Field(1.0, gt=0)
+    initial_scale: float = Field(default=65536.0, gt=0)
+    growth_factor: float = Field(default=2.0, ge=1)
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1)
+    growth_interval_steps: int = Field(default=1000, ge=1)
+    min_scale: float = Field(default=1.0, gt=0)
 
 
 class Config(_Section):
@@ -63,7 +63,7 @@ class Config(_Section):
     param_dtype: DtypeName | None = None
     reduce_dtype: DtypeName | None = None
     cast_forward_inputs: bool = True
-    gradient_accumulation_steps: int = Field(1, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
     gradient_clipping: float | None = Field(
         None, gt=0, description="maximum global gradient norm; null is off"
     )
@@ -71,21 +71,23 @@ class Config(_Section):
     loss_scale: LossScaleConfig = LossScaleConfig()
     units: Literal["auto"] | list[str] = "auto"
     prefetch_bytes: int | None = Field(
-        None, ge=0, description="unsharded bytes gathered ahead of use at stage 3; null is one largest unit"
+        default=None,
+        ge=0,
+        description="unsharded bytes gathered ahead of use at stage 3; null is one largest unit",
     )
     communicator: Literal["auto", "shm", "c10d"] = "auto"
     rendezvous: str | None = Field(
         None, min_length=1, description="unique text by which ranks of one host meet"
     )
-    timeout_s: float = Field(300.0, gt=0)
+    timeout_s: float = Field(default=300.0, gt=0)
     threads: int | None = Field(
         None, ge=1, description="optimizer threads of this rank; null is its share of CPUs"
     )
     pin_threads: bool = True
-    rank: int | None = Field(None, ge=0)
-    world_size: int | None = Field(None, ge=1)
-    local_rank: int | None = Field(None, ge=0)
-    local_world_size: int | None = Field(None, ge=1)
+    rank: int | None = Field(default=None, ge=0)
+    world_size: int | None = Field(default=None, ge=1)
+    local_rank: int | None = Field(default=None, ge=0)
+    local_world_size: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> Config:

@@ -1,0 +1,292 @@
+"""Types of the C++ core. Made with pybind11-stubgen from a built core, then simplified (docs/building.md)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+class ThreadPool:
+    """
+    Pinned threads for loops over memory; the caller counts as one.
+    """
+    def __init__(self, thread_num: int, cpus: Sequence[int] = []) -> None: ...
+    @property
+    def thread_num(self) -> int: ...
+
+class Ledger:
+    """
+    Bytes that an engine holds, by tier and category.
+    """
+    def bytes(self, *, peak: bool) -> dict[str, dict[str, int]]:
+        """
+        {tier: {category: bytes}}, now or at each category's peak.
+        """
+    def reset_peaks(self) -> None: ...
+
+class AdamHyperparameters:
+    """
+    Hyperparameters of one param group.
+    """
+    def __init__(
+        self, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool
+    ) -> None: ...
+
+class AdamRunner:
+    """
+    Adam, and the stream of the same traffic, over flat CPU tensors.
+    """
+    def __init__(
+        self,
+        *,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        gradient: torch.Tensor,
+        low_precision: torch.Tensor | None,
+        hyperparameters: AdamHyperparameters,
+    ) -> None: ...
+    def step(self, pool: ThreadPool, *, step: int, grad_factor: float = 1.0) -> None:
+        """
+        adam_step over the pool; step counts from 1.
+        """
+    def step_as(self, isa: str, *, step: int, grad_factor: float = 1.0) -> None:
+        """
+        The form for one instruction set, in this thread.
+        """
+    def stream_mix(self, pool: ThreadPool) -> None:
+        """
+        The same traffic with additions for arithmetic; overwrites what a step overwrites.
+        """
+    @property
+    def bytes_per_step(self) -> int:
+        """
+        What a step and stream_mix read and write.
+        """
+
+class RegisteredBuffer:
+    """
+    Memory that collectives may name.
+    """
+    def tensor(self, dtype: str) -> torch.Tensor:
+        """
+        The whole buffer as a flat torch tensor that keeps it alive.
+        """
+    @property
+    def bytes(self) -> int: ...
+
+class Work:
+    """
+    A started collective.
+    """
+    def test(self) -> bool: ...
+    def test_source_free(self) -> bool: ...
+    def wait(self) -> None: ...
+    def wait_source_free(self) -> None: ...
+
+class Communicator:
+    """
+    Collectives over registered buffers (csrc/comm/communicator.h).
+    """
+    def abort(self, reason: str) -> None: ...
+    def allocate(self, bytes: int, *, shared: bool) -> RegisteredBuffer:
+        """
+        Registered memory; shared memory is a collective call and may be a source.
+        """
+    def barrier(self) -> None: ...
+    def close(self) -> None: ...
+    def communication_bytes(self) -> dict[str, int]: ...
+    def exchange(self, mine: bytes) -> bytes:
+        """
+        Every rank's bytes, one after the other; all ranks give equally many.
+        """
+    def progress(self) -> None: ...
+    def start_all_gather(
+        self,
+        source: RegisteredBuffer,
+        destination: RegisteredBuffer,
+        *,
+        shard_bytes: int,
+        source_offset_bytes: int = 0,
+        destination_offset_bytes: int = 0,
+    ) -> Work: ...
+    def start_all_reduce(
+        self, buffer: RegisteredBuffer, *, numel: int, dtype: str, offset_bytes: int = 0
+    ) -> Work: ...
+    def start_broadcast(self, buffer: RegisteredBuffer, *, bytes: int, root: int = 0) -> Work: ...
+    def start_reduce_scatter(
+        self,
+        source: RegisteredBuffer,
+        destination: RegisteredBuffer,
+        *,
+        shard_numel: int,
+        dtype: str,
+        source_offset_bytes: int = 0,
+        destination_offset_bytes: int = 0,
+    ) -> Work: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+class ParameterArgument:
+    """
+    A parameter as the engine takes it over.
+    """
+    def __init__(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        *,
+        param_dtype: str,
+        reduce_dtype: str,
+        trainable: bool,
+        param_group: int,
+        unit: int,
+    ) -> None: ...
+
+class LossScaleOptions:
+    """
+    Loss scale of fp16 training.
+    """
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        dynamic: bool,
+        initial_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval_steps: int,
+        min_scale: float,
+    ) -> None: ...
+
+class Engine:
+    """
+    One rank's ZeRO engine (csrc/zero/engine.h).
+    """
+    def __init__(
+        self,
+        *,
+        stage: int,
+        accumulation_steps: int,
+        clip: float,
+        prefetch_bytes: int | None,
+        loss_scale: LossScaleOptions,
+        unit_names: Sequence[str],
+        root_unit: int,
+        parameters: Sequence[ParameterArgument],
+        gather_communicator: Communicator,
+        reduce_communicator: Communicator,
+        thread_num: int,
+        cpus: Sequence[int],
+    ) -> None: ...
+    def abandon_forward(self) -> None: ...
+    def abort(self, reason: str) -> None: ...
+    def abort_backward(self) -> None: ...
+    def await_inputs(self, unit: int) -> None: ...
+    def begin_backward(self, last: bool) -> None: ...
+    def begin_forward(self, train: bool) -> None: ...
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """
+        Makes rank 0's values everybody's, in place. Collective.
+        """
+    def close(self) -> None: ...
+    def communication_bytes(self) -> dict[str, int]: ...
+    def communication_ms(self) -> float: ...
+    def end_backward(self) -> None: ...
+    def end_forward(self) -> None: ...
+    def end_gather(self, units: Sequence[int], *, modifier_rank: int) -> None: ...
+    def full_state(self, kind: str) -> dict[str, torch.Tensor]:
+        """
+        Full values by parameter name, fp32. Collective.
+        """
+    def gather(self, units: Sequence[int]) -> None: ...
+    def has_frozen(self, unit: int) -> bool: ...
+    def inputs_done(self, unit: int) -> None: ...
+    def post_forward(self, unit: int) -> None: ...
+    def pre_backward(self, unit: int) -> None: ...
+    def pre_forward(self, unit: int) -> None: ...
+    def reset_counters(self) -> None: ...
+    def rethrow_hook_error(self) -> None: ...
+    def step(self, groups: Sequence[AdamHyperparameters]) -> tuple[bool, float]:
+        """
+        (applied, global gradient norm before clipping)
+        """
+    def unit_state(self, arg0: int) -> tuple[str, str]: ...
+    def units(self) -> list[dict[str, Any]]: ...
+    @property
+    def ledger(self) -> Ledger: ...
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def parameters_sharded(self) -> bool: ...
+    @property
+    def prefetch_bytes(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def steps_applied(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+def allowed_cpus() -> list[int]:
+    """
+    CPUs that this process may run on.
+    """
+
+def available_isas() -> list[str]:
+    """
+    Vector instruction sets that this machine and build have, worst first.
+    """
+
+def best_isa() -> str:
+    """
+    The instruction set that kernels use.
+    """
+
+def cpus_of_rank(local_rank: int, local_world_size: int) -> list[int]:
+    """
+    This rank's contiguous share of the allowed CPUs.
+    """
+
+def install_counting_allocator() -> None:
+    """
+    Counts torch's CPU tensors from now on, so that process_usage_peak_bytes covers them.
+    """
+
+def make_c10d_communicator(group_name: str) -> Communicator:
+    """
+    Wraps a live CPU process group of torch.distributed by its group_name.
+    """
+
+def make_shm_communicator(
+    *, rank: int, world_size: int, rendezvous: str, timeout_s: float = 300.0
+) -> Communicator:
+    """
+    Connects the ranks of one host over shared memory. Blocks until all are there.
+    """
+
+def memcpy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """
+    The C library's memcpy, in this thread.
+    """
+
+def process_usage_bytes() -> int:
+    """
+    Bytes of CPU tensors and engine buffers alive in this process.
+    """
+
+def process_usage_peak_bytes() -> int:
+    """
+    Largest process_usage_bytes since the last reset.
+    """
+
+def reset_process_usage_peak() -> None: ...
+def stream_triad(
+    destination: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, factor: float, pool: ThreadPool
+) -> None:
+    """
+    destination = a + factor * b past the caches: 12 bytes per element.
+    """
