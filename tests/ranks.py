@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -88,7 +89,7 @@ class Group:
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.processes[rank].pid, number)
 
-    def messages(self, ranks: Sequence[int] | None = None, *, timeout_s: float = 120.0) -> None:
+    def wait(self, ranks: Sequence[int] | None = None, *, timeout_s: float = 120.0) -> None:
         """Wait until these ranks (default: all) have ended or ``timeout_s`` is over, which fails."""
         ranks = range(len(self.processes)) if ranks is None else ranks
         deadline = time.monotonic() + timeout_s
@@ -99,10 +100,8 @@ class Group:
                 raise AssertionError(f"ranks {sorted(waiting.values())} did not end within {timeout_s:g} s")
             for reader in ready:
                 rank = waiting.pop(reader)
-                try:
+                with contextlib.suppress(EOFError):  # it was killed
                     self.outcomes[rank] = pickle.loads(reader.recv_bytes())
-                except EOFError:
-                    pass
         for rank in ranks:
             self.processes[rank].join(timeout=max(1.0, deadline - time.monotonic()))
             self.outcomes[rank].exit_code = self.processes[rank].exitcode
@@ -111,9 +110,9 @@ class Group:
 def run(
     function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout_s: float = 240.0
 ) -> list[Any]:
-    """``function(rank, *arguments)`` on every rank; the values by rank. Raises with the tracebacks of all that failed."""
+    """``function(rank, *arguments)`` on every rank; the values by rank. Raises with the tracebacks of all failures."""
     with Group(function, *arguments, world_size=world_size) as group:
-        group.messages(timeout_s=timeout_s)
+        group.wait(timeout_s=timeout_s)
     failed = [
         f"rank {rank} (exit code {outcome.exit_code}): {outcome.error or 'died'}"
         for rank, outcome in enumerate(group.outcomes)
@@ -122,6 +121,18 @@ def run(
     if failed:
         raise AssertionError("\n".join(failed))
     return [outcome.value for outcome in group.outcomes]
+
+
+def run_checks(rank: Rank, checks: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> list[str | None]:
+    """Calls every check with this rank and its arguments; what each raised."""
+    errors = []
+    for check, arguments in checks:
+        try:
+            check(rank, *arguments)
+            errors.append(None)
+        except BaseException:  # pytest's own failures are no Exceptions
+            errors.append(traceback.format_exc())
+    return errors
 
 
 def _run(writer: Connection, function: Callable[..., Any], rank: Rank, arguments: tuple[Any, ...]) -> None:

@@ -269,7 +269,8 @@ class Case:
     config: Mapping[str, Any] = field(default_factory=dict)
     schedule: bool = False
     steps: int = 5
-    plan: str = "FB"  # a step's forwards (F), evaluations (E), and backwards of the oldest pending loss (B) or of all (S)
+    # A step's forwards (F), evaluations (E), and backwards of the oldest pending loss (B) or of all together (S).
+    plan: str = "FB"
 
 
 LR = 1e-2

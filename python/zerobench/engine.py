@@ -40,7 +40,7 @@ def initialize(
     ``model_parameters`` are torch-style param groups (dicts with ``params`` and own ``lr``, ``betas``, ``eps``,
     ``weight_decay``) or parameters; by default every parameter of the model in one group. Parameters that need no
     gradient are kept and gathered but not updated. Rank 0's values become every rank's, those of buffers too.
-    Buffers keep their dtype, but for the statistics of normalisation layers, which torch wants in the parameters' dtype.
+    Buffers keep their dtype, but for statistics of normalisation layers, which torch wants in the parameters' dtype.
 
     The engine also unpacks as ``engine, optimizer, dataloader, lr_scheduler`` (the last two None).
 
@@ -458,12 +458,13 @@ def _param_groups(
         for parameter in parameters:
             if not isinstance(parameter, torch.Tensor):
                 raise ConfigError(
-                    f"model_parameters must hold parameters or dicts with 'params', not {type(parameter).__name__}; pass "
-                    "model.parameters()"
+                    f"model_parameters must hold parameters or dicts with 'params', not {type(parameter).__name__}; "
+                    "pass model.parameters()"
                 )
             if id(parameter) not in known:
                 raise ConfigError(
-                    f"param group {index} has a parameter of shape {tuple(parameter.shape)} that the model does not have"
+                    f"param group {index} has a parameter of shape {tuple(parameter.shape)} that the model does not "
+                    "have"
                 )
         kept = [p for p in parameters if p.requires_grad and p.is_floating_point()]
         if kept or len(groups) > 1:

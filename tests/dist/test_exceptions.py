@@ -1,0 +1,358 @@
+"""Errors in the middle of training, at every stage: one clear sentence, and training goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ranks
+import zoo
+
+import zerobench
+from zerobench import errors
+
+STAGES = (0, 1, 2, 3)
+NAMES = ["inlet.weight", "blocks.1.up.weight"]
+
+
+class Fuse(nn.Module):
+    """Passes values through; its forward or backward raises while ``blown`` says so."""
+
+    blown: str | None = None
+    kind: type[BaseException] = ArithmeticError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.blown == "forward":
+            raise self.kind("planted in forward")
+        return BackwardFuse.apply(x, self)
+
+
+class BackwardFuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fuse):
+        ctx.fuse = fuse
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fuse.blown == "backward":
+            raise ctx.fuse.kind("planted in backward")
+        return gradient, None
+
+
+class FusedBlock(zoo.Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fuse = Fuse()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fuse(super().forward(x))
+
+
+def fused() -> zoo.Chain:
+    return zoo.Chain(3, block=FusedBlock)
+
+
+CASE = zoo.Case(fused, steps=4)
+
+
+@contextmanager
+def training(rank: ranks.Rank, stage: int, *, case: zoo.Case = CASE, timeout_s: float = 60.0, **config):
+    model = zoo.make(case)
+    settings = rank.config(stage=stage, timeout_s=timeout_s, **(zoo.optimizer_config(case) | config))
+    engine = zerobench.initialize(model, config=settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def one_step(engine, rank, step, *, case=CASE) -> None:
+    zoo.run_plan(engine, case, step, rank.rank, [])
+
+
+def goes_on(engine, rank, stage, *, done=0, case=CASE, **config) -> None:
+    """The rest of the training ends where an undisturbed one does."""
+    for step in range(done, case.steps):
+        one_step(engine, rank, step, case=case)
+    with training(rank, stage, case=case, **config) as undisturbed:
+        for step in range(case.steps):
+            one_step(undisturbed, rank, step, case=case)
+        expected = zoo.state_of(undisturbed)["digest"]
+    assert zoo.state_of(engine)["digest"] == expected
+
+
+def exception_in_forward(rank, stage, where):
+    with training(rank, stage) as engine:
+        one_step(engine, rank, 0)
+        for _ in range(2):
+            engine.module.blocks[where].fuse.blown = "forward"
+            with (
+                warnings.catch_warnings(record=True) as caught,
+                pytest.raises(ArithmeticError, match="planted in forward"),
+            ):
+                engine(**zoo.points(1, rank.rank))
+            assert not caught
+            engine.module.blocks[where].fuse.blown = None
+        goes_on(engine, rank, stage, done=1)
+
+
+def exception_in_first_forward(rank, stage):
+    with training(rank, stage) as engine:
+        engine.module.blocks[1].fuse.blown = "forward"
+        with pytest.raises(ArithmeticError):
+            engine(**zoo.points(0, rank.rank))
+        engine.module.blocks[1].fuse.blown = None
+        goes_on(engine, rank, stage)
+
+
+def exception_in_backward(rank, stage, where):
+    with training(rank, stage) as engine:
+        for step in range(2):
+            loss = engine(**zoo.points(step, rank.rank))
+            engine.module.blocks[where].fuse.blown = "backward"
+            with pytest.raises(ArithmeticError, match="planted in backward"):
+                engine.backward(loss)
+            engine.module.blocks[where].fuse.blown = None
+            with pytest.raises(errors.StateError, match="without gradients"):
+                engine.step()
+            one_step(engine, rank, step)
+        goes_on(engine, rank, stage, done=2)
+
+
+def exception_while_accumulating(rank, stage):
+    """The window's other micro-batches are dropped, too."""
+    case = zoo.Case(fused, plan="FBFBFB", steps=3, config={"gradient_accumulation_steps": 3})
+    with training(rank, stage, case=case) as engine:
+        engine.backward(engine(**zoo.points(50, rank.rank)))
+        engine.step()
+        loss = engine(**zoo.points(51, rank.rank))
+        engine.module.blocks[1].fuse.blown = "backward"
+        with pytest.raises(ArithmeticError):
+            engine.backward(loss)
+        engine.module.blocks[1].fuse.blown = None
+        goes_on(engine, rank, stage, case=case)
+
+
+def interrupt_in_forward(rank, stage):
+    with training(rank, stage) as engine:
+        engine.module.blocks[1].fuse.kind, engine.module.blocks[1].fuse.blown = KeyboardInterrupt, "forward"
+        with pytest.raises(KeyboardInterrupt):
+            engine(**zoo.points(0, rank.rank))
+        engine.module.blocks[1].fuse.blown = None
+        goes_on(engine, rank, stage)
+
+
+def interrupt_in_backward(rank, stage):
+    with training(rank, stage) as engine:
+        loss = engine(**zoo.points(0, rank.rank))
+        engine.module.blocks[1].fuse.kind, engine.module.blocks[1].fuse.blown = KeyboardInterrupt, "backward"
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss)
+        engine.module.blocks[1].fuse.blown = None
+        goes_on(engine, rank, stage)
+
+
+def plain_backward(rank, stage):
+    with training(rank, stage) as engine:
+        one_step(engine, rank, 0)
+        with pytest.raises(
+            (RuntimeError, errors.StateError), match=r"call engine\.backward\(loss\), not loss\.backward"
+        ):
+            engine(**zoo.points(1, rank.rank)).backward()
+        assert all(parameter.grad is None for parameter in engine.module.parameters())
+        # That error is forgotten: the next one is told as it is.
+        engine.module.blocks[0].fuse.blown = "backward"
+        with pytest.raises(ArithmeticError):
+            engine.backward(engine(**zoo.points(1, rank.rank)))
+        engine.module.blocks[0].fuse.blown = None
+        goes_on(engine, rank, stage, done=1)
+
+
+def step_without_backward(rank, stage):
+    with training(rank, stage) as engine:
+        with pytest.raises(errors.StateError, match="call engine.backward"):
+            engine.step()
+        one_step(engine, rank, 0)
+        with pytest.raises(errors.StateError, match="call engine.backward"):
+            engine.optimizer.step()
+        goes_on(engine, rank, stage, done=1)
+
+
+def backward_of_a_vector(rank, stage):
+    with training(rank, stage) as engine:
+        with pytest.raises(errors.StateError, match="reduce it with .mean"):
+            engine.backward(torch.ones(3, requires_grad=True))
+        goes_on(engine, rank, stage)
+
+
+def not_a_number(rank, stage, precision):
+    """Only one rank's gradient of one parameter is NaN."""
+    with training(rank, stage, precision=precision) as engine:
+        one_step(engine, rank, 0, case=CASE)
+        before = zoo.state_of(engine)["digest"]
+        spoil = engine.module.blocks[1].up.bias.register_hook(
+            lambda g: g * (float("nan") if rank.rank == 1 else 1.0)
+        )
+        engine.backward(engine(**zoo.points(1, rank.rank)))
+        spoil.remove()
+        with pytest.raises(errors.NonFiniteGradientError, match=r"'blocks\.1'.* step 2.*nothing was updated"):
+            engine.step()
+        assert zoo.state_of(engine)["digest"] == before
+        goes_on(engine, rank, stage, done=1, precision=precision)
+
+
+def engine_inside_its_own_forward(rank, stage):
+    with training(rank, stage) as engine:
+        nested = engine.module.blocks[1].register_forward_pre_hook(lambda *_: engine(**zoo.points(0, 0)))
+        with pytest.raises(errors.StateError, match="cannot be nested"):
+            engine(**zoo.points(0, rank.rank))
+        nested.remove()
+        goes_on(engine, rank, stage)
+
+
+def replaced_storage(rank, stage):
+    with training(rank, stage) as engine:
+        one_step(engine, rank, 0)
+        parameter = engine.module.blocks[1].up.bias
+        parameter.data = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        with pytest.raises(errors.StateError, match=r"'blocks\.1\.up\.bias' was replaced from outside"):
+            one_step(engine, rank, 1)
+
+
+def unfrozen_after_the_start(rank, stage):
+    case = zoo.Case(zoo.frozen_parts)
+    with training(rank, stage, case=case) as engine:
+        one_step(engine, rank, 0, case=case)
+        engine.module.outlet.bias.requires_grad_(True)
+        engine.backward(engine(**zoo.points(1, rank.rank)))
+        with pytest.raises(errors.StateError, match=r"'outlet\.bias' was frozen when the engine was made"):
+            engine.step()
+        engine.module.outlet.bias.requires_grad_(False)
+
+
+def used_behind_the_engine(rank, stage):
+    """A unit's parameters get gradients although its module was not called: told, and right when repeated."""
+    if stage == 3:
+        return  # there they have no data
+    with training(rank, stage) as engine:
+        one_step(engine, rank, 0)
+        block = engine.module.blocks[2]
+        swapped = engine.module.blocks
+
+        def step():
+            engine.module.blocks = swapped[:2]
+            loss = engine(**zoo.points(1, rank.rank)) + block.up.weight.square().mean()
+            engine.module.blocks = swapped
+            engine.backward(loss)
+
+        with pytest.raises(errors.StateError, match=r"a further gradient of 'blocks\.2\.up\.weight'.*repeat"):
+            step()
+        step()
+        engine.step()
+        one_step(engine, rank, 2)
+
+
+def unit_called_alone(rank, stage):
+    with training(rank, stage) as engine:
+        x = torch.ones(2, zoo.WIDTH)
+        if stage == 3:
+            with (
+                torch.no_grad(),
+                pytest.raises(errors.StateError, match=r"'blocks\.0' was called outside a forward"),
+            ):
+                engine.module.blocks[0](x)
+        with engine.gather(engine.module.blocks[0]), torch.no_grad():
+            engine.module.blocks[0](x)
+        goes_on(engine, rank, stage)
+
+
+def parameters_outlive_their_engine(rank, stage):
+    with training(rank, stage) as engine:
+        one_step(engine, rank, 0)
+        expected = engine.state_dict()["inlet.weight"]
+        model = engine.module
+    with pytest.raises(errors.StateError, match="closed"):
+        engine.step()
+    del engine
+    gc.collect()
+    filler = [torch.ones(64) for _ in range(2000)]  # where the engine was is something else now
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="belonged to an engine that was closed"):
+            model.inlet.weight.sum()
+    else:
+        assert torch.equal(model.inlet.weight, expected)
+    del model, filler
+    gc.collect()
+
+
+def two_engines_at_once(rank, stage):
+    with training(rank, stage) as first, training(rank, 3 - stage) as second:
+        for step in range(2):
+            one_step(first, rank, step)
+            one_step(second, rank, step)
+        assert zoo.state_of(first)["digest"] == zoo.state_of(second)["digest"]
+
+
+def dropped_without_close(rank, stage):
+    model = zoo.make(CASE)
+    engine = zerobench.initialize(model, config=rank.config(stage=stage))
+    engine.backward(engine(**zoo.points(0, rank.rank)))
+    del engine, model
+    gc.collect()
+
+
+def cannot_be_trained(rank, stage):
+    model = zoo.make(CASE)
+    model.blocks[1].down.double()
+    with pytest.raises(ValueError, match=r"'blocks\.1\.down\.weight' is Double"):
+        zerobench.initialize(model, config=rank.config(stage=stage))
+    assert float(model.inlet.weight.sum()) == float(zoo.make(CASE).inlet.weight.sum())
+
+
+CHECKS = [
+    (exception_in_forward, (0,)),
+    (exception_in_forward, (2,)),
+    (exception_in_first_forward, ()),
+    (exception_in_backward, (0,)),
+    (exception_in_backward, (2,)),
+    (exception_while_accumulating, ()),
+    (interrupt_in_forward, ()),
+    (interrupt_in_backward, ()),
+    (plain_backward, ()),
+    (step_without_backward, ()),
+    (backward_of_a_vector, ()),
+    (not_a_number, ("fp32",)),
+    (not_a_number, ("bf16",)),
+    (engine_inside_its_own_forward, ()),
+    (replaced_storage, ()),
+    (unfrozen_after_the_start, ()),
+    (used_behind_the_engine, ()),
+    (unit_called_alone, ()),
+    (parameters_outlive_their_engine, ()),
+    (two_engines_at_once, ()),
+    (dropped_without_close, ()),
+    (cannot_be_trained, ()),
+]
+RUNS = [(check, (stage, *arguments)) for stage in STAGES for check, arguments in CHECKS]
+LABELS = [f"{check.__name__}-{'-'.join(map(str, arguments))}" for check, arguments in RUNS]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return ranks.run(ranks.run_checks, RUNS)
+
+
+@pytest.mark.parametrize("index", range(len(RUNS)), ids=LABELS)
+def test_goes_on_after(outcomes, index):
+    for rank, errors_of_rank in enumerate(outcomes):
+        assert errors_of_rank[index] is None, f"rank {rank}: {errors_of_rank[index]}"
