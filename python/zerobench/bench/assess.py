@@ -182,15 +182,22 @@ def settle_checksums(rows: Sequence[Row]) -> None:
                 )
 
 
+_FIGURES = (
+    "step_time_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb", "relative", "relative_uncertainty",
+    "speedup", "memory_change_pct", "baseline", "loss", "validation_loss", "memory_bytes", "peak_device_bytes",
+    "allocated_device_bytes", "peak_host_bytes", "phases_ms", "communication_bytes",
+)  # fmt: skip
+
+
 def mark_wrong(row: Row, why: str) -> None:
     """No figure is kept of a row that turned out wrong."""
-    row.status, row.error = "wrong", why
     assert row.deviation is not None
-    row.deviation.verdict = why
-    for name in (
-        "step_time_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb", "relative", "relative_uncertainty",
-        "speedup", "memory_change_pct", "baseline", "phases_ms",
-    ):  # fmt: skip
+    row.status, row.error, row.deviation.verdict = "wrong", why, why
+    clear_figures(row)
+
+
+def clear_figures(row: Row) -> None:
+    for name in _FIGURES:
         setattr(row, name, None)
 
 

@@ -10,7 +10,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zerobench.bench.assess import ReferenceRun, apply_outcome, apply_windows, by_rank, first_row, settle
+from zerobench.bench.assess import (
+    ReferenceRun,
+    apply_outcome,
+    apply_windows,
+    by_rank,
+    clear_figures,
+    first_row,
+    settle,
+)
 from zerobench.bench.fit import verification_model, why_too_large
 from zerobench.bench.job import Job
 from zerobench.bench.launch import Launcher, Outcome
@@ -158,6 +166,7 @@ class Comparison:
             outcome = self.launcher.run(job, log=self.output.log(row.name), on_progress=on_progress)
         if outcome.status != "ok":
             row.status, row.error = outcome.status, f"repeat {repeat + 1}: {outcome.error}"
+            clear_figures(row)
             return
         apply_windows(row, [report.window for report in by_rank(outcome.reports) if report.window])
 
