@@ -63,6 +63,12 @@ def test_the_host_peak_counts_from_its_reset() -> None:
     assert after is not None and after < with_block
 
 
+def test_batches_that_wait_are_told_from_the_one_in_use() -> None:
+    one_step = 2 * SEQ_LENGTH * 8  # labels are the inputs themselves
+    assert measure.waiting_batch_bytes(batches(5), validation=[]) == 4 * one_step
+    assert measure.waiting_batch_bytes(batches(1), validation=batches(2)[1]) == one_step
+
+
 def window(times_ms, losses, **figures) -> Window:
     values = {
         "validation_loss": 3.0,

@@ -94,6 +94,7 @@ def test_settings_are_resolved() -> None:
         ({"seq_lengths": (100_000,)}, "max_seq_length"),
         ({"hidden_sizes": (65,)}, "num_heads"),
         ({"strategies": ()}, "at least one strategy"),
+        ({"baseline": "dpp"}, "'ddp'"),
         ({"data": "/no/such/file"}, "no such file"),
     ],
 )

@@ -33,6 +33,7 @@ GRACE_S = 5.0  # what the other ranks get to notice a failure and say so
 WATCHDOG_MARGIN_S = 3.0  # communicators, which can name the rank at fault, come first
 EXIT_GRACE_S = 15.0
 SERVER_START_S = 120.0
+ANSWER_S = 60.0  # of the server, also to kill and reap a whole job
 _PORTS = range(20000, 32000)  # below the ephemeral range, which outgoing connections take from
 
 ProgressCallback = Callable[[int, Progress], None]
@@ -200,7 +201,7 @@ class Launcher:
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in environments]
         try:
-            control.settimeout(None)
+            control.settimeout(ANSWER_S)
             socket.send_fds(control, [json.dumps(request).encode()], [log_fd, *(write for _, write in pipes)])
         finally:
             for fd in (log_fd, *(write for _, write in pipes)):

@@ -36,9 +36,10 @@ def measure(
     core.reset_process_usage_peak()
     host_peak_was_reset = reset_peak_host_bytes()
     step_times_ms, losses = timed_window(strategy, window, tick)
-    # Peaks end with the window: what follows is no training.
-    peak_device_bytes = core.process_usage_peak_bytes()
-    allocated_device_bytes = core.process_usage_bytes()
+    # Peaks end with the window: what follows is no training. Training would hold one step's batches at a time.
+    waiting_bytes = waiting_batch_bytes([*warmup, *window, *profile], validation=validation)
+    peak_device_bytes = core.process_usage_peak_bytes() - waiting_bytes
+    allocated_device_bytes = core.process_usage_bytes() - waiting_bytes
     peak_host = peak_host_bytes() if host_peak_was_reset else None
     moved_bytes = strategy.communication_bytes()
     memory_bytes = strategy.memory_bytes()
@@ -57,6 +58,16 @@ def measure(
         phases_ms=phases_ms,
         threads=torch.get_num_threads(),
     )
+
+
+def waiting_batch_bytes(steps: Sequence[Sequence[Batch]], *, validation: Sequence[Batch]) -> int:
+    """Bytes of all batches that were made beforehand but those of the largest step."""
+    sizes = [batch_bytes(step) for step in steps]
+    return sum(sizes) - max(sizes) + batch_bytes(validation)
+
+
+def batch_bytes(batches: Sequence[Batch]) -> int:
+    return sum({tensor.data_ptr(): tensor.nbytes for batch in batches for tensor in batch.values()}.values())
 
 
 def timed_window(

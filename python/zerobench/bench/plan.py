@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -121,6 +122,7 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
         )
         for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
     ]
+    check_baseline(options, configurations)
     return Plan(configurations=configurations, options=options, warnings=warnings_about(configurations))
 
 
@@ -227,6 +229,16 @@ def check_data(options: CompareOptions, settings: Sequence[Settings]) -> None:
         {(s.seq_length, s.model_config_resolved["vocab_size"]) for s in settings}
     ):
         data.open_data(options.data, seed=options.seed, seq_length=seq_length, vocab_size=vocab_size)
+
+
+def check_baseline(options: CompareOptions, configurations: Sequence[Configuration]) -> None:
+    known = [*dict.fromkeys(c.strategy for c in configurations), *(c.name for c in configurations)]
+    if options.baseline is not None and options.baseline not in known:
+        near = difflib.get_close_matches(options.baseline, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"--baseline {options.baseline!r} is no row of this comparison: {hint}rows: {', '.join(known)}"
+        )
 
 
 def stage_of(strategy: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -128,6 +129,7 @@ def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
     report = None
     if job.verify:
         report = verified(job, strategy_class, place, channel)
+        gc.collect()  # what reference cycles keep of the first strategy must not count as memory of the second
     if job.measure:
         window, dtypes = measured(job, strategy_class, place, channel)
         report = Report(dtypes=dtypes, verification=report.verification if report else None, window=window)
