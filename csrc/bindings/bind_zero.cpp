@@ -75,6 +75,7 @@ class BoundEngine {
   }
 
   void close() {
+    if (engine_) engine_->quiesce();
     hooks_.reset();
     engine_.reset();
   }

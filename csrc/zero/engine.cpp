@@ -48,8 +48,10 @@ Engine::Engine(const EngineOptions& options, EngineModel model, std::unique_ptr<
 }
 
 Engine::~Engine() {
-  // Slots go with the engine; parameters must not point there any more.
+  // Slots go with the engine; parameters must not point there any more, and units give theirs back before the pools go.
   for (Unit& unit : units_) {
+    unit.gather_slot.reset();
+    unit.gradient_slot.reset();
     if (!parameters_sharded()) continue;
     for (const FlatBuffer& flat : unit.flats) {
       for (const std::size_t index : flat.parameters) {
@@ -372,17 +374,27 @@ void Engine::update(std::span<const AdamHyperparameters> groups, float factor) {
 void Engine::gather_updated_parameters() {
   if (parameters_sharded() || !state_sharded()) return;
   const CommunicationClock::Scope timed(clock_);
-  std::vector<WorkPtr> works;
+  published_.clear();
   for (const Unit& unit : units_) {
     for (const FlatBuffer& flat : unit.flats) {
       if (!flat.trainable) continue;
-      works.push_back(gather_communicator_->start_all_gather({.source = flat.shard_parameters,
-                                                              .destination = flat.full_parameters,
-                                                              .shard_bytes = flat.shard_parameter_bytes(),
-                                                              .label = flat.label}));
+      published_.push_back(gather_communicator_->start_all_gather({.source = flat.shard_parameters,
+                                                                   .destination = flat.full_parameters,
+                                                                   .shard_bytes = flat.shard_parameter_bytes(),
+                                                                   .label = flat.label}));
     }
   }
-  for (const WorkPtr& work : works) work->wait();
+  for (const WorkPtr& work : published_) work->wait();
+}
+
+void Engine::quiesce() noexcept {
+  const std::lock_guard lock(mutex_);
+  try {
+    for (const WorkPtr& work : published_) work->wait_source_free();
+  } catch (const std::exception&) {
+    // Whoever was reading has failed, or will at its next call.
+  }
+  published_.clear();
 }
 
 void Engine::check_bindings() const {

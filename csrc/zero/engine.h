@@ -111,6 +111,9 @@ class Engine {
   int rank() const { return reduce_communicator_->rank(); }
   int world_size() const { return reduce_communicator_->world_size(); }
   bool has_frozen(std::size_t unit) const { return units_[unit].has_frozen(); }
+  // Returns once no peer reads this rank's updated parameters any more, or the communicator has failed: before they are
+  // written other than by the engine.
+  void quiesce() noexcept;
   // Wakes and fails the peers, when this rank cannot go on.
   void abort(const std::string& reason) noexcept;
 
@@ -146,6 +149,7 @@ class Engine {
   std::unique_ptr<GatherScheduler> gathers_;
   std::unique_ptr<ReduceScheduler> reduces_;
   LossScaler scaler_;
+  std::vector<WorkPtr> published_;  // all-gathers of the last step, whose sources peers may still read
   long steps_applied_ = 0;
   long steps_tried_ = 0;
 };

@@ -78,6 +78,7 @@ void Engine::broadcast(std::byte* data, std::size_t bytes) {
 }
 
 void Engine::gather(const std::vector<std::size_t>& units) {
+  quiesce();  // the caller may write
   const std::lock_guard lock(mutex_);
   gathers_->gather(units);
 }

@@ -307,17 +307,15 @@ void GatherScheduler::adopt_sequence(const std::vector<Message>& messages) {
 }
 
 void GatherScheduler::gather(const std::vector<std::size_t>& units) {
-  if (!sharded_) return;
   ZB_EXPECT_STATE(!in_pass_, "engine.gather() cannot be called inside a " + std::string(pass_kind_name(kind_)));
-  for (const std::size_t unit : units) start_gather(unit);
-  for (const std::size_t unit : units) {
-    wait_gather(unit);
-    ++units_[unit].pins;
+  if (sharded_) {
+    for (const std::size_t unit : units) start_gather(unit);
+    for (const std::size_t unit : units) wait_gather(unit);
   }
+  for (const std::size_t unit : units) ++units_[unit].pins;
 }
 
 void GatherScheduler::unpin(const std::vector<std::size_t>& units) {
-  if (!sharded_) return;
   for (const std::size_t unit : units) {
     --units_[unit].pins;
     if (!units_[unit].needed_for_backward) release(unit);

@@ -55,7 +55,8 @@ class GatherScheduler {
   bool in_pass() const noexcept { return in_pass_; }
   PassKind pass_kind() const noexcept { return kind_; }
 
-  // Explicit gathers, outside passes, called alike on all ranks. A gathered unit stays unsharded until unpinned.
+  // Explicit gathers, outside passes, called alike on all ranks. A gathered unit stays unsharded until unpinned. Where
+  // parameters are replicated only the pins count.
   void gather(const std::vector<std::size_t>& units);
   void unpin(const std::vector<std::size_t>& units);
   void release(std::size_t unit);

@@ -94,6 +94,7 @@ void ReduceScheduler::begin_backward(bool last) {
   in_backward_ = true;
   last_ = last;
   next_turn_ = 0;
+  last_work_.reset();
   completed_.clear();
   for (const std::size_t index : order_) {
     Unit& unit = units_[index];
@@ -258,6 +259,7 @@ void ReduceScheduler::start_reduce(Unit& unit) {
                                                                 .shard_numel = flat.layout.shard_numel(),
                                                                 .dtype = flat.reduce_dtype,
                                                                 .label = flat.label}));
+    last_work_ = unit.reducing.back();
   }
 }
 
@@ -336,6 +338,7 @@ void ReduceScheduler::replicate() {
     }
   }
   for (const WorkPtr& work : works) work->wait();
+  if (!works.empty()) last_work_ = works.back();
 }
 
 void ReduceScheduler::end_backward() {
@@ -354,6 +357,10 @@ void ReduceScheduler::abort_backward() {
   in_backward_ = false;
   forget_uses();
   settle();
+  // No step follows, whose exchange would tell that peers have read this rank's gradients: the next backward may write
+  // there at once. The last collective's source is free when all ranks are through all of them.
+  if (last_work_) last_work_->wait_source_free();
+  last_work_.reset();
   clear_window();
 }
 

@@ -97,6 +97,7 @@ class ReduceScheduler {
   std::vector<std::size_t> slot_predecessor_;  // by unit; SIZE_MAX where none
   std::size_t next_turn_ = 0;
   std::deque<std::size_t> in_flight_;
+  WorkPtr last_work_;                           // the collective that this backward started last
   std::vector<std::vector<SlotLease>> staged_;  // by unit: where a further micro-batch's sum lands first
   std::vector<std::size_t> completed_;
   bool in_backward_ = false;

@@ -22,7 +22,7 @@ from zerobench import _native
 from zerobench import config as config_module
 from zerobench import topology as topology_module
 from zerobench.config import Config
-from zerobench.errors import ConfigError, StateError
+from zerobench.errors import ConfigError, NonFiniteGradientError, StateError
 from zerobench.optimizer import ZeroOptimizer
 from zerobench.units import find_units
 
@@ -122,6 +122,12 @@ class Engine:
             raise StateError(
                 f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean()"
             )
+        accumulation_steps = self.config.gradient_accumulation_steps
+        if self._micro_step >= accumulation_steps:
+            raise StateError(
+                f"backward was called more than {accumulation_steps} times without a step; call engine.step() after each "
+                "backward, and set gradient_accumulation_steps to the number of backwards a step"
+            )
         scale = self._core.loss_scale
         self._core.begin_backward(last=self.is_gradient_accumulation_boundary())
         try:
@@ -140,11 +146,15 @@ class Engine:
         """
         if 0 < self._micro_step < self.config.gradient_accumulation_steps:
             return
-        self._micro_step = 0
         self.optimizer.step_was_called()
         self._check_frozen()
         groups = [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
-        applied, norm = self._core.step(groups)
+        try:
+            applied, norm = self._core.step(groups)
+        except NonFiniteGradientError:
+            self._micro_step = 0  # the gradients are gone
+            raise
+        self._micro_step = 0
         self._grad_norm = norm
         self._step_applied = applied
         self.optimizer.overflow = not applied
