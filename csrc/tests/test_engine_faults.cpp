@@ -1,0 +1,353 @@
+// The engine when things go wrong: exceptions in forwards and backwards, gradients that are not finite, ranks that
+// disagree, calls at the wrong moment; and explicit gathers.
+#include <tuple>
+
+#include "engine_support.h"
+
+namespace zb {
+namespace {
+
+using test::kRoot;
+using test::message_of;
+using test::Reference;
+using test::run_ranks;
+using test::same_on_all;
+using test::toy_parameters;
+using test::ToyOptions;
+using test::ToyRank;
+using test::try_ranks;
+using test::Values;
+
+const std::vector<std::size_t> kUnits{1, 2, 3, 4};
+const std::vector<std::size_t> kReversed{4, 3, 2, 1};
+
+class EngineFaults : public testing::TestWithParam<std::tuple<int, int>> {
+ protected:
+  ToyOptions options() const {
+    ToyOptions result;
+    result.stage = zero_stage_from_int(std::get<0>(GetParam()));
+    result.world_size = std::get<1>(GetParam());
+    return result;
+  }
+  int world_size() const { return std::get<1>(GetParam()); }
+  bool sharded() const { return std::get<0>(GetParam()) == 3 && world_size() > 1; }
+
+  Values reference_after(long steps) const {
+    Reference reference(world_size());
+    for (long step = 0; step < steps; ++step) {
+      reference.backward(step);
+      reference.step();
+    }
+    return reference.master;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Engine, EngineFaults, testing::Combine(testing::Range(0, 4), testing::Values(1, 2, 3)),
+                         [](const auto& at) {
+                           return "Stage" + std::to_string(std::get<0>(at.param)) + "Ranks" +
+                                  std::to_string(std::get<1>(at.param));
+                         });
+
+TEST_P(EngineFaults, AFailedForwardLeavesNoTrace) {
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    for (long step = 0; step < 4; ++step) {
+      // The exception comes at another place on every rank, in the first step before anything is recorded.
+      std::vector<std::size_t> reached(kUnits.begin(), kUnits.begin() + (toy.rank() + step) % 4);
+      toy.failing_forward(reached);
+      toy.train_step();
+    }
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, reference_after(4));
+}
+
+TEST_P(EngineFaults, AFailedBackwardIsRepeated) {
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    for (long step = 0; step < 4; ++step) {
+      if (step != 2) {
+        toy.forward(kUnits);
+        toy.engine().begin_backward(true);
+        for (int i = 0; i < (toy.rank() + static_cast<int>(step)) % 4; ++i) {
+          toy.unit_backward(kReversed[static_cast<std::size_t>(i)]);
+        }
+        toy.engine().abort_backward();
+        EXPECT_THROW(toy.step(), StateError);
+      }
+      toy.train_step();
+    }
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, reference_after(4));
+}
+
+TEST_P(EngineFaults, AFailedBackwardDropsTheWholeWindow) {
+  ToyOptions with = options();
+  with.accumulation_steps = 2;
+  Reference reference(world_size());
+  reference.backward(1);
+  reference.backward(2);
+  reference.step();
+  const Values master = same_on_all(with, [&](ToyRank& toy) {
+    toy.forward(kUnits);
+    toy.backward(kReversed, false);
+    toy.forward(kUnits);
+    toy.engine().begin_backward(true);
+    toy.unit_backward(4);
+    toy.engine().abort_backward();
+    EXPECT_THROW(toy.step(), StateError);
+    for (const bool last : {false, true}) {
+      toy.forward(kUnits);
+      toy.backward(kReversed, last);
+    }
+    toy.step();
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, reference.master);
+}
+
+TEST_P(EngineFaults, AnOverflowSkipsTheStepEverywhereAndHalvesTheScale) {
+  ToyOptions with = options();
+  with.param_dtype = DType::kFloat16;
+  with.reduce_dtype = DType::kFloat16;
+  with.loss_scale = {.enabled = true, .initial_scale = 64.0, .growth_interval_steps = 2};
+  Reference reference(world_size(), DType::kFloat16);
+  for (const long micro_step : {0, 2, 3}) {
+    reference.backward(micro_step);
+    reference.step();
+  }
+  for (std::size_t spoiled = 0; spoiled < toy_parameters().size(); spoiled += 3) {
+    const Values master = same_on_all(with, [&](ToyRank& toy) {
+      EXPECT_TRUE(toy.train_step().applied);
+      const Values before = toy.state(FullState::kMaster);
+      if (toy.rank() == world_size() - 1) toy.spoil(spoiled);
+      const StepOutcome outcome = toy.train_step();
+      EXPECT_FALSE(outcome.applied);
+      EXPECT_FALSE(std::isfinite(outcome.grad_norm));
+      EXPECT_EQ(toy.engine().loss_scale(), 32.0);
+      EXPECT_EQ(toy.state(FullState::kMaster), before);
+      toy.spoil(SIZE_MAX);
+      EXPECT_TRUE(toy.train_step().applied);
+      EXPECT_TRUE(toy.train_step().applied);
+      EXPECT_EQ(toy.engine().loss_scale(), 64.0);
+      EXPECT_EQ(toy.engine().steps_applied(), 3);
+      return toy.state(FullState::kMaster);
+    });
+    EXPECT_EQ(master, reference.master);
+  }
+}
+
+TEST_P(EngineFaults, AGradientThatIsNotFiniteRaisesEverywhereAndChangesNothing) {
+  Reference reference(world_size());
+  for (const long micro_step : {0, 2}) {
+    reference.backward(micro_step);
+    reference.step();
+  }
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    toy.train_step();
+    if (toy.rank() == 0) toy.spoil(test::parameters_of(3).front());
+    toy.forward(kUnits);
+    toy.backward(kReversed);
+    try {
+      toy.step();
+      ADD_FAILURE() << "no NonFiniteGradientError";
+    } catch (const NonFiniteGradientError& error) {
+      EXPECT_NE(std::string(error.what()).find("unit 'c'"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("step 2"), std::string::npos) << error.what();
+    }
+    toy.spoil(SIZE_MAX);
+    EXPECT_THROW(toy.step(), StateError);  // those gradients are gone
+    toy.train_step();
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, reference.master);
+}
+
+TEST_P(EngineFaults, ValuesWrittenInsideAGatherReachEveryRankAndTheMaster) {
+  for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16}) {
+    ToyOptions with = options();
+    with.param_dtype = param_dtype;
+    const int modifier = world_size() - 1;
+    Reference reference(world_size(), param_dtype);
+    reference.backward(0);
+    reference.step();
+    const Values rounded = reference.parameters();
+    // What a modifier leaves alone keeps its master's bits.
+    for (const std::size_t index : {std::size_t{2}, std::size_t{6}, std::size_t{7}}) {
+      for (std::size_t i = 0; i < rounded[index].size(); i += 2) reference.master[index][i] = 0.5F;
+    }
+    const Values changed = reference.parameters();
+    reference.backward(1);
+    reference.step();
+    const Values master = same_on_all(with, [&](ToyRank& toy) {
+      toy.train_step();
+      const std::vector<std::size_t> units{1, 3};
+      toy.engine().gather(units);
+      for (const std::size_t unit : units) toy.expect_readable(unit);
+      if (toy.rank() == modifier) {
+        for (const std::size_t index : {std::size_t{2}, std::size_t{6}, std::size_t{7}}) {
+          for (std::size_t i = 0; i < toy_parameters()[index].numel; i += 2) toy.tensor(index).set(i, 0.5F);
+        }
+      }
+      EXPECT_THROW(toy.step(), StateError);
+      toy.engine().end_gather(units, modifier);
+      EXPECT_EQ(toy.tensor(2).data == nullptr, toy.sharded());
+      EXPECT_EQ(toy.state(FullState::kParameters), changed);
+      toy.train_step();
+      return toy.state(FullState::kMaster);
+    });
+    EXPECT_EQ(master, reference.master);
+  }
+}
+
+TEST_P(EngineFaults, AGatherOnlyReads) {
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    for (long step = 0; step < 2; ++step) {
+      toy.engine().gather({kRoot, 1, 2, 3, 4});
+      toy.engine().gather({2});
+      for (std::size_t unit = 0; unit <= 4; ++unit) toy.expect_readable(unit);
+      toy.engine().end_gather({2}, -1);
+      toy.expect_readable(2);  // the outer gather still holds it
+      toy.engine().end_gather({kRoot, 1, 2, 3, 4}, -1);
+      EXPECT_EQ(toy.tensor(0).data == nullptr, toy.sharded());
+      toy.train_step();
+    }
+    EXPECT_THROW(toy.engine().end_gather({1}, world_size()), ArgumentError);
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, reference_after(2));
+}
+
+TEST_P(EngineFaults, AForwardInsideAGatherUsesWhatIsThere) {
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    toy.train_step();
+    toy.engine().gather({1, 4});
+    toy.forward(kUnits, false);
+    toy.expect_readable(1);
+    toy.engine().end_gather({1, 4}, -1);
+    toy.train_step();
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, reference_after(2));
+}
+
+TEST_P(EngineFaults, CallsAtTheWrongMomentAreRefused) {
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    Engine& engine = toy.engine();
+    EXPECT_THROW(toy.step(), StateError);
+    EXPECT_THROW(toy.give_gradient(0), StateError);
+    EXPECT_THROW(engine.pre_backward(1), StateError);
+    if (toy.sharded()) {
+      EXPECT_THROW(engine.pre_forward(1), StateError);
+    }
+    toy.train_step();
+    engine.begin_forward(true);
+    EXPECT_THROW(engine.begin_forward(true), StateError);
+    EXPECT_THROW(toy.step(), StateError);
+    if (toy.sharded()) {
+      EXPECT_THROW(engine.gather({1}), StateError);
+    }
+    engine.abandon_forward();
+    engine.abandon_forward();  // outside a forward it does nothing
+    engine.abort_backward();   // outside a backward too
+    toy.forward(kUnits);
+    engine.begin_backward(true);
+    EXPECT_THROW(toy.step(), StateError);
+    EXPECT_THROW(engine.begin_forward(true), StateError);
+    engine.abort_backward();
+    toy.train_step();
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, reference_after(2));
+}
+
+TEST_P(EngineFaults, AReplacedStorageIsFoundAndNamed) {
+  const std::vector<std::exception_ptr> errors = try_ranks(options(), [&](ToyRank& toy) {
+    toy.train_step();
+    toy.tensor(4).intact = false;
+    toy.train_step();
+  });
+  for (const std::exception_ptr& error : errors) {
+    EXPECT_NE(message_of(error).find("'b.weight'"), std::string::npos) << message_of(error);
+  }
+}
+
+TEST_P(EngineFaults, TheLedgerIsBackToItsLevelAfterEveryStep) {
+  run_ranks(options(), [&](ToyRank& toy) {
+    toy.train_step();
+    const std::int64_t level = toy.engine().ledger().total(Tier::kDevice).current_bytes;
+    for (long step = 0; step < 2; ++step) {
+      toy.failing_forward({1, 2});
+      toy.train_step({2, 1, 4});
+      toy.engine().gather({1, 2, 3, 4});
+      toy.engine().end_gather({1, 2, 3, 4}, 0);
+      static_cast<void>(toy.state(FullState::kMaster));
+      EXPECT_EQ(toy.engine().ledger().total(Tier::kDevice).current_bytes, level);
+    }
+  });
+}
+
+ToyOptions two_ranks(int stage, long accumulation_steps = 1) {
+  ToyOptions options;
+  options.stage = zero_stage_from_int(stage);
+  options.world_size = 2;
+  options.accumulation_steps = accumulation_steps;
+  options.timeout = std::chrono::seconds(20);
+  return options;
+}
+
+class EngineDisagreement : public testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(Engine, EngineDisagreement, testing::Range(0, 4));
+
+TEST_P(EngineDisagreement, ARankThatThrowsEndsTheOthersToo) {
+  const std::vector<std::exception_ptr> errors = try_ranks(two_ranks(GetParam()), [](ToyRank& toy) {
+    toy.train_step();
+    if (toy.rank() == 1) throw StateError("rank 1 is out of data");
+    toy.train_step();
+  });
+  for (const std::exception_ptr& error : errors) {
+    EXPECT_NE(message_of(error).find("rank 1 is out of data"), std::string::npos) << message_of(error);
+  }
+}
+
+TEST_P(EngineDisagreement, AnEngineMayBeClosedInTheMiddleOfABackward) {
+  run_ranks(two_ranks(GetParam()), [](ToyRank& toy) {
+    toy.train_step();
+    toy.forward(kUnits);
+    toy.engine().begin_backward(true);
+    toy.unit_backward(1);  // not its turn: its gradients wait
+    toy.engine().pre_backward(2);
+    toy.close();
+  });
+}
+
+TEST(EnginePasses, DifferentNumbersOfMicroBatchesAreFound) {
+  for (const int stage : {0, 1}) {  // the others communicate in every micro-batch and fail there
+    const std::vector<std::exception_ptr> errors = try_ranks(two_ranks(stage, 2), [](ToyRank& toy) {
+      for (int micro = toy.rank(); micro < 2; ++micro) {
+        toy.forward(kUnits);
+        toy.backward(kReversed, micro == 1);
+      }
+      toy.step();
+    });
+    for (const std::exception_ptr& error : errors) {
+      EXPECT_NE(message_of(error).find("of 1 "), std::string::npos) << message_of(error);
+      EXPECT_NE(message_of(error).find("of 2 "), std::string::npos) << message_of(error);
+    }
+  }
+}
+
+TEST(EnginePasses, ADifferentKindOfPassIsFound) {
+  for (const bool recorded : {false, true}) {
+    const std::vector<std::exception_ptr> errors = try_ranks(two_ranks(3), [&](ToyRank& toy) {
+      if (recorded) toy.train_step();
+      toy.forward(kUnits, toy.rank() == 0);
+    });
+    for (const std::exception_ptr& error : errors) {
+      EXPECT_NE(message_of(error).find("evaluation forward"), std::string::npos) << message_of(error);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace zb

@@ -1,0 +1,144 @@
+// What gathers cost and in which state they leave units: counted collectives over passes of the toy model.
+#include "zero/gather_scheduler.h"
+
+#include <set>
+
+#include "engine_support.h"
+
+namespace zb {
+namespace {
+
+using test::kRoot;
+using test::parameters_of;
+using test::run_ranks;
+using test::toy_parameters;
+using test::ToyOptions;
+using test::ToyRank;
+
+const std::vector<std::size_t> kUnits{1, 2, 3, 4};
+const std::vector<std::size_t> kReversed{4, 3, 2, 1};
+
+ToyOptions sharded_options(int world_size, std::size_t prefetch_bytes = SIZE_MAX) {
+  ToyOptions options;
+  options.stage = ZeroStage::kZero3;
+  options.world_size = world_size;
+  options.prefetch_bytes = prefetch_bytes;
+  return options;
+}
+
+std::uint64_t calls(ToyRank& toy, Collective collective) {
+  return toy.engine().counters().calls[static_cast<std::size_t>(collective)];
+}
+
+std::size_t flat_num(ToyRank& toy) {
+  std::size_t flats = 0;
+  for (std::size_t unit = 0; unit < toy.engine().unit_num(); ++unit) flats += toy.engine().unit(unit).flats.size();
+  return flats;
+}
+
+ParameterState state_of(ToyRank& toy, std::size_t unit) { return toy.engine().unit(unit).parameter_state; }
+
+class Gathers : public testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(GatherScheduler, Gathers, testing::Values(2, 3));
+
+TEST_P(Gathers, AKnownPassCostsOneExchangeAndOneGatherAUnit) {
+  run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
+    for (int step = 0; step < 3; ++step) toy.train_step();
+    toy.engine().reset_counters();
+    toy.forward(kUnits);
+    EXPECT_EQ(calls(toy, Collective::kExchange), 1U);
+    EXPECT_EQ(calls(toy, Collective::kAllGather), flat_num(toy));
+    toy.engine().reset_counters();
+    toy.backward(kReversed);
+    // The root and the last unit of the forward were kept, so backward gathers three units (four flats).
+    EXPECT_EQ(calls(toy, Collective::kExchange), 1U);
+    EXPECT_EQ(calls(toy, Collective::kAllGather), flat_num(toy) - 2);
+    toy.step();
+  });
+}
+
+TEST_P(Gathers, AnUnknownUnitCostsAnExchangeMore) {
+  run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
+    // Recorded without unit 3.
+    for (int step = 0; step < 2; ++step) toy.train_step({1, 2, 4});
+    toy.engine().reset_counters();
+    toy.forward({1, 2, 4, 3});
+    EXPECT_EQ(calls(toy, Collective::kExchange), 3U);  // the wish, the end, and the new sequence
+    toy.backward({3, 4, 2, 1});
+    toy.step();
+    toy.engine().reset_counters();
+    toy.forward({1, 2, 4, 3});
+    EXPECT_EQ(calls(toy, Collective::kExchange), 1U);
+    toy.engine().abandon_forward();
+  });
+}
+
+TEST_P(Gathers, AForwardOfTrainingKeepsWhatBackwardNeedsFirst) {
+  run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
+    for (int step = 0; step < 2; ++step) toy.train_step();
+    toy.forward(kUnits);
+    for (const std::size_t unit : {1, 2, 3}) {
+      EXPECT_EQ(state_of(toy, unit), ParameterState::kSharded) << unit;
+    }
+    EXPECT_EQ(state_of(toy, kRoot), ParameterState::kUnsharded);
+    EXPECT_EQ(state_of(toy, 4), ParameterState::kUnsharded);
+    toy.backward(kReversed);
+    for (std::size_t unit = 0; unit <= 4; ++unit) EXPECT_EQ(state_of(toy, unit), ParameterState::kSharded) << unit;
+    toy.step();
+    toy.forward(kUnits, false);
+    for (std::size_t unit = 0; unit <= 4; ++unit) EXPECT_EQ(state_of(toy, unit), ParameterState::kSharded) << unit;
+  });
+}
+
+TEST_P(Gathers, SlotsStayWithinThePrefetchBudget) {
+  run_ranks(sharded_options(GetParam(), 0), [](ToyRank& toy) {
+    const auto gather_slots = [&] { return toy.engine().ledger().entry(Tier::kDevice, Category::kGatherSlots); };
+    std::set<std::size_t> classes;
+    for (std::size_t unit = 0; unit <= 4; ++unit) classes.insert(toy.engine().unit(unit).gather_bytes);
+    std::int64_t one_of_each = 0;
+    for (const std::size_t bytes : classes) one_of_each += static_cast<std::int64_t>(bytes);
+    EXPECT_EQ(gather_slots().current_bytes, one_of_each);  // with no budget one unit a size class is there
+    for (int step = 0; step < 3; ++step) toy.train_step();
+    // The root, which stays all through a forward, may share its class with a unit, which then takes a spare.
+    EXPECT_LE(gather_slots().peak_bytes,
+              one_of_each + static_cast<std::int64_t>(toy.engine().unit(kRoot).gather_bytes));
+    EXPECT_EQ(gather_slots().current_bytes, one_of_each);
+  });
+}
+
+TEST_P(Gathers, AUnitLandsInTheSameSlotStepAfterStep) {
+  run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
+    std::vector<std::vector<const std::byte*>> places;
+    for (int step = 0; step < 4; ++step) {
+      toy.engine().begin_forward(true);
+      std::vector<const std::byte*> of_step;
+      for (std::size_t unit = 0; unit <= 4; ++unit) {
+        toy.engine().pre_forward(unit);
+        of_step.push_back(toy.tensor(parameters_of(unit).front()).data);
+        if (unit != kRoot) toy.engine().post_forward(unit);
+      }
+      toy.engine().post_forward(kRoot);
+      toy.engine().end_forward();
+      toy.backward(kReversed);
+      toy.step();
+      places.push_back(of_step);
+    }
+    EXPECT_EQ(places[2], places[3]);  // the sequences are known by then
+  });
+}
+
+TEST_P(Gathers, AnUnitOutsideAPassIsRefusedUnlessGathered) {
+  run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
+    EXPECT_THROW(toy.engine().pre_forward(2), StateError);
+    toy.engine().gather({2});
+    toy.engine().pre_forward(2);
+    toy.engine().post_forward(2);
+    toy.expect_readable(2);
+    toy.engine().end_gather({2}, -1);
+    EXPECT_EQ(state_of(toy, 2), ParameterState::kSharded);
+  });
+}
+
+}  // namespace
+}  // namespace zb
