@@ -17,8 +17,8 @@ FAULTS = ["NoAveraging", "DroppedRank", "HalvedGradient", "StaleShard", "Perturb
 def peers(shared_command):
     """Reference and peers, with accumulation, clipping, checkpointing and repeats."""
     result = shared_command.run(
-        "compare", *SMALL, "--strategies", "single,ddp,fsdp2", "--grad-accum", "4", "--clip", "0.5", "--checkpointing",
-        "--repeats", "2", "--output-dir", "out",
+        "compare", *SMALL, "--strategies", "single,zero0,zero3,ddp,fsdp2", "--grad-accum", "4", "--clip", "0.5",
+        "--checkpointing", "--repeats", "2", "--output-dir", "out",
     )  # fmt: skip
     return shared_command, result
 
@@ -27,8 +27,9 @@ def test_peers_are_ok(peers) -> None:
     command, result = peers
     assert result.returncode == 0, result.stderr
     rows = command.rows()
-    assert {name: row["status"] for name, row in rows.items()} == {"single": "ok", "ddp": "ok", "fsdp2": "ok"}
-    for name in ("ddp", "fsdp2"):
+    names = ["single", "zero0", "zero3", "ddp", "fsdp2"]
+    assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(names, "ok")
+    for name in names[1:]:
         deviation = rows[name]["deviation"]
         assert deviation["reference"] == "single"
         for quantity in ("loss", "norm", "gradient", "update", "piece"):
@@ -66,7 +67,7 @@ def test_the_files_are_the_contract(peers) -> None:
 def test_frames_come_from_the_files(peers) -> None:
     command, _ = peers
     frame = zerobench.report.load(command.folder / "out")
-    assert list(frame["strategy"]) == ["single", "ddp", "fsdp2"]
+    assert list(frame["strategy"]) == ["single", "zero0", "zero3", "ddp", "fsdp2"]
     assert frame["step_time_ms.median"].notna().all()
 
 
@@ -76,6 +77,31 @@ def test_show_gives_the_table_and_plots_again(peers) -> None:
     assert result.returncode == 0, result.stderr
     assert "fsdp2" in result.stdout
     assert list((command.folder / "again").glob("*.png"))
+
+
+def test_stages_end_with_the_same_bits_and_a_fault_in_one_is_wrong(command) -> None:
+    result = command.run(
+        "compare", *SMALL, "--stages", "0,1,2,3", "--strategies", "troubles:HalvedZero2", "--precision", "bf16",
+        "--world-size", "3", "--clip", "0.5", "--num-steps", "1", "--output-dir", "out",
+    )  # fmt: skip
+    rows = command.rows()
+    assert result.returncode == 1, result.stderr
+    assert rows.pop("HalvedZero2")["status"] == "wrong"
+    assert {name: row["status"] for name, row in rows.items()} == {f"zero{stage}": "ok" for stage in range(4)}
+    assert len({row["checksum"] for row in rows.values()}) == 1
+    assert len({row["deviation"]["checksum_group"] for row in rows.values()}) == 1
+    assert {row["dtypes"]["param"] for row in rows.values()} == {"bfloat16"}
+
+
+def test_configuration_files_are_rows(command) -> None:
+    (command.folder / "one.json").write_text('{"stage": 1, "gradient_clipping": 0.5}')
+    (command.folder / "two.json").write_text('{"stage": 3, "optimizer": {"lr": 0.002}}')
+    result = command.run("compare", *SMALL, "--config", "one.json", "two.json", "--output-dir", "out")
+    assert result.returncode == 0, result.stderr
+    rows = command.rows()
+    assert {name: row["status"] for name, row in rows.items()} == {"zero1": "ok", "zero3": "ok"}
+    assert (rows["zero1"]["settings"]["clip"], rows["zero3"]["settings"]["optimizer"]["lr"]) == (0.5, 0.002)
+    assert rows["zero1"]["settings"]["config_file"] == "one.json"
 
 
 def test_every_planted_fault_is_wrong_in_every_precision(command) -> None:

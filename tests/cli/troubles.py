@@ -13,6 +13,7 @@ import torch
 from faulty import PlainDataParallel
 
 from zerobench.strategies.base import Batch, StepResult, StrategySettings
+from zerobench.strategies.zero import Zero2Strategy
 
 TROUBLE_STEP = 2  # of each pass, on rank 1
 
@@ -78,6 +79,21 @@ class NeedsWhatIsNotThere(PlainDataParallel):
     @classmethod
     def unsupported(cls, settings: StrategySettings) -> str | None:
         return "needs a machine that this is not"
+
+
+class HalvedZero2(Zero2Strategy):
+    """Our own engine, fed with half of one parameter's gradient."""
+
+    name = "halved-zero2"
+
+    def build(self, model_factory) -> None:
+        super().build(lambda: halve_a_gradient(model_factory()))
+
+
+def halve_a_gradient(model: torch.nn.Module) -> torch.nn.Module:
+    parameters = list(model.parameters())
+    parameters[len(parameters) // 2].register_hook(lambda gradient: gradient / 2)
+    return model
 
 
 class Slow(PlainDataParallel):
