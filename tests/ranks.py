@@ -17,7 +17,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "zerobench.engine", "zerobench.models.transformer", "zerobench.strategies.zero"]
+_PRELOAD = [
+    "torch",
+    "pytest",
+    "zerobench.engine",
+    "zerobench.models.transformer",
+    "zerobench.strategies.zero",
+]
 _numbers = itertools.count()
 
 

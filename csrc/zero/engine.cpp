@@ -147,54 +147,56 @@ void Engine::build_flat(Unit&, FlatBuffer& flat) {
 }
 
 void Engine::begin_forward(bool train) {
-  const std::lock_guard lock(mutex_);
-  gathers_->begin_pass(train ? PassKind::kTrainForward : PassKind::kEvalForward);
-  if (train) reduces_->begin_forward();
+  enter([&] {
+    gathers_->begin_pass(train ? PassKind::kTrainForward : PassKind::kEvalForward);
+    if (train) reduces_->begin_forward();
+  });
 }
 
 void Engine::end_forward() {
-  const std::lock_guard lock(mutex_);
-  gathers_->end_pass();
+  enter([&] { gathers_->end_pass(); });
 }
 
 void Engine::abandon_forward() {
-  const std::lock_guard lock(mutex_);
-  if (!gathers_->in_pass() || gathers_->pass_kind() == PassKind::kBackward) return;
-  if (gathers_->pass_kind() == PassKind::kTrainForward) reduces_->abandon_forward();
-  gathers_->end_pass();
+  enter([&] {
+    if (!gathers_->in_pass() || gathers_->pass_kind() == PassKind::kBackward) return;
+    if (gathers_->pass_kind() == PassKind::kTrainForward) reduces_->abandon_forward();
+    gathers_->end_pass();
+  });
 }
 
 void Engine::pre_forward(std::size_t unit) {
-  const std::lock_guard lock(mutex_);
-  // Recomputation inside a backward is not a use of its own.
-  if (!reduces_->in_backward() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kTrainForward) {
-    reduces_->count_use(unit);
-  }
-  gathers_->use(unit);
+  enter([&] {
+    // Recomputation inside a backward is not a use of its own.
+    if (!reduces_->in_backward() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kTrainForward) {
+      reduces_->count_use(unit);
+    }
+    gathers_->use(unit);
+  });
 }
 
 void Engine::post_forward(std::size_t unit) {
-  const std::lock_guard lock(mutex_);
-  gathers_->finish_forward(unit);
+  enter([&] { gathers_->finish_forward(unit); });
 }
 
 void Engine::pre_backward(std::size_t unit) {
-  const std::lock_guard lock(mutex_);
-  ZB_EXPECT_STATE(reduces_->in_backward(),
-                  "backward reached unit '" + units_[unit].name +
-                      "' outside engine.backward(); call engine.backward(loss), not loss.backward()");
-  gathers_->use(unit);
+  enter([&] {
+    ZB_EXPECT_STATE(reduces_->in_backward(),
+                    "backward reached unit '" + units_[unit].name +
+                        "' outside engine.backward(); call engine.backward(loss), not loss.backward()");
+    gathers_->use(unit);
+  });
 }
 
 void Engine::await_inputs(std::size_t unit) {
-  const std::lock_guard lock(mutex_);
-  ++units_[unit].awaited_inputs;
+  enter([&] { ++units_[unit].awaited_inputs; });
 }
 
 void Engine::inputs_done(std::size_t unit) {
-  const std::lock_guard lock(mutex_);
-  if (units_[unit].awaited_inputs > 0) --units_[unit].awaited_inputs;
-  if (reduces_->in_backward()) finish_backward_if_done(unit);
+  enter([&] {
+    if (units_[unit].awaited_inputs > 0) --units_[unit].awaited_inputs;
+    if (reduces_->in_backward()) finish_backward_if_done(unit);
+  });
 }
 
 // Gradients towards inputs may come before those of parameters, and the other way round.
@@ -204,42 +206,46 @@ void Engine::finish_backward_if_done(std::size_t index) {
 }
 
 void Engine::begin_backward(bool last) {
-  const std::lock_guard lock(mutex_);
-  gathers_->begin_pass(PassKind::kBackward);
-  reduces_->begin_backward(last);
-  for (std::size_t index = 0; index < units_.size(); ++index) {
-    // No hook asks for the root's parameters; an earlier backward may have resharded them.
-    if (units_[index].is_root) gathers_->use(index);
-  }
+  enter([&] {
+    gathers_->begin_pass(PassKind::kBackward);
+    reduces_->begin_backward(last);
+    for (std::size_t index = 0; index < units_.size(); ++index) {
+      // No hook asks for the root's parameters; an earlier backward may have resharded them.
+      if (units_[index].is_root) gathers_->use(index);
+    }
+  });
 }
 
 void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType dtype, int graph_task) {
-  const std::lock_guard lock(mutex_);
-  if (reduces_->arrive(parameter, gradient, dtype, graph_task)) finish_backward_if_done(parameters_[parameter].unit);
+  enter([&] {
+    if (reduces_->arrive(parameter, gradient, dtype, graph_task)) finish_backward_if_done(parameters_[parameter].unit);
+  });
 }
 
 void Engine::end_backward() {
-  const std::lock_guard lock(mutex_);
-  try {
-    gathers_->end_pass();
-    reduces_->end_backward();
-  } catch (...) {
-    reduces_->drop_backward();
-    throw;
-  }
-  gathers_->release_all();
+  enter([&] {
+    try {
+      gathers_->end_pass();
+      reduces_->end_backward();
+    } catch (...) {
+      reduces_->drop_backward();
+      throw;
+    }
+    gathers_->release_all();
+  });
 }
 
 void Engine::abort_backward() {
-  const std::lock_guard lock(mutex_);
-  try {
-    gathers_->end_pass();
-    reduces_->abort_backward();
-  } catch (...) {
-    reduces_->drop_backward();
-    throw;
-  }
-  gathers_->release_all();
+  enter([&] {
+    try {
+      gathers_->end_pass();
+      reduces_->abort_backward();
+    } catch (...) {
+      reduces_->drop_backward();
+      throw;
+    }
+    gathers_->release_all();
+  });
 }
 
 // What a rank tells the others before a step. Followed by the partial sums of squares (double, one a trainable flat
@@ -320,38 +326,39 @@ void Engine::adopt_completion_order(const std::vector<std::byte>& reports) {
 }
 
 StepOutcome Engine::step(std::span<const AdamHyperparameters> groups) {
-  const std::lock_guard lock(mutex_);
-  ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass(), "step() was called inside a forward or backward");
-  ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
-                  "step() was called inside engine.gather(); leave the block first");
-  ZB_EXPECT_STATE(reduces_->window_backwards() > 0,
-                  "step() was called without gradients; call engine.backward(loss) first (after an exception, "
-                  "repeat forward and backward)");
-  check_bindings();
-  const std::vector<std::byte> reports = exchange_reports();
-  const ScopeExit clear([this] {
-    reduces_->clear_window();
-    ++steps_tried_;
-  });
-  const double summed_norm = combine_norm(reports, reports.size() / static_cast<std::size_t>(world_size()));
-  adopt_completion_order(reports);
-  const double divisor =
-      static_cast<double>(world_size()) * static_cast<double>(reduces_->window_backwards()) * scaler_.scale();
-  StepOutcome outcome{.applied = true, .grad_norm = summed_norm / divisor};
-  if (!std::isfinite(summed_norm)) {
-    scaler_.step_overflowed();
-    outcome.applied = false;
+  return enter([&]() -> StepOutcome {
+    ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass(), "step() was called inside a forward or backward");
+    ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
+                    "step() was called inside engine.gather(); leave the block first");
+    ZB_EXPECT_STATE(reduces_->window_backwards() > 0,
+                    "step() was called without gradients; call engine.backward(loss) first (after an exception, "
+                    "repeat forward and backward)");
+    check_bindings();
+    const std::vector<std::byte> reports = exchange_reports();
+    const ScopeExit clear([this] {
+      reduces_->clear_window();
+      ++steps_tried_;
+    });
+    const double summed_norm = combine_norm(reports, reports.size() / static_cast<std::size_t>(world_size()));
+    adopt_completion_order(reports);
+    const double divisor =
+        static_cast<double>(world_size()) * static_cast<double>(reduces_->window_backwards()) * scaler_.scale();
+    StepOutcome outcome{.applied = true, .grad_norm = summed_norm / divisor};
+    if (!std::isfinite(summed_norm)) {
+      scaler_.step_overflowed();
+      outcome.applied = false;
+      return outcome;
+    }
+    double factor = 1.0 / divisor;
+    // The rule of torch.nn.utils.clip_grad_norm_.
+    if (options_.clip > 0.0) factor *= std::min(1.0, options_.clip / (outcome.grad_norm + 1e-6));
+    gathers_->release_all();
+    update(groups, static_cast<float>(factor));
+    gather_updated_parameters();
+    ++steps_applied_;
+    scaler_.step_succeeded();
     return outcome;
-  }
-  double factor = 1.0 / divisor;
-  // The rule of torch.nn.utils.clip_grad_norm_.
-  if (options_.clip > 0.0) factor *= std::min(1.0, options_.clip / (outcome.grad_norm + 1e-6));
-  gathers_->release_all();
-  update(groups, static_cast<float>(factor));
-  gather_updated_parameters();
-  ++steps_applied_;
-  scaler_.step_succeeded();
-  return outcome;
+  });
 }
 
 void Engine::update(std::span<const AdamHyperparameters> groups, float factor) {
@@ -417,6 +424,12 @@ void Engine::reset_counters() {
   reduce_communicator_->reset_counters();
   clock_.reset();
   ledger_.reset_peaks();
+}
+
+// One communicator may notice what the other has yet to find out, and the peers wait on either.
+void Engine::fail(const CommunicationError& error) noexcept {
+  failure_ = error;
+  abort(error.what());
 }
 
 void Engine::abort(const std::string& reason) noexcept {

@@ -9,11 +9,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "common/error.h"
 #include "common/thread_pool.h"
 #include "memory/ledger.h"
 #include "optim/adam.h"
@@ -120,6 +122,19 @@ class Engine {
  private:
   struct RankReport;
 
+  // Every call goes through here: one at a time, and none after the communicators failed.
+  template <typename Body>
+  auto enter(const Body& body) -> decltype(body()) {
+    const std::lock_guard lock(mutex_);
+    if (failure_) throw CommunicationError(*failure_);
+    try {
+      return body();
+    } catch (const CommunicationError& error) {
+      fail(error);
+      throw;
+    }
+  }
+  void fail(const CommunicationError& error) noexcept;
   void build_unit(Unit& unit, EngineModel& model);
   void build_flat(Unit& unit, FlatBuffer& flat);
   void finish_backward_if_done(std::size_t unit);
@@ -136,6 +151,7 @@ class Engine {
 
   EngineOptions options_;
   std::mutex mutex_;
+  std::optional<CommunicationError> failure_;  // the first one
   Ledger ledger_;
   CommunicationClock clock_;
   std::unique_ptr<Communicator> gather_communicator_;

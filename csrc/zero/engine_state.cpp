@@ -27,70 +27,74 @@ StateKind state_kind(FullState kind) {
 
 void Engine::read_full_state(FullState kind,
                              const std::function<void(std::size_t parameter, const float* values)>& visit) {
-  const std::lock_guard lock(mutex_);
-  const CpuKernels& kernels = cpu_kernels();
-  Communicator& communicator = *reduce_communicator_;
-  for (const Unit& unit : units_) {
-    for (const FlatBuffer& flat : unit.flats) {
-      const FlatLayout& layout = flat.layout;
-      const bool moments = kind == FullState::kExpAvg || kind == FullState::kExpAvgSq;
-      if (moments && !flat.trainable) continue;
-      // fp32 parameters and frozen ones are their own masters.
-      const bool from_store =
-          moments || (kind == FullState::kMaster && flat.trainable && flat.param_dtype != DType::kFloat32);
-      const bool sharded = from_store ? state_sharded() : parameters_sharded();
-      const std::size_t own_numel = sharded ? layout.shard_numel() : layout.padded_numel();
-      Region own{communicator.allocate(own_numel * sizeof(float), sharded ? BufferRole::kShared : BufferRole::kPrivate,
-                                       &ledger_, Category::kStaging)};
-      const std::span<float> own_values(reinterpret_cast<float*>(own.data()), own_numel);
-      if (from_store) {
-        store_->read_state(flat.store_shard, state_kind(kind), own_values);
-      } else {
-        kernels.cast(own_values.data(), DType::kFloat32,
-                     sharded ? flat.shard_parameters.data() : flat.full_parameters.data(), flat.param_dtype, own_numel);
-      }
-      Region full = own;
-      if (sharded) {
-        full = {communicator.allocate(layout.padded_numel() * sizeof(float), BufferRole::kPrivate, &ledger_,
-                                      Category::kStaging)};
-        const WorkPtr work = communicator.start_all_gather(
-            {.source = own, .destination = full, .shard_bytes = own_numel * sizeof(float), .label = flat.label});
-        work->wait();
-        work->wait_source_free();
-      }
-      for (const std::size_t index : flat.parameters) {
-        visit(index, reinterpret_cast<const float*>(full.data()) + parameters_[index].offset_numel);
+  enter([&] {
+    const CpuKernels& kernels = cpu_kernels();
+    Communicator& communicator = *reduce_communicator_;
+    for (const Unit& unit : units_) {
+      for (const FlatBuffer& flat : unit.flats) {
+        const FlatLayout& layout = flat.layout;
+        const bool moments = kind == FullState::kExpAvg || kind == FullState::kExpAvgSq;
+        if (moments && !flat.trainable) continue;
+        // fp32 parameters and frozen ones are their own masters.
+        const bool from_store =
+            moments || (kind == FullState::kMaster && flat.trainable && flat.param_dtype != DType::kFloat32);
+        const bool sharded = from_store ? state_sharded() : parameters_sharded();
+        const std::size_t own_numel = sharded ? layout.shard_numel() : layout.padded_numel();
+        Region own{communicator.allocate(own_numel * sizeof(float),
+                                         sharded ? BufferRole::kShared : BufferRole::kPrivate, &ledger_,
+                                         Category::kStaging)};
+        const std::span<float> own_values(reinterpret_cast<float*>(own.data()), own_numel);
+        if (from_store) {
+          store_->read_state(flat.store_shard, state_kind(kind), own_values);
+        } else {
+          kernels.cast(own_values.data(), DType::kFloat32,
+                       sharded ? flat.shard_parameters.data() : flat.full_parameters.data(), flat.param_dtype,
+                       own_numel);
+        }
+        Region full = own;
+        if (sharded) {
+          full = {communicator.allocate(layout.padded_numel() * sizeof(float), BufferRole::kPrivate, &ledger_,
+                                        Category::kStaging)};
+          const WorkPtr work = communicator.start_all_gather(
+              {.source = own, .destination = full, .shard_bytes = own_numel * sizeof(float), .label = flat.label});
+          work->wait();
+          work->wait_source_free();
+        }
+        for (const std::size_t index : flat.parameters) {
+          visit(index, reinterpret_cast<const float*>(full.data()) + parameters_[index].offset_numel);
+        }
       }
     }
-  }
+  });
 }
 
 void Engine::broadcast(std::byte* data, std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  if (world_size() == 1 || bytes == 0) return;
-  Communicator& communicator = *reduce_communicator_;
-  const Region values{communicator.allocate(bytes, BufferRole::kShared, &ledger_, Category::kStaging)};
-  if (rank() == 0) std::memcpy(values.data(), data, bytes);
-  const WorkPtr work = communicator.start_broadcast({.buffer = values, .bytes = bytes, .root = 0, .label = "buffer"});
-  work->wait();
-  if (rank() != 0) std::memcpy(data, values.data(), bytes);
-  work->wait_source_free();
+  enter([&] {
+    if (world_size() == 1 || bytes == 0) return;
+    Communicator& communicator = *reduce_communicator_;
+    const Region values{communicator.allocate(bytes, BufferRole::kShared, &ledger_, Category::kStaging)};
+    if (rank() == 0) std::memcpy(values.data(), data, bytes);
+    const WorkPtr work = communicator.start_broadcast({.buffer = values, .bytes = bytes, .root = 0, .label = "buffer"});
+    work->wait();
+    if (rank() != 0) std::memcpy(data, values.data(), bytes);
+    work->wait_source_free();
+  });
 }
 
 void Engine::gather(const std::vector<std::size_t>& units) {
   quiesce();  // the caller may write
-  const std::lock_guard lock(mutex_);
-  gathers_->gather(units);
+  enter([&] { gathers_->gather(units); });
 }
 
 void Engine::end_gather(const std::vector<std::size_t>& units, int modifier_rank) {
-  const std::lock_guard lock(mutex_);
-  if (modifier_rank >= 0) {
-    ZB_EXPECT(modifier_rank < world_size(), "modifier_rank " + std::to_string(modifier_rank) +
-                                                " is not below the world size " + std::to_string(world_size()));
-    for (const std::size_t unit : units) write_back(units_[unit], modifier_rank);
-  }
-  gathers_->unpin(units);
+  enter([&] {
+    if (modifier_rank >= 0) {
+      ZB_EXPECT(modifier_rank < world_size(), "modifier_rank " + std::to_string(modifier_rank) +
+                                                  " is not below the world size " + std::to_string(world_size()));
+      for (const std::size_t unit : units) write_back(units_[unit], modifier_rank);
+    }
+    gathers_->unpin(units);
+  });
 }
 
 void Engine::write_back(Unit& unit, int modifier_rank) {

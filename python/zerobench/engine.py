@@ -22,7 +22,7 @@ from zerobench import _native
 from zerobench import config as config_module
 from zerobench import topology as topology_module
 from zerobench.config import Config
-from zerobench.errors import ConfigError, NonFiniteGradientError, StateError
+from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientError, StateError
 from zerobench.optimizer import ZeroOptimizer
 from zerobench.units import find_units
 
@@ -125,8 +125,8 @@ class Engine:
         accumulation_steps = self.config.gradient_accumulation_steps
         if self._micro_step >= accumulation_steps:
             raise StateError(
-                f"backward was called more than {accumulation_steps} times without a step; call engine.step() after each "
-                "backward, and set gradient_accumulation_steps to the number of backwards a step"
+                f"backward was called more than {accumulation_steps} times without a step; call engine.step() after "
+                "each backward, and set gradient_accumulation_steps to the number of backwards a step"
             )
         scale = self._core.loss_scale
         self._core.begin_backward(last=self.is_gradient_accumulation_boundary())
@@ -151,7 +151,7 @@ class Engine:
         groups = [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
         try:
             applied, norm = self._core.step(groups)
-        except NonFiniteGradientError:
+        except (NonFiniteGradientError, CommunicationError):
             self._micro_step = 0  # the gradients are gone
             raise
         self._micro_step = 0

@@ -180,10 +180,10 @@ def plain_backward(rank, stage):
 
 def step_without_backward(rank, stage):
     with training(rank, stage) as engine:
-        with pytest.raises(errors.StateError, match="call engine.backward"):
+        with pytest.raises(errors.StateError, match=r"call engine\.backward"):
             engine.step()
         one_step(engine, rank, 0)
-        with pytest.raises(errors.StateError, match="call engine.backward"):
+        with pytest.raises(errors.StateError, match=r"call engine\.backward"):
             engine.optimizer.step()
         goes_on(engine, rank, stage, done=1)
 
@@ -201,7 +201,7 @@ def backwards_without_a_step(rank, stage):
 
 def backward_of_a_vector(rank, stage):
     with training(rank, stage) as engine:
-        with pytest.raises(errors.StateError, match="reduce it with .mean"):
+        with pytest.raises(errors.StateError, match=r"reduce it with \.mean"):
             engine.backward(torch.ones(3, requires_grad=True))
         goes_on(engine, rank, stage)
 

@@ -1,0 +1,240 @@
+"""Ranks that die, stall, give up or never come: the others raise within the timeout, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ranks
+import zoo
+
+import zerobench
+from zerobench import errors
+
+STAGES = (0, 1, 2, 3)
+TIMEOUT_S = 3.0
+# What a loaded machine may take on top: noticing is polling, and processes wait for CPUs.
+GRACE_S = 20.0
+CASE = zoo.Case(zoo.Chain)
+
+
+def start(rank, stage, **config):
+    return zerobench.initialize(
+        zoo.make(CASE),
+        config=rank.config(stage=stage, timeout_s=TIMEOUT_S, **(zoo.optimizer_config(CASE) | config)),
+    )
+
+
+def train_until_lost(rank, stage, folder):
+    """Trains without end; tells when steps are under way, and what ended it."""
+    engine = start(rank, stage)
+    step = 0
+    while True:
+        try:
+            zoo.run_plan(engine, CASE, step, rank.rank, [])
+        except errors.CommunicationError as error:
+            return after_the_loss(engine, rank, error)
+        step += 1
+        if step == 3:
+            (Path(folder) / str(rank.rank)).touch()
+
+
+def after_the_loss(engine, rank, error):
+    """Every further collective call raises the same cause at once, and closing neither hangs nor raises."""
+    began = time.monotonic()
+    again = []
+    for call in (
+        lambda: zoo.run_plan(engine, CASE, 0, rank.rank, []),
+        lambda: (
+            engine.state_dict() if engine.config.stage == 3 else zoo.run_plan(engine, CASE, 0, rank.rank, [])
+        ),
+    ):
+        try:
+            call()
+        except errors.CommunicationError as repeated:
+            again.append(str(repeated))
+    engine.close()
+    return {"error": str(error), "rank": error.rank, "again": again, "closing_s": time.monotonic() - began}
+
+
+def shared_memory(pid: int | str) -> list[str]:
+    try:
+        return [
+            line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:zerobench" in line
+        ]
+    except OSError:
+        return []
+
+
+def wait_for(paths: list[Path], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, "the ranks did not begin to train"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "stage"),
+    [*((signal.SIGKILL, stage) for stage in STAGES), (signal.SIGSTOP, 0), (signal.SIGSTOP, 3)],
+)
+def test_a_rank_is_killed_or_stopped_in_the_middle(tmp_path, number, stage):
+    names = set(os.listdir("/dev/shm"))
+    with ranks.Group(train_until_lost, stage, str(tmp_path), world_size=3) as group:
+        wait_for([tmp_path / str(rank) for rank in range(3)])
+        pids = [process.pid for process in group.processes]
+        assert all(shared_memory(pid) for pid in pids)  # the check below can see ours
+        group.kill(1, number)
+        began = time.monotonic()
+        group.wait([0, 2], timeout_s=TIMEOUT_S + GRACE_S)
+        assert time.monotonic() - began < TIMEOUT_S + GRACE_S
+        for rank in (0, 2):
+            value = group.outcomes[rank].value
+            assert group.outcomes[rank].error is None, group.outcomes[rank].error
+            assert group.outcomes[rank].exit_code == 0
+            assert "rank 1" in value["error"], value
+            assert len(value["again"]) == 2
+            assert value["closing_s"] < TIMEOUT_S + GRACE_S
+    assert not any(shared_memory(pid) for pid in pids)
+    assert set(os.listdir("/dev/shm")) <= names
+
+
+def test_nothing_is_left_when_all_ranks_are_killed(tmp_path):
+    names = set(os.listdir("/dev/shm"))
+    with ranks.Group(train_until_lost, 3, str(tmp_path)) as group:
+        wait_for([tmp_path / str(rank) for rank in range(2)])
+        pids = [process.pid for process in group.processes]
+        for rank in range(2):
+            group.kill(rank)
+        group.wait(timeout_s=GRACE_S)
+        assert [outcome.exit_code for outcome in group.outcomes] == [-signal.SIGKILL] * 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert set(os.listdir("/dev/shm")) <= names
+
+
+class Planted(Exception):
+    """What the rank at fault raises."""
+
+
+def give_up_at_stages(rank, stages, where):
+    return [give_up(rank, stage, where) for stage in stages]
+
+
+def give_up(rank, stage, where):
+    """Rank 1 raises and leaves, by closing its engine or just by ending; the others train on."""
+    engine = start(rank, stage)
+    zoo.run_plan(engine, CASE, 0, rank.rank, [])
+    if rank.rank == 1:
+        if where == "forward":
+            engine.module.blocks[1].register_forward_pre_hook(planted)
+        elif where == "backward":
+            engine.module.blocks[1].up.weight.register_hook(planted)
+        try:
+            loss = engine(**zoo.points(1, rank.rank))
+            engine.backward(loss)
+            raise AssertionError("nothing was planted")
+        except Planted:
+            if where == "forward":
+                engine.close()  # in the other case the process just ends
+            return None
+    began = time.monotonic()
+    try:
+        for step in range(1, 50):
+            zoo.run_plan(engine, CASE, step, rank.rank, [])
+    except errors.CommunicationError as error:
+        return {"error": str(error), "after_s": time.monotonic() - began}
+    raise AssertionError("went on without rank 1")
+
+
+def planted(*_):
+    raise Planted
+
+
+@pytest.mark.parametrize(("where", "stages"), [("forward", STAGES), ("backward", (1,)), ("backward", (3,))])
+def test_a_rank_raises_and_leaves(where, stages):
+    for value in ranks.run(give_up_at_stages, stages, where, timeout_s=100.0)[0]:
+        assert "rank 1" in value["error"]
+        assert value["after_s"] < TIMEOUT_S + GRACE_S
+
+
+def lose_gradients_at_stages(rank):
+    return [lose_gradients(rank, stage) for stage in STAGES]
+
+
+def lose_gradients(rank, stage):
+    """Rank 1's backward fails; it repeats the step, while the others have stepped on."""
+    engine = start(rank, stage)
+    zoo.run_plan(engine, CASE, 0, rank.rank, [])
+    hook = engine.module.blocks[1].up.weight.register_hook(planted) if rank.rank == 1 else None
+    try:
+        zoo.run_plan(engine, CASE, 1, rank.rank, [])
+    except Planted:
+        hook.remove()
+    except errors.CommunicationError as error:
+        return str(error)
+    try:
+        for step in range(1, 10):
+            zoo.run_plan(engine, CASE, step, rank.rank, [])
+    except errors.CommunicationError as error:
+        return str(error)
+    raise AssertionError("ranks of different data stepped together")
+
+
+def test_a_rank_that_lost_its_gradients_cannot_step_with_the_others():
+    for of_rank in ranks.run(lose_gradients_at_stages, timeout_s=100.0):
+        assert all("rank" in error for error in of_rank)
+
+
+def come_alone(rank):
+    if rank.rank == 1:
+        return None
+    began = time.monotonic()
+    try:
+        start(rank, 3)
+    except errors.CommunicationError as error:
+        return str(error), time.monotonic() - began
+    raise AssertionError("began without rank 1")
+
+
+def test_a_rank_that_never_comes():
+    error, after_s = ranks.run(come_alone, timeout_s=60.0)[0]
+    assert "1" in error and "rank" in error
+    assert TIMEOUT_S * 0.5 < after_s < TIMEOUT_S + GRACE_S
+
+
+def differ(rank, kind):
+    """Ranks that were told different things notice it when they meet, or at the latest in the first step."""
+    stage, model = 2, CASE.model()
+    if rank.rank == 1:
+        if kind == "stage":
+            stage = 3
+        elif kind == "model":
+            model = zoo.Chain(4)
+    try:
+        engine = zerobench.initialize(model, config=rank.config(stage=stage, timeout_s=TIMEOUT_S))
+        zoo.run_plan(engine, CASE, 0, rank.rank, [])
+    except errors.CommunicationError as error:
+        return str(error)
+    raise AssertionError("trained different things together")
+
+
+@pytest.mark.parametrize("kind", ["stage", "model"])
+def test_ranks_that_were_told_different_things(kind):
+    for error in ranks.run(differ, kind, timeout_s=60.0):
+        assert error
+
+
+def exit_without_closing(rank, stage):
+    engine = start(rank, stage)
+    zoo.run_plan(engine, CASE, 0, rank.rank, [])
+    return engine.global_steps
+
+
+def test_ranks_may_end_without_closing():
+    assert ranks.run(exit_without_closing, 3, timeout_s=60.0) == [1, 1]
