@@ -85,7 +85,16 @@ _KINDS: dict[Callable[[str], Any], str] = {
 }
 
 
-@app.command()
+_COMPARE_HELP = (
+    "Verify and measure strategies side by side.\n\n"
+    "Options that take a name or a number per row take comma lists too, and their combinations are compared: "
+    "--batch-size 4,8 --stages 0,3.\n\n"
+    "Exit code: 0 when every row is ok, oom or skipped and at least one is ok; 1 when a row is wrong or failed, or "
+    "none is ok; 2 when the command cannot start as given; 130 after Ctrl-C, with the rows so far kept."
+)
+
+
+@app.command(help=_COMPARE_HELP)
 def compare(
     model: Annotated[
         str, typer.Option(help="Presets: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt-64m, gpt-512m.")
@@ -165,14 +174,6 @@ def compare(
         Path | None, typer.Option(help="Where results go. Default: a new results/compare_<time>.")
     ] = None,
 ) -> None:
-    """Verify and measure strategies side by side.
-
-    Options that take a name or a number per row take comma lists too, and their combinations are compared:
-    --batch-size 4,8 --stages 0,3.
-
-    Exit code: 0 when every row is ok, oom or skipped and at least one is ok; 1 when a row is wrong or failed, or none
-    is ok; 2 when the command cannot start as given; 130 after Ctrl-C, with the rows so far kept.
-    """
     from zerobench.bench.given import follow, given_ranks
     from zerobench.bench.launch import Launcher
     from zerobench.bench.plan import DEFAULT_STRATEGIES, CompareOptions, make_plan
