@@ -45,14 +45,13 @@ class Progress(_Message):
 
 
 class RankError(_Message):
-    """An exception ended a rank. ``peer`` is the rank that it blames, or -1."""
+    """An exception ended a rank."""
 
     type: str
     message: str
     phase: str
     out_of_memory: bool = False
     communication: bool = False
-    peer: int = -1
     at_s: float  # time.time() when it was raised, which tells cause from effect
 
 

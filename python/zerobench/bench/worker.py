@@ -111,7 +111,6 @@ def describe_error(error: BaseException, phase: str) -> RankError:
         phase=phase,
         out_of_memory=isinstance(error, MemoryError | torch.OutOfMemoryError),
         communication=isinstance(error, CommunicationError | torch.distributed.DistError),
-        peer=error.rank if isinstance(error, CommunicationError) else -1,
         at_s=time.time(),
     )
 
