@@ -423,7 +423,7 @@ class Engine:
     def _post_forward_hook(self, unit: int) -> Any:
         sharded = self._core.parameters_sharded
 
-        def pre_backward(gradient: torch.Tensor) -> None:
+        def pre_backward(_: Any) -> None:
             self._core.pre_backward(unit)
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -431,7 +431,10 @@ class Engine:
             if not sharded or not torch.is_grad_enabled():
                 return
             for tensor in _tensors(output):
-                if tensor.requires_grad:
+                # Nodes' hooks run after tensors' hooks, so a frozen unit behind this one is resharded before.
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(pre_backward)
+                elif tensor.requires_grad:
                     tensor.register_hook(pre_backward)
 
         return hook
