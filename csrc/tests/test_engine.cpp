@@ -99,6 +99,33 @@ TEST_P(EveryStage, AccumulatesMicroBatches) {
   EXPECT_EQ(master, reference.master);
 }
 
+TEST_P(EveryStage, FurtherBackwardsBeforeTheStepAdd) {
+  // The last rank leaves a unit out, so that the sum so far lies where this rank brought nothing.
+  const auto skips = [&](int rank, std::size_t unit) { return rank == world_size() - 1 && unit == 3; };
+  Reference reference(world_size());
+  for (long step = 0; step < 2; ++step) {
+    for (long micro = 0; micro < 3; ++micro) {
+      reference.backward(3 * step + micro, [&](int rank, std::size_t unit) { return skips(rank, unit) ? 0.0F : 1.0F; });
+    }
+    reference.step();
+  }
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    std::vector<std::size_t> units;
+    for (const std::size_t unit : kUnits) {
+      if (!skips(toy.rank(), unit)) units.push_back(unit);
+    }
+    for (long step = 0; step < 2; ++step) {
+      for (const bool last : {false, true, true}) {
+        toy.forward(units);
+        toy.backward({units.rbegin(), units.rend()}, last);
+      }
+      toy.step();
+    }
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, reference.master);
+}
+
 TEST_P(EveryStage, ClipsByTheGlobalNorm) {
   constexpr double kClip = 0.5;
   ToyOptions with = options();

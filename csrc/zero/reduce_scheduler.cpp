@@ -94,8 +94,9 @@ void ReduceScheduler::begin_backward(bool last) {
   in_backward_ = true;
   last_ = last;
   next_turn_ = 0;
-  last_work_.reset();
   completed_.clear();
+  if (persistent() && reduced_in_window_) resume_accumulation();
+  last_work_.reset();
   for (const std::size_t index : order_) {
     Unit& unit = units_[index];
     unit.complete = false;
@@ -114,6 +115,25 @@ void ReduceScheduler::begin_backward(bool last) {
       if (units_[index].uses == 0 && units_[index].expected_uses > 0) mark_complete(index);
     }
     launch_ready();
+  }
+}
+
+// A further backward follows one that was reduced already, before any step. The sum so far stays in this rank's slice,
+// and what other ranks hold of theirs must not be added again.
+void ReduceScheduler::resume_accumulation() {
+  if (communicator_.world_size() == 1) return;
+  const CommunicationClock::Scope timed(clock_);
+  if (last_work_) last_work_->wait_source_free();
+  const auto rank = static_cast<std::size_t>(communicator_.rank());
+  for (const std::size_t index : order_) {
+    for (const FlatBuffer& flat : units_[index].flats) {
+      if (!flat.trainable) continue;
+      const std::size_t begin = rank * flat.shard_gradient_bytes();
+      const std::size_t end = begin + flat.shard_gradient_bytes();
+      std::memset(flat.full_gradients.data(), 0, begin);
+      std::memset(flat.full_gradients.data() + end, 0, flat.full_gradient_bytes() - end);
+      for (const std::size_t p : flat.parameters) parameters_[p].arrived_in_window = true;  // on some rank
+    }
   }
 }
 
@@ -349,6 +369,7 @@ void ReduceScheduler::end_backward() {
   record_expectations();
   forget_uses();
   in_backward_ = false;
+  reduced_in_window_ = reduced_in_window_ || last_;
   ++window_backwards_;
 }
 
@@ -396,6 +417,7 @@ void ReduceScheduler::record_expectations() {
 
 void ReduceScheduler::clear_window() {
   window_backwards_ = 0;
+  reduced_in_window_ = false;
   for (Unit& unit : units_) unit.awaited_inputs = 0;
   for (const std::size_t index : order_) {
     units_[index].set_gradient_state(GradientState::kEmpty);

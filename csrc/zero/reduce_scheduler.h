@@ -67,6 +67,7 @@ class ReduceScheduler {
   bool persistent() const noexcept { return placement_ != GradientPlacement::kShardedEachMicroBatch; }
   bool reduces_now() const noexcept { return !persistent() || last_; }
   std::byte* gradient_base(const Unit& unit, const FlatBuffer& flat) const;
+  void resume_accumulation();
   void begin_unit(std::size_t unit);
   bool try_take_slot(std::size_t unit, bool block);
   void mark_complete(std::size_t unit);
@@ -107,6 +108,7 @@ class ReduceScheduler {
   std::uint32_t forwards_ = 0;           // training forwards since the last backward ended
   std::uint32_t expected_forwards_ = 1;  // before the backward that the expectations come from
   long window_backwards_ = 0;
+  bool reduced_in_window_ = false;  // a backward of the window was the last one of an accumulation
 };
 
 }  // namespace zb
