@@ -131,13 +131,10 @@ def run(
 
 def run_checks(rank: Rank, checks: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> list[str | None]:
     """Calls every check with this rank and its arguments; what each raised."""
-    from zerobench import topology
-
     errors: list[str | None] = []
     for index, (check, arguments) in enumerate(checks):
-        # A check that fails on one rank must not make the ranks miss each other in the next ones.
-        topology._engine_numbers = itertools.count()
         try:
+            # Its own meeting point: a check that fails on one rank must not make the ranks miss each other in the next.
             check(replace(rank, meeting_point=f"{rank.meeting_point}-{index}"), *arguments)
             errors.append(None)
         except BaseException:  # pytest's own failures are no Exceptions

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from zerobench.config import Config
 from zerobench.errors import ConfigError
 
-_engine_numbers = itertools.count()
+_engines_made: Counter[str] = Counter()  # by meeting point: the ranks of one meet for their n-th engine there
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class Communicators:
 
 def make_communicators(core: Any, config: Config, topology: Topology) -> Communicators:
     """Two communicators (gathers, reductions) of the configured kind. Collective."""
-    number = next(_engine_numbers)
     kind = config.communicator
     if kind == "auto":
         kind = "shm" if topology.local_world_size == topology.world_size else "c10d"
@@ -71,7 +70,9 @@ def make_communicators(core: Any, config: Config, topology: Topology) -> Communi
                 f"communicator 'shm' connects ranks of one host, but {topology.world_size} ranks are spread over "
                 f"several ({topology.local_world_size} here); use 'c10d'"
             )
-        text = config.rendezvous or _rendezvous_from_environment(topology)
+        text = f"{config.rendezvous or _rendezvous_from_environment(topology)}/{topology.world_size}"
+        number = _engines_made[text]
+        _engines_made[text] += 1
         gather, reduce = (
             _make_shm(core, config, topology, f"{text}/{number}/{role}") for role in ("gather", "reduce")
         )
@@ -109,8 +110,7 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
     import torch.distributed as dist
 
     timeout = timedelta(seconds=config.timeout_s)
-    brings_default_group = not dist.is_initialized()
-    if brings_default_group:
+    if not dist.is_initialized():  # stays: another engine would meet a store that is going away
         if topology.world_size > 1 and "MASTER_ADDR" not in os.environ:
             raise ConfigError(
                 "communicator 'c10d' needs torch.distributed: start the ranks with torchrun, or call "
@@ -121,7 +121,7 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
     gather, reduce = (core.make_c10d_communicator(group.group_name) for group in groups)
 
     def close() -> None:
-        for group in [None] if brings_default_group else groups:
+        for group in groups:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
