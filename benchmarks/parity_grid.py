@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -58,14 +59,18 @@ def pairwise_subset() -> list[Cell]:
         row, column = divmod(index, len(MODELS))
         bits = (row + column) % 2, (row // 2 + column) % 2, (row + row // 2 + column // 2) % 2
         cells.append(Cell(world_size, precision, *map(bool, bits)))
-    return cells + [Cell(2, precision, clip=True, checkpointing=False, tied=True, grad_accum=4) for precision in MODELS]
+    return cells + [
+        Cell(2, precision, clip=True, checkpointing=False, tied=True, grad_accum=4) for precision in MODELS
+    ]
 
 
 def run_cell(cell: Cell, *, rank: int, rendezvous: str) -> dict[str, dict[str, Any]]:
     """Train the cell at every stage on this rank; on rank 0 also the reference. Results by strategy name."""
     if rank >= cell.world_size:
         return {}
-    results = {f"zero{stage}": train(f"zero{stage}", cell, rank=rank, rendezvous=rendezvous) for stage in STAGES}
+    results = {
+        f"zero{stage}": train(f"zero{stage}", cell, rank=rank, rendezvous=rendezvous) for stage in STAGES
+    }
     if rank == 0:
         reference = train("single", cell, rank=rank, rendezvous=rendezvous)
         for name in results:
@@ -76,10 +81,16 @@ def run_cell(cell: Cell, *, rank: int, rendezvous: str) -> dict[str, dict[str, A
     return results
 
 
+@functools.cache
+def text() -> Any:
+    from zerobench.data import open_data
+
+    return open_data("stdlib", seed=0, seq_length=SEQ_LENGTH, vocab_size=256)
+
+
 def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any]:
     from zerobench import models, strategies
     from zerobench.bench.verify import gather_evidence
-    from zerobench.data import open_data
     from zerobench.strategies.base import OptimizerSettings, StrategySettings
     from zerobench.strategies.shared import checksum
 
@@ -101,7 +112,7 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
         timeout_s=120.0,
         deterministic=True,
     )
-    data = open_data("stdlib", seed=0, seq_length=SEQ_LENGTH, vocab_size=256)
+    data = text()
     sizes = {"batch_size": BATCH_SIZE, "grad_accum": cell.grad_accum}
 
     def batches(step: int) -> Sequence[Any]:
@@ -115,7 +126,7 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
     initial = strategy.full_parameters()
     evidence = gather_evidence(strategy, batches)
     norms = []
-    for step in range(len(norms), NUM_STEPS):
+    for step in range(NUM_STEPS):
         norms.append(strategy.step(batches(step), norm=True).grad_norm)
     result = {
         "checksum": checksum(strategy.full_parameters()),
@@ -133,7 +144,9 @@ def deviations(result: dict[str, Any], reference: dict[str, Any], cell: Cell) ->
     from zerobench.bench.verify import Reference, compare
 
     found, expected = result["evidence"], reference["evidence"]
-    updates = {name: parameter - reference["initial"][name] for name, parameter in expected.parameters.items()}
+    updates = {
+        name: parameter - reference["initial"][name] for name, parameter in expected.parameters.items()
+    }
     deviation = compare(
         found,
         Reference(expected.gradients, updates, expected.parameters, expected.moments),
@@ -160,7 +173,8 @@ def judge(cell: Cell, by_rank: Sequence[dict[str, dict[str, Any]]]) -> dict[str,
         for group in alike
     )
     worst = {
-        key: max(ranks[0][name]["deviation"][key] for name in names) for key in ("norm", "gradient", "update", "piece")
+        key: max(ranks[0][name]["deviation"][key] for name in names)
+        for key in ("norm", "gradient", "update", "piece")
     }
     reference_loss = ranks[0]["single"]["loss"]
     losses = (sum(rank[name]["loss"] for rank in ranks) / cell.world_size for name in names)
@@ -174,7 +188,9 @@ def judge(cell: Cell, by_rank: Sequence[dict[str, dict[str, Any]]]) -> dict[str,
     }
 
 
-def run_cells(rank: int, cells: Iterable[Cell], rendezvous: str, progress: Connection | None = None) -> list[Any]:
+def run_cells(
+    rank: int, cells: Iterable[Cell], rendezvous: str, progress: Connection | None = None
+) -> list[Any]:
     """Every cell on this rank, one after the other."""
     import torch
 
@@ -190,38 +206,44 @@ def run_cells(rank: int, cells: Iterable[Cell], rendezvous: str, progress: Conne
 def markdown(verdicts: Sequence[dict[str, Any]], *, took_s: float) -> str:
     import torch
 
+    from zerobench import models
     from zerobench.bench.tolerances import TOLERANCES
 
+    quantities = ("loss", "norm", "gradient", "update", "piece")
+    columns = ("ranks", "precision", "clip", "checkpointing", "tied", "accumulation", "bits", *quantities)
+    numel = models.parameter_count(models.resolve("tiny", SMALL))
     cells = len(verdicts)
     right = sum(verdict["ok"] for verdict in verdicts)
     lines = [
         "# Parity of the stages",
         "",
-        f"{right} of {cells} cells are right. Written by `python benchmarks/parity_grid.py` in {took_s / 60:.0f} min on CPU, "
-        f"torch {torch.__version__}.",
+        f"{right} of {cells} cells are right. Written by `python benchmarks/parity_grid.py` in {took_s / 60:.0f} min "
+        f"on CPU, torch {torch.__version__}.",
         "",
-        f"Each cell trains zero0 to zero3 for {NUM_STEPS} steps after the verification's own, on text, {BATCH_SIZE} sequence "
-        f"of {SEQ_LENGTH} a rank and micro-batch. fp32 trains `tiny`; bf16 and fp16 train it with "
-        f"{SMALL['num_layers']} layers of {SMALL['hidden_size']} (33,984 parameters tied), since fp16 is slow on CPUs. *Bits*: "
-        "parameters (SHA-256) and every step's gradient norm are the same at all four stages and on all ranks; with "
-        "accumulation the same for zero0 and zero1, and for zero2 and zero3. The other columns are verification's largest "
-        "deviations over the stages from `single` on the same global batch "
+        f"Each cell trains zero0 to zero3 for {NUM_STEPS} steps after the verification's own, on text, {BATCH_SIZE} "
+        f"sequence of {SEQ_LENGTH} a rank and micro-batch. fp32 trains `tiny`; bf16 and fp16 train it with "
+        f"{SMALL['num_layers']} layers of {SMALL['hidden_size']} ({numel:,} parameters where tied), since fp16 is slow "
+        "on CPUs. *Bits*: parameters (SHA-256) and every step's gradient norm are the same at all four stages and on "
+        "all ranks; with accumulation the same for zero0 and zero1, and for zero2 and zero3. The other columns are "
+        "verification's largest deviations over the stages from `single` on the same global batch "
         "([verification.md](../docs/decisions/verification.md)), allowed are:",
         "",
         "| precision | loss | norm | gradient | update | piece |",
         "| --- | --- | --- | --- | --- | --- |",
         *(
-            f"| {name} | " + " | ".join(f"{of[key]:g}" for key in ("loss", "norm", "gradient", "update", "piece")) + " |"
+            f"| {name} | "
+            + " | ".join(f"{of[key]:g}" for key in ("loss", "norm", "gradient", "update", "piece"))
+            + " |"
             for name, of in TOLERANCES.items()
         ),
         "",
-        "| ranks | precision | clip | checkpointing | tied | accumulation | bits | loss | norm | gradient | update | piece | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| " + " | ".join(columns) + " | |",
+        "| --- " * (len(columns) + 1) + "|",
     ]
     for verdict in verdicts:
         cell, found = verdict["cell"], verdict["deviation"]
         switches = ("yes" if value else "no" for value in (cell.clip, cell.checkpointing, cell.tied))
-        numbers = (f"{found[key]:.1e}" for key in ("loss", "norm", "gradient", "update", "piece"))
+        numbers = (f"{found[key]:.1e}" for key in quantities)
         values = [
             str(cell.world_size),
             cell.precision,
@@ -236,7 +258,9 @@ def markdown(verdicts: Sequence[dict[str, Any]], *, took_s: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".md"))
     parser.add_argument("--subset", action="store_true", help="only the cells that the tests run")
     options = parser.parse_args()
@@ -248,7 +272,9 @@ def main() -> int:
         readers = []
         for rank in range(max(WORLD_SIZES)):
             reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=run_cells, args=(rank, cells, f"parity-{os.getpid()}", writer), daemon=True)
+            process = context.Process(
+                target=run_cells, args=(rank, cells, f"parity-{os.getpid()}", writer), daemon=True
+            )
             process.start()
             stack.callback(process.kill)
             writer.close()
@@ -256,7 +282,12 @@ def main() -> int:
         verdicts = []
         for cell in cells:
             verdicts.append(judge(cell, [reader.recv() for reader in readers]))
-            print(f"{len(verdicts)}/{len(cells)}", "ok" if verdicts[-1]["ok"] else "WRONG", cell, file=sys.stderr)
+            print(
+                f"{len(verdicts)}/{len(cells)}",
+                "ok" if verdicts[-1]["ok"] else "WRONG",
+                cell,
+                file=sys.stderr,
+            )
     options.output.write_text(markdown(verdicts, took_s=time.monotonic() - began), encoding="utf-8")
     return 0 if all(verdict["ok"] for verdict in verdicts) else 1
 

@@ -306,8 +306,6 @@ class Engine:
                     unit=unit_of[name],
                 )
             )
-        if not any(parameter.requires_grad for parameter in self.module.parameters()):
-            raise ConfigError("the model has no parameter that needs a gradient; there is nothing to train")
         return arguments
 
     def _share_buffers(self) -> None:
@@ -482,4 +480,6 @@ def _param_groups(
         kept = [p for p in parameters if p.requires_grad and p.is_floating_point()]
         if kept or len(groups) > 1:
             cleaned.append({**group, "params": kept})
+    if not any(group["params"] for group in cleaned):
+        raise ConfigError("the model has no parameter that needs a gradient; there is nothing to train")
     return cleaned

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import parity_grid
 import ranks
@@ -61,7 +62,8 @@ def learn(rank: ranks.Rank):
     config = models.resolve("tiny", {})
     data = open_data("stdlib", seed=0, seq_length=64, vocab_size=config.vocab_size)
     engine = zerobench.initialize(
-        models.build(config, seed=0), config=rank.config(stage=3, optimizer={"lr": 3e-3}, gradient_clipping=1.0)
+        models.build(config, seed=0),
+        config=rank.config(stage=3, optimizer={"lr": 3e-3}, gradient_clipping=1.0),
     )
 
     def held_out():
@@ -74,7 +76,9 @@ def learn(rank: ranks.Rank):
 
     before, text = held_out()
     for step in range(LEARN_STEPS):
-        for batch in data.micro_batches(step, rank=rank.rank, world_size=rank.world_size, batch_size=8, grad_accum=1):
+        for batch in data.micro_batches(
+            step, rank=rank.rank, world_size=rank.world_size, batch_size=8, grad_accum=1
+        ):
             engine.backward(engine(**batch).loss)
             engine.step()
     after, _ = held_out()

@@ -34,7 +34,14 @@ def train(rank, stage, scale, poisoned=()):
         loss_scale={"initial_scale": scale, "growth_interval_steps": 4},
     )
     engine = zerobench.initialize(model, config=config)
-    record = {"scales": [engine.loss_scale], "applied": [], "steps": [], "norms": [], "kept": [], "losses": []}
+    record = {
+        "scales": [engine.loss_scale],
+        "applied": [],
+        "steps": [],
+        "norms": [],
+        "kept": [],
+        "losses": [],
+    }
     for step in range(14):
         batch = zoo.points(step, rank.rank)
         before = zoo.state_of(engine)["digest"] if step in poisoned else None
@@ -113,7 +120,9 @@ def train_over_gloo(rank, port):
     for name in C10D_CASES:
         for stage in STAGES:
             results[name, stage] = zoo.train_engine(zoo.CASES[name], rank, stage=stage, communicator="c10d")
-    assert len(torch.distributed.distributed_c10d._world.pg_map) == 1  # the default group, for the next engine
+    assert (
+        len(torch.distributed.distributed_c10d._world.pg_map) == 1
+    )  # the default group, for the next engine
     torch.distributed.destroy_process_group()
     for name in C10D_CASES:
         results[name, "shm"] = zoo.train_engine(zoo.CASES[name], rank, stage=3)
@@ -139,6 +148,8 @@ def test_c10d_gives_the_same_bits_at_all_stages(gloo, name):
 def test_c10d_trains_what_shm_trains(gloo, name):
     origin = {key: p.detach() for key, p in zoo.make(zoo.CASES[name]).named_parameters()}
     tolerance = 0.1 if name == "bf16" else 1e-3
-    assert zoo.relative(gloo[0][name, 0]["parameters"], gloo[0][name, "shm"]["parameters"], origin) <= tolerance
+    assert (
+        zoo.relative(gloo[0][name, 0]["parameters"], gloo[0][name, "shm"]["parameters"], origin) <= tolerance
+    )
     if len(gloo) == 2 and name != "bf16":  # two terms have one sum
         assert gloo[0][name, 0]["digest"] == gloo[0][name, "shm"]["digest"]

@@ -1,0 +1,111 @@
+"""The engine's configuration: defaults, sentences of errors, files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerobench import config as config_module
+from zerobench import topology
+from zerobench.config import Config, parse
+from zerobench.errors import ConfigError
+
+
+def test_defaults():
+    config = parse(None)
+    assert (config.stage, config.precision, config.gradient_accumulation_steps) == (0, "fp32", 1)
+    assert config.gradient_clipping is None and config.units == "auto" and config.communicator == "auto"
+    assert config.optimizer.type == "adamw" and config.optimizer.betas == (0.9, 0.999)
+    assert parse(config) is config
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"stagee": 2}, "unknown key 'stagee' in the configuration; did you mean 'stage'?"),
+        ({"gradient_accumulation": 2}, "did you mean 'gradient_accumulation_steps'?"),
+        (
+            {"optimizer": {"learning": 1}},
+            "unknown key 'optimizer.learning' in the configuration; known keys are",
+        ),
+        ({"optimizer": {"weight_decy": 1}}, "did you mean 'weight_decay'?"),
+        ({"loss_scale": {"initial": 1}}, "did you mean 'initial_scale'?"),
+        ({"stage": 4}, "'stage'"),
+        ({"stage": "three"}, "'stage'"),
+        ({"precision": "fp8"}, "'precision'"),
+        ({"gradient_accumulation_steps": 0}, "greater than or equal to 1"),
+        ({"gradient_clipping": 0}, "greater than 0"),
+        ({"gradient_clipping": float("nan")}, "'gradient_clipping'"),
+        ({"optimizer": {"lr": -1}}, "'optimizer.lr'"),
+        ({"optimizer": {"lr": float("inf")}}, "'optimizer.lr'"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "each beta must be at least 0 and below 1"),
+        ({"timeout_s": 0}, "'timeout_s'"),
+        ({"timeout_s": float("inf")}, "'timeout_s'"),
+        ({"rank": 2, "world_size": 2}, "rank 2 is not below its world size 2"),
+        ({"local_rank": 1, "local_world_size": 1}, "local_rank 1 is not below its world size 1"),
+        ({"rendezvous": ""}, "'rendezvous'"),
+        ({"prefetch_bytes": -1}, "'prefetch_bytes'"),
+        ({"threads": 0}, "'threads'"),
+    ],
+)
+def test_an_error_is_one_sentence_that_names_the_key(values, sentence):
+    with pytest.raises(ConfigError) as caught:
+        parse(values)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_dtypes_by_role():
+    assert parse({"precision": "bf16"}).effective_dtypes() == {
+        "param": "bfloat16",
+        "compute": "bfloat16",
+        "reduce": "bfloat16",
+        "master": "float32",
+        "state": "float32",
+    }
+    mixed = parse({"precision": "bf16", "reduce_dtype": "float32"})
+    assert mixed.effective_dtypes()["reduce"] == "float32" and not mixed.scales_loss()
+    assert parse({"precision": "fp16"}).scales_loss()
+    assert parse({"reduce_dtype": "float16"}).scales_loss()
+
+
+def test_files(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"stage": 3, "optimizer": {"betas": [0.8, 0.9]}}), encoding="utf-8")
+    assert parse(path) == parse(str(path)) == Config(stage=3, optimizer={"betas": (0.8, 0.9)})
+    path.write_text('{"stage": 3,}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON: .* in line 1"):
+        config_module.load(path)
+    path.write_text("[1]", encoding="utf-8")
+    with pytest.raises(ConfigError, match="must hold one JSON object, not a list"):
+        config_module.load(path)
+    path.write_text('{"stag": 3}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json: unknown key 'stag'.*'stage'"):
+        config_module.load(path)
+    with pytest.raises(ConfigError, match=r"cannot read configuration .*No such file"):
+        config_module.load(tmp_path / "missing.json")
+
+
+def test_ranks_come_from_the_configuration_then_the_environment():
+    assert topology.resolve(parse(None), {}) == topology.Topology(0, 1, 0, 1)
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert topology.resolve(parse(None), environment) == topology.Topology(3, 4, 1, 2)
+    assert topology.resolve(parse({"world_size": 1}), environment) == topology.Topology(0, 1, 0, 1)
+    assert topology.resolve(parse({"rank": 1, "world_size": 2}), {}) == topology.Topology(1, 2, 1, 2)
+    with pytest.raises(ConfigError, match="RANK is 'x', not a number"):
+        topology.resolve(parse(None), {"RANK": "x"})
+    with pytest.raises(ConfigError, match="check RANK and WORLD_SIZE"):
+        topology.resolve(parse(None), {"RANK": "2", "WORLD_SIZE": "2"})
+
+
+def test_ranks_without_a_meeting_point(monkeypatch):
+    for key in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.delenv("ZEROBENCH_RENDEZVOUS", raising=False)
+    config = parse({"rank": 0, "world_size": 2})
+    with pytest.raises(ConfigError, match="start them with torchrun, or set the configuration's rendezvous"):
+        topology.make_communicators(None, config, topology.resolve(config, {}))
+    far = parse({"communicator": "shm", "rank": 0, "world_size": 4, "local_world_size": 2})
+    with pytest.raises(ConfigError, match="'shm' connects ranks of one host"):
+        topology.make_communicators(None, far, topology.resolve(far, {}))

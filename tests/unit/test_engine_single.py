@@ -1,0 +1,96 @@
+"""The engine on one rank: every kind of model against plain PyTorch, in this process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ranks
+import zoo
+
+import zerobench
+from zerobench.errors import StateError
+
+RANK = ranks.Rank(0, 1, "alone")
+NAMES = [name for name, case in zoo.CASES.items() if name != "fp16"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_trains_what_plain_pytorch_trains(name):
+    case = zoo.CASES[name]
+    results = [zoo.train_engine(case, RANK, stage=stage) for stage in (0, 3)]
+    assert results[0]["digest"] == results[1]["digest"] and results[0]["norms"] == results[1]["norms"]
+    expected = zoo.train_plainly(case, world_size=1)
+    low = case.config.get("precision") == "bf16"
+    origin = {key: p.detach() for key, p in zoo.make(case).named_parameters()}
+    assert zoo.relative(results[0]["exp_avg"], expected["exp_avg"]) <= (0.03 if low else 2e-4)
+    assert zoo.relative(results[0]["parameters"], expected["parameters"], origin) <= (0.15 if low else 5e-3)
+    assert results[0]["losses"] == pytest.approx(expected["losses"][0], rel=0.1 if low else 2e-3, abs=1e-5)
+
+
+def test_an_engine_looks_like_its_model():
+    model = zoo.Chain(2)
+    engine = zerobench.initialize(model, config={"world_size": 1})
+    assert engine.module is model and engine.blocks is model.blocks
+    assert engine.train() is engine and model.training
+    assert engine.eval() is engine and not model.training
+    assert engine.get_global_grad_norm() is None and engine.global_steps == 0 and engine.loss_scale == 1.0
+    assert engine.dtypes()["master"] == "float32"
+    with pytest.raises(AttributeError):
+        _ = engine.no_such_thing
+    assert engine.communication_bytes() == 0
+    engine.close()
+    engine.close()
+    with pytest.raises(StateError, match="closed"):
+        engine.units()
+
+
+def test_low_precision_parameters_and_inputs():
+    model = zoo.Bare()
+    engine = zerobench.initialize(model, config={"world_size": 1, "precision": "bf16"})
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    seen = []
+    model.first.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    engine(**zoo.points(0, 0))
+    assert seen == [torch.bfloat16]
+    assert all(p.dtype == torch.float32 for p in engine.full_parameters().values())
+    engine.close()
+
+
+def test_integer_parameters_stay_as_they_are():
+    model = zoo.Bare()
+    model.table = torch.nn.Parameter(torch.arange(5), requires_grad=False)
+    engine = zerobench.initialize(model, config={"world_size": 1, "precision": "bf16"})
+    assert torch.equal(model.table, torch.arange(5))
+    assert "table" in engine.state_dict() and "table" not in engine.full_parameters()
+    engine.close()
+
+
+def test_a_threaded_update_equals_a_single_one():
+    digests = set()
+    for threads in (1, 2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
+        engine = zerobench.initialize(
+            model, config={"world_size": 1, "threads": threads, "pin_threads": False}
+        )
+        for step in range(3):
+            torch.manual_seed(step)
+            engine.backward(engine(torch.randn(4, 300)).square().mean())
+            engine.step()
+        digests.add(zoo.state_of(engine)["digest"])
+        engine.close()
+    assert len(digests) == 1

@@ -1,0 +1,98 @@
+"""The optimizer object: param groups, schedulers, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import zoo
+
+import zerobench
+from zerobench.config import OptimizerConfig
+from zerobench.errors import ConfigError
+from zerobench.optimizer import ZeroOptimizer
+
+
+def start(model, **arguments):
+    return zerobench.initialize(model, config={"world_size": 1, "optimizer": {"lr": 0.5}}, **arguments)
+
+
+def test_groups_have_defaults_and_their_own():
+    a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+    optimizer = ZeroOptimizer(
+        [{"params": [a]}, {"params": [b], "lr": 0.1, "betas": (0.5, 0.6)}], OptimizerConfig(lr=2)
+    )
+    first, second = optimizer.hyperparameters()
+    assert first == {
+        "lr": 2.0,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "decoupled": True,
+    }
+    assert (second["lr"], second["beta1"], second["beta2"]) == (0.1, 0.5, 0.6)
+    optimizer.param_groups[0]["lr"] = 7
+    assert optimizer.hyperparameters()[0]["lr"] == 7.0
+    assert not ZeroOptimizer([{"params": [a]}], OptimizerConfig(type="adam")).hyperparameters()[0][
+        "decoupled"
+    ]
+
+
+def test_what_it_refuses():
+    model = zoo.Bare()
+    with pytest.raises(ConfigError, match="param group 0 has the unknown key 'learning_rate'"):
+        start(model, model_parameters=[{"params": model.parameters(), "learning_rate": 1}])
+    with pytest.raises(ConfigError, match=r"'second\.weight' needs a gradient but is in no param group"):
+        start(model, model_parameters=model.first.parameters())
+    with pytest.raises(
+        ConfigError, match=r"param group 0 has a parameter of shape .* that the model does not have"
+    ):
+        start(model, model_parameters=[torch.nn.Parameter(torch.ones(4))])
+    with pytest.raises(ConfigError, match=r"not tuple; pass model\.parameters\(\)"):
+        start(model, model_parameters=list(model.named_parameters()))
+    with pytest.raises(ConfigError, match="param group 0 has no 'params'"):
+        start(model, model_parameters=[{"lr": 1}])
+    with pytest.raises(ConfigError, match="nothing to train"):
+        start(zoo.Bare().requires_grad_(False))
+    with pytest.raises(ConfigError, match="belongs to no engine"):
+        ZeroOptimizer([{"params": list(model.parameters())}], OptimizerConfig()).step()
+    engine = start(model)
+    with pytest.raises(ConfigError, match="takes no closure"):
+        engine.optimizer.step(lambda: 0.0)
+    engine.close()
+
+
+def test_schedulers_work_without_warnings():
+    engine, optimizer, loader, scheduler = start(zoo.Bare())
+    assert loader is None and scheduler is None and isinstance(optimizer, torch.optim.Optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            engine.backward(engine(**zoo.points(0, 0)))
+            engine.step()
+            optimizer.zero_grad()
+            schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5 / 8
+    engine.backward(engine(**zoo.points(0, 0)))
+    optimizer.step()
+    assert engine.global_steps == 4
+    engine.close()
+
+
+def test_a_learning_rate_of_zero_changes_nothing():
+    engine = start(zoo.Bare())
+    engine.optimizer.param_groups[0]["lr"] = 0.0
+    before = engine.state_dict()
+    engine.backward(engine(**zoo.points(0, 0)))
+    engine.step()
+    after = engine.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    engine.close()

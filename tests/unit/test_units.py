@@ -1,0 +1,78 @@
+"""Which modules become units, and which unit a parameter belongs to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import zoo
+
+from zerobench import models
+from zerobench.errors import ConfigError
+from zerobench.units import find_units
+
+
+def test_blocks_and_a_tied_embedding():
+    model = models.build(models.resolve("tiny", {}), seed=0)
+    units = find_units(model)
+    assert units.names == ["root", *(f"blocks.{i}" for i in range(4))]
+    assert units.modules[0] is model
+    unit_of = units.unit_of_parameters()
+    assert unit_of["blocks.2.mlp.fc.weight"] == 3
+    assert {unit_of[name] for name in ("wte.weight", "wpe.weight", "ln_f.bias")} == {0}
+    assert set(unit_of) == {name for name, _ in model.named_parameters()}
+
+
+def test_large_untied_embeddings_and_heads_are_units():
+    config = models.resolve("tiny", {"tied_embeddings": False, "vocab_size": 2048})
+    names = find_units(models.build(config, seed=0)).names
+    assert names == ["root", "wte", *(f"blocks.{i}" for i in range(4)), "lm_head"]
+
+
+def test_a_parameter_of_two_units_belongs_to_the_root():
+    units = find_units(zoo.Tied())
+    unit_of = units.unit_of_parameters()
+    assert units.names == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert unit_of["blocks.0.norm.weight"] == 0  # shared with block 2
+    assert unit_of["blocks.1.norm.weight"] == 2
+    assert unit_of["embed.weight"] == 0
+
+
+def test_without_repeated_blocks_all_is_root():
+    assert find_units(zoo.Bare()).names == ["root"]
+
+
+def test_the_outermost_repeated_modules_are_taken():
+    outer = nn.ModuleList(nn.ModuleList(zoo.Block() for _ in range(2)) for _ in range(2))
+    assert find_units(outer).names == ["root", "0", "1"]
+
+
+def test_blocks_that_differ_are_no_repetition():
+    assert find_units(nn.Sequential(zoo.Block(8), zoo.Block(16))).names == ["root"]
+
+
+def test_one_block_object_in_two_places_is_one_unit():
+    block = zoo.Block()
+    assert find_units(nn.Sequential(block, zoo.Block(), block)).names == ["root", "0", "1"]
+
+
+def test_classes_by_name():
+    model = zoo.Chain(2)
+    assert find_units(model, ["Block"]).names == ["root", "blocks.0", "blocks.1"]
+    nested = find_units(model, ["Block", "LayerNorm"])
+    assert nested.names == ["root", "blocks.0", "blocks.0.norm", "blocks.1", "blocks.1.norm"]
+    assert nested.unit_of_parameters()["blocks.1.norm.bias"] == 4
+    assert nested.unit_of_parameters()["blocks.1.up.bias"] == 3
+    with pytest.raises(ConfigError, match="no module of class 'Blok'; did you mean 'Block'"):
+        find_units(model, ["Blok"])
+    with pytest.raises(ConfigError, match="no module of class 'Zebra'; it has Block, Chain"):
+        find_units(model, ["Zebra"])
+
+
+def test_modules_without_parameters_are_no_units():
+    assert find_units(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2)), ["ReLU"]).names == ["root"]
