@@ -32,8 +32,8 @@ def cuda_wanted() -> str:
     return wanted
 
 
-def build_requirements(torch: Torch | None) -> list[str]:
-    """`torch` is the target's; None where the build brings its own."""
+def build_requirements(torch: Torch | None, nvcc: Path | None) -> list[str]:
+    """`torch` is the target's, None where the build brings its own; `nvcc` is the machine's."""
     wanted = cuda_wanted()
     if wanted == "off":
         return []
@@ -44,7 +44,7 @@ def build_requirements(torch: Torch | None) -> list[str]:
         return []
     requirements = []
     major, minor = cuda.split(".")[:2]
-    if toolkit_nvcc() is None and int(major) >= FIRST_CUDA_WITH_COMPILER_PACKAGES:
+    if nvcc is None and int(major) >= FIRST_CUDA_WITH_COMPILER_PACKAGES:
         requirements += [f"{package}=={major}.{minor}.*" for package in COMPILER_PACKAGES]
     # torch's CUDA builds bring NCCL with them; beside a CPU build it is asked for only on demand.
     if wanted == "on" and nccl_directory() is None:

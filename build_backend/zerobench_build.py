@@ -20,7 +20,7 @@ except ModuleNotFoundError:
         "run `pip install scikit-build-core cmake ninja` first."
     ) from None
 
-from cuda_requirement import build_requirements, cmake_defines
+from cuda_requirement import build_requirements, cmake_defines, toolkit_nvcc
 from torch_requirement import NEWEST_TESTED, installed_torch, torch_to_build_against
 
 ConfigSettings = dict[str, Any]
@@ -55,7 +55,7 @@ def build_editable(
 
 def _requirements() -> list[str]:
     torch = installed_torch()
-    return [*([] if torch else [NEWEST_TESTED]), *build_requirements(torch)]
+    return [*([] if torch else [NEWEST_TESTED]), *build_requirements(torch, toolkit_nvcc())]
 
 
 def _with_defines(config_settings: ConfigSettings | None) -> ConfigSettings:

@@ -133,49 +133,56 @@ def test_backend_without_scikit_build_core_says_what_to_install(target: Path) ->
 
 CUDA_ASK = (
     "import cuda_requirement as c; from torch_finder import Torch; from pathlib import Path; "
-    "print(*c.build_requirements({torch}))"
+    "print(*c.build_requirements({torch}, {nvcc}))"
 )
 CPU_TORCH = "Torch(Path('/x'), '2.13.0+cpu', None)"
 CUDA_TORCH = "Torch(Path('/x'), '2.13.0', '13.0')"
 
 
+def ask_cuda(target: Path, torch: str, nvcc: str = "None", **environment: str) -> list[str]:
+    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=torch, nvcc=nvcc), **environment)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split()
+
+
 @pytest.mark.parametrize("torch", [CPU_TORCH, CUDA_TORCH])
 def test_cuda_off_asks_for_nothing(target: Path, torch: str) -> None:
-    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=torch), ZEROBENCH_CUDA="off")
-    assert (run.returncode, run.stdout.strip()) == (0, "")
+    assert ask_cuda(target, torch, ZEROBENCH_CUDA="off") == []
 
 
 def test_cpu_torch_asks_for_no_compiler(target: Path) -> None:
-    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=CPU_TORCH), PATH="/nowhere")
-    assert (run.returncode, run.stdout.strip()) == (0, "")
+    assert ask_cuda(target, CPU_TORCH) == []
 
 
-@pytest.mark.skipif(
-    Path("/usr/local/cuda/bin/nvcc").exists(), reason="this machine's CUDA toolkit is always found"
-)
 def test_cuda_torch_without_nvcc_asks_for_the_compiler_packages_of_its_version(target: Path) -> None:
-    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=CUDA_TORCH), PATH="/nowhere")
-    assert run.returncode == 0, run.stderr
-    names = [requirement.split("==") for requirement in run.stdout.split()]
+    names = [requirement.split("==") for requirement in ask_cuda(target, CUDA_TORCH)]
     assert {"nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt"} <= {name for name, _ in names}
     assert {version for _, version in names} == {"13.0.*"}
 
 
-def test_cuda_torch_with_nvcc_asks_for_no_compiler(target: Path, tmp_path: Path) -> None:
+def test_cuda_12_torch_asks_for_nothing_since_no_package_holds_its_compiler(target: Path) -> None:
+    assert ask_cuda(target, "Torch(Path('/x'), '2.9.1', '12.8')") == []
+
+
+def test_cuda_torch_with_nvcc_asks_for_no_compiler(target: Path) -> None:
+    assert ask_cuda(target, CUDA_TORCH, "Path('/usr/bin/nvcc')") == []
+
+
+def test_nvcc_named_by_variable_is_taken_first(target: Path, tmp_path: Path) -> None:
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\n")
     nvcc.chmod(0o755)
-    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=CUDA_TORCH), CUDACXX=str(nvcc))
-    assert (run.returncode, run.stdout.strip()) == (0, "")
+    code = "import cuda_requirement as c; print(c.toolkit_nvcc())"
+    assert run_backend(target / "bin/python", code, CUDACXX=str(nvcc)).stdout.strip() == str(nvcc)
 
 
 def test_cuda_on_asks_for_nccl_where_none_is(target: Path) -> None:
-    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=CPU_TORCH), ZEROBENCH_CUDA="on")
-    assert "nvidia-nccl-cu13" in run.stdout.split()
+    assert "nvidia-nccl-cu13" in ask_cuda(target, CPU_TORCH, ZEROBENCH_CUDA="on")
 
 
 def test_cuda_word_that_is_none_is_an_error(target: Path) -> None:
-    run = run_backend(target / "bin/python", CUDA_ASK.format(torch=CPU_TORCH), ZEROBENCH_CUDA="yes")
+    code = CUDA_ASK.format(torch=CPU_TORCH, nvcc="None")
+    run = run_backend(target / "bin/python", code, ZEROBENCH_CUDA="yes")
     assert run.returncode == 1
     assert run.stderr.strip() == "zerobench: ZEROBENCH_CUDA is on, off or auto, not 'yes'."
 
