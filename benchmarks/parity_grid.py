@@ -109,7 +109,7 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
         clip=0.5 if cell.clip else None,
         checkpointing=cell.checkpointing,
         optimizer=OptimizerSettings(lr=1e-3),
-        timeout_s=120.0,
+        timeout_s=1800.0,  # ranks that smaller worlds leave out wait for the others here
         deterministic=True,
     )
     data = text()

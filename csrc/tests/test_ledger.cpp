@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -85,6 +86,17 @@ TEST(Ledger, ThreadsMayCountAtOnce) {
   EXPECT_EQ(entry.current_bytes, 0);
   EXPECT_GE(entry.peak_bytes, 8);
   EXPECT_LE(entry.peak_bytes, 32);
+}
+
+// A parameter keeps its buffer when the engine and its ledger are gone (freeing it once locked a destroyed mutex).
+TEST(Ledger, AllocationsMayOutliveTheirLedger) {
+  const std::int64_t before = process_usage().current_bytes();
+  std::optional<Ledger> ledger(std::in_place);
+  std::optional<Allocation> held(std::in_place, &*ledger, Tier::kDevice, Category::kParameters, 64);
+  ledger.reset();
+  EXPECT_EQ(process_usage().current_bytes(), before + 64);
+  held.reset();
+  EXPECT_EQ(process_usage().current_bytes(), before);
 }
 
 TEST(Ledger, EveryTierAndCategoryHasAName) {
