@@ -17,7 +17,7 @@ struct VectorKernels {
 
   // Larger outputs pass the caches: they would not stay in them until they are read, and a line that is written whole
   // need not be read first.
-  static constexpr std::size_t kStreamBytes = std::size_t{1} << 20;
+  static constexpr std::size_t kStreamBytes = std::size_t{4} << 20;
 
   template <DType kTo, DType kFrom>
   [[gnu::noinline]] static void cast_loop(void* destination, const void* source, std::size_t numel) {
