@@ -135,6 +135,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
         if phase in phases
     }
     settings.threads_per_rank = windows[0].threads
+    settings.communicator = windows[0].communicator
 
 
 def largest(values: Sequence[int | None]) -> int | None:

@@ -94,6 +94,7 @@ class Window(_Message):
     memory_bytes: dict[str, dict[str, int]]
     phases_ms: dict[str, float]
     threads: int
+    communicator: str | None = None
 
 
 class Report(_Message):

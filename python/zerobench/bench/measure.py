@@ -57,6 +57,7 @@ def measure(
         memory_bytes=memory_bytes,
         phases_ms=phases_ms,
         threads=torch.get_num_threads(),
+        communicator=strategy.communicator(),
     )
 
 

@@ -115,6 +115,10 @@ class Strategy(ABC):
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         """{tier: {category: bytes}} that this rank holds at peak, by the ledger's names."""
 
+    def communicator(self) -> str | None:
+        """What moves this strategy's data between ranks ("shm", "gloo", "nccl", ...), None where nothing is moved."""
+        return None
+
     def communication_bytes(self) -> int | None:
         """Bytes this rank moved in collectives since ``reset_counters`` (accounting of docs/metrics.md), else None."""
         return None

@@ -179,6 +179,9 @@ class PeerStrategy(Strategy):
         self._run(micro_batches, norm=False, clock=clock)
         return clock.phases_ms
 
+    def communicator(self) -> str | None:
+        return str(dist.get_backend()) if self.settings.world_size > 1 else None
+
     def close(self) -> None:
         self._determinism.restore()
         del self._model, self._optimizer

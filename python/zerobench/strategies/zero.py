@@ -116,6 +116,9 @@ class ZeroStrategy(Strategy):
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         return self._engine.memory_bytes()
 
+    def communicator(self) -> str | None:
+        return self._engine.communicator if self.settings.world_size > 1 else None
+
     def communication_bytes(self) -> int | None:
         return self._engine.communication_bytes()
 
