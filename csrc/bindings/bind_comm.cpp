@@ -10,6 +10,7 @@
 #include "bindings/bindings.h"
 
 #include "comm/c10d_communicator.h"
+#include "comm/c10d_dtype.h"
 #include "comm/communicator.h"
 #include "comm/shm_communicator.h"
 
@@ -33,11 +34,9 @@ struct PythonBuffer {
 
   at::Tensor tensor(const std::string& dtype_text) const {
     const DType dtype = dtype_from_name(dtype_text);
-    const c10::ScalarType type = dtype == DType::kFloat32    ? c10::ScalarType::Float
-                                 : dtype == DType::kBFloat16 ? c10::ScalarType::BFloat16
-                                                             : c10::ScalarType::Half;
     const auto numel = static_cast<std::int64_t>(value->bytes() / dtype_bytes(dtype));
-    return at::from_blob(value->data(), {numel}, [keep = value](void*) {}, at::TensorOptions().dtype(type));
+    return at::from_blob(
+        value->data(), {numel}, [keep = value](void*) {}, at::TensorOptions().dtype(scalar_type(dtype)));
   }
 };
 

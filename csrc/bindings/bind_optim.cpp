@@ -7,6 +7,7 @@
 #include <string>
 
 #include "bindings/bindings.h"
+#include "comm/c10d_dtype.h"
 #include "common/cpu_features.h"
 #include "common/thread_pool.h"
 #include "optim/adam.h"
@@ -17,17 +18,10 @@ namespace py = pybind11;
 namespace zb {
 namespace {
 
-DType dtype_of(const char* name, const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case c10::ScalarType::Float:
-      return DType::kFloat32;
-    case c10::ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case c10::ScalarType::Half:
-      return DType::kFloat16;
-    default:
-      throw ArgumentError(std::string(name) + " must be a tensor of float32, bfloat16 or float16");
-  }
+DType tensor_dtype(const char* name, const at::Tensor& tensor) {
+  const std::optional<DType> dtype = dtype_of(tensor.scalar_type());
+  ZB_EXPECT(dtype.has_value(), std::string(name) + " must be a tensor of float32, bfloat16 or float16");
+  return *dtype;
 }
 
 void expect_flat(const char* name, const at::Tensor& tensor, std::int64_t numel) {
@@ -38,7 +32,7 @@ void expect_flat(const char* name, const at::Tensor& tensor, std::int64_t numel)
 
 float* float_data(const char* name, const at::Tensor& tensor, std::int64_t numel) {
   expect_flat(name, tensor, numel);
-  ZB_EXPECT(dtype_of(name, tensor) == DType::kFloat32, std::string(name) + " must be a float32 tensor");
+  ZB_EXPECT(tensor_dtype(name, tensor) == DType::kFloat32, std::string(name) + " must be a float32 tensor");
   return static_cast<float*>(tensor.data_ptr());
 }
 
@@ -51,9 +45,9 @@ AdamSpan make_span(const at::Tensor& master, const at::Tensor& exp_avg, const at
           .exp_avg = float_data("exp_avg", exp_avg, numel),
           .exp_avg_sq = float_data("exp_avg_sq", exp_avg_sq, numel),
           .gradient = gradient.data_ptr(),
-          .gradient_dtype = dtype_of("gradient", gradient),
+          .gradient_dtype = tensor_dtype("gradient", gradient),
           .low_precision = low_precision ? low_precision->data_ptr() : nullptr,
-          .low_precision_dtype = low_precision ? dtype_of("low_precision", *low_precision) : DType::kFloat32,
+          .low_precision_dtype = low_precision ? tensor_dtype("low_precision", *low_precision) : DType::kFloat32,
           .numel = static_cast<std::size_t>(numel)};
 }
 

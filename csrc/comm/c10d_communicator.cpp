@@ -12,24 +12,13 @@
 
 #include "comm/arguments.h"
 #include "comm/buffer.h"
+#include "comm/c10d_dtype.h"
 
 namespace zb {
 namespace {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using BackendWork = c10::intrusive_ptr<c10d::Work>;
-
-at::ScalarType scalar_type(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return at::kFloat;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    case DType::kFloat16:
-      break;
-  }
-  return at::kHalf;
-}
 
 using Owner = std::shared_ptr<const void>;
 

@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "comm/c10d_dtype.h"
 #include "common/error.h"
 
 namespace zb {
@@ -19,17 +20,10 @@ using torch::autograd::variable_list;
 using GradAccumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
 DType gradient_dtype(const at::Tensor& gradient, const std::string& name) {
-  switch (gradient.scalar_type()) {
-    case c10::ScalarType::Float:
-      return DType::kFloat32;
-    case c10::ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case c10::ScalarType::Half:
-      return DType::kFloat16;
-    default:
-      throw ArgumentError("the gradient of '" + name + "' is " + c10::toString(gradient.scalar_type()) +
-                          "; only float32, bfloat16 and float16 gradients can be reduced");
-  }
+  const std::optional<DType> dtype = dtype_of(gradient.scalar_type());
+  ZB_EXPECT(dtype.has_value(), "the gradient of '" + name + "' is " + c10::toString(gradient.scalar_type()) +
+                                   "; only float32, bfloat16 and float16 gradients can be reduced");
+  return *dtype;
 }
 
 class TorchGradientHooks final : public GradientHooks {

@@ -5,22 +5,11 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/StorageImpl.h>
 
+#include "comm/c10d_dtype.h"
 #include "common/error.h"
 
 namespace zb {
 namespace {
-
-c10::ScalarType scalar_type(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return c10::ScalarType::BFloat16;
-    case DType::kFloat16:
-      return c10::ScalarType::Half;
-    case DType::kFloat32:
-      break;
-  }
-  return c10::ScalarType::Float;
-}
 
 // torch before 2.12 can make a storage raise, but has no call that ends it, and the flag is private. An explicit
 // instantiation may name a private member; this one hands the pointer to it out.
