@@ -72,13 +72,13 @@ void Engine::build_unit(Unit& unit, EngineModel& model) {
           "' is sharded (ZeRO stage 3): most of it is on other ranks now; read or change it inside "
           "`with engine.gather():`";
     }
-    build_flat(unit, flat);
+    build_flat(flat);
   }
   if (parameters_sharded()) unit.parameter_state = ParameterState::kSharded;
 }
 
 // Makes a flat buffer's memory from rank 0's values, and frees the tensors' own.
-void Engine::build_flat(Unit&, FlatBuffer& flat) {
+void Engine::build_flat(FlatBuffer& flat) {
   const FlatLayout& layout = flat.layout;
   const auto rank_offset = static_cast<std::size_t>(rank()) * layout.shard_numel();
   const bool several = world_size() > 1;

@@ -103,7 +103,6 @@ class Engine {
   CommunicationCounters counters() const;
   void reset_counters();
   double communication_ms() const { return clock_.elapsed_ms(); }
-  std::size_t parameter_unit(std::size_t parameter) const { return parameters_[parameter].unit; }
   const Unit& unit(std::size_t index) const { return units_[index]; }
   std::size_t unit_num() const { return units_.size(); }
   std::size_t parameter_num() const { return parameters_.size(); }
@@ -136,7 +135,7 @@ class Engine {
   }
   void fail(const CommunicationError& error) noexcept;
   void build_unit(Unit& unit, EngineModel& model);
-  void build_flat(Unit& unit, FlatBuffer& flat);
+  void build_flat(FlatBuffer& flat);
   void finish_backward_if_done(std::size_t unit);
   void check_bindings() const;
   std::vector<std::byte> exchange_reports();
