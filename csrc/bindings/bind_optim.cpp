@@ -5,6 +5,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "comm/c10d_dtype.h"
@@ -114,15 +115,17 @@ void triad(const at::Tensor& destination, const at::Tensor& a, const at::Tensor&
   stream_triad(to, from_a, from_b, factor, static_cast<std::size_t>(numel), pool);
 }
 
-void copy_bytes(const at::Tensor& destination, const at::Tensor& source) {
-  expect_flat("source", source, destination.numel());
-  expect_flat("destination", destination, source.numel());
-  const std::size_t bytes = source.nbytes();
-  ZB_EXPECT(destination.nbytes() == bytes, "source and destination must have the same dtype");
-  void* to = destination.data_ptr();
-  const void* from = source.data_ptr();
+void copy_each(const std::vector<at::Tensor>& destinations, const std::vector<at::Tensor>& sources) {
+  ZB_EXPECT(destinations.size() == sources.size(), "there must be as many sources as destinations");
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    expect_flat("source", sources[i], destinations[i].numel());
+    expect_flat("destination", destinations[i], sources[i].numel());
+    ZB_EXPECT(destinations[i].dtype() == sources[i].dtype(), "source and destination must have the same dtype");
+  }
   const py::gil_scoped_release release;
-  std::memcpy(to, from, bytes);
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    std::memcpy(destinations[i].data_ptr(), sources[i].data_ptr(), sources[i].nbytes());
+  }
 }
 
 }  // namespace
@@ -138,7 +141,8 @@ void bind_optim(py::module_& m) {
   bind_adam_runner(m);
   m.def("stream_triad", &triad, py::arg("destination"), py::arg("a"), py::arg("b"), py::kw_only(), py::arg("factor"),
         py::arg("pool"), "destination = a + factor * b past the caches: 12 bytes per element.");
-  m.def("memcpy", &copy_bytes, py::arg("destination"), py::arg("source"), "The C library's memcpy, in this thread.");
+  m.def("memcpy_each", &copy_each, py::arg("destinations"), py::arg("sources"),
+        "The C library's memcpy from each flat tensor to its destination, in this thread.");
 }
 
 }  // namespace zb

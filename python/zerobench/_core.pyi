@@ -268,9 +268,9 @@ def make_shm_communicator(
     Connects the ranks of one host over shared memory. Blocks until all are there.
     """
 
-def memcpy(destination: torch.Tensor, source: torch.Tensor) -> None:
+def memcpy_each(destinations: collections.abc.Sequence[torch.Tensor], sources: collections.abc.Sequence[torch.Tensor]) -> None:
     """
-    The C library's memcpy, in this thread.
+    The C library's memcpy from each flat tensor to its destination, in this thread.
     """
 
 def process_usage_bytes() -> int:

@@ -87,16 +87,40 @@ class GlooSide(Side):
 
 
 class MemcpySide(Side):
-    """The machine's limit: this rank's share of the buffers, one half copied to the other."""
+    """The machine's limit: memcpy over the memory that the collective reads and writes, and nothing else.
 
-    def __init__(self, case: Case, core: Any) -> None:
-        half_numel = working_set_bytes(case) // 2 // FLOAT_BYTES
-        self.source, self.destination = torch.ones(half_numel), torch.zeros(half_numel)
-        self.run = lambda: core.memcpy(self.destination, self.source)
+    `shared` is memory that all ranks map, with the buffers of each rank in it as the collective has them, so that the
+    copies fetch the lines that the collective must fetch: those of other ranks, which for all_reduce have just been
+    written by another core. all_gather and all_reduce: from where it reads to where it writes. reduce_scatter, which
+    reads more than it writes: one half of what it touches to the other.
+    """
+
+    def __init__(self, case: Case, core: Any, shared: torch.Tensor, rank: int) -> None:
+        ranks, shard = case.world_size, case.shard_numel
+        block_numel = working_set_bytes(case) // FLOAT_BYTES
+        blocks = [shared[peer * block_numel :][:block_numel] for peer in range(ranks)]
+        blocks[rank].fill_(1.0)
+        peers = [(rank + i) % ranks for i in range(ranks)]
+
+        def slice_of(block: int, index: int) -> torch.Tensor:
+            return blocks[block][index * shard :][:shard]
+
+        if case.collective == "all_gather":  # a source of one shard, then the destination
+            pairs = [(slice_of(rank, 1 + peer), slice_of(peer, 0)) for peer in peers]
+        elif case.collective == "reduce_scatter":  # a source of n shards, then the destination
+            touched = [slice_of(peer, rank) for peer in peers] + [slice_of(rank, ranks)]
+            halves = [half for piece in touched for half in piece[: shard // 2 * 2].view(2, -1)]
+            pairs = list(zip(halves[: ranks + 1], halves[ranks + 1 :], strict=True))
+        else:
+            pairs = [(slice_of(rank, rank), slice_of(peer, rank)) for peer in peers[1:]]
+            pairs += [(slice_of(rank, peer), slice_of(peer, peer)) for peer in peers[1:]]
+        destinations, sources = [to for to, _ in pairs], [source for _, source in pairs]
+        self.copied_bytes = 2 * sum(source.nbytes for source in sources)
+        self.run = lambda: core.memcpy_each(destinations, sources)
 
 
 def working_set_bytes(case: Case) -> int:
-    """Bytes of this rank's buffers: source and destination; one buffer for all_reduce, which works in place."""
+    """Bytes of one rank's buffers: source and destination; one buffer for all_reduce, which works in place."""
     return case.size_bytes + (0 if case.collective == "all_reduce" else case.size_bytes // case.world_size)
 
 

@@ -6,6 +6,7 @@ The part that runs in the command imports no torch before its ranks start; the p
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import struct
 import tempfile
@@ -84,6 +85,11 @@ class CommOptions:
             sizes.append(sizes[-1] * 4)
         return sizes
 
+    def shared_bytes(self, world_size: int) -> int:
+        """Room for one rank's buffers of the largest case: source and destination, in whole pages."""
+        largest = max(size for _, size in self.cases(world_size))
+        return -(-(largest + -(-largest // world_size)) // mmap.PAGESIZE) * mmap.PAGESIZE
+
     def cases(self, world_size: int) -> list[tuple[str, int]]:
         """(collective, size in bytes), latencies first. Sizes are rounded up to whole floats on every rank."""
         line = 4 * world_size
@@ -93,8 +99,8 @@ class CommOptions:
 
 NOTES = (
     "Times are medians over the pairs of the slowest rank's time; vs gloo and of limit are medians of the ratios of "
-    "each pair with their 95 % interval; the limit is memcpy of the same working set by all ranks at once, times the "
-    "bytes that the algorithm must touch"
+    "each pair with their 95 % interval; the limit is memcpy over the same working set, by all ranks at once and from "
+    "the memory that the collective reads, times the bytes that the algorithm must touch"
 )
 
 
@@ -124,7 +130,8 @@ def measure_world(
     options: CommOptions, world_size: int, scratch: str, notes: Console
 ) -> list[dict[str, Any]]:
     cases = options.cases(world_size)
-    target = partial(run_rank, cases=cases, options=options)
+    shared = mmap.mmap(-1, world_size * options.shared_bytes(world_size))
+    target = partial(run_rank, cases=cases, options=options, shared=shared)
     answers: list[dict[int, Message]] = [{} for _ in cases]
     # The bar's thread starts after the ranks were forked.
     with Ranks(target, world_size=world_size, scratch=scratch) as ranks, new_progress(notes) as bar:
@@ -167,7 +174,7 @@ def comm_row(
         "algbw_gb_s": algbw,
         "busbw_gb_s": algbw * first["bus_factor"] if algbw is not None else None,
         "touched_bytes": first["touched_bytes"] if MEMCPY in times_s else None,
-        "memcpy_gb_s": first["working_set_bytes"] / median(times_s[MEMCPY]) / 1e9
+        "memcpy_gb_s": first["copied_bytes"] / median(times_s[MEMCPY]) / 1e9
         if MEMCPY in times_s
         else None,
         "ratio_to_gloo": ratio_json(speed_ratio(times_s, SHM, GLOO)),
@@ -215,6 +222,7 @@ def run_rank(
     *,
     cases: Sequence[tuple[str, int]],
     options: CommOptions,
+    shared: mmap.mmap,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -240,7 +248,7 @@ def run_rank(
         timeout_s=options.timeout_s,
     )
     for index, (collective, size_bytes) in enumerate(cases):
-        message = measure_case(collective, size_bytes, comm, core, send, options.repeats)
+        message = measure_case(collective, size_bytes, comm, core, send, options.repeats, shared)
         send({"case": index, **message})
     comm.barrier()
     dist.destroy_process_group()
@@ -248,8 +256,16 @@ def run_rank(
 
 
 def measure_case(
-    collective: str, size_bytes: int, comm: Any, core: Any, send: Callable[[Message], None], repeats: int
+    collective: str,
+    size_bytes: int,
+    comm: Any,
+    core: Any,
+    send: Callable[[Message], None],
+    repeats: int,
+    shared: mmap.mmap,
 ) -> Message:
+    import torch
+
     from zerobench.bench.micro import collectives
 
     case = collectives.Case(collective=collective, size_bytes=size_bytes, world_size=comm.world_size)
@@ -258,7 +274,8 @@ def measure_case(
         GLOO: collectives.GlooSide(case),
     }
     if size_bytes > LATENCY_BYTES * comm.world_size:
-        sides[MEMCPY] = collectives.MemcpySide(case, core)
+        memory = torch.frombuffer(shared, dtype=torch.float32)
+        sides[MEMCPY] = collectives.MemcpySide(case, core, memory, comm.rank)
     wrong = {SHM: 0, GLOO: 0}
     check(case, sides, comm, wrong)
     if collective == "all_reduce":  # in place: sums of zeros stay what they are however often they are summed
@@ -270,10 +287,13 @@ def measure_case(
     if comm.rank == 0:
         send(tick)
     times_s: dict[str, list[float]] = {name: [] for name in sides}
+    # Copies need no other rank: without an end in common, ranks that share a core would each be timed as if alone.
+    ends = {MEMCPY: comm.barrier}
     for index in range(repeats):
         for name in rotated(list(sides), index):
+            sides[name].run()  # the side before has left its own buffers in the caches
             comm.barrier()
-            times_s[name].append(seconds_per_call(sides[name].run, calls[name]))
+            times_s[name].append(seconds_per_call(sides[name].run, calls[name], end=ends.get(name)))
         if comm.rank == 0:
             send(tick)
     check(case, sides, comm, wrong)
@@ -281,8 +301,9 @@ def measure_case(
     if collective != BARRIER:
         message["bus_factor"] = collectives.bus_factor(case)
         message["touched_bytes"] = collectives.touched_bytes(case)
-        message["working_set_bytes"] = collectives.working_set_bytes(case)
-        message["limit_scale"] = message["touched_bytes"] / message["working_set_bytes"]
+        copied = sides[MEMCPY].copied_bytes if MEMCPY in sides else message["touched_bytes"]
+        message["copied_bytes"] = copied
+        message["limit_scale"] = message["touched_bytes"] / copied
     else:
         message["bus_factor"] = message["limit_scale"] = 1.0
     return message
