@@ -3,7 +3,7 @@
 // Note [Protocol]. Operations are numbered from 0, the same on all ranks. Each rank writes only its own RankBlock
 // (doorbells apart) and reads those of its peers:
 // - `posted` > s: the descriptor of operation s stands in ring[s % kRingDepth], and this rank's source may be read.
-// - `reduced` > s: this rank's piece of all_reduce s is summed in place and may be copied by peers.
+// - `reduced` > 2 s + h: half h of this rank's piece of all_reduce s is summed in place and may be copied by peers.
 // - `completed` > s: this rank has finished operation s and reads no peer's memory for it any more.
 // A ring slot is written again only when all peers have completed the operation that it held. Counters are stored and
 // checked in sequentially consistent order with `interest` (set before the last check of a rank that goes to sleep,

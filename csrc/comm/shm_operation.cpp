@@ -62,6 +62,20 @@ Piece piece_of(std::size_t numel, DType dtype, int rank, int world_size) noexcep
   return {begin, std::min(piece_numel, numel - begin)};
 }
 
+// Note [Halves]. A piece is summed and copied in two halves: while one rank sums its second half, a later one may still
+// sum its first, so that ranks which are a little apart do not wait for each other.
+Piece half_of(const Piece& piece, DType dtype, std::size_t half) noexcept {
+  const std::size_t line_numel = 64 / dtype_bytes(dtype);
+  const std::size_t first_numel = std::min(piece.numel, (piece.numel / 2 + line_numel - 1) / line_numel * line_numel);
+  if (half == 0) return {piece.begin_numel, first_numel};
+  return {piece.begin_numel + first_numel, piece.numel - first_numel};
+}
+
+// The value that `reduced` passes once this half is summed.
+std::uint64_t reduced_sequence(const Operation& operation, std::size_t half) noexcept {
+  return kHalfNum * operation.sequence + half;
+}
+
 }  // namespace
 
 bool writes_source_of(const Operation& earlier, const Operation& later, int rank, int world_size) noexcept {
@@ -137,8 +151,11 @@ bool Runner::awaits(const Operation& operation, int peer) noexcept {
   if (peer == peers_.rank()) return false;
   const Descriptor& descriptor = operation.descriptor;
   if (descriptor.kind == OperationKind::kBroadcast && peer != descriptor.root) return false;
-  const bool is_second_phase = descriptor.kind == OperationKind::kAllReduce && operation.is_reduced;
-  return !peers_.reached(peer, is_second_phase ? Counter::kReduced : Counter::kPosted, operation.sequence);
+  if (descriptor.kind != OperationKind::kAllReduce || !operation.is_reduced) {
+    return !peers_.reached(peer, Counter::kPosted, operation.sequence);
+  }
+  const std::size_t half = operation.copied_halves[0].test(static_cast<std::size_t>(peer)) ? 1 : 0;
+  return !peers_.reached(peer, Counter::kReduced, reduced_sequence(operation, half));
 }
 
 std::uint32_t Runner::interest(const Operation& operation) noexcept {
@@ -190,36 +207,53 @@ bool Runner::reduce_scatter(Operation& operation) {
 }
 
 bool Runner::all_reduce(Operation& operation) {
-  const DType dtype = operation.descriptor.dtype;
-  const auto piece = [&](int rank) { return piece_of(operation.numel, dtype, rank, peers_.world_size()); };
-  const auto data_of = [&](int peer, std::size_t begin_numel) {
-    return operation.source->data_of(peer) + descriptor_of(operation.sequence, peer).offset_bytes +
-           begin_numel * dtype_bytes(dtype);
-  };
   if (!operation.is_reduced) {
     if (!all_posted(operation)) return false;
-    const Piece own = piece(peers_.rank());
-    std::array<const void*, kMaxRanks> sources;
-    for (int peer = 0; peer < peers_.world_size(); ++peer) {
-      sources[static_cast<std::size_t>(peer)] = data_of(peer, own.begin_numel);
-    }
-    if (own.numel != 0) {
-      cpu_kernels().reduce(data_of(peers_.rank(), own.begin_numel), sources.data(),
-                           static_cast<std::size_t>(peers_.world_size()), dtype, own.numel);
+    for (std::size_t half = 0; half < kHalfNum; ++half) {
+      reduce_own(operation, half);
+      peers_.publish(Counter::kReduced, reduced_sequence(operation, half) + 1);
     }
     operation.is_reduced = true;
-    operation.taken.set(static_cast<std::size_t>(peers_.rank()));
     ++step_num_;
-    peers_.publish(Counter::kReduced, operation.sequence + 1);
   }
-  for (int i = 1; i < peers_.world_size(); ++i) {
-    const int peer = (peers_.rank() + i) % peers_.world_size();
-    if (!take(operation, peer, Counter::kReduced)) continue;
-    const Piece theirs = piece(peer);
-    copy_bytes(data_of(peers_.rank(), theirs.begin_numel), data_of(peer, theirs.begin_numel),
-               theirs.numel * dtype_bytes(dtype));
+  bool has_all = true;
+  for (std::size_t half = 0; half < kHalfNum; ++half) {
+    for (int i = 1; i < peers_.world_size(); ++i) {
+      has_all = copy_reduced(operation, (peers_.rank() + i) % peers_.world_size(), half) && has_all;
+    }
   }
-  return operation.taken.count() == static_cast<std::size_t>(peers_.world_size());
+  return has_all;
+}
+
+std::byte* Runner::reduced_data(const Operation& operation, int peer, std::size_t begin_numel) noexcept {
+  return operation.source->data_of(peer) + descriptor_of(operation.sequence, peer).offset_bytes +
+         begin_numel * dtype_bytes(operation.descriptor.dtype);
+}
+
+void Runner::reduce_own(const Operation& operation, std::size_t half) {
+  const DType dtype = operation.descriptor.dtype;
+  const Piece own = half_of(piece_of(operation.numel, dtype, peers_.rank(), peers_.world_size()), dtype, half);
+  if (own.numel == 0) return;
+  std::array<const void*, kMaxRanks> sources;
+  for (int peer = 0; peer < peers_.world_size(); ++peer) {
+    sources[static_cast<std::size_t>(peer)] = reduced_data(operation, peer, own.begin_numel);
+  }
+  cpu_kernels().reduce(reduced_data(operation, peers_.rank(), own.begin_numel), sources.data(),
+                       static_cast<std::size_t>(peers_.world_size()), dtype, own.numel);
+}
+
+// True once this half of the peer's piece is here.
+bool Runner::copy_reduced(Operation& operation, int peer, std::size_t half) {
+  const auto index = static_cast<std::size_t>(peer);
+  if (operation.copied_halves[half].test(index)) return true;
+  if (!peers_.reached(peer, Counter::kReduced, reduced_sequence(operation, half))) return false;
+  const DType dtype = operation.descriptor.dtype;
+  const Piece theirs = half_of(piece_of(operation.numel, dtype, peer, peers_.world_size()), dtype, half);
+  copy_bytes(reduced_data(operation, peers_.rank(), theirs.begin_numel),
+             reduced_data(operation, peer, theirs.begin_numel), theirs.numel * dtype_bytes(dtype));
+  operation.copied_halves[half].set(index);
+  ++step_num_;
+  return true;
 }
 
 bool Runner::broadcast(Operation& operation) {

@@ -1,6 +1,7 @@
 // Operations of the shm communicator and how far each can go without blocking. See Note [Protocol].
 #pragma once
 
+#include <array>
 #include <bitset>
 #include <cstddef>
 #include <cstdint>
@@ -14,6 +15,8 @@
 #include "comm/shm_peers.h"
 
 namespace zb::shm {
+
+inline constexpr std::size_t kHalfNum = 2;  // of a piece; see Note [Halves]
 
 struct Operation {
   // What was asked for.
@@ -29,8 +32,9 @@ struct Operation {
   std::size_t payload_index = 0;
   // How far it is.
   std::uint64_t sequence = 0;
-  std::bitset<kMaxRanks> taken;  // ranks whose part is here
-  bool is_reduced = false;
+  std::bitset<kMaxRanks> taken;                                // ranks whose part is here
+  bool is_reduced = false;                                     // of an all_reduce: the own piece
+  std::array<std::bitset<kMaxRanks>, kHalfNum> copied_halves;  // of an all_reduce: of the peers' pieces
   bool is_done = false;
 };
 
@@ -61,6 +65,9 @@ class Runner {
   bool all_gather(Operation& operation);
   bool reduce_scatter(Operation& operation);
   bool all_reduce(Operation& operation);
+  std::byte* reduced_data(const Operation& operation, int peer, std::size_t begin_numel) noexcept;
+  void reduce_own(const Operation& operation, std::size_t half);
+  bool copy_reduced(Operation& operation, int peer, std::size_t half);
   bool broadcast(Operation& operation);
   bool exchange(Operation& operation);
   bool barrier(Operation& operation);

@@ -12,9 +12,6 @@
 namespace zb::shm {
 namespace {
 
-// Longer than a hand-over between two running ranks, far shorter than a time slice.
-constexpr std::chrono::microseconds kSpinTime{20};
-
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::microseconds at_most) noexcept {
   timespec time{};
   time.tv_sec = at_most.count() / 1'000'000;
@@ -44,7 +41,6 @@ Peers::Peers(const ShmOptions& options, Connection connection)
     : rank_(options.rank),
       world_size_(options.world_size),
       timeout_(options.timeout),
-      spin_time_(connection.cpu_num >= options.world_size ? kSpinTime : std::chrono::microseconds(0)),
       process_(::getpid()),
       connection_(std::move(connection)),
       control_(reinterpret_cast<ControlBlock*>(connection_.control->data())),

@@ -12,6 +12,11 @@
 
 namespace zb::shm {
 
+// Longer than a hand-over between two running ranks, far shorter than a time slice.
+inline constexpr std::chrono::microseconds kSpinTime{20};
+// Longer than the other ranks of a CPU take for a piece of a few hundred KiB each.
+inline constexpr std::chrono::microseconds kYieldTime{500};
+
 class Peers {
  public:
   Peers(const ShmOptions& options, Connection connection);
@@ -23,7 +28,10 @@ class Peers {
   int rank() const noexcept { return rank_; }
   int world_size() const noexcept { return world_size_; }
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
-  std::chrono::nanoseconds spin_time() const noexcept { return spin_time_; }
+  // Fewer CPUs than ranks.
+  bool is_crowded() const noexcept { return connection_.cpu_num < world_size_; }
+  // How long a rank watches before it sleeps.
+  std::chrono::nanoseconds spin_time() const noexcept { return is_crowded() ? kYieldTime : kSpinTime; }
   RankBlock& own() noexcept { return *own_; }
   RankBlock& of(int rank) noexcept { return control_->rank(rank); }
 
@@ -65,7 +73,6 @@ class Peers {
   int rank_;
   int world_size_;
   std::chrono::milliseconds timeout_;
-  std::chrono::nanoseconds spin_time_;
   pid_t process_;
   Connection connection_;
   ControlBlock* control_;

@@ -1,5 +1,7 @@
 #include "comm/shm_queue.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -163,7 +165,7 @@ void Queue::block(const Goal& goal) {
 bool Queue::spin(const Goal& goal) {
   constexpr unsigned kRetryNum = 8;
   constexpr unsigned kMostHalvings = 3;
-  if (peers_->spin_time().count() == 0) return false;
+  if (peers_->is_crowded()) return yield(goal);
   const Clock::time_point end =
       Clock::now() + peers_->spin_time() / (1U << std::min(vain_spin_num_ % kRetryNum, kMostHalvings));
   do {
@@ -176,6 +178,17 @@ bool Queue::spin(const Goal& goal) {
     }
   } while (Clock::now() < end);
   ++vain_spin_num_;
+  return false;
+}
+
+// Where ranks share CPUs, the awaited one may wait for this CPU: hand it over. A futex would do that too, but waking
+// costs a system call of the peer and, where a CPU went idle in between, tens of microseconds.
+bool Queue::yield(const Goal& goal) {
+  const Clock::time_point end = Clock::now() + peers_->spin_time();
+  do {
+    ::sched_yield();
+    if (try_reach(goal)) return true;
+  } while (Clock::now() < end);
   return false;
 }
 

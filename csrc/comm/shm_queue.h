@@ -61,6 +61,7 @@ class Queue {
 
   void block(const Goal& goal);
   bool spin(const Goal& goal);
+  bool yield(const Goal& goal);
   bool sleep_once(const Goal& goal);
   void check_awaited(const Goal& goal, Clock::time_point last_progress);
 

@@ -18,6 +18,8 @@ struct VectorKernels {
   // Larger outputs pass the caches: they would not stay in them until they are read, and a line that is written whole
   // need not be read first.
   static constexpr std::size_t kStreamBytes = std::size_t{4} << 20;
+  // Sources of more bytes in all do not lie in a core's own cache.
+  static constexpr std::size_t kFarBytes = std::size_t{2} << 20;
 
   template <DType kTo, DType kFrom>
   [[gnu::noinline]] static void cast_loop(void* destination, const void* source, std::size_t numel) {
@@ -55,6 +57,9 @@ struct VectorKernels {
   // order as in one pass.
   static constexpr std::size_t kPassSourceNum = 8;
   static constexpr std::size_t kBlockNumel = 16384;
+  // Registers read from one source before the next one's turn: with single registers from four sources at once, sums
+  // from the L3 cache took up to twice as long on Zen 4.
+  static constexpr std::size_t kBurstRegisters = 4;
 
   // Where sources are expected to lie. Prefetching what is in a cache costs more than it saves.
   enum class Distance { kNear, kFar };
@@ -75,18 +80,39 @@ struct VectorKernels {
     const float* partial = pass.partial;
     void* out = pass.out;
     const std::size_t begin = pass.begin;
-    for_each_register<Simd, Access>(0, pass.numel, [&](auto access, std::size_t i) __attribute__((always_inline)) {
-      if constexpr (kDistance == Distance::kFar) {
+    std::size_t i = 0;
+    for (; i + kBurstRegisters * Simd::kLanes <= pass.numel; i += kBurstRegisters * Simd::kLanes) {
+      Float sums[kBurstRegisters];
 #pragma GCC unroll 8
-        for (std::size_t k = 0; k < kSourceNum; ++k) prefetch<kType, Simd::kLanes>(sources[k], begin + i);
+      for (std::size_t k = 0; k < kSourceNum; ++k) {
+#pragma GCC unroll 4
+        for (std::size_t r = 0; r < kBurstRegisters; ++r) {
+          const std::size_t at = begin + i + r * Simd::kLanes;
+          if constexpr (kDistance == Distance::kFar) prefetch<kType, Simd::kLanes>(sources[k], at);
+          const Float value = Access{}.template load<kType>(sources[k], at);
+          if (k != 0) {
+            sums[r] = Simd::add(sums[r], value);
+          } else if constexpr (kPartial) {
+            const Float before = Access{}.template load<DType::kFloat32>(partial, i + r * Simd::kLanes);
+            sums[r] = Simd::add(before, value);
+          } else {
+            sums[r] = value;
+          }
+        }
       }
-      Float sum = access.template load<kType>(sources[0], begin + i);
-      if constexpr (kPartial) sum = Simd::add(access.template load<DType::kFloat32>(partial, i), sum);
+#pragma GCC unroll 4
+      for (std::size_t r = 0; r < kBurstRegisters; ++r) {
+        Access{}.template store<kOut>(out, i + r * Simd::kLanes, sums[r]);
+      }
+    }
+    for_each_register<Simd, Access>(i, pass.numel, [&](auto access, std::size_t at) __attribute__((always_inline)) {
+      Float sum = access.template load<kType>(sources[0], begin + at);
+      if constexpr (kPartial) sum = Simd::add(access.template load<DType::kFloat32>(partial, at), sum);
 #pragma GCC unroll 8
       for (std::size_t k = 1; k < kSourceNum; ++k) {
-        sum = Simd::add(sum, access.template load<kType>(sources[k], begin + i));
+        sum = Simd::add(sum, access.template load<kType>(sources[k], begin + at));
       }
-      access.template store<kOut>(out, i, sum);
+      access.template store<kOut>(out, at, sum);
     });
   }
 
@@ -134,8 +160,11 @@ struct VectorKernels {
   template <DType kType>
   static void reduce_typed(void* destination, const void* const* sources, std::size_t source_num, std::size_t numel) {
     const Pass all{sources, nullptr, destination, 0, numel};
-    if (numel * bytes_of<kType>() < kStreamBytes) {
-      return sum_range<kType, Whole<Simd>, Distance::kNear>(all, source_num);
+    const std::size_t bytes = numel * bytes_of<kType>();
+    if (bytes < kStreamBytes) {
+      return source_num <= 2 || source_num * bytes < kFarBytes
+                 ? sum_range<kType, Whole<Simd>, Distance::kNear>(all, source_num)
+                 : sum_range<kType, Whole<Simd>, Distance::kFar>(all, source_num);
     }
     for (std::size_t k = 0; k < source_num; ++k) {
       if (sources[k] == destination) return sum_range<kType, Whole<Simd>, Distance::kFar>(all, source_num);
