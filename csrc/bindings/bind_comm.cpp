@@ -156,9 +156,10 @@ void bind_comm(py::module_& m) {
            "The whole buffer as a flat torch tensor that keeps it alive.");
   py::class_<Work, WorkPtr>(m, "Work", "A started collective.")
       .def("test", &Work::test, Release())
-      .def("wait", &Work::wait, Release())
+      .def(
+          "wait", [](Work& w) { w.wait(); }, Release())
       .def("test_source_free", &Work::test_source_free, Release())
-      .def("wait_source_free", &Work::wait_source_free, Release());
+      .def("wait_source_free", [](Work& w) { w.wait_source_free(); }, Release());
   bind_communicator(m);
   m.def(
       "make_shm_communicator",

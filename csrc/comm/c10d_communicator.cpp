@@ -102,9 +102,9 @@ class C10dWork final : public Work {
       : line_(std::move(line)), started_(std::move(started)) {}
 
   bool test() override { return line_->test(*started_); }
-  void wait() override { line_->wait(*started_); }
+  void wait(Lane) override { line_->wait(*started_); }
   bool test_source_free() override { return test(); }
-  void wait_source_free() override { wait(); }
+  void wait_source_free(Lane) override { wait(Lane::kCompute); }
 
  private:
   std::shared_ptr<Line> line_;

@@ -6,8 +6,10 @@
 // - `start_*` returns at once; the operation may run later, inside `Work::test`, `Work::wait`, `progress` or on a
 //   thread or stream of the communicator. Operations of one communicator complete in the order they were started.
 // - A buffer named as source may be written again once `source_free`; a destination is readable after `wait`.
-// - Reductions add in rank order in float and round once to the element type, so results are the same bits on all ranks
-//   and in every stage.
+// - Where the device works in lanes (kernels/device.h), an operation is put into the communicator's own lane: sources
+//   and destinations must be ready for that lane, and `wait` and `wait_source_free` hold back a lane, not the caller.
+// - Reductions give the same bits on all ranks and in every stage. On CPU they add in rank order in float and round
+//   once to the element type; NCCL adds in an order of its own, which depends on sizes and its configuration alone.
 // - After an error the communicator is poisoned: later calls raise the original cause.
 // - Calls come from one thread at a time (the engine serialises them).
 #pragma once
@@ -23,6 +25,7 @@
 #include <vector>
 
 #include "common/dtype.h"
+#include "kernels/device.h"
 #include "memory/ledger.h"
 
 namespace zb {
@@ -60,14 +63,17 @@ struct Region {
   explicit operator bool() const noexcept { return buffer != nullptr; }
 };
 
-// A started collective. Destroying an unfinished handle does not cancel it.
+// A started collective. Destroying an unfinished handle does not cancel it. Operations in lanes are ready for `test` as
+// soon as they are started.
 class Work {
  public:
   virtual ~Work() = default;
-  virtual bool test() = 0;              // makes progress without blocking; true once the destination is readable
-  virtual void wait() = 0;              // returns once the destination is readable; raises the operation's error
+  virtual bool test() = 0;  // makes progress without blocking; true once the destination is readable after a wait
+  // The destination is readable for what comes after in this lane; on CPU, blocks. Raises the operation's error.
+  virtual void wait(Lane reader = Lane::kCompute) = 0;
   virtual bool test_source_free() = 0;  // true once no peer reads this rank's source any more; never blocks
-  virtual void wait_source_free() = 0;  // returns once that is so
+  // The source may be written by what comes after in this lane; on CPU, blocks.
+  virtual void wait_source_free(Lane writer = Lane::kCompute) = 0;
 };
 using WorkPtr = std::shared_ptr<Work>;
 
@@ -127,6 +133,12 @@ class Communicator {
   // Throws OutOfMemoryError. `ledger` may be null.
   virtual std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                                      Category category) = 0;
+  // The lane that operations are put into.
+  virtual Lane lane() const noexcept { return Lane::kCompute; }
+  // Operations started between the two may be put in together, when the group ends; their handles may be waited for
+  // from then on.
+  virtual void begin_group() {}
+  virtual void end_group() {}
   virtual WorkPtr start_all_gather(const AllGather& args) = 0;
   virtual WorkPtr start_reduce_scatter(const ReduceScatter& args) = 0;
   virtual WorkPtr start_all_reduce(const AllReduce& args) = 0;

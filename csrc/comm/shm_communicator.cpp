@@ -23,9 +23,9 @@ class ShmWork final : public Work {
     if (!operation_->is_done) queue_->advance();
     return operation_->is_done;
   }
-  void wait() override { queue_->wait_done(*operation_); }
+  void wait(Lane) override { queue_->wait_done(*operation_); }
   bool test_source_free() override { return queue_->test_source_free(*operation_); }
-  void wait_source_free() override { queue_->wait_source_free(*operation_); }
+  void wait_source_free(Lane) override { queue_->wait_source_free(*operation_); }
 
  private:
   std::shared_ptr<Queue> queue_;

@@ -13,9 +13,9 @@ namespace {
 class DoneWork final : public Work {
  public:
   bool test() override { return true; }
-  void wait() override {}
+  void wait(Lane) override {}
   bool test_source_free() override { return true; }
-  void wait_source_free() override {}
+  void wait_source_free(Lane) override {}
 };
 
 class SoloCommunicator final : public Communicator {

@@ -1,0 +1,28 @@
+// Adam on the shards of a device: the sequence of adam.h wherever the memory lies.
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include "common/thread_pool.h"
+#include "kernels/device.h"
+#include "optim/adam.h"
+
+namespace zb {
+
+// One run of a shard and the param group that holds there.
+struct AdamRun {
+  AdamSpan span;
+  AdamScalars scalars;  // grad_factor is not read: StepScalars::factor takes its place
+};
+
+class DeviceAdam {
+ public:
+  virtual ~DeviceAdam() = default;
+  // Updates all runs, unless `step` (device memory) says that the step is skipped.
+  virtual void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) = 0;
+};
+
+std::shared_ptr<DeviceAdam> make_cpu_adam(ThreadPool& pool);
+
+}  // namespace zb
