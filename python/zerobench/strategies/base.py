@@ -60,6 +60,8 @@ class StrategySettings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     timeout_s: float = 300.0
     deterministic: bool = False  # verification runs under deterministic algorithms
+    device: str = "cpu"  # "cpu", or "cuda": cuda:{local_rank}
+    compile: str = "none"  # torch.compile of nothing ("none"), each repeated block ("block") or the model ("whole")
     options: Mapping[str, object] = field(
         default_factory=dict
     )  # a zerobench configuration (--config), for ours only
