@@ -8,6 +8,7 @@
 #include <map>
 
 #include "bindings/bindings.h"
+#include "bindings/capsules.h"
 
 #include "comm/c10d_communicator.h"
 #include "comm/c10d_dtype.h"
@@ -177,6 +178,18 @@ void bind_comm(py::module_& m) {
       "make_c10d_communicator",
       [](const std::string& group_name) { return OwnedCommunicator{make_c10d_communicator(group_name)}; },
       py::arg("group_name"), Release(), "Wraps a live CPU process group of torch.distributed by its group_name.");
+  m.def(
+      "release_communicator",
+      [](const py::object& communicator) { return to_capsule(take_communicator(communicator)); },
+      py::arg("communicator"), "Gives a communicator to another module, as a capsule.");
+  m.def(
+      "adopt_communicator",
+      [](const py::object& capsule) {
+        OwnedCommunicator owned{std::move(in_capsule<std::unique_ptr<Communicator>>(capsule))};
+        static_cast<void>(owned.get());
+        return owned;
+      },
+      py::arg("capsule"), "Takes over the communicator that another module made.");
 }
 
 }  // namespace zb

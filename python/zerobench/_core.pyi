@@ -231,6 +231,11 @@ class Engine:
     @property
     def world_size(self) -> int: ...
 
+def adopt_communicator(capsule: object) -> Communicator:
+    """
+    Takes over the communicator that another module made.
+    """
+
 def allowed_cpus() -> list[int]:
     """
     CPUs that this process may run on.
@@ -281,6 +286,11 @@ def process_usage_bytes() -> int:
 def process_usage_peak_bytes() -> int:
     """
     Largest process_usage_bytes since the last reset.
+    """
+
+def release_communicator(communicator: Communicator) -> object:
+    """
+    Gives a communicator to another module, as a capsule.
     """
 
 def reset_process_usage_peak() -> None: ...
