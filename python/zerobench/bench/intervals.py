@@ -1,0 +1,87 @@
+"""Where a step's time goes, from the intervals in which a device ran kernels and copies. Pure arithmetic: times are
+numbers of any one unit. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Interval = tuple[float, float]  # begin, end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """A kernel or copy that ran on the device."""
+
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lap:
+    """A stretch of the step that belongs to one phase."""
+
+    phase: str
+    begin: float
+    end: float
+
+
+EXPOSED = "exposed_communication"
+HOST_BOUND = "host_bound"
+
+
+def is_communication(name: str) -> bool:
+    """NCCL's kernels, and copies between devices."""
+    return "nccl" in name.lower() or name.startswith("Memcpy PtoP")
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union as sorted intervals that neither touch nor overlap."""
+    result: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        elif end > begin:
+            result.append((begin, end))
+    return result
+
+
+def subtracted(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
+    """What of ``intervals`` lies outside ``holes``; both as merged() gives them."""
+    result: list[Interval] = []
+    first = 0
+    for begin, end in intervals:
+        while first < len(holes) and holes[first][1] <= begin:
+            first += 1
+        at = first
+        while at < len(holes) and holes[at][0] < end:
+            if holes[at][0] > begin:
+                result.append((begin, holes[at][0]))
+            begin = max(begin, holes[at][1])
+            at += 1
+        if begin < end:
+            result.append((begin, end))
+    return result
+
+
+def length_within(intervals: Iterable[Interval], begin: float, end: float) -> float:
+    """How much of [begin, end] the intervals cover; they do not overlap."""
+    return sum(max(min(last, end) - max(first, begin), 0.0) for first, last in intervals)
+
+
+def split(activities: Sequence[Activity], laps: Sequence[Lap]) -> dict[str, float]:
+    """Time by phase, and apart from the phases that it fell into: the time in which communication ran and nothing
+    else did, and the time in which nothing ran at all, since the host had not yet asked for anything. All of it adds
+    up to the laps."""
+    communication = merged((a.begin, a.end) for a in activities if is_communication(a.name))
+    compute = merged((a.begin, a.end) for a in activities if not is_communication(a.name))
+    exposed = subtracted(communication, compute)
+    phases = {lap.phase: 0.0 for lap in laps} | {EXPOSED: 0.0, HOST_BOUND: 0.0}
+    for lap in laps:
+        computing = length_within(compute, lap.begin, lap.end)
+        communicating = length_within(exposed, lap.begin, lap.end)
+        phases[lap.phase] += computing
+        phases[EXPOSED] += communicating
+        phases[HOST_BOUND] += max(lap.end - lap.begin - computing - communicating, 0.0)
+    return phases
