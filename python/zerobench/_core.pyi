@@ -273,7 +273,7 @@ def make_shm_communicator(
     Connects the ranks of one host over shared memory. Blocks until all are there.
     """
 
-def memcpy_each(destinations: collections.abc.Sequence[torch.Tensor], sources: collections.abc.Sequence[torch.Tensor]) -> None:
+def memcpy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """
     The C library's memcpy from each flat tensor to its destination, in this thread.
     """

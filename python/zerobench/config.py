@@ -75,7 +75,7 @@ class Config(_Section):
         ge=0,
         description="unsharded bytes gathered ahead of use at stage 3; null is one largest unit",
     )
-    communicator: Literal["auto", "shm", "c10d"] = "auto"
+    communicator: Literal["auto", "shm", "c10d", "nccl"] = "auto"
     rendezvous: str | None = Field(
         None, min_length=1, description="unique text by which ranks of one host meet"
     )

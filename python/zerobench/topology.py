@@ -59,25 +59,27 @@ class Communicators:
     close: Callable[[], None]  # after the engine has let go of them
 
 
-def make_communicators(core: Any, config: Config, topology: Topology) -> Communicators:
-    """Two communicators (gathers, reductions) of the configured kind. Collective."""
-    kind = config.communicator
+def make_communicators(
+    core: Any, config: Config, topology: Topology, device: Any | None = None
+) -> Communicators:
+    """Two communicators (gathers, reductions) of the configured kind. Collective.
+
+    ``device`` is the CUDA module's device of an engine that computes there. Raises ConfigError where the kind cannot
+    connect these ranks, or moves memory that the engine does not compute in.
+    """
+    kind: str = config.communicator
+    host_kind = "shm" if topology.local_world_size == topology.world_size else "c10d"
     if kind == "auto":
-        kind = "shm" if topology.local_world_size == topology.world_size else "c10d"
-    if kind == "shm":
-        if topology.local_world_size != topology.world_size:
-            raise ConfigError(
-                f"communicator 'shm' connects ranks of one host, but {topology.world_size} ranks are spread over "
-                f"several ({topology.local_world_size} here); use 'c10d'"
-            )
-        text = f"{config.rendezvous or _rendezvous_from_environment(topology)}/{topology.world_size}"
-        number = _engines_made[text]
-        _engines_made[text] += 1
-        gather, reduce = (
-            _make_shm(core, config, topology, f"{text}/{number}/{role}") for role in ("gather", "reduce")
+        kind = host_kind if device is None else "nccl"
+    if (kind == "nccl") != (device is not None):
+        raise ConfigError(
+            "communicator 'nccl' moves memory of GPUs and this engine computes on CPU; use 'auto', 'shm' or 'c10d'"
+            if device is None
+            else f"communicator '{kind}' moves host memory and this engine computes on a GPU; use 'auto' or 'nccl'"
         )
-        return Communicators(kind, gather, reduce, close=lambda: None)
-    return _make_c10d(core, config, topology)
+    make_control = _make_shm if (host_kind if kind == "nccl" else kind) == "shm" else _make_c10d
+    control = make_control(core, config, topology)
+    return control if device is None else _over_nccl(control, core, config, topology, device)
 
 
 def _rendezvous_from_environment(topology: Topology) -> str:
@@ -98,10 +100,25 @@ def _rendezvous_from_environment(topology: Topology) -> str:
     return "/".join(parts) or f"pid={os.getpid()}"
 
 
-def _make_shm(core: Any, config: Config, topology: Topology, rendezvous: str) -> Any:
-    return core.make_shm_communicator(
-        rank=topology.rank, world_size=topology.world_size, rendezvous=rendezvous, timeout_s=config.timeout_s
+def _make_shm(core: Any, config: Config, topology: Topology) -> Communicators:
+    if topology.local_world_size != topology.world_size:
+        raise ConfigError(
+            f"communicator 'shm' connects ranks of one host, but {topology.world_size} ranks are spread over "
+            f"several ({topology.local_world_size} here); use 'c10d'"
+        )
+    text = f"{config.rendezvous or _rendezvous_from_environment(topology)}/{topology.world_size}"
+    number = _engines_made[text]
+    _engines_made[text] += 1
+    gather, reduce = (
+        core.make_shm_communicator(
+            rank=topology.rank,
+            world_size=topology.world_size,
+            rendezvous=f"{text}/{number}/{role}",
+            timeout_s=config.timeout_s,
+        )
+        for role in ("gather", "reduce")
     )
+    return Communicators("shm", gather, reduce, close=_nothing)
 
 
 def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
@@ -126,3 +143,28 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
                 dist.destroy_process_group(group)
 
     return Communicators("c10d", gather, reduce, close)
+
+
+def _over_nccl(
+    control: Communicators, core: Any, config: Config, topology: Topology, device: Any
+) -> Communicators:
+    """NCCL in the device's lanes; what ranks tell each other on the host goes over ``control``."""
+    from zerobench import _cuda
+
+    def over(communicator: Any, lane: str) -> Any:
+        capsule = _cuda.make_nccl_communicator(
+            device=device,
+            lane=lane,
+            control=core.release_communicator(communicator),
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout_s=config.timeout_s,
+        )
+        return core.adopt_communicator(capsule)
+
+    gather, reduce = over(control.gather, "gather"), over(control.reduce, "reduce")
+    return Communicators("nccl", gather, reduce, control.close)
+
+
+def _nothing() -> None:
+    pass
