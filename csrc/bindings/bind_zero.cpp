@@ -6,6 +6,8 @@
 #include <map>
 
 #include "bindings/bindings.h"
+#include "bindings/capsules.h"
+#include "kernels/cpu_device.h"
 
 #include "zero/engine.h"
 #include "zero/torch_hooks.h"
@@ -36,7 +38,8 @@ class BoundEngine {
   BoundEngine(int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
               const LossScaleOptions& loss_scale, std::vector<std::string> unit_names, std::size_t root_unit,
               const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
-              const py::object& reduce_communicator, std::size_t thread_num, std::vector<int> cpus) {
+              const py::object& reduce_communicator, bool reshard_after_forward, const std::string& device,
+              DeviceParts parts) {
     EngineModel model{.unit_names = std::move(unit_names), .root_unit = root_unit, .parameters = {}, .bindings = {}};
     std::vector<at::Tensor> trainable;
     std::vector<std::size_t> indices;
@@ -53,19 +56,20 @@ class BoundEngine {
                                   .trainable = argument.trainable,
                                   .param_group = argument.param_group,
                                   .unit = argument.unit});
-      model.bindings.push_back(make_torch_parameter(argument.name, argument.tensor));
+      model.bindings.push_back(make_torch_parameter(argument.name, argument.tensor, device));
     }
     const EngineOptions options{.stage = zero_stage_from_int(stage),
                                 .accumulation_steps = accumulation_steps,
                                 .clip = clip,
                                 .prefetch_bytes = prefetch_bytes.value_or(0),
                                 .default_prefetch = !prefetch_bytes.has_value(),
+                                .reshard_after_forward = reshard_after_forward,
                                 .loss_scale = loss_scale};
     auto gather = take_communicator(gather_communicator);
     auto reduce = take_communicator(reduce_communicator);
     const py::gil_scoped_release release;
-    engine_ = std::make_shared<Engine>(options, std::move(model), std::move(gather), std::move(reduce), thread_num,
-                                       std::move(cpus));
+    engine_ =
+        std::make_shared<Engine>(options, std::move(model), std::move(parts), std::move(gather), std::move(reduce));
     hooks_ = make_gradient_hooks(engine_, trainable, indices);
   }
 
@@ -172,16 +176,23 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
           "abort_backward", [](BoundEngine& e) { e.get().abort_backward(); }, Release())
       .def("rethrow_hook_error", &BoundEngine::rethrow_hook_error)
       .def(
-          "step",
-          [](BoundEngine& e, const std::vector<AdamHyperparameters>& groups) {
+          "step", [](BoundEngine& e, const std::vector<AdamHyperparameters>& groups) { e.get().step(groups); },
+          py::arg("groups"), Release())
+      .def(
+          "outcome",
+          [](BoundEngine& e) {
             StepOutcome outcome;
             {
               const py::gil_scoped_release release;
-              outcome = e.get().step(groups);
+              outcome = e.get().outcome();
             }
             return py::make_tuple(outcome.applied, outcome.grad_norm);
           },
-          py::arg("groups"), "(applied, global gradient norm before clipping)");
+          "(applied, global gradient norm before clipping) of the last step. Blocks until it is known.")
+      .def(
+          "set_compute_stream",
+          [](BoundEngine& e, std::uintptr_t stream) { e.get().set_compute_stream(reinterpret_cast<void*>(stream)); },
+          py::arg("stream"), Release(), "The native stream that the caller computes on from now on.");
 }
 
 void bind_engine_reading(py::class_<BoundEngine>& engine) {
@@ -206,8 +217,10 @@ void bind_engine_reading(py::class_<BoundEngine>& engine) {
             e.get().broadcast(static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes());
           },
           py::arg("tensor"), Release(), "Makes rank 0's values everybody's, in place. Collective.")
-      .def_property_readonly("loss_scale", [](const BoundEngine& e) { return e.get().loss_scale(); })
-      .def_property_readonly("steps_applied", [](const BoundEngine& e) { return e.get().steps_applied(); })
+      .def_property_readonly("loss_scale",
+                             py::cpp_function([](const BoundEngine& e) { return e.get().loss_scale(); }, Release()))
+      .def_property_readonly("steps_applied",
+                             py::cpp_function([](const BoundEngine& e) { return e.get().steps_applied(); }, Release()))
       .def_property_readonly("rank", [](const BoundEngine& e) { return e.get().rank(); })
       .def_property_readonly("world_size", [](const BoundEngine& e) { return e.get().world_size(); })
       .def_property_readonly("prefetch_bytes", [](const BoundEngine& e) { return e.get().prefetch_bytes(); })
@@ -272,13 +285,29 @@ void bind_zero(py::module_& m) {
            }),
            py::kw_only(), py::arg("enabled"), py::arg("dynamic"), py::arg("initial_scale"), py::arg("growth_factor"),
            py::arg("backoff_factor"), py::arg("growth_interval_steps"), py::arg("min_scale"));
+  m.def(
+      "cpu_device_parts",
+      [](std::size_t thread_num, std::vector<int> cpus) {
+        return to_capsule(DeviceParts{make_cpu_device(), make_cpu_adam(thread_num, std::move(cpus))});
+      },
+      py::kw_only(), py::arg("thread_num"), py::arg("cpus"),
+      "The CPU as the device of an engine, with threads for its optimizer.");
   py::class_<BoundEngine> engine(m, "Engine", "One rank's ZeRO engine (csrc/zero/engine.h).");
-  engine.def(py::init<int, long, double, std::optional<std::size_t>, const LossScaleOptions&, std::vector<std::string>,
-                      std::size_t, const std::vector<ParameterArgument>&, const py::object&, const py::object&,
-                      std::size_t, std::vector<int>>(),
-             py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
-             py::arg("loss_scale"), py::arg("unit_names"), py::arg("root_unit"), py::arg("parameters"),
-             py::arg("gather_communicator"), py::arg("reduce_communicator"), py::arg("thread_num"), py::arg("cpus"));
+  engine.def(
+      py::init([](int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
+                  const LossScaleOptions& loss_scale, std::vector<std::string> unit_names, std::size_t root_unit,
+                  const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
+                  const py::object& reduce_communicator, bool reshard_after_forward, const std::string& device,
+                  const py::object& parts) {
+        return std::make_unique<BoundEngine>(
+            stage, accumulation_steps, clip, prefetch_bytes, loss_scale, std::move(unit_names), root_unit, parameters,
+            gather_communicator, reduce_communicator, reshard_after_forward, device, in_capsule<DeviceParts>(parts));
+      }),
+      py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
+      py::arg("loss_scale"), py::arg("unit_names"), py::arg("root_unit"), py::arg("parameters"),
+      py::arg("gather_communicator"), py::arg("reduce_communicator"), py::arg("reshard_after_forward"),
+      py::arg("device"), py::arg("parts"),
+      "device is torch's name of where parameters live; parts is a capsule that makes the engine compute there.");
   bind_engine_training(engine);
   bind_engine_reading(engine);
 }

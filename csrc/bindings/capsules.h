@@ -10,16 +10,9 @@
 
 #include "comm/communicator.h"
 #include "common/error.h"
-#include "kernels/device.h"
 #include "optim/device_adam.h"
 
 namespace zb {
-
-// A device and what computes on it.
-struct DeviceParts {
-  std::shared_ptr<Device> device;
-  std::shared_ptr<DeviceAdam> adam;
-};
 
 template <class T>
 inline constexpr const char* kCapsuleName = nullptr;

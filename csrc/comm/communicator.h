@@ -18,13 +18,16 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/error.h"
 #include "kernels/device.h"
 #include "memory/ledger.h"
 
@@ -36,8 +39,8 @@ enum class BufferRole : std::uint8_t {
   kPrivate,  // only this rank touches it (a destination); allocation is local
 };
 
-// Memory that collectives may name. Zero-filled at creation, page aligned. Destruction is local and never blocks:
-// peers' views stay valid until they drop theirs.
+// Memory that collectives may name. Zero-filled at creation, aligned to 256 bytes or more. Destruction is local and
+// waits for no peer: peers' views stay valid until they drop theirs.
 class RegisteredBuffer {
  public:
   virtual ~RegisteredBuffer() = default;
@@ -46,6 +49,7 @@ class RegisteredBuffer {
 
   std::byte* data() const noexcept { return data_; }
   std::size_t bytes() const noexcept { return bytes_; }
+  virtual bool is_on_device() const noexcept { return false; }  // the host must not touch it
 
  protected:
   RegisteredBuffer() = default;
@@ -153,8 +157,11 @@ class Communicator {
   // peers there. Both connect the same ranks and are used by one thread at a time. Of use where operations do not run
   // in the background; elsewhere it does nothing.
   virtual void serve_while_blocked(Communicator& other) { static_cast<void>(other); }
-  // Poisons the communicator on every rank with this reason; blocked peers wake up and raise. Idempotent.
+  // Poisons the communicator on every rank with this reason; blocked peers wake up and raise. Idempotent, and callable
+  // from any thread.
   virtual void abort(std::string_view reason) noexcept = 0;
+  // The original cause, once this communicator is poisoned; by a peer too, where a kind can tell. From any thread.
+  virtual std::optional<CommunicationError> poisoned() const noexcept = 0;
 
   const CommunicationCounters& counters() const noexcept { return counters_; }
   void reset_counters() noexcept { counters_ = {}; }
@@ -167,6 +174,25 @@ class Communicator {
   int rank_;
   int world_size_;
   CommunicationCounters counters_;
+};
+
+// Puts the operations started in its lifetime in together.
+class CollectiveGroup {
+ public:
+  explicit CollectiveGroup(Communicator& communicator) : communicator_(communicator) { communicator_.begin_group(); }
+  CollectiveGroup(const CollectiveGroup&) = delete;
+  CollectiveGroup& operator=(const CollectiveGroup&) = delete;
+  ~CollectiveGroup() noexcept(false) {
+    try {
+      communicator_.end_group();
+    } catch (...) {
+      if (std::uncaught_exceptions() == exceptions_) throw;  // else the first error is the one to report
+    }
+  }
+
+ private:
+  Communicator& communicator_;
+  int exceptions_ = std::uncaught_exceptions();
 };
 
 }  // namespace zb

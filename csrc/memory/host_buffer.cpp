@@ -32,14 +32,11 @@ std::string in_mib(std::size_t bytes) {
   return text;
 }
 
-[[noreturn]] void throw_out_of_memory(std::size_t bytes, Ledger* ledger, Tier tier, Category category,
-                                      const char* cause) {
-  std::string text = std::string(tier_name(tier)) + " memory ran out: " + in_mib(bytes) + " (" + std::to_string(bytes) +
-                     " bytes) for " + std::string(category_name(category)) + " could not be mapped (" + cause + ")";
-  if (ledger != nullptr) {
-    text += ", with " + in_mib(static_cast<std::size_t>(ledger->total(tier).current_bytes)) + " held already";
-  }
-  throw OutOfMemoryError(text + "; use more ranks, a higher stage or a smaller model");
+[[noreturn]] void throw_out_of_memory(std::size_t bytes, Tier tier, std::string_view what, const char* cause,
+                                      const std::string& held) {
+  throw OutOfMemoryError(std::string(tier_name(tier)) + " memory ran out: " + in_mib(bytes) + " (" +
+                         std::to_string(bytes) + " bytes) for " + std::string(what) + " could not be mapped (" + cause +
+                         ")" + held + "; use more ranks, a higher stage or a smaller model");
 }
 
 std::byte* map(std::size_t bytes) {
@@ -63,16 +60,28 @@ std::byte* map_huge(std::size_t mapped_bytes) {
 }  // namespace
 
 HostBuffer::HostBuffer(std::size_t bytes, Ledger* ledger, Tier tier, Category category) {
-  if (bytes == 0) return;
-  if (bytes > std::numeric_limits<std::size_t>::max() / 2) {
-    throw_out_of_memory(bytes, ledger, tier, category, "larger than the address space");
+  if (const char* cause = map_pages(bytes)) {
+    std::string held;
+    if (ledger != nullptr) {
+      held = ", with " + in_mib(static_cast<std::size_t>(ledger->total(tier).current_bytes)) + " held already";
+    }
+    throw_out_of_memory(bytes, tier, category_name(category), cause, held);
   }
+  if (bytes != 0) allocation_ = Allocation(ledger, tier, category, bytes);
+}
+
+HostBuffer::HostBuffer(std::size_t bytes, std::string_view what) {
+  if (const char* cause = map_pages(bytes)) throw_out_of_memory(bytes, Tier::kDevice, what, cause, {});
+}
+
+const char* HostBuffer::map_pages(std::size_t bytes) noexcept {
+  if (bytes == 0) return nullptr;
+  if (bytes > std::numeric_limits<std::size_t>::max() / 2) return "larger than the address space";
   const std::size_t mapped_bytes = round_up(bytes, page_bytes());
-  std::byte* data = bytes >= kHugeFromBytes ? map_huge(mapped_bytes) : map(mapped_bytes);
-  if (data == nullptr) throw_out_of_memory(bytes, ledger, tier, category, std::strerror(errno));
-  data_ = data;
+  data_ = bytes >= kHugeFromBytes ? map_huge(mapped_bytes) : map(mapped_bytes);
+  if (data_ == nullptr) return std::strerror(errno);
   bytes_ = bytes;
-  allocation_ = Allocation(ledger, tier, category, bytes);
+  return nullptr;
 }
 
 HostBuffer::HostBuffer(HostBuffer&& other) noexcept

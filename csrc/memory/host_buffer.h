@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string_view>
 
 #include "memory/ledger.h"
 
@@ -15,6 +16,8 @@ class HostBuffer {
   HostBuffer() = default;  // empty
   // `ledger` may be null. Throws OutOfMemoryError.
   HostBuffer(std::size_t bytes, Ledger* ledger, Tier tier, Category category);
+  // Counted elsewhere; errors say `what` it was for.
+  HostBuffer(std::size_t bytes, std::string_view what);
   HostBuffer(HostBuffer&& other) noexcept;
   HostBuffer& operator=(HostBuffer&& other) noexcept;
   HostBuffer(const HostBuffer&) = delete;
@@ -29,6 +32,7 @@ class HostBuffer {
   }
 
  private:
+  const char* map_pages(std::size_t bytes) noexcept;  // null, or what went wrong
   void unmap() noexcept;
 
   std::byte* data_ = nullptr;

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "common/thread_pool.h"
 #include "kernels/device.h"
@@ -23,6 +24,13 @@ class DeviceAdam {
   virtual void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) = 0;
 };
 
-std::shared_ptr<DeviceAdam> make_cpu_adam(ThreadPool& pool);
+// `cpus` as ThreadPool takes them.
+std::shared_ptr<DeviceAdam> make_cpu_adam(std::size_t thread_num, std::vector<int> cpus);
+
+// A device and what computes on it.
+struct DeviceParts {
+  std::shared_ptr<Device> device;
+  std::shared_ptr<DeviceAdam> adam;
+};
 
 }  // namespace zb

@@ -1,13 +1,10 @@
-// The device store on CPU ranks: optimizer state in ordinary memory beside the parameters, updated in place.
-//
-// An update is complete when start_update returns; wait_update exists for the stores where it is not.
-#include <cstring>
+// The device store: optimizer state in device memory beside the parameters, updated in place in the compute lane.
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "common/error.h"
-#include "memory/host_buffer.h"
+#include "kernels/device_buffer.h"
 #include "stores/store.h"
 
 namespace zb {
@@ -17,9 +14,9 @@ struct Shard {
   std::size_t numel = 0;
   DType param_dtype = DType::kFloat32;
   std::vector<Segment> segments;
-  HostBuffer master;  // empty for fp32 parameters
-  HostBuffer exp_avg;
-  HostBuffer exp_avg_sq;
+  DeviceBuffer master;  // empty for fp32 parameters
+  DeviceBuffer exp_avg;
+  DeviceBuffer exp_avg_sq;
 };
 
 void check_segments(const ShardSpec& spec) {
@@ -43,7 +40,7 @@ void* element(void* base, DType dtype, std::size_t index) {
 
 class DeviceStore final : public Store {
  public:
-  DeviceStore(Ledger* ledger, ThreadPool& pool) : ledger_(ledger), pool_(pool) {}
+  DeviceStore(Ledger* ledger, const DeviceParts& parts) : ledger_(ledger), parts_(parts) {}
 
   Tier tier() const noexcept override { return Tier::kDevice; }
 
@@ -58,39 +55,42 @@ class DeviceStore final : public Store {
     shard.segments = spec.segments;
     const std::size_t bytes = spec.numel * sizeof(float);
     if (spec.param_dtype != DType::kFloat32) {
-      shard.master = HostBuffer(bytes, ledger_, Tier::kDevice, Category::kMaster);
-      if (bytes > 0) std::memcpy(shard.master.data(), initial.data(), bytes);
+      shard.master = DeviceBuffer(device(), bytes, ledger_, Category::kMaster);
+      device().copy(Lane::kCompute, shard.master.data(), initial.data(), bytes);
     }
-    shard.exp_avg = HostBuffer(bytes, ledger_, Tier::kDevice, Category::kExpAvg);
-    shard.exp_avg_sq = HostBuffer(bytes, ledger_, Tier::kDevice, Category::kExpAvgSq);
+    shard.exp_avg = DeviceBuffer(device(), bytes, ledger_, Category::kExpAvg);
+    shard.exp_avg_sq = DeviceBuffer(device(), bytes, ledger_, Category::kExpAvgSq);
     shards_.push_back(std::move(shard));
     return shards_.size() - 1;
   }
 
   void start_update(std::size_t index, const ShardUpdate& update) override {
     Shard& shard = at(index);
-    ZB_EXPECT(shard.numel == 0 || (update.gradient != nullptr && update.parameters != nullptr),
-              "an update of shard " + std::to_string(index) + " needs its gradient and its parameters");
+    ZB_EXPECT(
+        shard.numel == 0 || (update.gradient != nullptr && update.parameters != nullptr && update.step != nullptr),
+        "an update of shard " + std::to_string(index) + " needs its gradient, its parameters and the step's scalars");
     for (const Segment& segment : shard.segments) {
       ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
                 "shard " + std::to_string(index) + " needs hyperparameters of param group " +
                     std::to_string(segment.row) + ", got " + std::to_string(update.rows.size()) + " rows");
     }
+    runs_.clear();
     for (const Segment& segment : shard.segments) {
-      adam_step(segment_span(shard, update, segment), update.rows[static_cast<std::size_t>(segment.row)], pool_);
+      runs_.push_back({segment_span(shard, update, segment), update.rows[static_cast<std::size_t>(segment.row)]});
     }
+    if (!runs_.empty()) parts_.adam->update(Lane::kCompute, runs_, update.step);
   }
 
   void wait_update(std::size_t index) override { at(index); }
 
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
-    const HostBuffer& state = state_of(index, kind, destination.size());
-    if (!destination.empty()) std::memcpy(destination.data(), state.data(), destination.size_bytes());
+    const DeviceBuffer& state = state_of(index, kind, destination.size());
+    device().copy(Lane::kCompute, destination.data(), state.data(), destination.size_bytes());
   }
 
   void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
-    const HostBuffer& state = state_of(index, kind, source.size());
-    if (!source.empty()) std::memcpy(state.data(), source.data(), source.size_bytes());
+    const DeviceBuffer& state = state_of(index, kind, source.size());
+    device().copy(Lane::kCompute, state.data(), source.data(), source.size_bytes());
   }
 
  private:
@@ -107,13 +107,15 @@ class DeviceStore final : public Store {
             .numel = segment.end - segment.begin};
   }
 
+  Device& device() { return *parts_.device; }
+
   Shard& at(std::size_t index) {
     ZB_EXPECT(index < shards_.size(),
               "the store holds " + std::to_string(shards_.size()) + " shards, none is number " + std::to_string(index));
     return shards_[index];
   }
 
-  const HostBuffer& state_of(std::size_t index, StateKind kind, std::size_t numel) {
+  const DeviceBuffer& state_of(std::size_t index, StateKind kind, std::size_t numel) {
     const Shard& shard = at(index);
     ZB_EXPECT(numel == shard.numel, "shard " + std::to_string(index) + " has " + std::to_string(shard.numel) +
                                         " elements, the other side of the copy has " + std::to_string(numel));
@@ -125,14 +127,15 @@ class DeviceStore final : public Store {
   }
 
   Ledger* ledger_;
-  ThreadPool& pool_;
+  DeviceParts parts_;
+  std::vector<AdamRun> runs_;
   std::vector<Shard> shards_;
 };
 
 }  // namespace
 
-std::unique_ptr<Store> make_device_store(Ledger* ledger, ThreadPool& pool) {
-  return std::make_unique<DeviceStore>(ledger, pool);
+std::unique_ptr<Store> make_device_store(Ledger* ledger, const DeviceParts& parts) {
+  return std::make_unique<DeviceStore>(ledger, parts);
 }
 
 }  // namespace zb

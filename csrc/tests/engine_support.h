@@ -20,6 +20,7 @@
 
 #include "comm/shm_communicator.h"
 #include "common/error.h"
+#include "kernels/cpu_device.h"
 #include "kernels/cpu_kernels.h"
 #include "zero/engine.h"
 
@@ -168,8 +169,9 @@ class ToyRank {
         .prefetch_bytes = options.prefetch_bytes == SIZE_MAX ? 0 : options.prefetch_bytes,
         .default_prefetch = options.prefetch_bytes == SIZE_MAX,
         .loss_scale = options.loss_scale};
-    engine_ = std::make_unique<Engine>(engine_options, std::move(model), std::move(gather), std::move(reduce), 1,
-                                       std::vector<int>{});
+    engine_ =
+        std::make_unique<Engine>(engine_options, std::move(model), DeviceParts{make_cpu_device(), make_cpu_adam(1, {})},
+                                 std::move(gather), std::move(reduce));
   }
 
   Engine& engine() { return *engine_; }
@@ -225,7 +227,10 @@ class ToyRank {
     engine_->gradient_arrived(parameter, bytes.data(), options_.param_dtype, 1);
   }
 
-  StepOutcome step() { return engine_->step(toy_groups()); }
+  StepOutcome step() {
+    engine_->step(toy_groups());
+    return engine_->outcome();
+  }
 
   // A step as most models do it.
   StepOutcome train_step(std::vector<std::size_t> units = {1, 2, 3, 4}) {

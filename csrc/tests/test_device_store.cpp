@@ -3,6 +3,7 @@
 #include <string>
 
 #include "common/error.h"
+#include "kernels/cpu_device.h"
 #include "stores/store.h"
 #include "test_support.h"
 
@@ -16,6 +17,8 @@ using test::same_bits;
 
 constexpr std::size_t kNumel = 9000;  // more than two pieces for the pool
 
+constexpr StepScalars kStep{.norm = 1.0, .factor = 0.5F, .is_skipped = 0};
+
 ShardSpec some_spec(DType param_dtype) {
   return {.numel = kNumel, .param_dtype = param_dtype, .segments = {{0, 5000, 1}, {5016, 8999, 0}}};
 }
@@ -23,7 +26,7 @@ ShardSpec some_spec(DType param_dtype) {
 std::vector<AdamScalars> some_rows(long step) {
   AdamHyperparameters first{.lr = 1e-2, .weight_decay = 0.1};
   AdamHyperparameters second{.lr = 3e-3, .beta1 = 0.8, .beta2 = 0.99, .weight_decay = 0.0};
-  return {make_adam_scalars(first, step, 0.5F), make_adam_scalars(second, step, 0.5F)};
+  return {make_adam_scalars(first, step, kStep.factor), make_adam_scalars(second, step, kStep.factor)};
 }
 
 std::vector<float> state_of(Store& store, std::size_t shard, StateKind kind) {
@@ -38,9 +41,9 @@ std::int64_t current_bytes(const Ledger& ledger, Category category) {
 
 TEST(DeviceStore, CountsEveryByteAndMakesNoMasterForFloat32) {
   Ledger ledger;
-  ThreadPool pool(1);
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
   {
-    const std::unique_ptr<Store> store = make_device_store(&ledger, pool);
+    const std::unique_ptr<Store> store = make_device_store(&ledger, parts);
     EXPECT_EQ(store->tier(), Tier::kDevice);
     const std::vector<float> initial = ordinary_floats(kNumel, 1);
     EXPECT_EQ(store->add_shard(some_spec(DType::kFloat32), initial), 0U);
@@ -60,8 +63,8 @@ TEST(DeviceStore, CountsEveryByteAndMakesNoMasterForFloat32) {
 // Three steps against the scalar Adam, segment by segment.
 void expect_updates_like_scalar(DType param_dtype, DType gradient_dtype, std::size_t thread_num) {
   Ledger ledger;
-  ThreadPool pool(thread_num);
-  const std::unique_ptr<Store> store = make_device_store(&ledger, pool);
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(thread_num, {})};
+  const std::unique_ptr<Store> store = make_device_store(&ledger, parts);
   const ShardSpec spec = some_spec(param_dtype);
   std::vector<float> master = ordinary_floats(kNumel, 1);
   Elements parameters(param_dtype, master, 1);
@@ -85,9 +88,11 @@ void expect_updates_like_scalar(DType param_dtype, DType gradient_dtype, std::si
                                    .numel = segment.end - segment.begin},
                                   rows[static_cast<std::size_t>(segment.row)]);
     }
-    store->start_update(
-        shard,
-        {.gradient = gradient.data(), .gradient_dtype = gradient_dtype, .parameters = parameters.data(), .rows = rows});
+    store->start_update(shard, {.gradient = gradient.data(),
+                                .gradient_dtype = gradient_dtype,
+                                .parameters = parameters.data(),
+                                .rows = rows,
+                                .step = &kStep});
     store->wait_update(shard);
     ASSERT_EQ(parameters.first_difference(expected_parameters), -1) << "step " << step;
   }
@@ -110,10 +115,29 @@ TEST(DeviceStore, UpdatesBySegmentsLikeTheScalarAdam) {
   }
 }
 
+TEST(DeviceStore, ASkippedStepChangesNothing) {
+  Ledger ledger;
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(2, {})};
+  const std::unique_ptr<Store> store = make_device_store(&ledger, parts);
+  const std::vector<float> master = ordinary_floats(kNumel, 1);
+  Elements parameters(DType::kBFloat16, master, 1);
+  const Elements before = parameters;
+  const std::size_t shard = store->add_shard(some_spec(DType::kBFloat16), master);
+  const std::vector<AdamScalars> rows = some_rows(1);
+  const StepScalars skipped{.factor = 0.5F, .is_skipped = 1};
+  const std::vector<float> gradient = ordinary_floats(kNumel, 2);
+  store->start_update(shard,
+                      {.gradient = gradient.data(), .parameters = parameters.data(), .rows = rows, .step = &skipped});
+  store->wait_update(shard);
+  EXPECT_EQ(parameters.first_difference(before), -1);
+  EXPECT_EQ(state_of(*store, shard, StateKind::kMaster), master);
+  EXPECT_EQ(state_of(*store, shard, StateKind::kExpAvg), std::vector<float>(kNumel, 0.0F));
+}
+
 TEST(DeviceStore, StatesAreWrittenAndRead) {
   Ledger ledger;
-  ThreadPool pool(1);
-  const std::unique_ptr<Store> store = make_device_store(&ledger, pool);
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+  const std::unique_ptr<Store> store = make_device_store(&ledger, parts);
   const std::size_t shard = store->add_shard(some_spec(DType::kFloat16), std::vector<float>(kNumel, 0.0F));
   std::uint32_t seed = 1;
   for (const StateKind kind : {StateKind::kMaster, StateKind::kExpAvg, StateKind::kExpAvgSq}) {
@@ -127,8 +151,8 @@ TEST(DeviceStore, StatesAreWrittenAndRead) {
 
 TEST(DeviceStore, EmptyShardsAreFine) {
   Ledger ledger;
-  ThreadPool pool(2);
-  const std::unique_ptr<Store> store = make_device_store(&ledger, pool);
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(2, {})};
+  const std::unique_ptr<Store> store = make_device_store(&ledger, parts);
   const std::size_t shard = store->add_shard({.numel = 0, .param_dtype = DType::kBFloat16, .segments = {}}, {});
   store->start_update(shard, {});
   store->wait_update(shard);
@@ -138,8 +162,8 @@ TEST(DeviceStore, EmptyShardsAreFine) {
 
 TEST(DeviceStore, RejectsWhatCannotBe) {
   Ledger ledger;
-  ThreadPool pool(1);
-  const std::unique_ptr<Store> store = make_device_store(&ledger, pool);
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+  const std::unique_ptr<Store> store = make_device_store(&ledger, parts);
   const std::vector<float> initial(kNumel, 1.0F);
   ShardSpec spec = some_spec(DType::kFloat32);
   EXPECT_THROW(store->add_shard(spec, std::span(initial).first(5)), ArgumentError);
@@ -158,10 +182,14 @@ TEST(DeviceStore, RejectsWhatCannotBe) {
   EXPECT_THROW(store->read_state(shard + 1, StateKind::kExpAvg, values), ArgumentError);
   EXPECT_THROW(store->wait_update(shard + 1), ArgumentError);
   const std::vector<AdamScalars> rows = some_rows(1);
-  EXPECT_THROW(store->start_update(shard, {.parameters = values.data(), .rows = rows}), ArgumentError);
-  EXPECT_THROW(store->start_update(
-                   shard, {.gradient = initial.data(), .parameters = values.data(), .rows = std::span(rows).first(1)}),
-               ArgumentError);
+  const auto update = [&](const void* gradient, std::size_t row_num, const StepScalars* step) {
+    store->start_update(
+        shard,
+        {.gradient = gradient, .parameters = values.data(), .rows = std::span(rows).first(row_num), .step = step});
+  };
+  EXPECT_THROW(update(nullptr, 2, &kStep), ArgumentError);
+  EXPECT_THROW(update(initial.data(), 1, &kStep), ArgumentError);
+  EXPECT_THROW(update(initial.data(), 2, nullptr), ArgumentError);
 }
 
 }  // namespace

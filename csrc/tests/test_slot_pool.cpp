@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "comm/shm_communicator.h"
+#include "kernels/cpu_device.h"
 #include "memory/ledger.h"
 
 namespace zb {
@@ -14,10 +15,13 @@ constexpr std::size_t kBytes = 4096;
 
 class SlotPools : public testing::Test {
  protected:
-  SlotPool pool(BufferRole role) { return {*communicator_, &ledger_, role, Category::kGatherSlots}; }
+  SlotPool pool(BufferRole role) {
+    return {*device_, *communicator_, &ledger_, role, Category::kGatherSlots, {Lane::kGather, Lane::kCompute}};
+  }
   std::int64_t held_bytes() const { return ledger_.entry(Tier::kDevice, Category::kGatherSlots).current_bytes; }
 
   Ledger ledger_;
+  std::shared_ptr<Device> device_ = make_cpu_device();
   std::unique_ptr<Communicator> communicator_ =
       make_shm_communicator({.rank = 0, .world_size = 1, .rendezvous = "slot-pool"});
 };

@@ -3,11 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "common/error.h"
 #include "common/scope_exit.h"
-#include "kernels/cpu_kernels.h"
-#include "memory/host_buffer.h"
 
 namespace zb {
 namespace {
@@ -22,14 +21,14 @@ std::size_t largest_unit_bytes(const std::vector<Unit>& units) {
 
 }  // namespace
 
-Engine::Engine(const EngineOptions& options, EngineModel model, std::unique_ptr<Communicator> gather_communicator,
-               std::unique_ptr<Communicator> reduce_communicator, std::size_t thread_num, std::vector<int> cpus)
+Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts parts,
+               std::unique_ptr<Communicator> gather_communicator, std::unique_ptr<Communicator> reduce_communicator)
     : options_(options),
       gather_communicator_(std::move(gather_communicator)),
       reduce_communicator_(std::move(reduce_communicator)),
       policy_(stage_policy(options.stage, reduce_communicator_->world_size())),
-      pool_(thread_num, std::move(cpus)),
-      store_(make_device_store(&ledger_, pool_)),
+      parts_(std::move(parts)),
+      store_(make_device_store(&ledger_, parts_)),
       scaler_(options.loss_scale) {
   ZB_EXPECT(options.accumulation_steps >= 1, "gradient_accumulation_steps must be at least 1");
   ZB_EXPECT(model.bindings.size() == model.parameters.size(), "every parameter needs a binding");
@@ -38,16 +37,22 @@ Engine::Engine(const EngineOptions& options, EngineModel model, std::unique_ptr<
   reduce_communicator_->serve_while_blocked(*gather_communicator_);
   units_ = make_units(model.unit_names, model.root_unit, model.parameters, world_size(), parameters_);
   prefetch_bytes_ = options.default_prefetch ? largest_unit_bytes(units_) : options.prefetch_bytes;
-  gathers_ = std::make_unique<GatherScheduler>(*gather_communicator_, &ledger_, units_, parameters_, clock_,
-                                               parameters_sharded(), prefetch_bytes_);
-  reduces_ = std::make_unique<ReduceScheduler>(*reduce_communicator_, &ledger_, units_, parameters_, clock_,
+  gathers_ = std::make_unique<GatherScheduler>(device(), *gather_communicator_, &ledger_, units_, parameters_, clock_,
+                                               parameters_sharded(), options.reshard_after_forward, prefetch_bytes_);
+  reduces_ = std::make_unique<ReduceScheduler>(device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_,
                                                policy_.gradients);
   for (Unit& unit : units_) build_unit(unit, model);
+  build_norms();
   gathers_->reserve_slots();
   reduces_->reserve_slots(options.accumulation_steps);
 }
 
 Engine::~Engine() {
+  try {
+    device().synchronize();  // memory goes when its last work is done
+  } catch (const std::exception&) {
+    // The device has failed: nothing runs there any more.
+  }
   // Slots go with the engine; parameters must not point there any more, and units give theirs back before the pools go.
   for (Unit& unit : units_) {
     unit.gather_slot.reset();
@@ -83,7 +88,6 @@ void Engine::build_flat(FlatBuffer& flat) {
   const auto rank_offset = static_cast<std::size_t>(rank()) * layout.shard_numel();
   const bool several = world_size() > 1;
   Communicator& communicator = *reduce_communicator_;
-  const CpuKernels& kernels = cpu_kernels();
 
   Region initial{communicator.allocate(layout.padded_numel() * sizeof(float),
                                        several ? BufferRole::kShared : BufferRole::kPrivate, &ledger_,
@@ -94,6 +98,7 @@ void Engine::build_flat(FlatBuffer& flat) {
     parameters_[index].binding->adopt(flat.param_dtype);
   }
   if (several) {
+    device().wait(communicator.lane(), device().mark(Lane::kCompute));
     communicator
         .start_broadcast(
             {.buffer = initial, .bytes = layout.padded_numel() * sizeof(float), .root = 0, .label = flat.label})
@@ -103,15 +108,17 @@ void Engine::build_flat(FlatBuffer& flat) {
   if (parameters_sharded()) {
     flat.shard_parameters = {gather_communicator_->allocate(flat.shard_parameter_bytes(), BufferRole::kShared, &ledger_,
                                                             Category::kParameters)};
-    kernels.cast(flat.shard_parameters.data(), flat.param_dtype, values + rank_offset, DType::kFloat32,
-                 layout.shard_numel());
+    device().cast(Lane::kCompute, flat.shard_parameters.data(), flat.param_dtype, values + rank_offset, DType::kFloat32,
+                  layout.shard_numel());
+    flat.updated = device().mark(Lane::kCompute);
   } else {
     const bool gathered = several && state_sharded() && flat.trainable;
     flat.full_parameters = {gather_communicator_->allocate(flat.full_parameter_bytes(),
                                                            gathered ? BufferRole::kShared : BufferRole::kPrivate,
                                                            &ledger_, Category::kParameters)};
     flat.shard_parameters = flat.full_parameters.at(static_cast<std::size_t>(rank()) * flat.shard_parameter_bytes());
-    kernels.cast(flat.full_parameters.data(), flat.param_dtype, values, DType::kFloat32, layout.padded_numel());
+    device().cast(Lane::kCompute, flat.full_parameters.data(), flat.param_dtype, values, DType::kFloat32,
+                  layout.padded_numel());
   }
   for (const std::size_t index : flat.parameters) {
     Parameter& parameter = parameters_[index];
@@ -146,6 +153,27 @@ void Engine::build_flat(FlatBuffer& flat) {
   if (several) communicator.barrier(flat.label);  // nobody reads the broadcast's buffer any more
 }
 
+void Engine::build_norms() {
+  for (Unit& unit : units_) {
+    for (FlatBuffer& flat : unit.flats) {
+      if (flat.trainable) trainable_flats_.push_back(&flat);
+    }
+  }
+  const std::size_t bytes = trainable_flats_.size() * sizeof(double);
+  const bool several = world_size() > 1;
+  own_sums_ = {reduce_communicator_->allocate(bytes, several ? BufferRole::kShared : BufferRole::kPrivate, &ledger_,
+                                              Category::kStaging)};
+  all_sums_ = own_sums_;
+  if (several) {
+    all_sums_ = {reduce_communicator_->allocate(bytes * static_cast<std::size_t>(world_size()), BufferRole::kPrivate,
+                                                &ledger_, Category::kStaging)};
+  }
+  norm_ = DeviceBuffer(device(), sizeof(StepScalars) + bytes, &ledger_, Category::kStaging);
+  norm_on_host_ = device().allocate_pinned(norm_.bytes());
+  auto* sums = reinterpret_cast<double*>(own_sums_.data());
+  for (FlatBuffer* flat : trainable_flats_) flat->sum_of_squares = sums++;
+}
+
 void Engine::begin_forward(bool train) {
   enter([&] {
     gathers_->begin_pass(train ? PassKind::kTrainForward : PassKind::kEvalForward);
@@ -167,6 +195,7 @@ void Engine::abandon_forward() {
 
 void Engine::pre_forward(std::size_t unit) {
   enter([&] {
+    wait_published(units_[unit]);
     // Recomputation inside a backward is not a use of its own.
     if (!reduces_->in_backward() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kTrainForward) {
       reduces_->count_use(unit);
@@ -216,9 +245,12 @@ void Engine::begin_backward(bool last) {
   });
 }
 
-void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType dtype, int graph_task) {
+void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType dtype, int graph_task,
+                              std::shared_ptr<const void> owner) {
   enter([&] {
-    if (reduces_->arrive(parameter, gradient, dtype, graph_task)) finish_backward_if_done(parameters_[parameter].unit);
+    if (reduces_->arrive(parameter, gradient, dtype, graph_task, std::move(owner))) {
+      finish_backward_if_done(parameters_[parameter].unit);
+    }
   });
 }
 
@@ -248,28 +280,21 @@ void Engine::abort_backward() {
   });
 }
 
-// What a rank tells the others before a step. Followed by the partial sums of squares (double, one a trainable flat
-// buffer, in unit order) and the order in which its units became complete (uint32).
+// What a rank tells the others before a step. Followed by the order in which its units became complete (uint32).
 struct Engine::RankReport {
   std::int64_t steps_tried;
   std::int64_t window_backwards;
 };
 
-std::vector<std::byte> Engine::exchange_reports() {
-  std::vector<double> sums;
-  for (const Unit& unit : units_) {
-    for (const FlatBuffer& flat : unit.flats) {
-      if (flat.trainable) sums.push_back(flat.sum_of_squares);
-    }
-  }
+// Compares the ranks' reports and adopts rank 0's order of completion.
+void Engine::exchange_reports() {
   std::vector<std::uint32_t> order(reduces_->completion_order().begin(), reduces_->completion_order().end());
   order.resize(reduces_->reduced_unit_num(), 0);
+  const std::size_t order_bytes = order.size() * sizeof(std::uint32_t);
   const RankReport header{steps_tried_, reduces_->window_backwards()};
-  std::vector<std::byte> mine(sizeof(header) + sums.size() * sizeof(double) + order.size() * sizeof(std::uint32_t));
+  std::vector<std::byte> mine(sizeof(header) + order_bytes);
   std::memcpy(mine.data(), &header, sizeof(header));
-  std::memcpy(mine.data() + sizeof(header), sums.data(), sums.size() * sizeof(double));
-  std::memcpy(mine.data() + sizeof(header) + sums.size() * sizeof(double), order.data(),
-              order.size() * sizeof(std::uint32_t));
+  std::memcpy(mine.data() + sizeof(header), order.data(), order_bytes);
   std::vector<std::byte> all(mine.size() * static_cast<std::size_t>(world_size()));
   const CommunicationClock::Scope timed(clock_);
   reduce_communicator_->exchange(mine, all, "step");
@@ -285,48 +310,66 @@ std::vector<std::byte> Engine::exchange_reports() {
     reduce_communicator_->abort(reason);
     throw CommunicationError(reason, other);
   }
-  return all;
-}
-
-// Adds the partial sums in unit and rank order; returns the root, still of the summed and scaled gradients.
-double Engine::combine_norm(const std::vector<std::byte>& reports, std::size_t report_bytes) {
-  double total = 0.0;
-  std::size_t position = 0;
-  for (const Unit& unit : units_) {
-    for (const FlatBuffer& flat : unit.flats) {
-      if (!flat.trainable) continue;
-      double of_flat = 0.0;
-      for (int other = 0; other < world_size(); ++other) {
-        double partial;
-        std::memcpy(&partial,
-                    reports.data() + static_cast<std::size_t>(other) * report_bytes + sizeof(RankReport) +
-                        position * sizeof(double),
-                    sizeof(partial));
-        of_flat += partial;
-      }
-      ++position;
-      total += of_flat;
-      if (!std::isfinite(of_flat) && !scaler_.enabled()) {
-        throw NonFiniteGradientError(
-            "the gradient of unit '" + unit.name + "' is not finite in step " + std::to_string(steps_tried_ + 1) +
-            "; nothing was updated. Lower the learning rate, clip gradients, or check the data");
-      }
-    }
-  }
-  return std::sqrt(total);
-}
-
-void Engine::adopt_completion_order(const std::vector<std::byte>& reports) {
-  const std::size_t unit_num = reduces_->reduced_unit_num();
-  const std::size_t report_bytes = reports.size() / static_cast<std::size_t>(world_size());
-  std::vector<std::uint32_t> order(unit_num);
-  std::memcpy(order.data(), reports.data() + report_bytes - unit_num * sizeof(std::uint32_t),
-              unit_num * sizeof(std::uint32_t));
+  std::memcpy(order.data(), all.data() + sizeof(header), order_bytes);
   reduces_->adopt_order(std::vector<std::size_t>(order.begin(), order.end()));
 }
 
-StepOutcome Engine::step(std::span<const AdamHyperparameters> groups) {
-  return enter([&]() -> StepOutcome {
+// Puts the norm, the factor and the skip flag of this step into device memory, and on their way to the host.
+void Engine::combine_norm() {
+  Communicator& communicator = *reduce_communicator_;
+  const Lane lane = communicator.lane();
+  if (world_size() > 1) {
+    const CommunicationClock::Scope timed(clock_);
+    communicator
+        .start_all_gather({.source = own_sums_,
+                           .destination = all_sums_,
+                           .shard_bytes = trainable_flats_.size() * sizeof(double),
+                           .label = "gradient norm"})
+        ->wait(lane);
+  }
+  auto* scalars = norm_.as<StepScalars>();
+  device().combine_norm(lane, {.partial_sums = reinterpret_cast<const double*>(all_sums_.data()),
+                               .rank_num = static_cast<std::size_t>(world_size()),
+                               .flat_num = trainable_flats_.size(),
+                               .divisor = static_cast<double>(world_size()) *
+                                          static_cast<double>(reduces_->window_backwards()) * scaler_.scale(),
+                               .clip = options_.clip,
+                               .flat_sums = reinterpret_cast<double*>(scalars + 1),
+                               .scalars = scalars});
+  device().copy_to_pinned(lane, norm_on_host_.get(), norm_.data(), norm_.bytes());
+  pending_ = {device().mark(lane), true};
+  device().wait(Lane::kCompute, pending_.arrived);
+}
+
+// Learns how the last step ended.
+void Engine::settle_step() {
+  if (!pending_.is_pending) return;
+  device().synchronize(pending_.arrived);
+  pending_ = {};
+  StepScalars scalars;
+  std::memcpy(&scalars, norm_on_host_.get(), sizeof(scalars));
+  outcome_ = {.applied = scalars.is_skipped == 0, .grad_norm = scalars.norm};
+  if (outcome_.applied) {
+    ++steps_applied_;
+    scaler_.step_succeeded();
+    return;
+  }
+  scaler_.step_overflowed();
+  if (scaler_.enabled()) return;
+  const auto* sums = reinterpret_cast<const double*>(norm_on_host_.get() + sizeof(scalars));
+  std::size_t position = 0;
+  for (const Unit& unit : units_) {
+    for (const FlatBuffer& flat : unit.flats) {
+      if (!flat.trainable || std::isfinite(sums[position++])) continue;
+      throw NonFiniteGradientError("the gradient of unit '" + unit.name + "' is not finite in step " +
+                                   std::to_string(steps_tried_) +
+                                   "; nothing was updated. Lower the learning rate, clip gradients, or check the data");
+    }
+  }
+}
+
+void Engine::step(std::span<const AdamHyperparameters> groups) {
+  enter([&] {
     ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass(), "step() was called inside a forward or backward");
     ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
                     "step() was called inside engine.gather(); leave the block first");
@@ -334,69 +377,103 @@ StepOutcome Engine::step(std::span<const AdamHyperparameters> groups) {
                     "step() was called without gradients; call engine.backward(loss) first (after an exception, "
                     "repeat forward and backward)");
     check_bindings();
-    const std::vector<std::byte> reports = exchange_reports();
-    const ScopeExit clear([this] {
-      reduces_->clear_window();
-      ++steps_tried_;
-    });
-    const double summed_norm = combine_norm(reports, reports.size() / static_cast<std::size_t>(world_size()));
-    adopt_completion_order(reports);
-    const double divisor =
-        static_cast<double>(world_size()) * static_cast<double>(reduces_->window_backwards()) * scaler_.scale();
-    StepOutcome outcome{.applied = true, .grad_norm = summed_norm / divisor};
-    if (!std::isfinite(summed_norm)) {
-      scaler_.step_overflowed();
-      outcome.applied = false;
-      return outcome;
+    {
+      const ScopeExit clear([this] {
+        reduces_->clear_window();
+        ++steps_tried_;
+      });
+      settle_step();
+      exchange_reports();
+      combine_norm();
+      gathers_->release_all();
+      update(groups);
     }
-    double factor = 1.0 / divisor;
-    // The rule of torch.nn.utils.clip_grad_norm_.
-    if (options_.clip > 0.0) factor *= std::min(1.0, options_.clip / (outcome.grad_norm + 1e-6));
-    gathers_->release_all();
-    update(groups, static_cast<float>(factor));
-    gather_updated_parameters();
-    ++steps_applied_;
-    scaler_.step_succeeded();
-    return outcome;
+    if (!device().is_async()) settle_step();
   });
 }
 
-void Engine::update(std::span<const AdamHyperparameters> groups, float factor) {
+StepOutcome Engine::outcome() {
+  return enter([&] {
+    settle_step();
+    return outcome_;
+  });
+}
+
+double Engine::loss_scale() {
+  if (!scaler_.enabled()) return scaler_.scale();
+  return enter([&] {
+    settle_step();
+    return scaler_.scale();
+  });
+}
+
+long Engine::steps_applied() {
+  return enter([&] {
+    settle_step();
+    return steps_applied_;
+  });
+}
+
+void Engine::set_compute_stream(void* stream) {
+  const std::lock_guard lock(mutex_);
+  device().set_compute_stream(stream);
+}
+
+// In the order of the next forward, so that its first units are there first.
+void Engine::update(std::span<const AdamHyperparameters> groups) {
   std::vector<AdamScalars> rows;
-  for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, factor));
-  for (const Unit& unit : units_) {
-    for (const FlatBuffer& flat : unit.flats) {
+  for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, 1.0F));
+  const bool sharded = state_sharded();
+  published_.clear();
+  for (Unit& unit : units_) {
+    wait_published(unit);
+    for (FlatBuffer& flat : unit.flats) {
       if (!flat.trainable) continue;
-      const bool sharded = state_sharded();
       store_->start_update(flat.store_shard,
                            {.gradient = sharded ? flat.shard_gradients.data() : flat.full_gradients.data(),
                             .gradient_dtype = flat.reduce_dtype,
                             .parameters = sharded ? flat.shard_parameters.data() : flat.full_parameters.data(),
-                            .rows = rows});
+                            .rows = rows,
+                            .step = norm_.as<StepScalars>()});
       store_->wait_update(flat.store_shard);
+      if (sharded) flat.updated = device().mark(Lane::kCompute);
     }
+    if (sharded && !parameters_sharded()) publish(unit);
+  }
+  // Where operations do not run beside the caller they are done here, and the next forward finds them done.
+  if (!gather_communicator_->runs_in_background()) {
+    const CommunicationClock::Scope timed(clock_);
+    for (Unit& unit : units_) wait_published(unit);
   }
 }
 
-void Engine::gather_updated_parameters() {
-  if (parameters_sharded() || !state_sharded()) return;
+// Stages 1 and 2: every rank's updated shards go to all ranks.
+void Engine::publish(Unit& unit) {
+  Communicator& communicator = *gather_communicator_;
   const CommunicationClock::Scope timed(clock_);
-  published_.clear();
-  for (const Unit& unit : units_) {
+  for (FlatBuffer& flat : unit.flats) device().wait(communicator.lane(), std::exchange(flat.updated, nullptr));
+  {
+    const CollectiveGroup group(communicator);
     for (const FlatBuffer& flat : unit.flats) {
       if (!flat.trainable) continue;
-      published_.push_back(gather_communicator_->start_all_gather({.source = flat.shard_parameters,
-                                                                   .destination = flat.full_parameters,
-                                                                   .shard_bytes = flat.shard_parameter_bytes(),
-                                                                   .label = flat.label}));
+      unit.publishing.push_back(communicator.start_all_gather({.source = flat.shard_parameters,
+                                                               .destination = flat.full_parameters,
+                                                               .shard_bytes = flat.shard_parameter_bytes(),
+                                                               .label = flat.label}));
     }
   }
-  for (const WorkPtr& work : published_) work->wait();
+  published_.insert(published_.end(), unit.publishing.begin(), unit.publishing.end());
+}
+
+void Engine::wait_published(Unit& unit) {
+  for (const WorkPtr& work : unit.publishing) work->wait();
+  unit.publishing.clear();
 }
 
 void Engine::quiesce() noexcept {
   const std::lock_guard lock(mutex_);
   try {
+    for (Unit& unit : units_) wait_published(unit);
     for (const WorkPtr& work : published_) work->wait_source_free();
   } catch (const std::exception&) {
     // Whoever was reading has failed, or will at its next call.

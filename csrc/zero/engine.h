@@ -16,9 +16,10 @@
 
 #include "comm/communicator.h"
 #include "common/error.h"
-#include "common/thread_pool.h"
+#include "kernels/device_buffer.h"
 #include "memory/ledger.h"
 #include "optim/adam.h"
+#include "optim/device_adam.h"
 #include "stores/store.h"
 #include "zero/clock.h"
 #include "zero/gather_scheduler.h"
@@ -35,6 +36,7 @@ struct EngineOptions {
   double clip = 0.0;               // maximum global gradient norm; 0 is off
   std::size_t prefetch_bytes = 0;  // unsharded units started ahead of use
   bool default_prefetch = true;    // one largest non-root unit, instead of prefetch_bytes
+  bool reshard_after_forward = true;
   LossScaleOptions loss_scale;
 };
 
@@ -56,8 +58,8 @@ enum class FullState : std::uint8_t { kParameters, kMaster, kExpAvg, kExpAvgSq }
 class Engine {
  public:
   // Takes rank 0's parameter values. Two communicators, so that gathers and reductions need no common order.
-  Engine(const EngineOptions& options, EngineModel model, std::unique_ptr<Communicator> gather_communicator,
-         std::unique_ptr<Communicator> reduce_communicator, std::size_t thread_num, std::vector<int> cpus);
+  Engine(const EngineOptions& options, EngineModel model, DeviceParts parts,
+         std::unique_ptr<Communicator> gather_communicator, std::unique_ptr<Communicator> reduce_communicator);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -77,13 +79,18 @@ class Engine {
 
   void begin_backward(bool last);
   // `graph_task` tells the backward from backwards inside it (reentrant checkpointing).
-  void gradient_arrived(std::size_t parameter, const void* gradient, DType dtype, int graph_task);
+  // `owner` keeps the gradient's memory, which is ready for the compute lane, where the device works in lanes.
+  void gradient_arrived(std::size_t parameter, const void* gradient, DType dtype, int graph_task,
+                        std::shared_ptr<const void> owner = nullptr);
   void end_backward();
   void abort_backward();
 
   // One optimizer step with these hyperparameters by param group. Throws NonFiniteGradientError where no loss scale can
-  // retry; the gradients are dropped then and the engine stays usable.
-  StepOutcome step(std::span<const AdamHyperparameters> groups);
+  // retry; the gradients are dropped then and the engine stays usable. Where the device works in lanes, this step's
+  // outcome is not known yet when the call returns: the next step, or outcome(), waits for it and throws.
+  void step(std::span<const AdamHyperparameters> groups);
+  // Of the last step. Blocks until it is known.
+  StepOutcome outcome();
 
   // Collective; calls `visit` with every parameter's values (row-major) in registration order of the flats. Frozen
   // parameters have values and masters, but no moments.
@@ -96,8 +103,12 @@ class Engine {
   // Ends a gather. With a modifier rank, that rank's values of the units become everybody's first.
   void end_gather(const std::vector<std::size_t>& units, int modifier_rank);
 
-  double loss_scale() const { return scaler_.scale(); }
-  long steps_applied() const { return steps_applied_; }
+  // These two wait for the last step's outcome where a loss scale makes it uncertain.
+  double loss_scale();
+  long steps_applied();
+  // The native stream that the caller computes on from now on.
+  void set_compute_stream(void* stream);
+  Device& device() { return *parts_.device; }
   const Ledger& ledger() const { return ledger_; }
   Ledger& ledger() { return ledger_; }
   CommunicationCounters counters() const;
@@ -136,17 +147,25 @@ class Engine {
   void fail(const CommunicationError& error) noexcept;
   void build_unit(Unit& unit, EngineModel& model);
   void build_flat(FlatBuffer& flat);
+  void build_norms();
   void finish_backward_if_done(std::size_t unit);
   void check_bindings() const;
-  std::vector<std::byte> exchange_reports();
-  double combine_norm(const std::vector<std::byte>& reports, std::size_t report_bytes);
-  void adopt_completion_order(const std::vector<std::byte>& reports);
-  void update(std::span<const AdamHyperparameters> groups, float factor);
-  void gather_updated_parameters();
+  void exchange_reports();
+  void combine_norm();
+  void settle_step();
+  void update(std::span<const AdamHyperparameters> groups);
+  void publish(Unit& unit);
+  void wait_published(Unit& unit);
   void write_back(Unit& unit, int modifier_rank);
   void write_back_flat(FlatBuffer& flat, const std::byte* values);
   bool parameters_sharded() const { return policy_.parameters == Placement::kSharded; }
   bool state_sharded() const { return policy_.state == Placement::kSharded; }
+
+  // What is left to learn of the last step: its scalars and the sums of its flats, on their way to the host.
+  struct PendingStep {
+    MarkPtr arrived;
+    bool is_pending = false;
+  };
 
   EngineOptions options_;
   std::mutex mutex_;
@@ -156,7 +175,7 @@ class Engine {
   std::unique_ptr<Communicator> gather_communicator_;
   std::unique_ptr<Communicator> reduce_communicator_;
   StagePolicy policy_;
-  ThreadPool pool_;
+  DeviceParts parts_;
   std::unique_ptr<Store> store_;
   std::vector<Parameter> parameters_;
   std::vector<Unit> units_;
@@ -165,6 +184,15 @@ class Engine {
   std::unique_ptr<ReduceScheduler> reduces_;
   LossScaler scaler_;
   std::vector<WorkPtr> published_;  // all-gathers of the last step, whose sources peers may still read
+  // Device memory (docs/decisions/engine.md, The norm): the sums of squares of this rank and of all, and what comes of
+  // them, which is also copied to the host: scalars, then a double a flat.
+  Region own_sums_;
+  Region all_sums_;
+  DeviceBuffer norm_;
+  std::shared_ptr<std::byte> norm_on_host_;
+  std::vector<FlatBuffer*> trainable_flats_;  // in unit order
+  PendingStep pending_;
+  StepOutcome outcome_;
   long steps_applied_ = 0;
   long steps_tried_ = 0;
 };

@@ -4,7 +4,6 @@
 
 #include "common/error.h"
 #include "kernels/cpu_kernels.h"
-#include "memory/host_buffer.h"
 #include "zero/engine.h"
 
 namespace zb {
@@ -28,8 +27,9 @@ StateKind state_kind(FullState kind) {
 void Engine::read_full_state(FullState kind,
                              const std::function<void(std::size_t parameter, const float* values)>& visit) {
   enter([&] {
-    const CpuKernels& kernels = cpu_kernels();
     Communicator& communicator = *reduce_communicator_;
+    for (Unit& unit : units_) wait_published(unit);
+    std::vector<float> on_host;
     for (const Unit& unit : units_) {
       for (const FlatBuffer& flat : unit.flats) {
         const FlatLayout& layout = flat.layout;
@@ -47,21 +47,24 @@ void Engine::read_full_state(FullState kind,
         if (from_store) {
           store_->read_state(flat.store_shard, state_kind(kind), own_values);
         } else {
-          kernels.cast(own_values.data(), DType::kFloat32,
-                       sharded ? flat.shard_parameters.data() : flat.full_parameters.data(), flat.param_dtype,
-                       own_numel);
+          device().cast(Lane::kCompute, own_values.data(), DType::kFloat32,
+                        sharded ? flat.shard_parameters.data() : flat.full_parameters.data(), flat.param_dtype,
+                        own_numel);
         }
         Region full = own;
         if (sharded) {
           full = {communicator.allocate(layout.padded_numel() * sizeof(float), BufferRole::kPrivate, &ledger_,
                                         Category::kStaging)};
+          device().wait(communicator.lane(), device().mark(Lane::kCompute));
           const WorkPtr work = communicator.start_all_gather(
               {.source = own, .destination = full, .shard_bytes = own_numel * sizeof(float), .label = flat.label});
           work->wait();
           work->wait_source_free();
         }
+        on_host.resize(layout.padded_numel());
+        device().download(on_host.data(), full.data(), on_host.size() * sizeof(float));
         for (const std::size_t index : flat.parameters) {
-          visit(index, reinterpret_cast<const float*>(full.data()) + parameters_[index].offset_numel);
+          visit(index, on_host.data() + parameters_[index].offset_numel);
         }
       }
     }
@@ -73,10 +76,10 @@ void Engine::broadcast(std::byte* data, std::size_t bytes) {
     if (world_size() == 1 || bytes == 0) return;
     Communicator& communicator = *reduce_communicator_;
     const Region values{communicator.allocate(bytes, BufferRole::kShared, &ledger_, Category::kStaging)};
-    if (rank() == 0) std::memcpy(values.data(), data, bytes);
+    if (rank() == 0) device().upload(values.data(), data, bytes);
     const WorkPtr work = communicator.start_broadcast({.buffer = values, .bytes = bytes, .root = 0, .label = "buffer"});
     work->wait();
-    if (rank() != 0) std::memcpy(data, values.data(), bytes);
+    if (rank() != 0) device().download(data, values.data(), bytes);
     work->wait_source_free();
   });
 }
@@ -108,11 +111,12 @@ void Engine::write_back(Unit& unit, int modifier_rank) {
       continue;
     }
     const Region values{communicator.allocate(bytes, BufferRole::kShared, &ledger_, Category::kStaging)};
-    if (rank() == modifier_rank) std::memcpy(values.data(), current, bytes);
+    if (rank() == modifier_rank) device().copy(Lane::kCompute, values.data(), current, bytes);
+    device().wait(communicator.lane(), device().mark(Lane::kCompute));
     const WorkPtr work =
         communicator.start_broadcast({.buffer = values, .bytes = bytes, .root = modifier_rank, .label = flat.label});
     work->wait();
-    std::memcpy(current, values.data(), bytes);
+    device().copy(Lane::kCompute, current, values.data(), bytes);
     write_back_flat(flat, values.data());
     work->wait_source_free();
   }
@@ -120,26 +124,33 @@ void Engine::write_back(Unit& unit, int modifier_rank) {
 
 // Brings shard and master up to new full values. A master whose rounding already equals the new value keeps its bits.
 void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
-  const CpuKernels& kernels = cpu_kernels();
   const std::size_t element_bytes = dtype_bytes(flat.param_dtype);
   const std::size_t shard_begin = static_cast<std::size_t>(rank()) * flat.layout.shard_numel();
   if (parameters_sharded()) {
-    std::memcpy(flat.shard_parameters.data(), values + shard_begin * element_bytes, flat.shard_parameter_bytes());
+    device().copy(Lane::kCompute, flat.shard_parameters.data(), values + shard_begin * element_bytes,
+                  flat.shard_parameter_bytes());
+    flat.updated = device().mark(Lane::kCompute);
   }
   if (!flat.trainable || flat.param_dtype == DType::kFloat32) return;
   const std::size_t numel = state_sharded() ? flat.layout.shard_numel() : flat.layout.padded_numel();
-  const std::byte* fresh = values + (state_sharded() ? shard_begin : 0) * element_bytes;
-  const HostBuffer master_buffer(numel * sizeof(float), &ledger_, Tier::kDevice, Category::kStaging);
-  const HostBuffer rounded(numel * element_bytes, &ledger_, Tier::kDevice, Category::kStaging);
-  auto* master = reinterpret_cast<float*>(master_buffer.data());
-  store_->read_state(flat.store_shard, StateKind::kMaster, {master, numel});
-  kernels.cast(rounded.data(), flat.param_dtype, master, DType::kFloat32, numel);
+  const DeviceBuffer state(device(), numel * sizeof(float), &ledger_, Category::kStaging);
+  const DeviceBuffer rounded(device(), numel * element_bytes, &ledger_, Category::kStaging);
+  store_->read_state(flat.store_shard, StateKind::kMaster, {state.as<float>(), numel});
+  device().cast(Lane::kCompute, rounded.data(), flat.param_dtype, state.data(), DType::kFloat32, numel);
+  std::vector<float> master(numel);
+  std::vector<std::byte> before(numel * element_bytes);
+  std::vector<std::byte> fresh(numel * element_bytes);
+  device().download(master.data(), state.data(), numel * sizeof(float));
+  device().download(before.data(), rounded.data(), before.size());
+  device().download(fresh.data(), values + (state_sharded() ? shard_begin : 0) * element_bytes, fresh.size());
   for (std::size_t i = 0; i < numel; ++i) {
-    if (std::memcmp(rounded.data() + i * element_bytes, fresh + i * element_bytes, element_bytes) != 0) {
-      kernels.cast(master + i, DType::kFloat32, fresh + i * element_bytes, flat.param_dtype, 1);
+    if (std::memcmp(before.data() + i * element_bytes, fresh.data() + i * element_bytes, element_bytes) != 0) {
+      cpu_kernels().cast(master.data() + i, DType::kFloat32, fresh.data() + i * element_bytes, flat.param_dtype, 1);
     }
   }
-  store_->write_state(flat.store_shard, StateKind::kMaster, {master, numel});
+  device().upload(state.data(), master.data(), numel * sizeof(float));
+  store_->write_state(flat.store_shard, StateKind::kMaster, {state.as<float>(), numel});
+  device().synchronize();
 }
 
 }  // namespace zb

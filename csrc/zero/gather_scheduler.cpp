@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "common/error.h"
 #include "common/scope_exit.h"
@@ -39,16 +40,19 @@ std::string_view pass_kind_name(PassKind kind) noexcept {
   return kNames[static_cast<std::size_t>(kind)];
 }
 
-GatherScheduler::GatherScheduler(Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+GatherScheduler::GatherScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                                  std::vector<Parameter>& parameters, CommunicationClock& clock, bool sharded,
-                                 std::size_t prefetch_bytes)
-    : communicator_(communicator),
+                                 bool reshard, std::size_t prefetch_bytes)
+    : device_(device),
+      communicator_(communicator),
       clock_(clock),
       units_(units),
       parameters_(parameters),
       sharded_(sharded),
+      reshard_(reshard),
       prefetch_bytes_(prefetch_bytes),
-      slots_(communicator, ledger, BufferRole::kPrivate, Category::kGatherSlots),
+      slots_(device, communicator, ledger, BufferRole::kPrivate, Category::kGatherSlots,
+             {.first = communicator.lane(), .last = Lane::kCompute}),
       preferred_slot_(units.size(), 0) {}
 
 void GatherScheduler::reserve_slots() {
@@ -60,7 +64,7 @@ void GatherScheduler::reserve_slots() {
   // One unit at work and as many ahead as the budget admits (docs/memory.md).
   std::map<std::size_t, std::size_t> seen;
   for (const auto& [bytes, num] : unit_num) {
-    slots_.reserve(bytes, std::min(num, 1 + prefetch_bytes_ / bytes));
+    slots_.reserve(bytes, reshard_ ? std::min(num, 1 + prefetch_bytes_ / bytes) : num);
   }
   for (std::size_t index = 0; index < units_.size(); ++index) {
     const std::size_t bytes = units_[index].gather_bytes;
@@ -143,8 +147,10 @@ void GatherScheduler::drop_prefetched_before(std::size_t position) {
   }
 }
 
-std::vector<WorkPtr> GatherScheduler::start_into(const Unit& unit, const SlotLease& slot) {
+std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& slot) {
   std::vector<WorkPtr> works;
+  for (FlatBuffer& flat : unit.flats) device_.wait(communicator_.lane(), std::exchange(flat.updated, nullptr));
+  const CollectiveGroup group(communicator_);
   for (const FlatBuffer& flat : unit.flats) {
     works.push_back(communicator_.start_all_gather({.source = flat.shard_parameters,
                                                     .destination = slot.region().at(flat.gather_offset_bytes),
@@ -166,7 +172,7 @@ void GatherScheduler::start_gather(std::size_t unit_index) {
 }
 
 void GatherScheduler::serve(std::size_t unit_index) {
-  const Unit& unit = units_[unit_index];
+  Unit& unit = units_[unit_index];
   // An unsharded unit receives the bytes that it already holds, but for those that a user is changing.
   const bool holds = unit.parameter_state == ParameterState::kUnsharded && unit.pins == 0;
   const SlotLease scratch = holds ? SlotLease() : slots_.acquire(unit.gather_bytes, preferred_slot_[unit_index]);
@@ -200,8 +206,9 @@ void GatherScheduler::finish_forward(std::size_t unit_index) {
   if (!sharded_ || !in_pass_ || kind_ == PassKind::kBackward) return;
   Unit& unit = units_[unit_index];
   if (unit.parameter_state != ParameterState::kUnsharded) return;
-  if (kind_ == PassKind::kTrainForward && (unit.is_root || unit_index == last_forward_unit_)) {
-    unit.needed_for_backward = true;  // first in backward: resharding it now would only be undone
+  const bool first_in_backward = unit.is_root || unit_index == last_forward_unit_;
+  if (kind_ == PassKind::kTrainForward && (first_in_backward || !reshard_)) {
+    unit.needed_for_backward = true;  // resharding what backward needs first would only be undone
   }
   if (!unit.needed_for_backward) release(unit_index);
 }

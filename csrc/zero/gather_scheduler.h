@@ -36,8 +36,9 @@ std::string_view pass_kind_name(PassKind kind) noexcept;
 class GatherScheduler {
  public:
   // `sharded` false (stages 0 to 2, or one rank) makes every call but the bookkeeping of uses a no-op.
-  GatherScheduler(Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
-                  std::vector<Parameter>& parameters, CommunicationClock& clock, bool sharded,
+  // `reshard` false keeps units unsharded between forward and backward.
+  GatherScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+                  std::vector<Parameter>& parameters, CommunicationClock& clock, bool sharded, bool reshard,
                   std::size_t prefetch_bytes);
 
   // Makes the slots. Collective.
@@ -70,7 +71,7 @@ class GatherScheduler {
   struct Message;
 
   bool present(std::size_t unit) const { return units_[unit].parameter_state != ParameterState::kSharded; }
-  std::vector<WorkPtr> start_into(const Unit& unit, const SlotLease& slot);
+  std::vector<WorkPtr> start_into(Unit& unit, const SlotLease& slot);
   void start_gather(std::size_t unit);
   void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need
   void wait_gather(std::size_t unit);
@@ -84,11 +85,13 @@ class GatherScheduler {
   void adopt_sequence(const std::vector<Message>& messages);
   std::vector<std::size_t>& sequence() { return sequences_[static_cast<std::size_t>(kind_)]; }
 
+  Device& device_;
   Communicator& communicator_;
   CommunicationClock& clock_;
   std::vector<Unit>& units_;
   std::vector<Parameter>& parameters_;
   bool sharded_;
+  bool reshard_;
   std::size_t prefetch_bytes_;
   SlotPool slots_;
   std::vector<std::size_t> preferred_slot_;  // by unit

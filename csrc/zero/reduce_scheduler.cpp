@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
+#include <iterator>
 #include <map>
 #include <thread>
+#include <utility>
 
 #include "common/error.h"
+#include "common/scope_exit.h"
 
 namespace zb {
 namespace {
@@ -17,18 +19,20 @@ constexpr auto kLongestSlotWait = std::chrono::milliseconds(100);
 
 }  // namespace
 
-ReduceScheduler::ReduceScheduler(Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                                  std::vector<Parameter>& parameters, CommunicationClock& clock,
                                  GradientPlacement placement)
-    : communicator_(communicator),
+    : device_(device),
+      communicator_(communicator),
       ledger_(ledger),
       units_(units),
       parameters_(parameters),
       clock_(clock),
       placement_(placement),
-      kernels_(cpu_kernels()),
-      slots_(communicator, ledger, BufferRole::kShared, Category::kGradientSlots),
-      staging_(communicator, ledger, BufferRole::kPrivate, Category::kStaging),
+      slots_(device, communicator, ledger, BufferRole::kShared, Category::kGradientSlots,
+             {.first = Lane::kCompute, .last = communicator.lane()}),
+      staging_(device, communicator, ledger, BufferRole::kPrivate, Category::kStaging,
+               {.first = communicator.lane(), .last = communicator.lane()}),
       slot_index_(units.size(), 0),
       slot_predecessor_(units.size(), kNone),
       staged_(units.size()) {
@@ -130,8 +134,8 @@ void ReduceScheduler::resume_accumulation() {
       if (!flat.trainable) continue;
       const std::size_t begin = rank * flat.shard_gradient_bytes();
       const std::size_t end = begin + flat.shard_gradient_bytes();
-      std::memset(flat.full_gradients.data(), 0, begin);
-      std::memset(flat.full_gradients.data() + end, 0, flat.full_gradient_bytes() - end);
+      device_.zero(Lane::kCompute, flat.full_gradients.data(), begin);
+      device_.zero(Lane::kCompute, flat.full_gradients.data() + end, flat.full_gradient_bytes() - end);
       for (const std::size_t p : flat.parameters) parameters_[p].arrived_in_window = true;  // on some rank
     }
   }
@@ -140,7 +144,7 @@ void ReduceScheduler::resume_accumulation() {
 void ReduceScheduler::begin_unit(std::size_t index) {
   Unit& unit = units_[index];
   unit.set_gradient_state(GradientState::kAccumulating);
-  if (persistent()) return;
+  if (persistent() || device_.is_async()) return;
   if (!try_take_slot(index, true)) {
     unit.spare = communicator_.allocate(unit.gradient_bytes, BufferRole::kPrivate, ledger_, Category::kStaging);
   }
@@ -171,10 +175,10 @@ void ReduceScheduler::abandon_forward() {
   if (forwards_ == 0) forget_uses();
 }
 
-bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtype, int graph_task) {
+bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtype, int graph_task,
+                             std::shared_ptr<const void> owner) {
   Parameter& parameter = parameters_[index];
   Unit& unit = units_[parameter.unit];
-  const FlatBuffer& flat = unit.flats[parameter.flat];
   ZB_EXPECT_STATE(in_backward_,
                   "a gradient of '" + parameter.name +
                       "' arrived outside engine.backward(); call engine.backward(loss), not loss.backward()");
@@ -188,19 +192,52 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
     begin_unit(parameter.unit);
     unit.graph_task = graph_task;
   }
-  std::byte* destination = gradient_base(unit, flat) + parameter.offset_numel * dtype_bytes(flat.reduce_dtype);
-  if (parameter.arrived_in_window) {
-    kernels_.add(destination, flat.reduce_dtype, gradient, dtype, parameter.numel);
-  } else {
-    kernels_.cast(destination, flat.reduce_dtype, gradient, dtype, parameter.numel);
-  }
+  unit.held.push_back({index, gradient, dtype, parameter.arrived_in_window, std::move(owner)});
+  if (!device_.is_async()) pack_held(unit);
   parameter.arrived_in_window = true;
   ++parameter.arrivals;
   ++unit.arrivals;
   if (!is_complete(unit, parameter, graph_task)) return false;
   mark_complete(parameter.unit);
-  launch_ready();
+  if (reduces_now()) {
+    launch_ready();
+  } else {
+    pack_held(unit);
+  }
   return true;
+}
+
+void ReduceScheduler::pack_held(Unit& unit) {
+  add_held(unit);
+  pack_items();
+}
+
+void ReduceScheduler::pack_items() {
+  if (!items_.empty()) device_.pack(Lane::kCompute, items_);
+  items_.clear();
+  packed_.clear();  // the compute lane gives their memory to nobody before it has packed them
+}
+
+// Needs the unit's slot where gradients do not persist.
+void ReduceScheduler::add_held(Unit& unit) {
+  for (auto held = unit.held.begin(); held != unit.held.end(); ++held) {
+    const Parameter& parameter = parameters_[held->parameter];
+    const FlatBuffer& flat = unit.flats[parameter.flat];
+    // A further gradient of the same parameter is added to what the first one leaves.
+    const bool repeats = held->accumulate && std::any_of(unit.held.begin(), held, [&](const HeldGradient& earlier) {
+                           return earlier.parameter == held->parameter;
+                         });
+    if (repeats) pack_items();
+    items_.push_back(
+        {.destination = gradient_base(unit, flat) + parameter.offset_numel * dtype_bytes(flat.reduce_dtype),
+         .destination_dtype = flat.reduce_dtype,
+         .source = held->data,
+         .source_dtype = held->dtype,
+         .numel = parameter.numel,
+         .accumulate = held->accumulate});
+  }
+  packed_.insert(packed_.end(), std::make_move_iterator(unit.held.begin()), std::make_move_iterator(unit.held.end()));
+  unit.held.clear();
 }
 
 // Before anything is recorded, one gradient a parameter is a guess. It fails where reentrant checkpoints inside a unit
@@ -233,31 +270,36 @@ void ReduceScheduler::launch(std::size_t index) {
   Unit& unit = units_[index];
   if (unit.gradient_state == GradientState::kEmpty) unit.set_gradient_state(GradientState::kAccumulating);
   if (unit.spare) {
-    kernels_.copy(unit.gradient_slot.region().data(), unit.spare->data(), unit.gradient_bytes);
+    device_.copy(Lane::kCompute, unit.gradient_slot.region().data(), unit.spare->data(), unit.gradient_bytes);
     unit.spare.reset();
   }
-  fill_missing(unit);
+  device_.push_range("reduce", unit.name);
+  const ScopeExit over([this] { device_.pop_range(); });
+  add_held(unit);
+  add_missing(unit);
+  pack_items();
   unit.set_gradient_state(GradientState::kReducing);
+  device_.wait(communicator_.lane(), device_.mark(Lane::kCompute));
   start_reduce(unit);
   in_flight_.push_back(index);
 }
 
 // Zeros what no gradient was written to: parameters without one, and in slots the gaps that another unit may have used.
-void ReduceScheduler::fill_missing(Unit& unit) {
+void ReduceScheduler::add_missing(const Unit& unit) {
   for (const FlatBuffer& flat : unit.flats) {
     if (!flat.trainable) continue;
     std::byte* base = gradient_base(unit, flat);
-    const std::size_t element_bytes = dtype_bytes(flat.reduce_dtype);
+    const auto zero = [&](std::size_t offset_numel, std::size_t numel) {
+      items_.push_back({.destination = base + offset_numel * dtype_bytes(flat.reduce_dtype),
+                        .destination_dtype = flat.reduce_dtype,
+                        .numel = numel});
+    };
     if (!persistent()) {
-      for (const Segment& gap : flat.layout.gaps()) {
-        std::memset(base + gap.begin * element_bytes, 0, (gap.end - gap.begin) * element_bytes);
-      }
+      for (const Segment& gap : flat.layout.gaps()) zero(gap.begin, gap.end - gap.begin);
     }
     for (const std::size_t index : flat.parameters) {
       const Parameter& parameter = parameters_[index];
-      if (!parameter.arrived_in_window) {
-        std::memset(base + parameter.offset_numel * element_bytes, 0, parameter.numel * element_bytes);
-      }
+      if (!parameter.arrived_in_window) zero(parameter.offset_numel, parameter.numel);
     }
   }
 }
@@ -265,6 +307,7 @@ void ReduceScheduler::fill_missing(Unit& unit) {
 void ReduceScheduler::start_reduce(Unit& unit) {
   if (communicator_.world_size() == 1) return;
   const std::size_t unit_index = static_cast<std::size_t>(&unit - units_.data());
+  const CollectiveGroup group(communicator_);
   for (FlatBuffer& flat : unit.flats) {
     if (!flat.trainable) continue;
     Region source =
@@ -299,9 +342,10 @@ void ReduceScheduler::finish_ready() {
 
 void ReduceScheduler::finish(std::size_t index) {
   Unit& unit = units_[index];
+  const Lane lane = communicator_.lane();
   for (const WorkPtr& work : unit.reducing) {
-    work->wait();
-    if (!persistent()) work->wait_source_free();
+    work->wait(lane);
+    if (!persistent()) work->wait_source_free(lane);
   }
   unit.reducing.clear();
   unit.gradient_slot.reset();
@@ -309,15 +353,17 @@ void ReduceScheduler::finish(std::size_t index) {
   for (FlatBuffer& flat : unit.flats) {
     if (!flat.trainable) continue;
     if (!staged_[index].empty()) {
-      kernels_.add(flat.shard_gradients.data(), flat.reduce_dtype, staged_[index][staged++].region().data(),
-                   flat.reduce_dtype, flat.layout.shard_numel());
+      device_.add(lane, flat.shard_gradients.data(), flat.reduce_dtype, staged_[index][staged++].region().data(),
+                  flat.reduce_dtype, flat.layout.shard_numel());
     }
     if (last_) {
-      flat.sum_of_squares =
-          kernels_.sum_of_squares(flat.shard_gradients.data(), flat.reduce_dtype, flat.layout.shard_numel());
+      device_.sum_of_squares(lane, flat.sum_of_squares, flat.shard_gradients.data(), flat.reduce_dtype,
+                             flat.layout.shard_numel());
     }
   }
   staged_[index].clear();
+  // In lanes this costs the host nothing and hides behind the rest of backward; a CPU rank would wait for its peers.
+  if (device_.is_async() && last_) start_replicate(unit, replicating_);
   unit.set_gradient_state(GradientState::kReduced);
 }
 
@@ -342,23 +388,29 @@ void ReduceScheduler::settle() {
     finish(in_flight_.front());
     in_flight_.pop_front();
   }
-  if (placement_ == GradientPlacement::kReplicated && communicator_.world_size() > 1) replicate();
+  replicate();
 }
 
-// Stage 0: every rank's reduced shards go to all ranks, in the agreed order.
-void ReduceScheduler::replicate() {
-  std::vector<WorkPtr> works;
-  for (const std::size_t index : order_) {
-    for (const FlatBuffer& flat : units_[index].flats) {
-      if (!flat.trainable) continue;
-      works.push_back(communicator_.start_all_gather({.source = flat.shard_gradients,
-                                                      .destination = flat.full_gradients,
-                                                      .shard_bytes = flat.shard_gradient_bytes(),
-                                                      .label = flat.label}));
-    }
+// Stage 0: every rank's reduced shards go to all ranks.
+void ReduceScheduler::start_replicate(Unit& unit, std::vector<WorkPtr>& works) {
+  if (placement_ != GradientPlacement::kReplicated || communicator_.world_size() == 1) return;
+  const CollectiveGroup group(communicator_);
+  for (const FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    works.push_back(communicator_.start_all_gather({.source = flat.shard_gradients,
+                                                    .destination = flat.full_gradients,
+                                                    .shard_bytes = flat.shard_gradient_bytes(),
+                                                    .label = flat.label}));
   }
-  for (const WorkPtr& work : works) work->wait();
-  if (!works.empty()) last_work_ = works.back();
+}
+
+void ReduceScheduler::replicate() {
+  if (!device_.is_async()) {
+    for (const std::size_t index : order_) start_replicate(units_[index], replicating_);
+  }
+  for (const WorkPtr& work : replicating_) work->wait();
+  if (!replicating_.empty()) last_work_ = replicating_.back();
+  replicating_.clear();
 }
 
 void ReduceScheduler::end_backward() {
@@ -366,6 +418,9 @@ void ReduceScheduler::end_backward() {
     if (!units_[index].complete) mark_complete(index);
   }
   settle();
+  for (const std::size_t index : order_) {
+    if (!units_[index].held.empty()) pack_held(units_[index]);  // a micro-batch before the accumulation boundary
+  }
   record_expectations();
   forget_uses();
   in_backward_ = false;
@@ -389,6 +444,7 @@ void ReduceScheduler::drop_backward() noexcept {
   in_backward_ = false;
   forget_uses();
   in_flight_.clear();
+  replicating_.clear();
   for (const std::size_t index : order_) {
     units_[index].reducing.clear();
     staged_[index].clear();
@@ -422,6 +478,7 @@ void ReduceScheduler::clear_window() {
   for (const std::size_t index : order_) {
     units_[index].set_gradient_state(GradientState::kEmpty);
     units_[index].spare.reset();
+    units_[index].held.clear();
     units_[index].gradient_slot.reset();
   }
 }

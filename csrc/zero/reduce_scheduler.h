@@ -11,7 +11,8 @@
 // Where full gradients do not persist (stages 2 and 3) they are packed into shared slots, taken in the order of
 // reduction: a unit may take a slot only after the unit before it in that slot was reduced. One that is too early packs
 // into private spare memory and moves when its turn comes. Waiting for a slot in the middle of a backward is bounded,
-// so that a rank whose peers are held up elsewhere never closes a circle of waits.
+// so that a rank whose peers are held up elsewhere never closes a circle of waits. Where the device works in lanes
+// nothing of this waits on the host: gradients are held as they are until their unit is packed in its turn.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +22,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "kernels/cpu_kernels.h"
+#include "kernels/device.h"
 #include "memory/ledger.h"
 #include "zero/clock.h"
 #include "zero/policy.h"
@@ -32,7 +33,7 @@ namespace zb {
 
 class ReduceScheduler {
  public:
-  ReduceScheduler(Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+  ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                   std::vector<Parameter>& parameters, CommunicationClock& clock, GradientPlacement placement);
 
   // Makes the slots, and staging shards where micro-batches accumulate. Collective.
@@ -44,8 +45,10 @@ class ReduceScheduler {
   void count_use(std::size_t unit) { ++units_[unit].uses; }
   // `last` is the accumulation boundary.
   void begin_backward(bool last);
-  // A gradient of the parameter is there. True when the unit is complete with it.
-  bool arrive(std::size_t parameter, const void* gradient, DType dtype, int graph_task);
+  // A gradient of the parameter is there, ready for the compute lane. `owner` keeps it where it may be held; else it is
+  // packed before the call returns. True when the unit is complete with it.
+  bool arrive(std::size_t parameter, const void* gradient, DType dtype, int graph_task,
+              std::shared_ptr<const void> owner);
   void end_backward();
   // Completes this backward's collectives with whatever is there and forgets the gradients of the window.
   void abort_backward();
@@ -69,12 +72,16 @@ class ReduceScheduler {
   std::byte* gradient_base(const Unit& unit, const FlatBuffer& flat) const;
   void resume_accumulation();
   void begin_unit(std::size_t unit);
+  void pack_held(Unit& unit);
+  void add_held(Unit& unit);
+  void add_missing(const Unit& unit);
+  void pack_items();
   bool try_take_slot(std::size_t unit, bool block);
   void mark_complete(std::size_t unit);
   void launch_ready();
   void launch(std::size_t unit);
-  void fill_missing(Unit& unit);
   void start_reduce(Unit& unit);
+  void start_replicate(Unit& unit, std::vector<WorkPtr>& works);
   void finish_ready();
   void finish(std::size_t unit);
   void replicate();
@@ -83,13 +90,13 @@ class ReduceScheduler {
   void record_expectations();
   void forget_uses();
 
+  Device& device_;
   Communicator& communicator_;
   Ledger* ledger_;
   std::vector<Unit>& units_;
   std::vector<Parameter>& parameters_;
   CommunicationClock& clock_;
   GradientPlacement placement_;
-  const CpuKernels& kernels_;
   SlotPool slots_;
   SlotPool staging_;
 
@@ -99,6 +106,9 @@ class ReduceScheduler {
   std::size_t next_turn_ = 0;
   std::deque<std::size_t> in_flight_;
   WorkPtr last_work_;                           // the collective that this backward started last
+  std::vector<WorkPtr> replicating_;            // stage 0: all-gathers of reduced gradients
+  std::vector<PackItem> items_;                 // of the next pack
+  std::vector<HeldGradient> packed_;            // whose memory the next pack reads
   std::vector<std::vector<SlotLease>> staged_;  // by unit: where a further micro-batch's sum lands first
   std::vector<std::size_t> completed_;
   bool in_backward_ = false;

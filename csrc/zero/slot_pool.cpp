@@ -31,11 +31,12 @@ void SlotLease::reset() noexcept {
   if (pool_ != nullptr) std::exchange(pool_, nullptr)->give_back(bytes_, index_);
 }
 
-SlotPool::SlotPool(Communicator& communicator, Ledger* ledger, BufferRole role, Category category)
-    : communicator_(communicator), ledger_(ledger), role_(role), category_(category) {}
+SlotPool::SlotPool(Device& device, Communicator& communicator, Ledger* ledger, BufferRole role, Category category,
+                   SlotLanes lanes)
+    : device_(device), communicator_(communicator), ledger_(ledger), role_(role), category_(category), lanes_(lanes) {}
 
 SlotPool::Slot SlotPool::make_slot(std::size_t bytes, bool spare) {
-  return {communicator_.allocate(bytes, role_, ledger_, category_), false, spare};
+  return {.buffer = communicator_.allocate(bytes, role_, ledger_, category_), .spare = spare};
 }
 
 void SlotPool::reserve(std::size_t bytes, std::size_t slot_num) {
@@ -52,6 +53,7 @@ SlotLease SlotPool::acquire(std::size_t bytes, std::size_t preferred_index) {
   std::vector<Slot>& slots = classes_[bytes];
   auto take = [&](std::size_t index) {
     slots[index].taken = true;
+    device_.wait(lanes_.first, std::exchange(slots[index].last_use, nullptr));
     return SlotLease(this, bytes, index, Region{slots[index].buffer, 0});
   };
   if (preferred_index < slots.size() && slots[preferred_index].buffer && !slots[preferred_index].taken) {
@@ -74,7 +76,16 @@ SlotLease SlotPool::acquire(std::size_t bytes, std::size_t preferred_index) {
 void SlotPool::give_back(std::size_t bytes, std::size_t index) noexcept {
   Slot& slot = classes_[bytes][index];
   slot.taken = false;
-  if (slot.spare) slot.buffer.reset();  // a spare lives only as long as it is needed
+  if (slot.spare && !device_.is_async()) {
+    slot.buffer.reset();  // a spare lives only as long as it is needed
+    return;
+  }
+  // Giving device memory back would stop all lanes, so a spare stays there.
+  try {
+    slot.last_use = device_.mark(lanes_.last);
+  } catch (const std::exception&) {
+    // The device has failed, and says so in its next call.
+  }
 }
 
 }  // namespace zb

@@ -2,6 +2,8 @@
 //
 // A unit lands in the same slot step after step while nobody else holds it. Private slots may grow by spares (counted
 // in the ledger) when two live units would share one; shared slots, whose allocation is collective, never grow.
+// Where the device works in lanes, a slot that was given back may still be in use by its last lane: the next writer's
+// lane is held back until that is over.
 #pragma once
 
 #include <cstddef>
@@ -37,9 +39,16 @@ class SlotLease {
   Region region_;
 };
 
+// The lanes that use a slot first (it is written) and last (before it is given back).
+struct SlotLanes {
+  Lane first;
+  Lane last;
+};
+
 class SlotPool {
  public:
-  SlotPool(Communicator& communicator, Ledger* ledger, BufferRole role, Category category);
+  SlotPool(Device& device, Communicator& communicator, Ledger* ledger, BufferRole role, Category category,
+           SlotLanes lanes);
 
   // Makes `slot_num` slots of this size. Collective for shared slots.
   void reserve(std::size_t bytes, std::size_t slot_num);
@@ -54,15 +63,18 @@ class SlotPool {
     std::shared_ptr<RegisteredBuffer> buffer;
     bool taken = false;
     bool spare = false;
+    MarkPtr last_use = nullptr;
   };
 
   Slot make_slot(std::size_t bytes, bool spare);
   void give_back(std::size_t bytes, std::size_t index) noexcept;
 
+  Device& device_;
   Communicator& communicator_;
   Ledger* ledger_;
   BufferRole role_;
   Category category_;
+  SlotLanes lanes_;
   std::map<std::size_t, std::vector<Slot>> classes_;
 };
 

@@ -67,9 +67,11 @@ class TorchGradientHooks final : public GradientHooks {
         ZB_EXPECT(
             gradient.layout() == c10::kStrided,
             "the gradient of '" + name + "' is sparse; make the module produce dense ones (Embedding(sparse=False))");
-        const at::Tensor dense = gradient.contiguous();
-        engine->gradient_arrived(index, dense.const_data_ptr(), gradient_dtype(dense, name),
-                                 torch::autograd::get_current_graph_task_id());
+        at::Tensor dense = gradient.contiguous();
+        const void* data = dense.const_data_ptr();
+        const DType dtype = gradient_dtype(dense, name);
+        engine->gradient_arrived(index, data, dtype, torch::autograd::get_current_graph_task_id(),
+                                 std::make_shared<at::Tensor>(std::move(dense)));
       } catch (...) {
         if (!error) error = std::current_exception();
         throw;

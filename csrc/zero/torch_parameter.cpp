@@ -33,38 +33,42 @@ void clear_access_error(Storage& storage) {
 
 class TorchParameter final : public ParameterBinding {
  public:
-  TorchParameter(std::string name, at::Tensor tensor) : name_(std::move(name)), tensor_(std::move(tensor)) {}
+  TorchParameter(std::string name, at::Tensor tensor, c10::Device device)
+      : name_(std::move(name)), tensor_(std::move(tensor)), device_(device) {}
 
   void read(float* destination) const override {
-    const at::Tensor values = tensor_.detach().to(c10::ScalarType::Float).contiguous();
-    std::memcpy(destination, values.const_data_ptr(), static_cast<std::size_t>(values.numel()) * sizeof(float));
+    if (tensor_.numel() == 0) return;
+    const auto options = at::TensorOptions().dtype(c10::ScalarType::Float).device(device_);
+    at::Tensor values =
+        at::for_blob(destination, tensor_.sizes()).options(options).target_device(device_).make_tensor();
+    values.copy_(tensor_.detach());
   }
 
   void adopt(DType param_dtype) override {
     const c10::ScalarType type = scalar_type(param_dtype);
     const std::size_t bytes = static_cast<std::size_t>(tensor_.numel()) * dtype_bytes(param_dtype);
     storage_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
-                                                     at::DataPtr(nullptr, c10::Device(c10::kCPU)), nullptr, false);
-    at::Tensor fresh = at::empty({0}, at::TensorOptions().dtype(type));
+                                                     at::DataPtr(nullptr, device_), nullptr, false);
+    at::Tensor fresh = at::empty({0}, at::TensorOptions().dtype(type).device(device_));
     fresh.set_(c10::Storage(storage_), 0, tensor_.sizes());
     tensor_.set_data(fresh);
     storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(
         "parameter '" + name_ + "' lost its data: an engine could not be built over it; build the model again");
   }
 
-  void attach(std::byte* data) override { place(at::DataPtr(data, c10::Device(c10::kCPU))); }
+  void attach(std::byte* data) override { place(at::DataPtr(data, device_)); }
 
   void attach_owned(const Region& region) override {
     auto owner = std::make_unique<std::shared_ptr<RegisteredBuffer>>(region.buffer);
     at::DataPtr pointer(
         region.data(), owner.get(),
-        [](void* context) { delete static_cast<std::shared_ptr<RegisteredBuffer>*>(context); }, c10::Device(c10::kCPU));
+        [](void* context) { delete static_cast<std::shared_ptr<RegisteredBuffer>*>(context); }, device_);
     static_cast<void>(owner.release());
     place(std::move(pointer));
   }
 
   void detach(const std::string& message) override {
-    storage_->set_data_ptr_noswap(at::DataPtr(nullptr, c10::Device(c10::kCPU)));
+    storage_->set_data_ptr_noswap(at::DataPtr(nullptr, device_));
     storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
   }
 
@@ -80,21 +84,25 @@ class TorchParameter final : public ParameterBinding {
 
   std::string name_;
   at::Tensor tensor_;
+  c10::Device device_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
 };
 
 }  // namespace
 
-std::unique_ptr<ParameterBinding> make_torch_parameter(const std::string& name, const at::Tensor& tensor) {
+std::unique_ptr<ParameterBinding> make_torch_parameter(const std::string& name, const at::Tensor& tensor,
+                                                       const std::string& device) {
   const c10::ScalarType type = tensor.scalar_type();
-  ZB_EXPECT(tensor.device().is_cpu(), "parameter '" + name + "' is on " + tensor.device().str() +
-                                          "; this engine trains CPU parameters, move the model with model.cpu()");
+  const c10::Device wanted(device);
+  ZB_EXPECT(tensor.device().is_cpu() || tensor.device() == wanted,
+            "parameter '" + name + "' is on " + tensor.device().str() + " and the engine on " + wanted.str() +
+                "; move the model there with model.to('" + wanted.str() + "')");
   ZB_EXPECT(type == c10::ScalarType::Float || type == c10::ScalarType::BFloat16 || type == c10::ScalarType::Half,
             "parameter '" + name + "' is " + c10::toString(type) +
                 "; float32, bfloat16 and float16 can be trained, convert it first (model.float())");
   ZB_EXPECT(tensor.layout() == c10::kStrided,
             "parameter '" + name + "' is sparse; only dense parameters can be trained");
-  return std::make_unique<TorchParameter>(name, tensor);
+  return std::make_unique<TorchParameter>(name, tensor, wanted);
 }
 
 }  // namespace zb

@@ -17,6 +17,7 @@ class Tensor;
 namespace zb {
 
 // Throws ArgumentError for tensors that a flat buffer cannot hold (not on CPU, not float32, bfloat16 or float16).
-std::unique_ptr<ParameterBinding> make_torch_parameter(const std::string& name, const at::Tensor& tensor);
+std::unique_ptr<ParameterBinding> make_torch_parameter(const std::string& name, const at::Tensor& tensor,
+                                                       const std::string& device);
 
 }  // namespace zb

@@ -7,7 +7,8 @@
 //   gathering  costs a slot; the all-gather has been started
 //   unsharded  costs a slot; parameters point into it
 // Gradients:   empty -> accumulating -> reducing -> reduced -> empty
-//   accumulating  gradients arrive and are packed into the flat gradient (own buffer, slot, or spare memory)
+//   accumulating  gradients arrive and are packed into the flat gradient (own buffer, slot, or spare memory); where the
+//                 device works in lanes they are held until the unit has all of them
 //   reducing      the reduce-scatter has been started; nothing more may arrive
 //   reduced       this rank's shard of the sum is readable (stage 0: the others' once the backward ended)
 #pragma once
@@ -38,7 +39,8 @@ class ParameterBinding {
   virtual void detach(const std::string& message) = 0;
   // False when the user replaced the parameter's storage.
   virtual bool intact() const = 0;
-  // Copies the current values, converted to float, in row-major order. Needs data.
+  // Copies the current values, converted to float, in row-major order into device memory, for the compute lane. Needs
+  // data.
   virtual void read(float* destination) const = 0;
   // Makes the tensor one of param_dtype with a storage of its own and no data yet (touching it raises); its old data is
   // freed.
@@ -78,12 +80,22 @@ struct FlatBuffer {
   Region full_gradients;    // where full gradients persist
   Region shard_gradients;   // this rank's reduced piece
   std::size_t store_shard = 0;
-  double sum_of_squares = 0.0;  // of shard_gradients, once reduced
+  double* sum_of_squares = nullptr;  // device memory: of shard_gradients, once reduced
+  MarkPtr updated;                   // behind the last update of shard_parameters, until a gather has waited for it
 
   std::size_t full_parameter_bytes() const { return layout.padded_numel() * dtype_bytes(param_dtype); }
   std::size_t shard_parameter_bytes() const { return layout.shard_numel() * dtype_bytes(param_dtype); }
   std::size_t full_gradient_bytes() const { return layout.padded_numel() * dtype_bytes(reduce_dtype); }
   std::size_t shard_gradient_bytes() const { return layout.shard_numel() * dtype_bytes(reduce_dtype); }
+};
+
+// A gradient that waits to be packed with the others of its unit.
+struct HeldGradient {
+  std::size_t parameter = 0;
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  bool accumulate = false;
+  std::shared_ptr<const void> owner;
 };
 
 // Throws StateError for a parameter whose storage the user replaced.
@@ -106,6 +118,7 @@ struct Unit {
   ParameterState parameter_state = ParameterState::kUnsharded;
   SlotLease gather_slot;
   std::vector<WorkPtr> gathering;
+  std::vector<WorkPtr> publishing;   // stages 1 and 2: all-gathers of updated parameters that nobody has waited for yet
   bool needed_for_backward = false;  // kept unsharded between forward and backward
   int pins = 0;                      // explicit gathers that hold it
   std::uint32_t awaited_inputs = 0;  // uses whose gradients towards the unit's inputs are still to come
@@ -113,6 +126,7 @@ struct Unit {
   GradientState gradient_state = GradientState::kEmpty;
   SlotLease gradient_slot;                  // shared slot, or empty while the gradients persist in full
   std::shared_ptr<RegisteredBuffer> spare;  // private stand-in while the slot is not this unit's yet
+  std::vector<HeldGradient> held;           // where the device works in lanes: packed together, in one piece of work
   std::vector<WorkPtr> reducing;
   std::uint32_t uses = 0;               // forward calls since the last backward ended
   std::uint32_t expected_uses = 0;      // of the backward that expected_arrivals come from

@@ -179,9 +179,13 @@ class Engine:
         parameters: Sequence[ParameterArgument],
         gather_communicator: Communicator,
         reduce_communicator: Communicator,
-        thread_num: int,
-        cpus: Sequence[int],
-    ) -> None: ...
+        reshard_after_forward: bool,
+        device: str,
+        parts: Any,
+    ) -> None:
+        """
+        device is torch's name of where parameters live; parts is a capsule that makes the engine compute there.
+        """
     def abandon_forward(self) -> None: ...
     def abort(self, reason: str) -> None: ...
     def abort_backward(self) -> None: ...
@@ -205,15 +209,20 @@ class Engine:
     def gather(self, units: Sequence[int]) -> None: ...
     def has_frozen(self, unit: int) -> bool: ...
     def inputs_done(self, unit: int) -> None: ...
+    def outcome(self) -> tuple[bool, float]:
+        """
+        (applied, global gradient norm before clipping) of the last step. Blocks until it is known.
+        """
     def post_forward(self, unit: int) -> None: ...
     def pre_backward(self, unit: int) -> None: ...
     def pre_forward(self, unit: int) -> None: ...
     def reset_counters(self) -> None: ...
     def rethrow_hook_error(self) -> None: ...
-    def step(self, groups: Sequence[AdamHyperparameters]) -> tuple[bool, float]:
+    def set_compute_stream(self, stream: int) -> None:
         """
-        (applied, global gradient norm before clipping)
+        The native stream that the caller computes on from now on.
         """
+    def step(self, groups: Sequence[AdamHyperparameters]) -> None: ...
     def unit_state(self, arg0: int) -> tuple[str, str]: ...
     def units(self) -> list[dict[str, Any]]: ...
     @property
@@ -251,6 +260,10 @@ def best_isa() -> str:
     The instruction set that kernels use.
     """
 
+def cpu_device_parts(*, thread_num: int, cpus: Sequence[int]) -> Any:
+    """
+    The CPU as the device of an engine, with threads for its optimizer.
+    """
 def cpus_of_rank(local_rank: int, local_world_size: int) -> list[int]:
     """
     This rank's contiguous share of the allowed CPUs.

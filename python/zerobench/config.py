@@ -69,6 +69,12 @@ class Config(_Section):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where to train; auto is where the model's parameters are"
+    )
+    reshard_after_forward: bool = Field(
+        True, description="false keeps the parameters of stage 3 gathered between forward and backward"
+    )
     units: Literal["auto"] | list[str] = "auto"
     prefetch_bytes: int | None = Field(
         default=None,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from zerobench import _native
+from zerobench import _native, placement
 from zerobench import config as config_module
 from zerobench import topology as topology_module
 from zerobench.config import Config
@@ -66,17 +66,16 @@ class Engine:
         self._units = find_units(model, config.units)
         self._dtypes = config.effective_dtypes()
         self._micro_step = 0
-        self._grad_norm: float | None = None
-        self._step_applied = False
+        self._stepped = False
+        self._stream = 0
         self._handles: list[Any] = []
         self._begin_failed = False
         self._error_before_forward: BaseException | None = None
         arguments = self._parameter_arguments(core)
-        communicators = topology_module.make_communicators(core, config, self.topology)
+        self._place = placement.choose(model, config, self.topology)
+        communicators = topology_module.make_communicators(core, config, self.topology, self._place.device)
         self.communicator = communicators.kind
         self._close_communicators = communicators.close
-        cpus = core.cpus_of_rank(self.topology.local_rank, self.topology.local_world_size)
-        threads = config.threads or len(cpus)
         scale = config.loss_scale
         self._core_types = core
         self._core = core.Engine(
@@ -90,8 +89,9 @@ class Engine:
             parameters=arguments,
             gather_communicator=communicators.gather,
             reduce_communicator=communicators.reduce,
-            thread_num=threads,
-            cpus=cpus if config.pin_threads and threads <= len(cpus) else [],
+            reshard_after_forward=config.reshard_after_forward,
+            device=self._place.name,
+            parts=self._place.parts(),
         )
         self._share_buffers()
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
@@ -128,6 +128,7 @@ class Engine:
                 f"backward was called more than {accumulation_steps} times without a step; call engine.step() after "
                 "each backward, and set gradient_accumulation_steps to the number of backwards a step"
             )
+        self._enter_stream()
         scale = self._core.loss_scale
         self._core.begin_backward(last=self.is_gradient_accumulation_boundary())
         try:
@@ -142,22 +143,25 @@ class Engine:
     def step(self) -> None:
         """Update parameters at the accumulation boundary; before it, do nothing.
 
-        Raises NonFiniteGradientError outside fp16 (nothing is updated), StateError without gradients.
+        On CUDA the call returns before the device has updated anything. Outside the model's own forward, read
+        parameters through ``gather``: at stages 1 and 2 they arrive behind the next forward.
+
+        Raises NonFiniteGradientError outside fp16 (nothing is updated; on CUDA it is the next step, or whoever asks for
+        the step's outcome, that raises), StateError without gradients.
         """
         if 0 < self._micro_step < self.config.gradient_accumulation_steps:
             return
         self.optimizer.step_was_called()
         self._check_frozen()
         groups = [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
+        self._enter_stream()
         try:
-            applied, norm = self._core.step(groups)
+            self._core.step(groups)
         except (NonFiniteGradientError, CommunicationError):
             self._micro_step = 0  # the gradients are gone
             raise
         self._micro_step = 0
-        self._grad_norm = norm
-        self._step_applied = applied
-        self.optimizer.overflow = not applied
+        self._stepped = True
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""
@@ -175,13 +179,17 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's averaged gradient over all parameters and ranks, before clipping.
 
-        None before the first step; not finite when fp16 overflowed.
+        None before the first step; not finite when fp16 overflowed. Waits for the device where it is not known yet.
         """
-        return self._grad_norm
+        return self._core.outcome()[1] if self._stepped else None
 
     def was_step_applied(self) -> bool:
-        """False when the last step was skipped because fp16 overflowed."""
-        return self._step_applied
+        """False when the last step was skipped because fp16 overflowed. Waits for the device as above."""
+        return self._stepped and self._core.outcome()[0]
+
+    def was_step_skipped(self) -> bool:
+        """True when the last step was skipped because fp16 overflowed."""
+        return self._stepped and not self._core.outcome()[0]
 
     @property
     def loss_scale(self) -> float:
@@ -212,6 +220,7 @@ class Engine:
             raise ConfigError(
                 f"modifier_rank {modifier_rank} is not below the world size {self.topology.world_size}"
             )
+        self._enter_stream()
         self._core.gather(units)
         try:
             yield
@@ -280,6 +289,13 @@ class Engine:
 
     # --- internals ----------------------------------------------------------------------------------------------
 
+    def _enter_stream(self) -> None:
+        """Tell the core which stream the caller computes on."""
+        stream = self._place.stream()
+        if stream != self._stream:
+            self._core.set_compute_stream(stream)
+            self._stream = stream
+
     def _parameter_arguments(self, core: Any) -> list[Any]:
         unit_of = self._units.unit_of_parameters()
         group_of = {
@@ -312,6 +328,7 @@ class Engine:
         dtype = _TORCH_DTYPES[self._dtypes["param"]]
         for module in self.module.modules():
             for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer = buffer.to(self._place.name)
                 if isinstance(module, _NormBase) and buffer.is_floating_point():
                     module._buffers[name] = buffer = buffer.to(dtype)
                 values = buffer.detach().cpu().contiguous()
@@ -369,6 +386,7 @@ class Engine:
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._error_before_forward = sys.exc_info()[1]
+        self._enter_stream()
         try:
             self._core.begin_forward(train=torch.is_grad_enabled())
         except BaseException:

@@ -33,7 +33,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             },
         )
         self.decoupled = defaults.type == "adamw"
-        self.overflow = False
         self._engine: Engine | None = None
         for index, group in enumerate(self.param_groups):
             unknown = set(group) - {"params", "param_names", "name", "initial_lr", *_KEYS}
@@ -45,6 +44,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def attach(self, engine: Engine) -> None:
         """Tie to the engine that updates these groups."""
         self._engine = engine
+
+    @property
+    def overflow(self) -> bool:
+        """Whether fp16 overflowed in the last step, which was skipped then."""
+        return self._engine is not None and self._engine.was_step_skipped()
 
     def hyperparameters(self) -> list[dict[str, float | bool]]:
         """Hyperparameters by group, as they are now."""

@@ -30,15 +30,13 @@ CSRC_ORDER = [
 ]
 TORCH_FILES = re.compile(r"comm/c10d[^/]*|zero/torch_[^/]*|bindings/[^/]*")
 PYTHON_FILES = re.compile(r"bindings/[^/]*")
-CUDA_FILES = re.compile(
-    r".*\.cu|common/cuda_check\.h|comm/nccl_check\.h|kernels/fill\.h|bindings/cuda_module\.cpp"
-)
+CUDA_FILES = re.compile(r".*\.cu|\w+/(cuda|nccl)_\w+\.h|kernels/fill\.h|bindings/cuda_\w+\.(cpp|h)")
 
 # A module of python/zerobench imports its own layer and the layers above it in this list; estimate stands aside.
 PYTHON_ORDER = [
     {"errors"},
     {"_build_info", "_core", "_cuda"},
-    {"_native", "config", "topology", "units"},
+    {"_native", "config", "topology", "units", "placement"},
     {"engine", "optimizer"},
     {""},  # the package itself: zerobench.initialize, from the layer that trains
     {"hf"},

@@ -1,0 +1,97 @@
+"""Where an engine computes: a CUDA device or this rank's CPUs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerobench import _native
+from zerobench.config import Config
+from zerobench.errors import ConfigError
+from zerobench.topology import Topology
+
+
+class Place(ABC):
+    """A device as the core and torch see it."""
+
+    name: str  # torch's name: "cpu", "cuda:0"
+    device: Any  # the CUDA module's object, None on CPU
+
+    @abstractmethod
+    def parts(self) -> Any:
+        """The capsule that makes an engine compute here."""
+
+    @abstractmethod
+    def stream(self) -> int:
+        """The native handle of the stream that the caller computes on now."""
+
+
+class CpuPlace(Place):
+    """This rank's share of the CPUs."""
+
+    name = "cpu"
+    device = None
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        core = _native.load()
+        cpus = core.cpus_of_rank(topology.local_rank, topology.local_world_size)
+        threads = config.threads or len(cpus)
+        self._parts = core.cpu_device_parts(
+            thread_num=threads, cpus=cpus if config.pin_threads and threads <= len(cpus) else []
+        )
+
+    def parts(self) -> Any:
+        return self._parts
+
+    def stream(self) -> int:
+        return 0
+
+
+class CudaPlace(Place):
+    """One CUDA device."""
+
+    def __init__(self, index: int) -> None:
+        cuda = _native.load_cuda()
+        torch.cuda.set_device(index)
+        self.name = f"cuda:{index}"
+        self._index = index
+        self.device = cuda.make_device(index, on_out_of_memory=torch.cuda.empty_cache)
+
+    def parts(self) -> Any:
+        return self.device.parts()
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream(self._index).cuda_stream
+
+
+def choose(model: nn.Module, config: Config, topology: Topology) -> Place:
+    """The configured device; by default the one that the model's parameters are on.
+
+    Parameters on the meta device go to CUDA where torch sees a device. Raises ConfigError.
+    """
+    kind = config.device
+    devices = {parameter.device for parameter in model.parameters()}
+    on_cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    if kind == "auto":
+        only_meta = all(device.type == "meta" for device in devices)
+        kind = "cuda" if on_cuda or (only_meta and torch.cuda.is_available()) else "cpu"
+    if kind == "cpu":
+        return CpuPlace(config, topology)
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "device 'cuda' was asked for and torch sees no CUDA device; leave device out to train on CPU"
+        )
+    if len(on_cuda) > 1:
+        raise ConfigError(
+            f"the model's parameters are spread over the CUDA devices {on_cuda}; put a rank's model on one of them"
+        )
+    index = on_cuda[0] if on_cuda else topology.local_rank
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {topology.rank} would use CUDA device {index} and torch sees {torch.cuda.device_count()}; start at "
+            "most one rank a device"
+        )
+    return CudaPlace(index)
