@@ -70,6 +70,15 @@ def memory_available_bytes() -> int:
     return available if limit is None else min(available, max(limit - cgroup_memory_used_bytes(), 0))
 
 
+def memory_used_bytes() -> int:
+    """By this container where it has a limit of its own, else by the host; without cached files."""
+    if cgroup_memory_limit_bytes() is not None:
+        cached = [line.split()[1] for line in _read("/sys/fs/cgroup/memory.stat").splitlines()
+                  if line.startswith("inactive_file ")]  # fmt: skip
+        return max(cgroup_memory_used_bytes() - sum(map(int, cached)), 0)
+    return _meminfo_bytes("MemTotal") - _meminfo_bytes("MemAvailable")
+
+
 def busy_warning() -> str | None:
     """A sentence when other work seems to run: step times will suffer."""
     load, cpus = os.getloadavg()[0], cpus_usable()

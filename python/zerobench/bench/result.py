@@ -45,6 +45,10 @@ class Settings(_Model):
     grad_accum: int
     offload: str = "none"
     compile: str = "none"
+    device: str = "cpu"
+    attention: str | None = None  # how the model computes attention
+    dropout: float = 0.0  # of the measured pass; verification has none
+    tf32: bool = False  # fp32 matrix products on tensor cores, in ten bits of mantissa
     clip: float | None = None
     checkpointing: bool = False
     num_steps: int = 20
@@ -84,18 +88,50 @@ class Deviation(_Model):
     verdict: str | None = None  # one line: what was compared and how it came out
 
 
+class Mfu(_Model):
+    """Model FLOP/s utilisation, and the peak that it refers to."""
+
+    pct: float
+    tflops_per_gpu: float  # achieved
+    peak_tflops: float
+    peak_of: str  # such as "NVIDIA H200, bf16 dense"
+    flops_per_token: float
+
+
+class Sampled(_Model):
+    """What GPUs and host did during the measured window, by the driver's and the kernel's counters."""
+
+    sample_num: int
+    gpu_utilisation_pct: float | None = None
+    gpu_used_peak_bytes: int | None = None  # of the fullest GPU, other processes included
+    power_w: float | None = None  # mean of one GPU
+    power_peak_w: float | None = None
+    sm_clock_mhz: float | None = None
+    sm_clock_min_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    temperature_peak_c: float | None = None
+    cpu_pct: float | None = None  # of all cores of the host
+    host_used_peak_bytes: int | None = None
+    shared_gpus: list[int] | None = None  # that another process used too
+
+
 class Row(_Model):
     name: str
     strategy: str
     stage: int | None = None
     status: Status
     error: str | None = None
+    oom_tier: str | None = None  # "device" or "host", where the status is oom
     settings: Settings
     dtypes: RowDtypes | None = None
     step_time_ms: StepTime | None = None
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     tokens_per_s_per_peak_gb: float | None = None
+    mfu: Mfu | None = None
+    of_compute_only: float | None = (
+        None  # step time of the model's forward and backward alone over this row's
+    )
     relative: float | None = None  # step time over the fastest comparable ok row's, per token
     relative_uncertainty: float | None = None
     speedup: float | None = None  # tokens/s over the baseline's
@@ -109,10 +145,17 @@ class Row(_Model):
     memory_bytes: dict[str, dict[str, int]] | None = None  # {tier: {category: bytes}}
     peak_device_bytes: int | None = None  # largest over ranks
     allocated_device_bytes: int | None = None  # at the end
+    torch_allocated_peak_bytes: int | None = None  # by torch's allocator, on CUDA
+    torch_reserved_peak_bytes: int | None = None
+    outside_torch_bytes: int | None = (
+        None  # on the device and outside torch's allocator, without the bare context
+    )
     device_used_peak_bytes: int | None = None
     device_utilisation_pct: float | None = None
     peak_host_bytes: int | None = None
     phases_ms: dict[str, float] | None = None
+    compiled_graphs: float | None = None  # executed per step
+    sampled: Sampled | None = None
     communication_bytes: int | None = None  # per rank and step
     started: str | None = None  # ISO 8601 UTC
     duration_s: float | None = None

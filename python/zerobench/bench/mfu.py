@@ -1,0 +1,47 @@
+"""Model FLOP/s utilisation: what a row computes a second over what its GPUs could at most. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+from zerobench import models
+from zerobench.bench.result import Mfu, Row
+
+_COLUMNS = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
+
+
+@cache
+def _peaks() -> dict[str, dict[str, float | None]]:
+    """By device name and dtype, in TFLOP/s."""
+    devices = json.loads(Path(__file__).with_name("gpu_peaks.json").read_text(encoding="utf-8"))["devices"]
+    return {
+        name: {column: device[column] for column in _COLUMNS.values()}
+        for device in devices
+        for name in device["names"]
+    }
+
+
+def peak_tflops(device_name: str, compute_dtype: str) -> float | None:
+    """Dense peak of one GPU in the dtype that matrix products run in; None for a GPU or dtype that is not known."""
+    return _peaks().get(device_name, {}).get(_COLUMNS.get(compute_dtype, ""))
+
+
+def utilisation(row: Row, device_name: str) -> Mfu | None:
+    """Of a measured row, or None where its GPU's peak is not known."""
+    if row.tokens_per_s is None or row.dtypes is None:
+        return None
+    peak = peak_tflops(device_name, row.dtypes.compute)
+    if peak is None:
+        return None
+    config = models.ModelConfig.model_validate(row.settings.model_config_resolved)
+    flops = models.flops_per_token(config, row.settings.seq_length)
+    achieved = flops * row.tokens_per_s / row.settings.world_size / 1e12
+    return Mfu(
+        pct=100.0 * achieved / peak,
+        tflops_per_gpu=achieved,
+        peak_tflops=peak,
+        peak_of=f"{device_name}, {_COLUMNS[row.dtypes.compute]} dense",
+        flops_per_token=flops,
+    )

@@ -1,0 +1,198 @@
+"""A process beside the ranks that notes what GPUs, CPUs and memory do, a few times a second, as JSON lines in a file.
+
+It is a process, so that it takes no time of any rank; it reads the driver's and the kernel's own counters, and what
+they do not give is null. Run as a module, this is that process. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from zerobench.bench.forkserver import die_with_parent, name_process
+from zerobench.bench.machine import memory_used_bytes
+from zerobench.bench.nvml import Nvml
+from zerobench.bench.result import Sampled
+
+GPU_INTERVAL_S = 0.1
+HOST_INTERVAL_S = 0.5
+DRIVER_PERIOD_S = 0.2  # the driver's utilisation covers about this long before it is read
+BUSY_PCT = 10
+HELD_BYTES = 1 << 30
+
+Sample = dict[str, Any]
+
+
+class Sampler:
+    """Owns the process. ``uuids``: the GPUs to watch, in torch's order; none of them is a host without GPUs."""
+
+    def __init__(self, path: Path, *, uuids: Sequence[str] = ()) -> None:
+        self.path = path
+        self._uuids = uuids
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Sampler:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "zerobench.bench.sampler", str(self.path), *self._uuids],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the command only
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+
+    def between(self, begin_s: float, end_s: float) -> list[Sample]:
+        """Samples by time.time(); none where the process could not write."""
+        samples = []
+        with contextlib.suppress(OSError), self.path.open() as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # the last line may be under way
+                    sample = json.loads(line)
+                    if begin_s <= sample["time_s"] <= end_s:
+                        samples.append(sample)
+        return samples
+
+    def first(self) -> Sample | None:
+        """What was before anything of this command ran, once it is there."""
+        found = self.between(0.0, float("inf"))
+        return found[0] if found else None
+
+
+def summarise(samples: Sequence[Sample], *, begin_s: float, gpu_num: int) -> Sampled | None:
+    """A row's figures over its first ``gpu_num`` GPUs, from the samples of its measured window."""
+    if not samples:
+        return None
+    by_gpu = [[sample["gpus"][gpu] for sample in samples if sample["gpus"][gpu]] for gpu in range(gpu_num)]
+    gpus = [entry for entries in by_gpu for entry in entries]
+    # The first readings are still about the time before the window.
+    settled = [
+        sample["gpus"][gpu]
+        for sample in samples
+        if sample["time_s"] >= begin_s + DRIVER_PERIOD_S
+        for gpu in range(gpu_num)
+        if sample["gpus"][gpu]
+    ]
+    shared = [gpu for gpu, entries in enumerate(by_gpu) if any(entry["shared"] for entry in entries)]
+    return Sampled(
+        sample_num=len(samples),
+        gpu_utilisation_pct=_over(fmean, settled, "utilisation_pct"),
+        gpu_used_peak_bytes=_over(max, gpus, "used_bytes"),
+        power_w=_over(fmean, gpus, "power_w"),
+        power_peak_w=_over(max, gpus, "power_w"),
+        sm_clock_mhz=_over(fmean, gpus, "sm_clock_mhz"),
+        sm_clock_min_mhz=_over(min, gpus, "sm_clock_mhz"),
+        memory_clock_mhz=_over(fmean, gpus, "memory_clock_mhz"),
+        temperature_peak_c=_over(max, gpus, "temperature_c"),
+        cpu_pct=_over(fmean, samples, "cpu_pct"),
+        host_used_peak_bytes=_over(max, samples, "host_used_bytes"),
+        shared_gpus=shared if any(entry["shared"] is not None for entry in gpus) else None,
+    )
+
+
+def _over(function: Callable[[list[Any]], Any], entries: Sequence[dict[str, Any]], key: str) -> Any:
+    values = [entry[key] for entry in entries if entry[key] is not None]
+    return function(values) if values else None
+
+
+def shared_warning(sample: Sample) -> str | None:
+    """A sentence when GPUs are in use before anything of this command runs."""
+    texts = []
+    for gpu, entry in enumerate(sample["gpus"]):
+        if entry is None:
+            continue
+        used, busy = entry["used_bytes"] or 0, entry["utilisation_pct"] or 0
+        if entry["pids"] or used > HELD_BYTES or busy > BUSY_PCT:
+            texts.append(f"GPU {gpu} ({used / (1 << 30):.1f} GiB in use, {busy} % busy)")
+    if not texts:
+        return None
+    return (
+        f"another process uses {', '.join(texts)}: its work slows rows and its memory is counted as theirs; "
+        "end it or choose other GPUs with CUDA_VISIBLE_DEVICES"
+    )
+
+
+def is_shared(pids: Sequence[int] | None, whose: Callable[[int], bool | None]) -> bool | None:
+    """Whether processes other than a rank of ours use a GPU. ``whose`` says if a process is ours, None for one that
+    is not in this namespace of process ids: then all that is known is that at most one on a GPU is ours."""
+    if pids is None:
+        return None
+    known = [whose(pid) for pid in pids]
+    if all(one is None for one in known):
+        return len(pids) > 1
+    return any(one is False for one in known)
+
+
+def take_sample(nvml: Nvml, uuids: Sequence[str], *, command: int) -> Sample:
+    gpus: list[dict[str, Any] | None] = []
+    for uuid in uuids:
+        entry = nvml.sample(uuid)
+        if entry is not None:
+            entry["shared"] = is_shared(entry["pids"], lambda pid: _is_descendant(pid, command))
+        gpus.append(entry)
+    return {
+        "time_s": round(time.time(), 3),
+        "cpu_pct": _cpu_pct(),
+        "host_used_bytes": memory_used_bytes(),
+        "gpus": gpus,
+    }
+
+
+def _is_descendant(pid: int, of: int) -> bool | None:
+    try:
+        import psutil  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    try:
+        return any(parent.pid == of for parent in psutil.Process(pid).parents())
+    except psutil.NoSuchProcess:
+        return None
+    except psutil.AccessDenied:
+        return False
+
+
+def _cpu_pct() -> float | None:
+    """Of all cores of the host since the last call."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return float(psutil.cpu_percent())
+
+
+def main() -> None:
+    path, *uuids = sys.argv[1:]
+    command = os.getppid()
+    die_with_parent(signal.SIGTERM)
+    name_process("zerobench-smpl")
+    os.nice(5)
+    nvml = Nvml()
+    _cpu_pct()  # from now on
+    interval_s = GPU_INTERVAL_S if uuids and nvml.problem is None else HOST_INTERVAL_S
+    with Path(path).open("a") as file:
+        while os.getppid() == command:
+            start_s = time.monotonic()
+            file.write(json.dumps(take_sample(nvml, uuids, command=command)) + "\n")
+            file.flush()
+            time.sleep(max(interval_s - (time.monotonic() - start_s), 0.01))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):  # a full disk: rows then have no samples
+        main()

@@ -1,0 +1,70 @@
+"""Model FLOP/s utilisation: known peaks, and nothing where none is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zerobench import bench, models
+from zerobench.bench.mfu import peak_tflops, utilisation
+from zerobench.bench.result import Row, RowDtypes, Settings
+
+
+def row(*, compute: str = "bfloat16", tokens_per_s: float | None = 1e6) -> Row:
+    config = models.resolve("gpt2")
+    settings = Settings(
+        model="gpt2", model_config_resolved=config.model_dump(), world_size=4, precision="bf16", batch_size=8,
+        seq_length=1024, grad_accum=1,
+    )  # fmt: skip
+    dtypes = RowDtypes(
+        param="bfloat16", compute=compute, reduce="bfloat16", master="float32", state="float32"
+    )
+    return Row(
+        name="r",
+        strategy="ddp",
+        status="ok",
+        settings=settings,
+        dtypes=dtypes,
+        tokens_per_s=tokens_per_s,
+    )
+
+
+def test_utilisation_is_flops_over_the_peak_of_all_gpus() -> None:
+    found = utilisation(row(), "NVIDIA H200")
+    assert found is not None
+    # GPT-2's 124 M parameters, of which the position table takes no part in a product, and attention.
+    by_hand = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert found.flops_per_token == pytest.approx(
+        by_hand, rel=2e-3
+    )  # biases and norms are no products either
+    assert found.tflops_per_gpu == pytest.approx(found.flops_per_token * 1e6 / 4 / 1e12)
+    assert found.pct == pytest.approx(100 * found.tflops_per_gpu / 989.4)
+    assert found.peak_of == "NVIDIA H200, bf16 dense"
+
+
+def test_the_peak_is_that_of_the_dtype_that_multiplies() -> None:
+    assert peak_tflops("NVIDIA H200", "tf32") == 494.7
+    assert peak_tflops("NVIDIA H200", "float32") == 66.9
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", "float16") == 312
+    tf32 = utilisation(row(compute="tf32"), "NVIDIA H200")
+    assert tf32 is not None and tf32.peak_of == "NVIDIA H200, tf32 dense"
+
+
+def test_an_unknown_peak_gives_no_figure() -> None:
+    assert utilisation(row(), "NVIDIA H200 MIG 1g.18gb") is None
+    assert utilisation(row(), "Some other GPU") is None
+    assert utilisation(row(compute="float8_e4m3fn"), "NVIDIA H200") is None
+    assert utilisation(row(), "Tesla T4") is None  # no bf16 units
+    assert utilisation(row(tokens_per_s=None), "NVIDIA H200") is None
+
+
+def test_every_peak_has_a_source_and_a_name_of_its_own() -> None:
+    data = json.loads((Path(bench.__file__).parent / "gpu_peaks.json").read_text())
+    names = [name for device in data["devices"] for name in device["names"]]
+    assert len(set(names)) == len(names)
+    for device in data["devices"]:
+        assert device["source"]
+        assert device["fp16"] > device["fp32"] > 0
+        assert device["tf32"] is None or device["tf32"] == pytest.approx(device["bf16"] / 2, rel=0.02)
