@@ -15,12 +15,13 @@ void check_region(const Region& region, std::size_t bytes, const std::string& wh
 std::shared_ptr<Buffer> check_shared_region(const Caller& caller, const Region& region, std::size_t bytes,
                                             const std::string& what) {
   check_region(region, bytes, what);
+  if (caller.source_rule == SourceRule::kRegistered) return nullptr;
   auto buffer = std::dynamic_pointer_cast<Buffer>(region.buffer);
   ZB_EXPECT(buffer != nullptr && buffer->role() == BufferRole::kShared,
             what + " is read by peers, so its buffer must be allocated with BufferRole::kShared");
-  ZB_EXPECT(
-      !caller.reads_parts || (buffer->parts().rank == caller.rank && buffer->parts().world_size == caller.world_size),
-      what + " must lie in a buffer that a shm communicator of the same ranks allocated");
+  ZB_EXPECT(caller.source_rule != SourceRule::kParts ||
+                (buffer->parts().rank == caller.rank && buffer->parts().world_size == caller.world_size),
+            what + " must lie in a buffer that a shm communicator of the same ranks allocated");
   return buffer;
 }
 

@@ -13,6 +13,7 @@
 #include "comm/arguments.h"
 #include "comm/buffer.h"
 #include "comm/c10d_dtype.h"
+#include "comm/cause.h"
 
 namespace zb {
 namespace {
@@ -39,19 +40,16 @@ struct Started {
 // Ends operations in the order in which they were started, and keeps the first failure.
 class Line {
  public:
-  void check() const {
-    if (!cause_.empty()) throw CommunicationError(cause_, -1);
-  }
-  void poison(const std::string& cause) {
-    if (cause_.empty()) cause_ = cause;
-  }
+  void check() const { cause_.check(); }
+  void poison(const std::string& reason, int rank) { cause_.set(reason, rank); }
+  std::optional<CommunicationError> cause() const noexcept { return cause_.get(); }
 
   void run(const std::string& text, const std::function<void()>& call) {
     check();
     try {
       call();
     } catch (const std::exception& error) {
-      poison(text + " failed: " + first_line(error.what()));
+      poison(text + " failed: " + first_line(error.what()), -1);
       check();
     }
   }
@@ -92,7 +90,7 @@ class Line {
   }
 
   std::deque<std::shared_ptr<Started>> started_;
-  std::string cause_;
+  Cause cause_;
 };
 
 // A backend's work is over when the local buffers are free, so the source is free when the destination is readable.
@@ -118,7 +116,7 @@ class C10dCommunicator final : public Communicator {
         group_(std::move(group)),
         backend_(std::move(backend)),
         is_gloo_(backend_->getBackendName() == "gloo"),
-        caller_{rank(), world_size(), false} {}
+        caller_{rank(), world_size(), SourceRule::kShared} {}
 
   std::string_view kind() const noexcept override { return "c10d"; }
   bool runs_in_background() const noexcept override { return true; }
@@ -216,12 +214,13 @@ class C10dCommunicator final : public Communicator {
 
   void abort(std::string_view reason) noexcept override {
     try {
-      line_->poison("rank " + std::to_string(rank()) + " aborted: " + std::string(reason));
+      line_->poison("rank " + std::to_string(rank()) + " aborted: " + std::string(reason), rank());
       backend_->abort();
     } catch (const std::exception&) {
       // The backend cannot close its connections early: peers notice at their timeout.
     }
   }
+  std::optional<CommunicationError> poisoned() const noexcept override { return line_->cause(); }
 
  private:
   std::size_t ranks() const noexcept { return static_cast<std::size_t>(world_size()); }

@@ -42,7 +42,7 @@ class ShmCommunicator final : public Communicator {
   ShmCommunicator(const ShmOptions& options, Connection connection)
       : Communicator(options.rank, options.world_size),
         queue_(std::make_shared<Queue>(options, std::move(connection))),
-        caller_{options.rank, options.world_size, true} {}
+        caller_{options.rank, options.world_size, SourceRule::kParts} {}
 
   ~ShmCommunicator() override { queue_->close(); }
 
@@ -127,6 +127,8 @@ class ShmCommunicator final : public Communicator {
   void abort(std::string_view reason) noexcept override {
     queue_->peers().poison(rank(), "rank " + std::to_string(rank()) + " aborted: " + std::string(reason));
   }
+
+  std::optional<CommunicationError> poisoned() const noexcept override { return queue_->peers().cause(); }
 
  private:
   std::size_t ranks() const noexcept { return static_cast<std::size_t>(world_size()); }

@@ -88,10 +88,11 @@ void Peers::fail(int fault_rank, std::string_view reason) {
   throw CommunicationError(std::string(reason), fault_rank);
 }
 
-void Peers::throw_cause() {
-  const auto poisoner = static_cast<int>(control_->poisoner.load(std::memory_order_acquire)) - 1;
-  const RankBlock& block = of(poisoner);
-  throw CommunicationError(block.reason.data(), block.fault_rank);
+std::optional<CommunicationError> Peers::cause() const noexcept {
+  const std::uint32_t poisoner = control_->poisoner.load(std::memory_order_acquire);
+  if (poisoner == 0) return std::nullopt;
+  const RankBlock& block = control_->rank(static_cast<int>(poisoner) - 1);
+  return CommunicationError(block.reason.data(), block.fault_rank);
 }
 
 bool Peers::is_dead(int rank) noexcept {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -42,9 +43,10 @@ class Peers {
   // Throws the original cause when the communicator is poisoned.
   void check() {
     if (control_->poisoner.load(std::memory_order_acquire) != 0) [[unlikely]]
-      throw_cause();
+      throw CommunicationError(*cause());
   }
   bool is_poisoned() const noexcept { return control_->poisoner.load(std::memory_order_acquire) != 0; }
+  std::optional<CommunicationError> cause() const noexcept;  // callable from any thread
   // The first cause of any rank stays; wakes everyone. Callable from any thread.
   void poison(int fault_rank, std::string_view reason) noexcept;
   [[noreturn]] void fail(int fault_rank, std::string_view reason);
@@ -67,7 +69,6 @@ class Peers {
   FileDescriptor distribute(const FileDescriptor& of_rank0, std::uint64_t id);
 
  private:
-  [[noreturn]] void throw_cause();
   void wake_all() noexcept;
 
   int rank_;

@@ -5,6 +5,7 @@
 
 #include "comm/arguments.h"
 #include "comm/buffer.h"
+#include "comm/cause.h"
 #include "kernels/cpu_kernels.h"
 
 namespace zb {
@@ -20,14 +21,14 @@ class DoneWork final : public Work {
 
 class SoloCommunicator final : public Communicator {
  public:
-  SoloCommunicator() : Communicator(0, 1), caller_{0, 1, false} {}
+  SoloCommunicator() : Communicator(0, 1), caller_{0, 1, SourceRule::kShared} {}
 
   std::string_view kind() const noexcept override { return "shm"; }
   bool runs_in_background() const noexcept override { return false; }
 
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                              Category category) override {
-    check();
+    cause_.check();
     return allocate_local(bytes, role, ledger, category);
   }
 
@@ -52,30 +53,25 @@ class SoloCommunicator final : public Communicator {
   }
 
   void barrier(std::string_view) override {
-    check();
+    cause_.check();
     count(Collective::kBarrier, 0);
   }
 
   void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) override {
-    check();
+    cause_.check();
     check_exchange(caller_, mine.size(), all.size(), label);
     count(Collective::kExchange, all.size());
     if (!mine.empty()) std::memmove(all.data(), mine.data(), mine.size());
   }
 
-  void progress() override { check(); }
+  void progress() override { cause_.check(); }
 
-  void abort(std::string_view reason) noexcept override {
-    if (cause_.empty()) cause_ = "rank 0 aborted: " + std::string(reason);
-  }
+  void abort(std::string_view reason) noexcept override { cause_.set("rank 0 aborted: " + std::string(reason), 0); }
+  std::optional<CommunicationError> poisoned() const noexcept override { return cause_.get(); }
 
  private:
-  void check() const {
-    if (!cause_.empty()) throw CommunicationError(cause_, 0);
-  }
-
   WorkPtr copy(Collective collective, const Region& destination, const Region& source, std::size_t bytes) {
-    check();
+    cause_.check();
     count(collective, bytes);
     if (destination.data() != source.data() && bytes != 0) {
       cpu_kernels().copy(destination.data(), source.data(), bytes);
@@ -85,7 +81,7 @@ class SoloCommunicator final : public Communicator {
 
   Caller caller_;
   WorkPtr done_ = std::make_shared<DoneWork>();
-  std::string cause_;
+  Cause cause_;
 };
 
 }  // namespace

@@ -1,0 +1,243 @@
+#include "comm/lane_communicator.h"
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "comm/arguments.h"
+#include "comm/collective_history.h"
+#include "comm/watchdog.h"
+
+namespace zb {
+namespace {
+
+class LaneBuffer final : public RegisteredBuffer {
+ public:
+  LaneBuffer(std::shared_ptr<std::byte> memory, std::size_t bytes, bool is_on_device, Allocation allocation)
+      : memory_(std::move(memory)), is_on_device_(is_on_device), allocation_(std::move(allocation)) {
+    data_ = memory_.get();
+    bytes_ = bytes;
+  }
+
+  bool is_on_device() const noexcept override { return is_on_device_; }
+
+ private:
+  std::shared_ptr<std::byte> memory_;
+  bool is_on_device_;
+  Allocation allocation_;
+};
+
+// What the operations of one group share.
+struct Ticket {
+  MarkPtr mark;
+  bool is_put_in = false;
+};
+
+class LaneWork final : public Work {
+ public:
+  LaneWork(std::shared_ptr<Device> device, Lane lane, std::shared_ptr<const Cause> cause,
+           std::shared_ptr<const Ticket> ticket)
+      : device_(std::move(device)), lane_(lane), cause_(std::move(cause)), ticket_(std::move(ticket)) {}
+
+  bool test() override {
+    cause_->check();
+    return ticket_->is_put_in;
+  }
+  void wait(Lane reader) override {
+    cause_->check();
+    ZB_EXPECT_STATE(ticket_->is_put_in, "an operation of a group can be waited for once the group has ended");
+    if (reader != lane_) device_->wait(reader, ticket_->mark);
+  }
+  bool test_source_free() override { return test(); }
+  void wait_source_free(Lane writer) override { wait(writer); }
+
+ private:
+  std::shared_ptr<Device> device_;
+  Lane lane_;
+  std::shared_ptr<const Cause> cause_;
+  std::shared_ptr<const Ticket> ticket_;
+};
+
+class LaneCommunicator final : public Communicator {
+ public:
+  LaneCommunicator(int rank, int world_size, LaneOptions options)
+      : Communicator(rank, world_size),
+        kind_(std::move(options.kind)),
+        lane_(options.lane),
+        caller_{rank, world_size, SourceRule::kRegistered},
+        watched_(std::make_shared<WatchedLane>()) {
+    watched_->rank = rank;
+    watched_->timeout = options.timeout;
+    watched_->device = std::move(options.device);
+    watched_->transport = std::move(options.transport);
+    watched_->control = std::move(options.control);
+    watched_->processes = std::move(options.processes);
+    if (world_size > 1) watchdog_.emplace(watched_);
+  }
+
+  std::string_view kind() const noexcept override { return kind_; }
+  bool runs_in_background() const noexcept override { return true; }
+  Lane lane() const noexcept override { return lane_; }
+
+  std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole, Ledger* ledger,
+                                             Category category) override {
+    check();
+    auto memory = watched_->transport->allocate(bytes, category_name(category));
+    return std::make_shared<LaneBuffer>(std::move(memory), bytes, watched_->device->is_async(),
+                                        Allocation(ledger, Tier::kDevice, category, bytes));
+  }
+
+  void begin_group() override {
+    ZB_EXPECT_STATE(group_ == nullptr, "a group of collectives began inside of another; groups cannot be nested");
+    group_ = std::make_shared<Ticket>();
+  }
+
+  void end_group() override {
+    ZB_EXPECT_STATE(group_ != nullptr, "a group of collectives ended that had not begun");
+    const std::shared_ptr<Ticket> ticket = std::exchange(group_, nullptr);
+    if (!calls_.empty()) put_in(*ticket);
+  }
+
+  WorkPtr start_all_gather(const AllGather& args) override {
+    check_all_gather(caller_, args);
+    count(Collective::kAllGather, args.shard_bytes * ranks());
+    return start({.name = {Collective::kAllGather, args.label}, .bytes = args.shard_bytes},
+                 {.kind = Collective::kAllGather,
+                  .source = args.source.data(),
+                  .destination = args.destination.data(),
+                  .num = args.shard_bytes});
+  }
+
+  WorkPtr start_reduce_scatter(const ReduceScatter& args) override {
+    check_reduce_scatter(caller_, args);
+    const std::size_t shard_bytes = args.shard_numel * dtype_bytes(args.dtype);
+    count(Collective::kReduceScatter, shard_bytes * ranks());
+    return start({.name = {Collective::kReduceScatter, args.label}, .dtype = args.dtype, .bytes = shard_bytes},
+                 {.kind = Collective::kReduceScatter,
+                  .source = args.source.data(),
+                  .destination = args.destination.data(),
+                  .num = args.shard_numel,
+                  .dtype = args.dtype});
+  }
+
+  WorkPtr start_all_reduce(const AllReduce& args) override {
+    check_all_reduce(caller_, args);
+    const std::size_t bytes = args.numel * dtype_bytes(args.dtype);
+    count(Collective::kAllReduce, bytes);
+    return start({.name = {Collective::kAllReduce, args.label}, .dtype = args.dtype, .bytes = bytes},
+                 {.kind = Collective::kAllReduce,
+                  .source = args.buffer.data(),
+                  .destination = args.buffer.data(),
+                  .num = args.numel,
+                  .dtype = args.dtype});
+  }
+
+  WorkPtr start_broadcast(const Broadcast& args) override {
+    check_broadcast(caller_, args);
+    count(Collective::kBroadcast, args.bytes);
+    return start({.name = {Collective::kBroadcast, args.label},
+                  .root = static_cast<std::uint16_t>(args.root),
+                  .bytes = args.bytes},
+                 {.kind = Collective::kBroadcast,
+                  .source = args.buffer.data(),
+                  .destination = args.buffer.data(),
+                  .num = args.bytes,
+                  .root = args.root});
+  }
+
+  void barrier(std::string_view label) override {
+    check();
+    count(Collective::kBarrier, 0);
+    exchange_over_control({}, {}, label);
+  }
+
+  void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) override {
+    check();
+    check_exchange(caller_, mine.size(), all.size(), label);
+    count(Collective::kExchange, all.size());
+    exchange_over_control(mine, all, label);
+  }
+
+  void progress() override { check(); }
+
+  void abort(std::string_view reason) noexcept override {
+    if (watched_->cause->set("rank " + std::to_string(rank()) + " aborted: " + std::string(reason), rank())) {
+      watched_->control->abort(reason);
+      wake();
+    }
+  }
+  std::optional<CommunicationError> poisoned() const noexcept override { return watched_->cause->get(); }
+
+ private:
+  std::size_t ranks() const noexcept { return static_cast<std::size_t>(world_size()); }
+  void check() const { watched_->cause->check(); }
+  void wake() noexcept {
+    if (watchdog_) watchdog_->wake();
+  }
+
+  // Makes this rank's failure everybody's, or finds that it follows from an earlier one, and raises the cause.
+  [[noreturn]] void fail(const std::string& reason, int fault_rank) {
+    watched_->poison(reason, fault_rank);
+    wake();
+    check();
+    throw CommunicationError(reason, fault_rank);
+  }
+
+  WorkPtr start(const StartedCollective& started, const LaneCall& call) {
+    check();
+    history_.add(started);
+    watched_->log.start(started.name);
+    if (calls_.empty()) first_name_ = started.name;
+    calls_.push_back(call);
+    std::shared_ptr<Ticket> ticket = group_;
+    if (!ticket) {
+      ticket = std::make_shared<Ticket>();
+      put_in(*ticket);
+    }
+    return std::make_shared<LaneWork>(watched_->device, lane_, watched_->cause, std::move(ticket));
+  }
+
+  void put_in(Ticket& ticket) {
+    const std::vector<LaneCall> calls = std::exchange(calls_, {});
+    check();
+    try {
+      watched_->transport->put_in(calls);
+      ticket.mark = watched_->device->mark(lane_);
+    } catch (const std::exception& error) {
+      fail(first_name_.text() + " failed on rank " + std::to_string(rank()) + ": " + error.what(), rank());
+    }
+    ticket.is_put_in = true;
+    watched_->log.put_in(ticket.mark);
+  }
+
+  void exchange_over_control(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) {
+    try {
+      history_.exchange(*watched_->control, mine, all, label);
+    } catch (const CommunicationError& error) {
+      fail(error.what(), error.rank());
+    }
+  }
+
+  std::string kind_;
+  Lane lane_;
+  Caller caller_;
+  CollectiveHistory history_;
+  std::shared_ptr<Ticket> group_;  // of the open group
+  std::vector<LaneCall> calls_;    // not put in yet
+  OperationName first_name_;       // of calls_
+  std::shared_ptr<WatchedLane> watched_;
+  std::optional<Watchdog> watchdog_;  // a world of one rank needs none
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_lane_communicator(LaneOptions options) {
+  ZB_EXPECT(options.device != nullptr && options.transport != nullptr && options.control != nullptr,
+            "a communicator in a lane needs a device, a transport and a control communicator");
+  ZB_EXPECT(options.timeout.count() > 0, "the timeout must be positive");
+  const int rank = options.control->rank();
+  const int world_size = options.control->world_size();
+  return std::make_unique<LaneCommunicator>(rank, world_size, std::move(options));
+}
+
+}  // namespace zb

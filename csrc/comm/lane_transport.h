@@ -1,0 +1,46 @@
+// What moves the data of a LaneCommunicator: collectives put into a device's lane.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "comm/communicator.h"
+#include "kernels/device.h"
+
+namespace zb {
+
+struct LaneCall {
+  Collective kind{};
+  const std::byte* source = nullptr;
+  std::byte* destination = nullptr;
+  std::size_t num = 0;  // bytes of all_gather (a shard) and broadcast, elements of reductions (of a shard)
+  DType dtype{};        // of reductions
+  int root = 0;
+};
+
+class LaneTransport {
+ public:
+  virtual ~LaneTransport() = default;
+  LaneTransport() = default;
+  LaneTransport(const LaneTransport&) = delete;
+  LaneTransport& operator=(const LaneTransport&) = delete;
+
+  virtual std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) = 0;
+  // Puts all calls into the lane, as one group. Throws when that fails, and after abort().
+  virtual void put_in(std::span<const LaneCall> calls) = 0;
+
+  // The rest is called by the watchdog's thread, beside put_in().
+  virtual void enter_thread() {}
+  // An error of operations that are under way, in words.
+  virtual std::optional<std::string> failure() { return std::nullopt; }
+  // Ends what is under way, so that whoever waits for the lane comes back. May take its time.
+  virtual void abort() noexcept {}
+  // The orderly end, once all operations have passed.
+  virtual void finish() noexcept {}
+};
+
+}  // namespace zb

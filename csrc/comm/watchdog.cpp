@@ -1,0 +1,144 @@
+#include "comm/watchdog.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "comm/shm_rendezvous.h"
+
+namespace zb {
+namespace {
+
+using Clock = OperationLog::Clock;
+
+constexpr std::chrono::milliseconds kTurn{100};
+constexpr std::chrono::milliseconds kTurnAtClose{2};
+// A peer that has finished and gone may do so before this rank's last kernels have ended.
+constexpr std::chrono::milliseconds kDeathGrace{500};
+// A dead peer's connections break before its process counts as ended, which waits for the driver: to name it is better.
+constexpr std::chrono::milliseconds kFailureGrace{2000};
+constexpr std::chrono::seconds kCloseGrace{10};
+
+std::string rank_text(int rank) { return "rank " + std::to_string(rank); }
+
+}  // namespace
+
+void WatchedLane::poison(const std::string& reason, int fault_rank) noexcept {
+  try {
+    if (cause->set(reason, fault_rank)) control->abort(reason);
+  } catch (const std::exception&) {
+    // No memory for the text: the peers notice at their timeout.
+  }
+}
+
+// What is remembered from one turn to the next.
+class Watchdog::Round {
+ public:
+  explicit Round(WatchedLane& lane) : lane_(lane) {}
+
+  void look() {
+    const Clock::time_point now = Clock::now();
+    const std::optional<std::string> failure = lane_.transport->failure();
+    if (failure && !failure_seen_) failure_seen_ = now;
+    const std::optional<OperationLog::Unfinished> oldest = lane_.log.oldest(*lane_.device);
+    if (look_for_dead(oldest, now, failure.has_value())) return;
+    if (const auto cause = lane_.control->poisoned()) {
+      lane_.poison(cause->what(), cause->rank());
+    } else if (failure && now - *failure_seen_ >= kFailureGrace) {
+      lane_.poison(during(oldest) + " failed on " + rank_text(lane_.rank) + ": " + *failure, -1);
+    } else if (oldest && now - oldest->since >= lane_.timeout) {
+      lane_.poison(
+          rank_text(lane_.rank) + " waited " + shm::seconds_text(lane_.timeout) + " for " + oldest->name.text(), -1);
+    }
+  }
+
+ private:
+  static std::string during(const std::optional<OperationLog::Unfinished>& oldest) {
+    return oldest ? oldest->name.text() : "a collective";
+  }
+
+  // Only what is unfinished can wait for a dead peer.
+  bool look_for_dead(const std::optional<OperationLog::Unfinished>& oldest, Clock::time_point now, bool has_failed) {
+    const std::optional<int> dead = lane_.processes.dead();
+    if (!dead) return false;
+    if (!death_seen_) death_seen_ = now;
+    const bool is_stuck = oldest && now - std::max(*death_seen_, oldest->since) >= kDeathGrace;
+    if (!is_stuck && !has_failed) return false;
+    lane_.poison(rank_text(*dead) + " died during " + during(oldest) + " (noticed by " + rank_text(lane_.rank) + ")",
+                 *dead);
+    return true;
+  }
+
+  WatchedLane& lane_;
+  std::optional<Clock::time_point> death_seen_;
+  std::optional<Clock::time_point> failure_seen_;
+};
+
+Watchdog::Watchdog(std::shared_ptr<WatchedLane> lane)
+    : lane_(std::move(lane)),
+      process_(::getpid()),
+      thread_([held = lane_, signals = signals_] { run(*held, *signals); }) {}
+
+void Watchdog::run(WatchedLane& lane, Signals& signals) noexcept {
+  Round round(lane);
+  bool is_aborted = false;
+  bool must_stop = false;
+  try {
+    lane.transport->enter_thread();
+  } catch (const std::exception& error) {
+    lane.poison("the watchdog of " + rank_text(lane.rank) + " could not start: " + error.what(), lane.rank);
+  }
+  for (;;) {
+    bool is_idle = false;
+    try {
+      if (!lane.cause->is_set()) round.look();
+      is_idle = must_stop && !lane.log.oldest(*lane.device);
+    } catch (const std::exception& error) {  // the device has failed: its error ends everything on it
+      lane.poison(rank_text(lane.rank) + " failed: " + error.what(), lane.rank);
+    }
+    if (lane.cause->is_set() && !is_aborted) {
+      lane.transport->abort();
+      is_aborted = true;
+    }
+    if (must_stop && (is_aborted || is_idle)) break;
+    std::unique_lock lock(signals.mutex);
+    const auto is_called = [&] { return signals.is_woken || (signals.must_stop && !must_stop); };
+    signals.changed.wait_for(lock, must_stop ? kTurnAtClose : kTurn, is_called);
+    signals.is_woken = false;
+    must_stop = signals.must_stop;
+  }
+  if (!is_aborted) lane.transport->finish();
+  const std::lock_guard lock(signals.mutex);
+  signals.is_done = true;
+  signals.changed.notify_all();
+}
+
+void Watchdog::wake() noexcept {
+  const std::lock_guard lock(signals_->mutex);
+  signals_->is_woken = true;
+  signals_->changed.notify_all();
+}
+
+void Watchdog::close() noexcept {
+  if (!thread_.joinable()) return;
+  if (process_ != ::getpid()) {  // a forked child has the memory and not the thread
+    thread_.detach();
+    return;
+  }
+  bool is_done = false;
+  {
+    std::unique_lock lock(signals_->mutex);
+    signals_->must_stop = true;
+    signals_->changed.notify_all();
+    is_done = signals_->changed.wait_for(lock, lane_->timeout + kCloseGrace, [&] { return signals_->is_done; });
+  }
+  if (is_done) {
+    thread_.join();
+  } else {
+    thread_.detach();
+  }
+}
+
+}  // namespace zb
