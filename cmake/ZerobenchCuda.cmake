@@ -125,7 +125,7 @@ endif()
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 
 file(GLOB ZEROBENCH_CUDA_SOURCES CONFIGURE_DEPENDS
-  csrc/memory/*.cu csrc/kernels/*.cu csrc/optim/*.cu csrc/comm/*.cu csrc/stores/*.cu csrc/bindings/cuda_module.cpp)
+  csrc/memory/*.cu csrc/kernels/*.cu csrc/optim/*.cu csrc/comm/*.cu csrc/stores/*.cu csrc/bindings/cuda_*.cpp)
 Python_add_library(_cuda MODULE WITH_SOABI ${ZEROBENCH_CUDA_SOURCES})
 zerobench_python_module(_cuda)
 # -fmad=false for the same reason as -ffp-contract=off (DESIGN 6).

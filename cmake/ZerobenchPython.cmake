@@ -52,7 +52,7 @@ endfunction()
 
 file(GLOB ZEROBENCH_CORE_SOURCES CONFIGURE_DEPENDS
   csrc/comm/c10d*.cpp csrc/zero/torch_*.cpp csrc/bindings/*.cpp)
-list(FILTER ZEROBENCH_CORE_SOURCES EXCLUDE REGEX "/cuda_module\\.cpp$")
+list(FILTER ZEROBENCH_CORE_SOURCES EXCLUDE REGEX "/cuda_[^/]*\\.cpp$")
 Python_add_library(_core MODULE WITH_SOABI ${ZEROBENCH_CORE_SOURCES})
 zerobench_python_module(_core)
 target_link_libraries(_core PRIVATE zerobench_native zerobench_torch)

@@ -3,8 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include "common/dtype.h"
-
 namespace zb {
 
 void bind_common(pybind11::module_& m);
@@ -12,8 +10,5 @@ void bind_memory(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
 void bind_zero(pybind11::module_& m);
-
-// "float32", "bfloat16" or "float16"; throws ArgumentError.
-DType dtype_from_name(const std::string& name);
 
 }  // namespace zb

@@ -6,10 +6,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 
+#include "bindings/cuda_bindings.h"
+#include "bindings/translate.h"
 #include "comm/nccl_check.h"
-#include "common/cuda_check.h"
 #include "common/error.h"
 #include "kernels/device_info.h"
 #include "kernels/fill.h"
@@ -29,26 +29,11 @@ void fill_float(std::uintptr_t destination, float value, std::size_t numel, std:
   zb::fill(reinterpret_cast<float*>(destination), value, numel, reinterpret_cast<cudaStream_t>(stream));
 }
 
-void raise_as(const char* type, const char* message) {
-  PyErr_SetString(py::module_::import("zerobench.errors").attr(type).ptr(), message);
-}
-
-void translate(std::exception_ptr error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const zb::CudaError& e) {
-    raise_as(e.code() == cudaErrorMemoryAllocation ? "OutOfMemoryError" : "Error", e.what());
-  } catch (const zb::NcclError& e) {
-    raise_as("Error", e.what());
-  }
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "The CUDA side of zerobench; importing it needs an NVIDIA driver.";
-  // Module-local: torch's modules share pybind11's global list of translators.
-  py::register_local_exception_translator(translate);
+  py::register_local_exception_translator(zb::translate_exception);
 
   if (zb::cuda_versions().driver == 0) {
     throw py::import_error("zerobench._cuda needs an NVIDIA driver, and none is installed on this machine");
@@ -71,4 +56,7 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("device_info", &zb::device_info, py::arg("device"));
   m.def("fill", &fill_float, "destination[i] = value, on the stream; returns after the launch.", py::arg("destination"),
         py::kw_only(), py::arg("value"), py::arg("numel"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+
+  zb::BoundDeviceClass device = zb::bind_cuda_device(m);
+  zb::bind_cuda_kernels(m, device);
 }

@@ -4,22 +4,11 @@
 #include <nccl.h>
 
 #include <source_location>
-#include <stdexcept>
 #include <string>
 
-namespace zb {
+#include "common/error.h"
 
-// An NCCL call failed (zerobench.Error).
-class NcclError : public std::runtime_error {
- public:
-  NcclError(const std::string& message, ncclResult_t code) : std::runtime_error(message), code_(code) {}
-  ncclResult_t code() const noexcept { return code_; }
-
- private:
-  ncclResult_t code_;
-};
-
-namespace detail {
+namespace zb::detail {
 
 [[noreturn]] inline void throw_nccl(ncclResult_t code, const char* call, std::source_location where) {
   throw NcclError(std::string(call) + ": " + ncclGetErrorString(code) + " (" + where.file_name() + ":" +
@@ -27,8 +16,7 @@ namespace detail {
                   code);
 }
 
-}  // namespace detail
-}  // namespace zb
+}  // namespace zb::detail
 
 #define ZB_NCCL(call)                                                            \
   do {                                                                           \

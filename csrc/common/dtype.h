@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "common/error.h"
@@ -23,6 +24,14 @@ constexpr std::string_view dtype_name(DType dtype) noexcept {
       return "float16";
   }
   return "unknown";
+}
+
+// "float32", "bfloat16" or "float16"; throws ArgumentError.
+inline DType dtype_from_name(const std::string& name) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    if (name == dtype_name(dtype)) return dtype;
+  }
+  throw ArgumentError("'" + name + "' is not a dtype of the engine; use float32, bfloat16 or float16");
 }
 
 }  // namespace zb

@@ -53,6 +53,26 @@ class OutOfMemoryError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A CUDA runtime call failed for another reason than memory (zerobench.Error). `code` is its cudaError_t.
+class CudaError : public std::runtime_error {
+ public:
+  CudaError(const std::string& message, int code) : std::runtime_error(message), code_(code) {}
+  int code() const noexcept { return code_; }
+
+ private:
+  int code_;
+};
+
+// An NCCL call failed (zerobench.Error). `code` is its ncclResult_t.
+class NcclError : public std::runtime_error {
+ public:
+  NcclError(const std::string& message, int code) : std::runtime_error(message), code_(code) {}
+  int code() const noexcept { return code_; }
+
+ private:
+  int code_;
+};
+
 // A gradient is not finite where no loss scale is there to retry (zerobench.NonFiniteGradientError).
 class NonFiniteGradientError : public std::runtime_error {
  public:

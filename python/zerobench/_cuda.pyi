@@ -1,5 +1,7 @@
 """The CUDA side of zerobench; importing it needs an NVIDIA driver."""
 
+from collections.abc import Callable, Sequence
+
 class DeviceInfo:
     @property
     def name(self) -> str: ...
@@ -30,3 +32,109 @@ def make_nccl_communicator(
     """
     NCCL in a lane of the device, over a capsule of a host communicator of the same ranks; a capsule. Collective.
     """
+
+class Mark:
+    """A point in a lane."""
+
+class Memory:
+    """Device or pinned memory, given back with the last reference."""
+
+    @property
+    def address(self) -> int: ...
+
+class PackItem:
+    """One tensor's way into a flat buffer; zeros without a source."""
+
+    def __init__(
+        self,
+        *,
+        destination: int,
+        destination_dtype: str,
+        source: int | None,
+        source_dtype: str,
+        numel: int,
+        accumulate: bool,
+    ) -> None: ...
+
+class AdamRun:
+    """One run of a shard and its hyperparameters."""
+
+    def __init__(
+        self,
+        *,
+        master: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        gradient: int,
+        gradient_dtype: str,
+        low_precision: int | None,
+        low_precision_dtype: str,
+        numel: int,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+    ) -> None: ...
+
+class CudaDevice:
+    """One device with its lanes, what computes on it, and its kernels. Lanes are compute, gather and reduce; addresses
+    are those of device memory."""
+
+    @property
+    def ordinal(self) -> int: ...
+    def parts(self) -> object: ...
+    def stream(self, lane: str) -> int: ...
+    def set_compute_stream(self, stream: int) -> None: ...
+    def mark(self, lane: str) -> Mark: ...
+    def wait(self, lane: str, mark: Mark) -> None: ...
+    def has_passed(self, mark: Mark) -> bool: ...
+    def synchronize(self, mark: Mark = ...) -> None: ...
+    def allocate(self, size_bytes: int, *, what: str) -> Memory: ...
+    def allocate_pinned(self, size_bytes: int) -> Memory: ...
+    def download(self, source: int, *, size_bytes: int) -> bytes: ...
+    def upload(self, destination: int, data: bytes) -> None: ...
+    def cast(
+        self,
+        lane: str,
+        *,
+        destination: int,
+        destination_dtype: str,
+        source: int,
+        source_dtype: str,
+        numel: int,
+    ) -> None: ...
+    def add(
+        self,
+        lane: str,
+        *,
+        destination: int,
+        destination_dtype: str,
+        source: int,
+        source_dtype: str,
+        numel: int,
+    ) -> None: ...
+    def pack(self, lane: str, items: Sequence[PackItem]) -> None: ...
+    def zero(self, lane: str, *, destination: int, size_bytes: int) -> None: ...
+    def copy(self, lane: str, *, destination: int, source: int, size_bytes: int) -> None: ...
+    def copy_to_pinned(self, lane: str, *, host: int, source: int, size_bytes: int) -> None: ...
+    def sum_of_squares(self, lane: str, *, result: int, source: int, dtype: str, numel: int) -> None: ...
+    def combine_norm(
+        self,
+        lane: str,
+        *,
+        partial_sums: int,
+        rank_num: int,
+        flat_num: int,
+        divisor: float,
+        clip: float,
+        flat_sums: int,
+        scalars: int,
+    ) -> None: ...
+    def adam(self, lane: str, runs: Sequence[AdamRun], *, scalars: int) -> None: ...
+    def push_range(self, operation: str, unit: str) -> None: ...
+    def pop_range(self) -> None: ...
+
+def make_device(device: int, *, on_out_of_memory: Callable[[], None]) -> CudaDevice: ...

@@ -1,0 +1,211 @@
+#include "kernels/cuda_device.h"
+
+#include <nvtx3/nvToolsExt.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "common/cuda_check.h"
+#include "common/error.h"
+#include "kernels/cuda_kernels.h"
+#include "kernels/device_info.h"
+
+namespace zb {
+namespace {
+
+constexpr double kMiB = 1024.0 * 1024.0;
+
+std::string in_mib(std::size_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f", static_cast<double>(bytes) / kMiB);
+  return text;
+}
+
+OwnStream make_stream() {
+  int least = 0;
+  int greatest = 0;
+  ZB_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  cudaStream_t stream = nullptr;
+  ZB_CUDA(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest));
+  return OwnStream(stream);
+}
+
+const CudaMark& cuda_mark(const MarkPtr& mark) { return static_cast<const CudaMark&>(*mark); }
+
+}  // namespace
+
+CudaDevice::CudaDevice(int ordinal, std::function<void()> on_out_of_memory)
+    : ordinal_(ordinal), on_out_of_memory_(std::move(on_out_of_memory)) {
+  const int count = device_count();
+  ZB_EXPECT(ordinal >= 0 && ordinal < count,
+            "device " + std::to_string(ordinal) + " was asked for, and this machine has " + std::to_string(count));
+  bind_thread();
+  gather_stream_ = make_stream();
+  reduce_stream_ = make_stream();
+  host_stream_ = make_stream();
+  streams_ = {nullptr, gather_stream_.get(), reduce_stream_.get()};
+  for (auto& scratch : sum_scratch_) scratch = allocate(sum_scratch_bytes(), "partial sums of gradient norms");
+}
+
+void CudaDevice::bind_thread() {
+  int current = -1;
+  ZB_CUDA(cudaGetDevice(&current));
+  if (current != ordinal_) ZB_CUDA(cudaSetDevice(ordinal_));
+}
+
+void CudaDevice::set_compute_stream(void* stream) {
+  streams_[static_cast<std::size_t>(Lane::kCompute)] = static_cast<cudaStream_t>(stream);
+}
+
+MarkPtr CudaDevice::mark_stream(cudaStream_t stream) {
+  bind_thread();
+  return std::make_shared<const CudaMark>(events_, stream);
+}
+
+void CudaDevice::hold_stream(cudaStream_t stream, const MarkPtr& mark) {
+  if (mark == nullptr || cuda_mark(mark).stream() == stream) return;  // a stream runs in order
+  bind_thread();
+  ZB_CUDA(cudaStreamWaitEvent(stream, cuda_mark(mark).event(), 0));
+}
+
+bool CudaDevice::has_passed(const MarkPtr& mark) {
+  if (mark == nullptr) return true;
+  bind_thread();
+  const cudaError_t code = cudaEventQuery(cuda_mark(mark).event());
+  if (code == cudaErrorNotReady) {
+    static_cast<void>(cudaGetLastError());
+    return false;
+  }
+  ZB_CUDA(code);
+  return true;
+}
+
+void CudaDevice::synchronize(const MarkPtr& mark) {
+  if (mark == nullptr) return;
+  bind_thread();
+  ZB_CUDA(cudaEventSynchronize(cuda_mark(mark).event()));
+}
+
+void CudaDevice::synchronize() {
+  bind_thread();
+  for (cudaStream_t stream : streams_) ZB_CUDA(cudaStreamSynchronize(stream));
+}
+
+std::shared_ptr<std::byte> CudaDevice::allocate(std::size_t bytes, std::string_view what) {
+  bind_thread();
+  bytes = std::max<std::size_t>(bytes, 1);  // so that nothing has an address too
+  std::shared_ptr<std::byte> memory(static_cast<std::byte*>(allocate_or_empty_caches(bytes, what)),
+                                    [](std::byte* held) { static_cast<void>(cudaFree(held)); });
+  ZB_CUDA(cudaMemsetAsync(memory.get(), 0, bytes, host_stream_.get()));
+  ZB_CUDA(cudaStreamSynchronize(host_stream_.get()));
+  return memory;
+}
+
+void* CudaDevice::allocate_or_empty_caches(std::size_t bytes, std::string_view what) {
+  void* memory = nullptr;
+  cudaError_t code = cudaMalloc(&memory, bytes);
+  if (code == cudaErrorMemoryAllocation && on_out_of_memory_) {
+    static_cast<void>(cudaGetLastError());
+    on_out_of_memory_();
+    bind_thread();
+    code = cudaMalloc(&memory, bytes);
+  }
+  if (code == cudaErrorMemoryAllocation) {
+    static_cast<void>(cudaGetLastError());
+    std::size_t free_bytes = 0;
+    std::size_t total_bytes = 0;
+    ZB_CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
+    throw OutOfMemoryError("cuda:" + std::to_string(ordinal_) + " ran out of memory: " + std::string(what) + " needs " +
+                           in_mib(bytes) + " MiB, and " + in_mib(free_bytes) + " of " + in_mib(total_bytes) +
+                           " MiB are free; use a higher ZeRO stage, more devices, a smaller model or a smaller batch");
+  }
+  ZB_CUDA(code);
+  return memory;
+}
+
+std::shared_ptr<std::byte> CudaDevice::allocate_pinned(std::size_t bytes) {
+  bind_thread();
+  void* memory = nullptr;
+  ZB_CUDA(cudaHostAlloc(&memory, std::max<std::size_t>(bytes, 1), cudaHostAllocPortable));
+  return {static_cast<std::byte*>(memory), [](std::byte* held) { static_cast<void>(cudaFreeHost(held)); }};
+}
+
+void CudaDevice::cast(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
+                      std::size_t numel) {
+  const PackItem item{destination, destination_dtype, source, source_dtype, numel, false};
+  pack(lane, {&item, 1});
+}
+
+void CudaDevice::add(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
+                     std::size_t numel) {
+  const PackItem item{destination, destination_dtype, source, source_dtype, numel, true};
+  pack(lane, {&item, 1});
+}
+
+void CudaDevice::pack(Lane lane, std::span<const PackItem> items) {
+  bind_thread();
+  launch_pack(items, cuda_stream(lane));
+}
+
+void CudaDevice::zero(Lane lane, void* destination, std::size_t bytes) {
+  if (bytes == 0) return;
+  bind_thread();
+  ZB_CUDA(cudaMemsetAsync(destination, 0, bytes, cuda_stream(lane)));
+}
+
+void CudaDevice::copy(Lane lane, void* destination, const void* source, std::size_t bytes) {
+  if (bytes == 0) return;
+  bind_thread();
+  ZB_CUDA(cudaMemcpyAsync(destination, source, bytes, cudaMemcpyDefault, cuda_stream(lane)));
+}
+
+void CudaDevice::copy_to_pinned(Lane lane, std::byte* host, const void* source, std::size_t bytes) {
+  if (bytes == 0) return;
+  bind_thread();
+  ZB_CUDA(cudaMemcpyAsync(host, source, bytes, cudaMemcpyDeviceToHost, cuda_stream(lane)));
+}
+
+void CudaDevice::sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) {
+  bind_thread();
+  launch_sum_of_squares(result, source, dtype, numel, sum_scratch_[static_cast<std::size_t>(lane)].get(),
+                        cuda_stream(lane));
+}
+
+void CudaDevice::combine_norm(Lane lane, const NormArguments& arguments) {
+  bind_thread();
+  launch_combine_norm(arguments, cuda_stream(lane));
+}
+
+void CudaDevice::download(void* host, const void* source, std::size_t bytes) {
+  blocking_copy(host, source, bytes, cudaMemcpyDeviceToHost);
+}
+
+void CudaDevice::upload(void* destination, const void* host, std::size_t bytes) {
+  blocking_copy(destination, host, bytes, cudaMemcpyHostToDevice);
+}
+
+void CudaDevice::blocking_copy(void* destination, const void* source, std::size_t bytes, cudaMemcpyKind kind) {
+  if (bytes == 0) return;
+  synchronize();
+  ZB_CUDA(cudaMemcpyAsync(destination, source, bytes, kind, host_stream_.get()));
+  // Also where the host's memory is pageable: the call above may return before the device has its data.
+  ZB_CUDA(cudaStreamSynchronize(host_stream_.get()));
+}
+
+void CudaDevice::push_range(std::string_view operation, std::string_view unit) {
+  char text[128];  // no allocation where no profiler listens; a longer name is cut
+  const std::size_t unit_bytes = std::min(unit.size(), sizeof text / 2 - 1);
+  const std::size_t operation_bytes = std::min(operation.size(), sizeof text / 2 - 1);
+  std::memcpy(text, unit.data(), unit_bytes);
+  text[unit_bytes] = ' ';
+  std::memcpy(text + unit_bytes + 1, operation.data(), operation_bytes);
+  text[unit_bytes + 1 + operation_bytes] = '\0';
+  nvtxRangePushA(text);
+}
+
+void CudaDevice::pop_range() { nvtxRangePop(); }
+
+}  // namespace zb

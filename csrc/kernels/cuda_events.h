@@ -1,0 +1,49 @@
+// Marks of CUDA streams: events without timing, taken from a pool and returned to it with the last reference.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "kernels/device.h"
+
+namespace zb {
+
+// Events of one device. Creating one takes many times as long as recording it, so they are kept. Thread-safe, since the
+// last reference to a mark may go anywhere.
+class EventPool {
+ public:
+  EventPool() = default;
+  ~EventPool();
+  EventPool(const EventPool&) = delete;
+  EventPool& operator=(const EventPool&) = delete;
+
+  cudaEvent_t take();  // the calling thread's current device must be the pool's
+  void give_back(cudaEvent_t event) noexcept;
+
+ private:
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> free_;
+};
+
+// The point that a stream has reached when this is made. Streams that were told to wait keep waiting for that point
+// when the event is recorded again, so the event may go back to the pool at any time.
+class CudaMark final : public Mark {
+ public:
+  CudaMark(std::shared_ptr<EventPool> pool, cudaStream_t stream);
+  ~CudaMark() override;
+  CudaMark(const CudaMark&) = delete;
+  CudaMark& operator=(const CudaMark&) = delete;
+
+  cudaEvent_t event() const noexcept { return event_; }
+  cudaStream_t stream() const noexcept { return stream_; }
+
+ private:
+  std::shared_ptr<EventPool> pool_;
+  cudaEvent_t event_;
+  cudaStream_t stream_;
+};
+
+}  // namespace zb

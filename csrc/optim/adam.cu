@@ -1,0 +1,204 @@
+// A launch takes many runs: a block updates one tile of one run of the table in its parameters.
+#include <cstdint>
+#include <utility>
+
+#include "common/cuda_check.h"
+#include "kernels/cuda_kernels.h"
+#include "kernels/cuda_vector.h"
+#include "optim/cuda_adam.h"
+
+namespace zb {
+namespace {
+
+constexpr int kThreadNum = 256;
+constexpr int kUnroll = 2;  // groups that a thread loads before it computes
+constexpr int kTileNumel = kThreadNum * kUnroll * kGroupNumel<DType::kFloat32>;
+
+struct TableRun {
+  AdamRun run;
+  unsigned first_tile;  // of the launch
+  bool is_grouped;      // all arrays can be aligned to groups together; else elements are moved singly
+};
+
+// Kernel parameters take 4 KiB on every device.
+constexpr std::size_t kTableRunNum = 36;
+
+struct Table {
+  TableRun runs[kTableRunNum];
+  unsigned run_num;
+  const StepScalars* step;
+};
+static_assert(sizeof(Table) <= 4096);
+
+// The sequence of adam_scalar.cpp.
+__device__ void update_element(float& p, float& m, float& v, float gradient, const AdamScalars& s, float factor) {
+  float g = __fmul_rn(gradient, factor);
+  if (s.l2 != 0.0F) g = __fmaf_rn(s.l2, p, g);
+  m = __fmaf_rn(s.beta1, m, __fmul_rn(s.one_minus_beta1, g));
+  v = __fmaf_rn(s.beta2, v, __fmul_rn(__fmul_rn(s.one_minus_beta2, g), g));
+  const float d = __fmaf_rn(__fsqrt_rn(v), s.inv_sqrt_bias2, s.eps);
+  p = __fmul_rn(p, s.decay_factor);
+  p = __fmaf_rn(-s.step_size, __fdiv_rn(m, d), p);
+}
+
+template <class To>
+__device__ To* at(void* base, std::size_t element) {
+  return reinterpret_cast<To*>(static_cast<typename To::Bits*>(base) + element);
+}
+template <class To>
+__device__ const To* at(const void* base, std::size_t element) {
+  return reinterpret_cast<const To*>(static_cast<const typename To::Bits*>(base) + element);
+}
+
+// kNumel elements of a run in registers.
+template <DType kGradient, DType kLow, bool kHasLow, int kNumel>
+struct Registers {
+  using State = Group<DType::kFloat32, kNumel>;
+  using Gradient = Group<kGradient, kNumel>;
+  using Low = Group<kLow, kNumel>;
+
+  State master, exp_avg, exp_avg_sq;
+  Gradient gradient;
+
+  __device__ void load(const AdamSpan& span, std::size_t element) {
+    master = *at<State>(span.master, element);
+    exp_avg = *at<State>(span.exp_avg, element);
+    exp_avg_sq = *at<State>(span.exp_avg_sq, element);
+    gradient = *at<Gradient>(span.gradient, element);
+  }
+
+  __device__ void update(const AdamScalars& scalars, float factor) {
+#pragma unroll
+    for (int i = 0; i < kNumel; ++i) {
+      float p = master.get(i), m = exp_avg.get(i), v = exp_avg_sq.get(i);
+      update_element(p, m, v, gradient.get(i), scalars, factor);
+      master.set(i, p);
+      exp_avg.set(i, m);
+      exp_avg_sq.set(i, v);
+    }
+  }
+
+  __device__ void store(const AdamSpan& span, std::size_t element) const {
+    *at<State>(span.exp_avg, element) = exp_avg;
+    *at<State>(span.exp_avg_sq, element) = exp_avg_sq;
+    *at<State>(span.master, element) = master;
+    if constexpr (kHasLow) {
+      Low low;
+#pragma unroll
+      for (int i = 0; i < kNumel; ++i) low.set(i, master.get(i));
+      *at<Low>(span.low_precision, element) = low;
+    }
+  }
+};
+
+// One tile of the groups between head and tail; the first tile updates head and tail too.
+template <DType kGradient, DType kLow, bool kHasLow, int kNumel>
+__device__ void update_tile(const AdamRun& run, std::size_t tile, const StepScalars* step) {
+  constexpr int kGroupNum = kTileNumel / kThreadNum / kNumel;  // a thread's
+  using Grouped = Registers<kGradient, kLow, kHasLow, kNumel>;
+  using Single = Registers<kGradient, kLow, kHasLow, 1>;
+  const AdamSpan& span = run.span;
+  const float factor = __ldg(&step->factor);
+  const bool is_skipped = __ldg(&step->is_skipped) != 0;
+  const std::size_t head = min(head_numel<DType::kFloat32, kNumel>(span.master), span.numel);
+  const std::size_t group_num = (span.numel - head) / kNumel;
+
+  const std::size_t first = tile * (kTileNumel / kNumel) + threadIdx.x;
+  Grouped grouped[kGroupNum];
+#pragma unroll
+  for (int k = 0; k < kGroupNum; ++k) {  // does not wait for what `step` says
+    const std::size_t index = first + k * kThreadNum;
+    if (index < group_num) grouped[k].load(span, head + index * kNumel);
+  }
+  if (is_skipped) return;
+#pragma unroll
+  for (int k = 0; k < kGroupNum; ++k) {
+    const std::size_t index = first + k * kThreadNum;
+    if (index < group_num) {
+      grouped[k].update(run.scalars, factor);
+      grouped[k].store(span, head + index * kNumel);
+    }
+  }
+
+  if (tile == 0 && threadIdx.x < span.numel - group_num * kNumel) {
+    const std::size_t element = threadIdx.x < head ? threadIdx.x : threadIdx.x + group_num * kNumel;
+    Single single;
+    single.load(span, element);
+    single.update(run.scalars, factor);
+    single.store(span, element);
+  }
+}
+
+__global__ void __launch_bounds__(kThreadNum, 4) adam_kernel(const __grid_constant__ Table table) {
+  unsigned low = 0;  // the last run whose first tile is not past this block's
+  for (unsigned high = table.run_num; high - low > 1;) {
+    const unsigned middle = (low + high) / 2;
+    (table.runs[middle].first_tile <= blockIdx.x ? low : high) = middle;
+  }
+  const TableRun& at = table.runs[low];
+  const AdamSpan& span = at.run.span;
+  const std::size_t tile = blockIdx.x - at.first_tile;
+  with_device_dtype(span.gradient_dtype, [&]<DType kGradient>() {
+    const auto with_low = [&]<DType kLow, bool kHasLow>() {
+      constexpr int kNumel = kGroupNumel<DType::kFloat32>;
+      if (at.is_grouped) return update_tile<kGradient, kLow, kHasLow, kNumel>(at.run, tile, table.step);
+      update_tile<kGradient, kLow, kHasLow, 1>(at.run, tile, table.step);
+    };
+    if (span.low_precision == nullptr) return with_low.template operator()<DType::kFloat32, false>();
+    with_device_dtype(span.low_precision_dtype, [&]<DType kLow>() { with_low.template operator()<kLow, true>(); });
+  });
+}
+
+TableRun table_run(const AdamRun& run, unsigned first_tile) {
+  constexpr std::size_t kGroup = kGroupNumel<DType::kFloat32>;
+  const AdamSpan& span = run.span;
+  const std::size_t index = element_index(span.master, DType::kFloat32);
+  const auto fits = [&](const void* address, DType dtype) {
+    return (element_index(address, dtype) - index) % kGroup == 0;  // modulo 2^64
+  };
+  const bool is_grouped = fits(span.exp_avg, DType::kFloat32) && fits(span.exp_avg_sq, DType::kFloat32) &&
+                          fits(span.gradient, span.gradient_dtype) &&
+                          (span.low_precision == nullptr || fits(span.low_precision, span.low_precision_dtype));
+  return {run, first_tile, is_grouped};
+}
+
+void launch_adam(std::span<const AdamRun> runs, const StepScalars* step, cudaStream_t stream) {
+  while (!runs.empty()) {
+    Table table;  // the part that is not filled is not read
+    table.run_num = 0;
+    table.step = step;
+    std::size_t tile_num = 0;
+    std::size_t taken = 0;
+    for (; taken < runs.size() && table.run_num < kTableRunNum; ++taken) {
+      const AdamRun& run = runs[taken];
+      if (run.span.numel == 0) continue;
+      table.runs[table.run_num++] = table_run(run, static_cast<unsigned>(tile_num));
+      tile_num += (run.span.numel + kTileNumel - 1) / kTileNumel;
+    }
+    runs = runs.subspan(taken);
+    if (tile_num == 0) continue;
+    adam_kernel<<<static_cast<unsigned>(tile_num), kThreadNum, 0, stream>>>(table);
+    ZB_CUDA(cudaGetLastError());
+  }
+}
+
+class CudaAdam final : public DeviceAdam {
+ public:
+  explicit CudaAdam(std::shared_ptr<CudaDevice> device) : device_(std::move(device)) {}
+
+  void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) override {
+    device_->bind_thread();
+    launch_adam(runs, step, device_->cuda_stream(lane));
+  }
+
+ private:
+  std::shared_ptr<CudaDevice> device_;
+};
+
+}  // namespace
+
+std::shared_ptr<DeviceAdam> make_cuda_adam(std::shared_ptr<CudaDevice> device) {
+  return std::make_shared<CudaAdam>(std::move(device));
+}
+
+}  // namespace zb
