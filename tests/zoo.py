@@ -339,7 +339,8 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     hashed = hashlib.sha256()
     for name in sorted(tensors):
         hashed.update(
-            name.encode() + tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            name.encode()
+            + tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         )
     return hashed.hexdigest()[:16]
 
@@ -352,17 +353,17 @@ def decay(step: int) -> float:
     return 0.8**step
 
 
-def train_engine(case: Case, rank: Any, *, stage: int, **config: Any) -> dict[str, Any]:
+def train_engine(case: Case, rank: Any, *, stage: int, device: str = "cpu", **config: Any) -> dict[str, Any]:
     """Train at a stage and return everything that must be the same at all stages."""
     import zerobench
 
-    model = make(case)
+    model = make(case).to(device)
     settings = rank.config(stage=stage, **(optimizer_config(case) | config))
     engine = zerobench.initialize(model, config=settings, model_parameters=case.groups(model))
     schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, decay) if case.schedule else None
     record: dict[str, Any] = {"losses": [], "norms": [], "scales": [], "applied": []}
     for step in range(case.steps):
-        run_plan(engine, case, step, rank.rank, record["losses"])
+        run_plan(engine, case, step, rank.rank, record["losses"], device)
         record["norms"].append(engine.get_global_grad_norm())
         record["scales"].append(engine.loss_scale)
         record["applied"].append(engine.was_step_applied())
@@ -373,17 +374,23 @@ def train_engine(case: Case, rank: Any, *, stage: int, **config: Any) -> dict[st
     return record
 
 
-def run_plan(engine: Any, case: Case, step: int, rank: int, losses: list[float]) -> None:
+def on_device(batch: Batch, device: str) -> dict[str, Any]:
+    return {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
+    }
+
+
+def run_plan(engine: Any, case: Case, step: int, rank: int, losses: list[float], device: str = "cpu") -> None:
     pending: list[torch.Tensor] = []
     micro = 0
     for action in case.plan:
         if action == "E":
             engine.eval()
             with torch.no_grad():
-                losses.append(engine(**case.batch(step + 77, rank, 0)).item())
+                losses.append(engine(**on_device(case.batch(step + 77, rank, 0), device)).item())
             engine.train()
         elif action == "F":
-            pending.append(engine(**case.batch(step, rank, micro)))
+            pending.append(engine(**on_device(case.batch(step, rank, micro), device)))
             losses.append(pending[-1].item())
             micro += 1
         else:

@@ -373,15 +373,15 @@ class Engine:
         self._handles.append(
             root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
         )
+        sharded = self._core.parameters_sharded
         for index, module in enumerate(self._units.modules):
             if index == 0:
                 continue
-            self._handles.append(
-                module.register_forward_pre_hook(self._pre_forward_hook(index), with_kwargs=True)
-            )
-            self._handles.append(
-                module.register_forward_hook(self._post_forward_hook(index), always_call=True)
-            )
+            hook = self._pre_forward_hook(index)
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=sharded))
+            if sharded:  # elsewhere nothing happens behind a unit's forward
+                hook = self._post_forward_hook(index)
+                self._handles.append(module.register_forward_hook(hook, always_call=True))
         self._handles.append(root.register_forward_hook(self._end_forward, always_call=True))
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -422,10 +422,11 @@ class Engine:
         )
 
     def _pre_forward_hook(self, unit: int) -> Any:
+        pre_forward = self._core.pre_forward
         frozen = self._core.parameters_sharded and self._core.has_frozen(unit)
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._core.pre_forward(unit)
+        def hook(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+            pre_forward(unit)
             if frozen and torch.is_grad_enabled():
                 inputs = [x for x in _tensors((args, kwargs)) if x.requires_grad]
                 if inputs:
@@ -437,14 +438,12 @@ class Engine:
         return hook
 
     def _post_forward_hook(self, unit: int) -> Any:
-        sharded = self._core.parameters_sharded
-
         def pre_backward(_: Any) -> None:
             self._core.pre_backward(unit)
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self._core.post_forward(unit)
-            if not sharded or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
                 return
             for tensor in _tensors(output):
                 # Nodes' hooks run after tensors' hooks, so a frozen unit behind this one is resharded before.

@@ -1,0 +1,122 @@
+"""The engine on GPUs: every kind of model at every stage ends with the same bits, and trains what CPUs train.
+
+One process a GPU; all cases of a world size run in one group of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device on this machine", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ranks  # noqa: E402
+import zoo  # noqa: E402
+
+STAGES = (0, 1, 2, 3)
+# Making communicators takes most of the time of several GPUs.
+ON_SEVERAL = (
+    "blocks",
+    "odd sizes",
+    "param groups and schedule",
+    "lora",
+    "tied",
+    "tied as a plain tensor",
+    "skipped on one rank",
+    "order differs",
+    "used differently",
+    "non-reentrant twice",
+    "accumulation",
+    "evaluation in between",
+    "prefetch everything",
+    "no prefetch",
+    "bf16",
+    "bf16 reduced in fp32",
+    "fp16",
+)
+RUNS = {1: tuple(zoo.CASES)}
+RUNS |= {
+    world_size: tuple(name for name in ON_SEVERAL if name in zoo.CASES)
+    for world_size in (2, 4)
+    if torch.cuda.device_count() >= world_size
+}
+# As tests/dist/test_stages.py: relative L2 of the first moments and of all updates together.
+TOLERANCES = {"fp32": (2e-4, 5e-3), "bf16": (0.03, 0.15), "fp16": (0.01, 0.05)}
+
+
+def train_all(rank: ranks.Rank, names: tuple[str, ...]) -> dict[tuple[str, int], dict]:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.cuda.set_device(rank.rank)
+    results = {}
+    for name in names:
+        for stage in STAGES:
+            try:
+                results[name, stage] = zoo.train_engine(
+                    zoo.CASES[name], rank, stage=stage, device=f"cuda:{rank.rank}"
+                )
+            except Exception:
+                results[name, stage] = {"error": traceback.format_exc()}
+    return results
+
+
+@pytest.fixture(scope="module")
+def results():
+    found = {}
+
+    def of(world_size):
+        if world_size not in found:
+            found[world_size] = ranks.run(train_all, RUNS[world_size], world_size=world_size, timeout_s=300.0)
+        return found[world_size]
+
+    return of
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        # Steps that overflow differ from a plain loop's.
+        left_out = {"fp16"} if metafunc.function is test_trains_what_plain_pytorch_trains else set()
+        runs = [(w, name) for w, names in RUNS.items() for name in names if name not in left_out]
+        metafunc.parametrize(("world_size", "case"), runs)
+
+
+def accumulates_shards(case: str) -> bool:
+    """Stages 2 and 3 then add what was reduced, stages 0 and 1 reduce what was added."""
+    return zoo.CASES[case].config.get("gradient_accumulation_steps", 1) > 1
+
+
+def test_all_stages_end_with_the_same_bits(results, world_size, case):
+    by_rank = results(world_size)
+    for rank in by_rank:
+        for stage in STAGES:
+            assert "error" not in rank[case, stage], f"stage {stage}: {rank[case, stage]['error']}"
+    for alike in ((0, 1), (2, 3)) if accumulates_shards(case) and world_size > 1 else (STAGES,):
+        for key in ("digest", "norms", "scales", "applied", "served"):
+            found = {repr(rank[case, stage][key]) for rank in by_rank for stage in alike}
+            assert len(found) == 1, (key, alike, found)
+        for rank in by_rank:
+            assert len({repr(rank[case, stage]["losses"]) for stage in alike}) == 1
+
+
+def test_trains_what_plain_pytorch_trains(results, world_size, case):
+    settings = zoo.CASES[case]
+    expected = zoo.train_plainly(settings, world_size=world_size)
+    gradient, update = TOLERANCES[settings.config.get("precision", "fp32")]
+    origin = {name: p.detach() for name, p in zoo.make(settings).named_parameters()}
+    for stage in STAGES if accumulates_shards(case) else (0,):
+        found = results(world_size)[0][case, stage]
+        assert zoo.relative(found["exp_avg"], expected["exp_avg"]) <= gradient
+        assert zoo.relative(found["parameters"], expected["parameters"], origin) <= update
+        assert found["norms"] == pytest.approx(expected["norms"], rel=10 * gradient)
+        for rank in range(world_size):
+            assert results(world_size)[rank][case, stage]["losses"] == pytest.approx(
+                expected["losses"][rank], rel=10 * gradient, abs=1e-5
+            )
