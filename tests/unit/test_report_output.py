@@ -15,7 +15,7 @@ import matplotlib.image
 import pandas
 import pytest
 
-from zerobench.bench.result import Deviation, Results, Row
+from zerobench.bench.result import Deviation, Mfu, Results, Row, Sampled
 from zerobench.errors import DataError
 from zerobench.report import (
     advise,
@@ -88,7 +88,43 @@ def grid() -> Results:
     return results
 
 
+def gpus() -> Results:
+    """As on GPUs: a floor, utilisation, power, compiled graphs, phases with the host's share, memory that ran out."""
+    results = sample()
+    results.machine = {
+        **results.machine,
+        "gpus": [{"name": "NVIDIA H200"}] * 4,
+        "driver": "580.82.07",
+        "cuda": "13.0",
+    }
+    floor = results.rows[0].model_copy(deep=True)
+    floor.name, floor.strategy = "compute_only_bf16_gpus1_bs8_sl512", "compute_only"
+    floor.settings.world_size, floor.deviation, floor.checksum = 1, None, None
+    results.rows.insert(0, floor)
+    for row in results.rows:
+        assert row.step_time_ms is not None and row.phases_ms is not None
+        row.settings.device, row.settings.compile, row.settings.attention = "cuda", "block", "sdpa"
+        if row is floor:
+            row.step_time_ms = summarise([0.8 * x for x in row.step_time_ms.samples])
+        row.compiled_graphs = 24.0
+        row.phases_ms = {**row.phases_ms, "host_bound": 1.25}
+        row.sampled = Sampled(sample_num=9, power_w=612.4, shared_gpus=[1] if row.strategy == "zero1" else [])
+        row.mfu = Mfu(
+            pct=41.26,
+            tflops_per_gpu=408.2,
+            peak_tflops=989.4,
+            peak_of="NVIDIA H200, bf16 dense",
+            flops_per_token=8e8,
+        )
+    last = results.rows[-1]
+    last.status, last.error, last.oom_tier = "oom", "rank 0: OutOfMemoryError: CUDA out of memory", "device"
+    finish_rows(results)
+    return results
+
+
 GOLDEN_TABLES = {
+    "table_gpus_190.txt": (gpus, 190),
+    "table_gpus_100.txt": (gpus, 100),
     "table_sample_80.txt": (sample, 80),
     "table_sample_100.txt": (sample, 100),
     "table_sample_150.txt": (sample, 150),
@@ -427,6 +463,40 @@ def test_wrong_row_without_a_deviation_still_says_why() -> None:
     results = sample()
     results.rows[2].status, results.rows[2].deviation = "wrong", Deviation()
     assert "zero1: wrong: no reason was recorded" in table_text(results)
+
+
+# Rows of GPU machines
+
+
+def test_the_floor_is_no_competitor() -> None:
+    results = gpus()
+    floor = results.rows[0]
+    assert floor.relative is None and floor.speedup is None and floor.of_compute_only is None
+    assert not any("compute_only" in sentence for sentence in advise(results))
+    zero0 = next(row for row in results.rows if row.strategy == "zero0")
+    assert floor.step_time_ms is not None and zero0.step_time_ms is not None
+    assert zero0.of_compute_only == floor.step_time_ms.median / zero0.step_time_ms.median
+    assert results.rows[-1].of_compute_only is None  # it did not run
+
+
+def test_a_floor_of_other_settings_is_none() -> None:
+    for key, value in (("compile", "none"), ("batch_size", 4), ("grad_accum", 2), ("tf32", True)):
+        results = gpus()
+        setattr(results.rows[0].settings, key, value)
+        finish_rows(results)
+        assert {row.of_compute_only for row in results.rows} == {None}
+
+
+def test_compiled_rows_are_held_against_the_compiled_baseline() -> None:
+    results = gpus()
+    eager = next(row for row in results.rows if row.strategy == "ddp").model_copy(deep=True)
+    eager.name, eager.settings.compile = "ddp_eager", "none"
+    results.rows.append(eager)
+    finish_rows(results)
+    by_name = {row.name: row for row in results.rows}
+    zero0 = next(row for row in results.rows if row.strategy == "zero0")
+    assert zero0.baseline is not None and by_name[zero0.baseline].settings.compile == "block"
+    assert eager.baseline == "ddp_eager"
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Settings(_Model):
     device: str = "cpu"
     attention: str | None = None  # how the model computes attention
     dropout: float = 0.0  # of the measured pass; verification has none
-    tf32: bool = False  # fp32 matrix products on tensor cores, in ten bits of mantissa
+    tf32: bool | None = None  # fp32 matrix products with ten bits of mantissa; null where that is no question
     clip: float | None = None
     checkpointing: bool = False
     num_steps: int = 20

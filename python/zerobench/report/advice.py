@@ -137,7 +137,8 @@ def _basis_text(rows: Sequence[Row]) -> str:
     if settings.parameter_count is not None:
         parts[0] += f" ({count_text(settings.parameter_count)} parameters)"
     sizes = sorted({row.settings.world_size for row in rows})
-    parts.append(f"{join_words([str(size) for size in sizes])} rank{'s' if sizes != [1] else ''}")
+    word = "GPU" if settings.device == "cuda" else "rank"
+    parts.append(f"{join_words([str(size) for size in sizes])} {word}{'s' if sizes != [1] else ''}")
     parts.append(settings.precision)
     batches = [setting_text(size) for size in sorted({row.settings.batch_size for row in rows})]
     parts.append(f"batch {join_words(batches)} x sequence {settings.seq_length}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zerobench.bench.result import Results, Row
 
 from .frame import replace_file
-from .rows import flat_settings, row_labels, setting_text, setting_word, varying_settings
+from .rows import flat_settings, ranks_text, row_labels, setting_text, setting_word, varying_settings
 from .words import count_text, memory_unit
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ PHASE_COLOURS = {
     "exposed_communication": "#E69F00",
     "exposed_offload": "#CC79A7",
     "exposed_io": "#D55E00",
+    "host_bound": "#B0B0B0",
 }
 CATEGORY_COLOURS = {
     "parameters": "#0072B2",
@@ -319,7 +320,7 @@ def subtitle(rows: Sequence[Row]) -> str:
             )
         elif key == "world_size":
             most = max(row.settings.world_size for row in rows)
-            words.append(f"{most} rank{'s' if most > 1 else ''}")
+            words.append(ranks_text(most, rows[0].settings))
         elif key == "precision":
             words.append(str(value))
         elif key != "grad_accum" or value != 1:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zerobench.bench.result import Results, Row
+from zerobench.bench.result import Results, Row, Settings
 
 from .stats import ratio_error
 
 GB = 1e9
 DEFAULT_BASELINES = ("ddp", "single")
+FLOOR = "compute_only"  # forward and backward alone: a limit to hold rows against, not a way to train
 NOISE_SIGMAS = 2.0  # medians closer than this many standard errors of their ratio tie
 
 SETTING_WORDS = {
@@ -22,6 +23,9 @@ SETTING_WORDS = {
     "grad_accum": "accum",
     "offload": "offload",
     "compile": "compile",
+    "attention": "attention",
+    "dropout": "dropout",
+    "tf32": "TF32",
     "clip": "clip",
     "checkpointing": "checkpointing",
     "num_steps": "steps",
@@ -38,6 +42,8 @@ SETTING_WORDS = {
 WORKLOAD_KEYS = ("model", "seq_length", "precision", "data")
 # Settings in which a row and its baseline must agree, besides batch and world size.
 _POINT = ("clip", "checkpointing")
+# Settings that a row shares with its floor, besides the workload.
+_FLOOR_POINT = ("batch_size", "grad_accum", "checkpointing", "compile", "dropout", "tf32")
 
 
 def flat_settings(row: Row) -> dict[str, Any]:
@@ -89,7 +95,7 @@ def step_rate(row: Row) -> float | None:
 
 def is_ranked(row: Row) -> bool:
     """Right, comparable and measured: may be called fastest and be recommended."""
-    return row.status == "ok" and row.comparable and step_rate(row) is not None
+    return row.status == "ok" and row.comparable and row.strategy != FLOOR and step_rate(row) is not None
 
 
 def fastest(rows: Sequence[Row]) -> Row | None:
@@ -122,6 +128,12 @@ def varying_settings(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     if any(key == "model" for key in free):  # a model's name stands for its configuration
         free = [key for key in free if not key.startswith("model_config_resolved.")]
     return free, tied
+
+
+def ranks_text(world_size: int, settings: Settings) -> str:
+    """Such as "2 ranks" or "4 GPUs"."""
+    word = "GPU" if settings.device == "cuda" else "rank"
+    return f"{world_size} {word}{'s' if world_size != 1 else ''}"
 
 
 def setting_text(value: Any) -> str:
@@ -167,7 +179,15 @@ def _find_baseline(row: Row, rows: Sequence[Row], wanted: str | None) -> Row | N
     same_size = [other for other in alike if other.settings.world_size == row.settings.world_size]
     if not same_size and any(_only_one_rank(rows, strategy) for strategy in (row.strategy, wanted)):
         same_size = alike if len({other.settings.world_size for other in alike}) == 1 else []
-    return min(same_size, key=lambda other: (_batch(other) != _batch(row), other.name), default=None)
+    return min(
+        same_size,
+        key=lambda other: (
+            other.settings.compile != row.settings.compile,
+            _batch(other) != _batch(row),
+            other.name,
+        ),
+        default=None,
+    )
 
 
 def _only_one_rank(rows: Sequence[Row], strategy: str | None) -> bool:
@@ -184,24 +204,37 @@ def _same_point(row: Row, other: Row) -> bool:
 
 
 def finish_rows(results: Results, baseline: str | None = None) -> None:
-    """Fills the columns that compare rows: relative and its uncertainty, speedup, memory change, baseline, and
-    tokens/s per GB of peak. Only ok rows count. `baseline` names a strategy or a row; by default ddp, else single.
+    """Fills the columns that compare rows: relative and its uncertainty, speedup, memory change, baseline, the share of
+    the floor, and tokens/s per GB of peak. Only ok rows count. `baseline` names a strategy or a row; by default ddp,
+    else single.
 
     May be called after every row; what it fills depends on the set of rows alone, not on their order."""
     for rows in by_workload(results.rows):
         best, wanted = fastest(rows), _baseline_strategy(rows, baseline)
         for row in rows:
             row.relative = row.relative_uncertainty = row.speedup = row.memory_change_pct = None
-            row.tokens_per_s_per_peak_gb = row.baseline = None
+            row.tokens_per_s_per_peak_gb = row.of_compute_only = row.baseline = None
             rate = step_rate(row)
             if row.status != "ok" or rate is None:
                 continue
             if row.peak_device_bytes:
                 row.tokens_per_s_per_peak_gb = rate / (row.peak_device_bytes / GB)
-            if not row.comparable or best is None:
+            row.of_compute_only = _share_of_floor(row, rows)
+            if not is_ranked(row) or best is None:
                 continue
             _fill_relative(row, best)
             _fill_against_baseline(row, _find_baseline(row, rows, wanted))
+
+
+def _share_of_floor(row: Row, rows: Sequence[Row]) -> float | None:
+    """How much of the step is the model's own forward and backward: the floor's step time over this row's."""
+    for floor in rows:
+        if floor.strategy != FLOOR or floor is row or floor.status != "ok" or floor.step_time_ms is None:
+            continue
+        if all(getattr(floor.settings, key) == getattr(row.settings, key) for key in _FLOOR_POINT):
+            assert row.step_time_ms is not None
+            return floor.step_time_ms.median / row.step_time_ms.median
+    return None
 
 
 def _fill_relative(row: Row, best: Row) -> None:

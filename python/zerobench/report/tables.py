@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from zerobench.bench.result import Results, Row
 
 from .rows import (
+    FLOOR,
     by_workload,
     checksum_marks,
     dtype_text,
@@ -179,6 +180,8 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
         Column(title="step", unit="ms ± MAD", cells=_step_cells(shown), keep=ALWAYS),
         Column(title="tokens", unit="per s", cells=_cells(shown, _tokens_cell), keep=80),
         Column(title="relative", unit="1 = fastest", cells=_cells(shown, _relative_cell), keep=90),
+        Column(title="of", unit=FLOOR, cells=_cells(shown, _floor_cell), keep=85),
+        Column(title="MFU", unit="%", cells=_cells(shown, _mfu_cell), keep=65),
         Column(title="speedup", unit=f"vs {base}", cells=_cells(shown, _speedup_cell), keep=50),
         Column(
             title="peak",
@@ -187,6 +190,8 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
             keep=ALWAYS,
         ),
         Column(title="memory", unit=f"vs {base}", cells=_cells(shown, _change_cell), keep=60),
+        Column(title="power", unit="W/GPU", cells=_cells(shown, _power_cell), keep=25),
+        Column(title="graphs", unit="a step", cells=_cells(shown, _graphs_cell), keep=40),
         Column(title="update", unit="deviation", cells=_deviation_cells(rows), keep=70),
         Column(title="dtypes", unit="p/c/r/m/s", cells=_dtype_cells(rows), keep=30, left=True),
     ]
@@ -253,6 +258,22 @@ def _change_cell(row: Row) -> str | None:
     return f"{row.memory_change_pct:+.0f} %" if abs(row.memory_change_pct) >= 0.5 else "0 %"
 
 
+def _floor_cell(row: Row) -> str | None:
+    return None if row.of_compute_only is None else f"{100 * row.of_compute_only:.1f} %"
+
+
+def _mfu_cell(row: Row) -> str | None:
+    return None if row.mfu is None else f"{row.mfu.pct:.1f}"
+
+
+def _power_cell(row: Row) -> str | None:
+    return None if row.sampled is None or row.sampled.power_w is None else f"{row.sampled.power_w:.0f}"
+
+
+def _graphs_cell(row: Row) -> str | None:
+    return None if row.compiled_graphs is None else f"{row.compiled_graphs:g}"
+
+
 def _bytes_cell(value: int | None, unit_bytes: int) -> str | None:
     return None if value is None else f"{value / unit_bytes:,.1f}"
 
@@ -289,6 +310,7 @@ PHASE_WORDS = {
     "backward": "backward",
     "optimizer": "optim.",
     "exposed_communication": "comm.",
+    "host_bound": "host",
     "exposed_offload": "offload",
     "exposed_io": "I/O",
 }

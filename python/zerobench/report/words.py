@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,11 +10,13 @@ from zerobench.bench.result import Results, Row
 
 from .rows import (
     DEFAULT_BASELINES,
+    FLOOR,
     by_workload,
     checksum_marks,
     dtype_text,
     flat_settings,
     is_ranked,
+    ranks_text,
     row_labels,
     setting_text,
     setting_word,
@@ -59,6 +62,9 @@ def header_lines(results: Results) -> list[tuple[str, str]]:
     return [(title, text) for title, text in lines if text]
 
 
+_NAMED_FACTS = ("driver", "cuda")  # texts that say nothing without their key
+
+
 def _machine_text(machine: dict[str, Any]) -> str:
     """Scalars as they come, memory in GiB, lists of devices by name; nested facts stay in the file."""
     parts = []
@@ -69,18 +75,21 @@ def _machine_text(machine: dict[str, Any]) -> str:
         if key.endswith("_bytes") and isinstance(value, int):
             parts.append(f"{value / GIB:,.1f} GiB {word[: -len(' bytes')]}")
         elif isinstance(value, list):
-            parts.append(f"{word} " + ", ".join(_item_text(item) for item in value))
+            parts.append(_items_text(word, value))
         elif isinstance(value, bool):
             parts.append(f"{word} {'yes' if value else 'no'}")
         elif isinstance(value, int | float):
             parts.append(f"{value:g} {word}")
         else:
-            parts.append(str(value))
+            parts.append(f"{word} {value}" if key in _NAMED_FACTS else str(value))
     return " · ".join(parts)
 
 
-def _item_text(item: Any) -> str:
-    return str(item.get("name", item)) if isinstance(item, dict) else str(item)
+def _items_text(word: str, items: list[Any]) -> str:
+    """Names of devices, equal ones counted: "gpus 4 x NVIDIA H200"."""
+    names = Counter(str(item.get("name", item)) if isinstance(item, dict) else str(item) for item in items)
+    texts = [name if count == 1 else f"{count} x {name}" for name, count in names.items()]
+    return f"{word} {', '.join(texts)}"
 
 
 def _versions_text(versions: dict[str, str]) -> str:
@@ -92,12 +101,13 @@ _LEADING = ("model", "precision", "world_size", "batch_size", "seq_length", "gra
 _OFF = {
     "offload": "none",
     "compile": "none",
+    "dropout": 0.0,
     "clip": None,
     "checkpointing": False,
     "config_file": None,
     "repeats": 1,
 }
-_QUIET = ("parameter_count", "model_config_resolved.", "optimizer.")
+_QUIET = ("parameter_count", "model_config_resolved.", "optimizer.", "device")
 
 
 def _settings_lines(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -126,7 +136,7 @@ def _setting_part(key: str, value: Any, rows: Sequence[Row]) -> str:
     if key == "precision":
         return str(value)
     if key == "world_size":
-        return f"{value} rank{'s' if value != 1 else ''}"
+        return ranks_text(value, rows[0].settings)
     return f"{setting_word(key)} {setting_text(value)}"
 
 
@@ -154,8 +164,10 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
                 row.error or (row.deviation.verdict if row.deviation else None) or "no reason was recorded"
             )
             style = "bold red" if row.status == "wrong" else "yellow"
-            notes.append((f"{label}: {row.status}: {' '.join(reason.split())}", style))
+            status = f"{row.status} ({row.oom_tier} memory)" if row.oom_tier else row.status
+            notes.append((f"{label}: {status}: {' '.join(reason.split())}", style))
     notes += [(warning, "yellow") for warning in results.warnings]
+    notes += [(text, "yellow") for text in _shared_notes(rows, labels)]
     notes += [(text, "") for text in _reading_notes(rows, labels)]
     if left_out:
         notes.append(
@@ -164,6 +176,14 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
     if not results.complete:
         notes.append(("Incomplete: the comparison is still running or was interrupted.", "yellow"))
     return notes
+
+
+def _shared_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    by_gpus: dict[str, list[str]] = {}
+    for row, label in zip(rows, labels, strict=True):
+        if row.sampled is not None and row.sampled.shared_gpus:
+            by_gpus.setdefault(join_words([str(gpu) for gpu in row.sampled.shared_gpus]), []).append(label)
+    return [f"Another process used GPU {gpus} during {join_words(names)}." for gpus, names in by_gpus.items()]
 
 
 def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
@@ -181,6 +201,17 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     if apart:
         roles = "param/compute/reduce/master/state"
         notes.append(f"† other dtypes, so shown but not ranked: {'; '.join(apart)}, as {roles}.")
+    if any(row.strategy == FLOOR and row.status == "ok" for row in rows):
+        notes.append(
+            f"{FLOOR}: forward and backward alone on one GPU, the floor; it trains nothing to verify."
+        )
+    peaks = {
+        f"{row.mfu.peak_tflops:g} TFLOP/s a GPU ({row.mfu.peak_of})"
+        for row in rows
+        if row.status == "ok" and row.mfu is not None
+    }
+    if peaks:
+        notes.append(f"MFU is against a peak of {join_words(sorted(peaks))}.")
     ranked = [row for row in rows if is_ranked(row)]
     if len(by_workload(ranked)) > 1:
         notes.append("Relative is within rows of one model, sequence length, precision and data.")
