@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zerobench.strategies.base import Batch, Dtypes, StepResult, StrategySettings
+from zerobench.strategies.clock import Clock
 from zerobench.strategies.peer import ProcessGroupLease
-from zerobench.strategies.shared import Clock
 from zerobench.strategies.single import SingleStrategy
 
 

@@ -11,7 +11,7 @@ import torch
 
 from zerobench import models, strategies
 from zerobench.errors import ConfigError
-from zerobench.strategies import shared
+from zerobench.strategies import clock, shared
 from zerobench.strategies.base import OptimizerSettings, Strategy, StrategySettings
 from zerobench.strategies.single import SingleStrategy
 from zerobench.strategies.zero import engine_config
@@ -33,8 +33,8 @@ def make_settings(**fields) -> StrategySettings:
     return StrategySettings(**{**base, **fields})
 
 
-def make_model():
-    return models.build(models.resolve("tiny", SMALL), seed=0)
+def make_model(shape=SMALL):
+    return models.build(models.resolve("tiny", shape), seed=0)
 
 
 def make_batches(num_batches: int = 1):
@@ -52,7 +52,7 @@ def built_single(model_factory=make_model, **fields) -> SingleStrategy:
 def test_registry_names_every_strategy_without_importing_one():
     code = "import sys, zerobench.strategies as s; s.available(); s.check('a.b:C'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert strategies.available() == ["single", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2"]
+    assert strategies.available()[:5] == ["single", "zero0", "zero1", "zero2", "zero3"]
     for name in strategies.available():
         found = strategies.get(name)
         assert issubclass(found, Strategy)
@@ -129,7 +129,7 @@ def test_single_in_low_precision_updates_fp32_masters(precision):
     strategy = built_single(precision=precision)
     initial = strategy.full_parameters()
     assert all(torch.equal(initial[name], value) for name, value in make_model().named_parameters())
-    assert strategy.step(make_batches()).applied
+    assert strategy.step(make_batches(), norm=True).applied
     masters = strategy.full_parameters()
     for name, parameter in strategy._parameters.items():
         assert parameter.dtype == dtype
@@ -138,28 +138,22 @@ def test_single_in_low_precision_updates_fp32_masters(precision):
     assert not torch.equal(masters["wte.weight"], masters["wte.weight"].to(dtype).float())
 
 
-def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale():
+def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(monkeypatch):
+    monkeypatch.setitem(shared.LOSS_SCALE, "init_scale", 2.0**40)
     strategy = built_single(precision="fp16")
     before = strategy.full_parameters()
-    strategy._loss_scale.scale = 2.0**40
-    result = strategy.step(make_batches())
-    assert not result.applied
-    assert strategy._loss_scale.scale == 2.0**39
+    result = strategy.step(make_batches(), norm=True)
+    assert result.applied is False
+    assert strategy._scaler.get_scale() == 2.0**39
     assert all(torch.equal(before[name], value) for name, value in strategy.full_parameters().items())
-    strategy._loss_scale.scale = 2.0**10
-    assert strategy.step(make_batches()).applied
+    strategy._scaler.update(2.0**10)
+    assert strategy.step(make_batches(), norm=True).applied is True
+    assert strategy.step(make_batches()).applied is None  # nobody asked, so no step waits for the answer
 
 
-def test_loss_scale_grows_after_good_steps_and_has_a_floor():
-    scale = shared.LossScale()
-    for _ in range(shared.LOSS_SCALE_GROWTH_STEPS - 1):
-        scale.update(finite=True)
-    assert scale.scale == 2.0**16
-    scale.update(finite=True)
-    assert scale.scale == 2.0**17
-    for _ in range(40):
-        scale.update(finite=False)
-    assert scale.scale == 1.0
+def test_fp16_starts_from_a_scale_of_two_to_the_sixteenth_and_other_precisions_have_none():
+    assert shared.make_grad_scaler(make_settings(precision="fp16")).get_scale() == 2.0**16
+    assert shared.make_grad_scaler(make_settings(precision="bf16")) is None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -215,13 +209,13 @@ def test_checksum_sees_every_bit_every_name_and_every_shape():
 
 def test_phases_add_up_and_exposed_time_is_taken_out_of_the_phase_it_fell_into():
     exposed_ms = iter([9.0, 0.0, 1e9, 0.0])  # what came before the clock, then each lap's
-    clock = shared.PhaseClock(lambda: next(exposed_ms))
+    laps = clock.PhaseClock(lambda: next(exposed_ms))
     for phase in ("forward", "backward", "optimizer"):
-        clock.lap(phase)
-    assert clock.phases_ms["backward"] == 0.0  # never below zero, and no more exposed than the lap was long
-    assert 0 < clock.phases_ms["exposed_communication"] < 1e9
-    assert clock.phases_ms["forward"] > 0
-    assert "exposed_communication" not in shared.PhaseClock().phases_ms
+        laps.lap(phase)
+    assert laps.phases_ms["backward"] == 0.0  # never below zero, and no more exposed than the lap was long
+    assert 0 < laps.phases_ms["exposed_communication"] < 1e9
+    assert laps.phases_ms["forward"] > 0
+    assert "exposed_communication" not in clock.PhaseClock().phases_ms
 
 
 def test_options_are_merged_over_the_engines_configuration():

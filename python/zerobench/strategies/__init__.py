@@ -20,8 +20,11 @@ _PLACES = {
     "zero1": "zerobench.strategies.zero:Zero1Strategy",
     "zero2": "zerobench.strategies.zero:Zero2Strategy",
     "zero3": "zerobench.strategies.zero:Zero3Strategy",
+    "compute_only": "zerobench.strategies.compute_only:ComputeOnlyStrategy",
     "ddp": "zerobench.strategies.ddp:DDPStrategy",
+    "ddp_compress": "zerobench.strategies.ddp:DDPCompressStrategy",
     "fsdp2": "zerobench.strategies.fsdp2:FSDP2Strategy",
+    "fsdp2_keep": "zerobench.strategies.fsdp2:FSDP2KeepStrategy",
 }
 
 

@@ -61,10 +61,12 @@ class StrategySettings:
     timeout_s: float = 300.0
     deterministic: bool = False  # verification runs under deterministic algorithms
     device: str = "cpu"  # "cpu", or "cuda": cuda:{local_rank}
-    compile: str = "none"  # torch.compile of nothing ("none"), each repeated block ("block") or the model ("whole")
+    compile: str = (
+        "none"  # torch.compile of nothing ("none"), each repeated block ("block") or the model ("whole")
+    )
     options: Mapping[str, object] = field(
         default_factory=dict
-    )  # a zerobench configuration (--config), for ours only
+    )  # of a configuration file (--config): zerobench's keys for ours, DeepSpeed's for DeepSpeed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class StepResult:
 
     loss: torch.Tensor
     grad_norm: float | torch.Tensor | None  # global, before clipping; None where it was not computed
-    applied: bool = True  # False when fp16 overflow skipped the update
+    applied: bool | None = True  # False when fp16 overflow skipped the update; None where nobody asked for it
 
 
 class Strategy(ABC):
@@ -81,6 +83,7 @@ class Strategy(ABC):
 
     name: ClassVar[str]  # what --strategies takes: "single", "zero0", "ddp", ...
     stage: ClassVar[int | None] = None  # ZeRO stage, for ours and for peers that have one
+    updates: ClassVar[bool] = True  # False: it never changes parameters, so there is nothing to verify
 
     def __init__(self, settings: StrategySettings) -> None:
         self.settings = settings
@@ -96,7 +99,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
-        """Forward and backward over ``grad_accum`` micro-batches, one optimizer step; ``norm`` asks for grad_norm."""
+        """Forward and backward over ``grad_accum`` micro-batches, one optimizer step. ``norm`` asks for ``grad_norm``
+        and ``applied``, for which the host may have to wait; without it no step waits for the device."""
 
     @abstractmethod
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -123,6 +127,11 @@ class Strategy(ABC):
 
     def communication_bytes(self) -> int | None:
         """Bytes this rank moved in collectives since ``reset_counters`` (accounting of docs/metrics.md), else None."""
+        return None
+
+    def compiled_graphs(self) -> float | None:
+        """Compiled forward graphs executed per step since ``reset_counters`` (one a micro-batch where the whole model
+        is one graph; recomputation counts again), None where nothing is compiled or it cannot be told."""
         return None
 
     def reset_counters(self) -> None:  # noqa: B027 - a strategy without counters has nothing to zero

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over gloo; bf16 and fp16 as its users have them: fp32 parameters under autocast."""
+"""DistributedDataParallel; bf16 and fp16 as its users have them: fp32 parameters under autocast."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from zerobench.strategies.base import Dtypes
+from zerobench.strategies.base import Dtypes, StrategySettings
 from zerobench.strategies.peer import PeerStrategy
-from zerobench.strategies.shared import precision_dtype, storage_bytes
+from zerobench.strategies.shared import precision_dtype
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class DDPStrategy(PeerStrategy):
@@ -28,10 +32,13 @@ class DDPStrategy(PeerStrategy):
         self._ddp = DistributedDataParallel(
             model,
             gradient_as_bucket_view=True,
-            static_graph=self.settings.grad_accum
-            == 1,  # no_sync under a static graph is an internal error of DDP
+            # no_sync under a static graph is an internal error of DDP, and dynamo's splitting at buckets knows none
+            static_graph=self.settings.grad_accum == 1 and self.settings.compile != "whole",
         )
         return self._ddp
+
+    def _reduce_dtype(self) -> torch.dtype:
+        return torch.float32
 
     def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
         self._steps += is_last
@@ -39,7 +46,7 @@ class DDPStrategy(PeerStrategy):
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = precision_dtype(self.settings)
-        return torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
+        return torch.autocast(self.settings.device, dtype=dtype) if dtype != torch.float32 else nullcontext()
 
     def _after_step(self) -> None:
         # Kept where micro-batches accumulate, else the first ones' gradients would lie beside the buckets.
@@ -49,14 +56,17 @@ class DDPStrategy(PeerStrategy):
         return dict(self._ddp.module.named_parameters())
 
     def dtypes(self) -> Dtypes:
-        compute = str(precision_dtype(self.settings)).removeprefix("torch.")
-        return Dtypes(param="float32", compute=compute, reduce="float32", master="float32", state="float32")
+        compute, reduce = (
+            str(dtype).removeprefix("torch.")
+            for dtype in (precision_dtype(self.settings), self._reduce_dtype())
+        )
+        return Dtypes(param="float32", compute=compute, reduce=reduce, master="float32", state="float32")
 
     def communication_bytes(self) -> int | None:
         """All-reduces of every gradient, once a step, at 2 (n - 1) / n of their bytes."""
         world_size = self.settings.world_size
-        trained = [p for p in self._ddp.parameters() if p.requires_grad]
-        return self._steps * 2 * (world_size - 1) * storage_bytes(trained) // world_size
+        numel = sum(p.numel() for p in self._ddp.parameters() if p.requires_grad)
+        return self._steps * 2 * (world_size - 1) * numel * self._reduce_dtype().itemsize // world_size
 
     def reset_counters(self) -> None:
         super().reset_counters()
@@ -64,7 +74,7 @@ class DDPStrategy(PeerStrategy):
 
     def _take_exposed_ms(self) -> Callable[[], float] | None:
         if self._exposed is None:
-            self._exposed = _ExposedReduction(self.settings.world_size)
+            self._exposed = _ExposedReduction(_all_reduce_mean)
             self._ddp.register_comm_hook(None, self._exposed.hook)
         return self._exposed.take_ms
 
@@ -73,25 +83,56 @@ class DDPStrategy(PeerStrategy):
         super().close()
 
 
-class _ExposedReduction:
-    """DDP's own all-reduce as a communication hook that notes when the last bucket became ready (no gradient is
-    left to compute then) and when the last reduction ended. Between the two, backward only waits."""
+class DDPCompressStrategy(DDPStrategy):
+    """DDP whose gradients are all-reduced in the precision's dtype (bf16_compress_hook, fp16_compress_hook)."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    name = "ddp_compress"
+
+    @classmethod
+    def unsupported(cls, settings: StrategySettings) -> str | None:
+        if settings.precision == "fp32":
+            return "ddp_compress has nothing to compress in fp32: ddp is the same"
+        return super().unsupported(settings)
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        ddp = super()._wrap(model)
+        hook: Hook = {
+            torch.bfloat16: default_hooks.bf16_compress_hook,
+            torch.float16: default_hooks.fp16_compress_hook,
+        }[self._reduce_dtype()]
+        if self.settings.device == "cpu":
+            self._exposed = _ExposedReduction(hook)
+            hook = self._exposed.hook
+        self._ddp.register_comm_hook(None, hook)
+        return ddp
+
+    def _reduce_dtype(self) -> torch.dtype:
+        return precision_dtype(self.settings)
+
+
+def _all_reduce_mean(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does without a hook."""
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+class _ExposedReduction:
+    """A communication hook around another that notes when the last bucket became ready (no gradient is left to compute
+    then) and when the last reduction ended. Between the two, backward only waits."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
         self._lock = threading.Lock()  # buckets become ready on autograd's thread and end on gloo's
         self._ready_s = self._done_s = 0.0
 
     def hook(self, state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations, and ours are text
         self._ready_s = time.perf_counter()
-        buffer = bucket.buffer().div_(self._world_size)
-        future = dist.all_reduce(buffer, async_op=True).get_future()
-        return future.then(self._done)
+        return self._hook(state, bucket).then(self._done)
 
     def _done(self, future: torch.futures.Future) -> torch.Tensor:
         with self._lock:
             self._done_s = max(self._done_s, time.perf_counter())
-        return future.value()[0]
+        return future.value()
 
     def take_ms(self) -> float:
         with self._lock:

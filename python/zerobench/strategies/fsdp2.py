@@ -1,11 +1,11 @@
-"""FSDP2 (fully_shard) over gloo: every block a group of its own, the rest with the root."""
+"""FSDP2 (fully_shard): every block a group of its own, the rest with the root."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,19 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from zerobench.strategies.base import Batch, Dtypes
+from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.shared import precision_dtype
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules of one class that follow each other in an nn.ModuleList, outermost lists only."""
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList) and len({type(item) for item in child}) == 1:
-            blocks += child
-        else:
-            blocks += repeated_blocks(child)
-    return blocks
 
 
 class FSDP2Strategy(PeerStrategy):
@@ -33,6 +23,7 @@ class FSDP2Strategy(PeerStrategy):
 
     name = "fsdp2"
     stage = 3
+    reshard_after_forward: ClassVar[bool] = True
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         dtype = precision_dtype(self.settings)
@@ -40,17 +31,20 @@ class FSDP2Strategy(PeerStrategy):
         if dtype != torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         self._full_numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        mesh = init_device_mesh("cpu", (self.settings.world_size,))
-        blocks = repeated_blocks(model)
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+        mesh = init_device_mesh(self.settings.device, (self.settings.world_size,))
+        for block in repeated_blocks(model):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         # The root's parameters are needed first in backward, so they stay gathered after forward.
         self._root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        self._meter = _meter_collectives([m for m in model.modules() if isinstance(m, FSDPModule)])
+        self._groups: list[FSDPModule] = [
+            module for module in model.modules() if isinstance(module, FSDPModule)
+        ]
+        self._meter = _meter_collectives(self._groups)
         return model
 
     def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
-        self._root.set_requires_gradient_sync(is_last)
+        if self.settings.grad_accum > 1:  # it visits every module
+            self._root.set_requires_gradient_sync(is_last)
         return nullcontext()
 
     def _held_gradient_bytes(self) -> int:
@@ -67,7 +61,8 @@ class FSDP2Strategy(PeerStrategy):
         try:
             return super().evaluate(batches)
         finally:
-            self._root.reshard()  # no backward follows that would let the root's full parameters go
+            for group in self._groups:  # no backward follows that would let kept full parameters go
+                group.reshard()
 
     def dtypes(self) -> Dtypes:
         low = str(precision_dtype(self.settings)).removeprefix("torch.")
@@ -85,13 +80,21 @@ class FSDP2Strategy(PeerStrategy):
         return self._meter.take_ms if self._meter else None
 
     def close(self) -> None:
-        del self._root
+        del self._root, self._groups
         super().close()
 
 
+class FSDP2KeepStrategy(FSDP2Strategy):
+    """Parameters stay gathered between forward and backward: fewer all-gathers, the memory of stage 2."""
+
+    name = "fsdp2_keep"
+    stage = 2
+    reshard_after_forward = False
+
+
 class _Meter:
-    """Bytes (by the accounting of the communicators) and time of FSDP's collectives. On CPU they block the
-    caller, so all of their time is exposed."""
+    """Bytes (by the accounting of the communicators) and host time of FSDP's collectives. On CPU they block the
+    caller, so all of their time is exposed; on CUDA they only enqueue."""
 
     def __init__(self) -> None:
         self.moved_bytes = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,27 +17,28 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import Batch, StepResult, Strategy, StrategySettings
+from zerobench.strategies.clock import Clock, NoClock, phase_clock
+from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.shared import (
-    INITIAL_LOSS_SCALE,
-    LOSS_SCALE_BACKOFF,
-    LOSS_SCALE_GROWTH_STEPS,
-    Clock,
     Determinism,
-    NoClock,
-    PhaseClock,
+    bind_device,
     first_moment,
     full_fp32,
     make_adamw,
+    make_grad_scaler,
     mean_loss,
-    precision_dtype,
+    mean_of,
     prepare_model,
+    scaled_step,
     state_tensors,
     storage_bytes,
+    torch_device,
 )
 
 
 class ProcessGroupLease:
-    """The default process group: the caller's if there is one, else one over gloo that ``close`` destroys."""
+    """The default process group: the caller's if there is one, else one that ``close`` destroys: gloo, and NCCL beside
+    it where the model is on GPUs."""
 
     def __init__(self, settings: StrategySettings, *, strategy: str) -> None:
         self._owned = not dist.is_initialized()
@@ -48,43 +50,57 @@ class ProcessGroupLease:
                 f"{strategy} runs over torch.distributed and {' and '.join(missing)} is not set: "
                 "start it by `zerobench compare` or torchrun"
             )
+        device = bind_device(settings)
+        self._on_gpu = on_gpu = device.type == "cuda"
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             init_method="env://",
             rank=settings.rank,
             world_size=settings.world_size,
             timeout=timedelta(seconds=settings.timeout_s),
+            device_id=device if on_gpu else None,
         )
 
     def close(self) -> None:
-        if self._owned and dist.is_initialized():
+        if not (self._owned and dist.is_initialized()):
+            return
+        if self._on_gpu and sys.exc_info()[0] is not None:
+            # Destroying waits for collectives that a rank which failed has begun and the others never join.
+            dist.distributed_c10d._abort_process_group()
+        else:
             dist.destroy_process_group()
+
+
+def backend_of(device: torch.device) -> str:
+    """What the default process group moves a device's tensors with."""
+    name = str(dist.get_backend())  # one name for all devices, or "cpu:gloo,cuda:nccl"
+    by_device = dict(part.split(":") for part in name.split(",") if ":" in part)
+    return by_device.get(device.type, name)
 
 
 class PeerStrategy(Strategy):
     """A model behind a wrapper that communicates by itself, fused AdamW and, in fp16, torch's GradScaler."""
 
     def build(self, model_factory: Callable[[], nn.Module]) -> None:
-        self._determinism = Determinism(self.settings.deterministic)
+        self._determinism = Determinism(self.settings)
         self._lease = ProcessGroupLease(self.settings, strategy=self.name)
-        self._model = self._wrap(prepare_model(model_factory, self.settings))
-        self._optimizer = make_adamw(
-            [p for p in self._model.parameters() if p.requires_grad], self.settings.optimizer
-        )
-        self._scaler = (
-            torch.amp.GradScaler(
-                "cpu",
-                init_scale=INITIAL_LOSS_SCALE,
-                backoff_factor=LOSS_SCALE_BACKOFF,
-                growth_interval=LOSS_SCALE_GROWTH_STEPS,
-            )
-            if precision_dtype(self.settings) == torch.float16
-            else None
-        )
+        self._compiler = Compiler(self.settings)
         self._gradient_bytes: int | None = None
+        model = prepare_model(model_factory, self.settings)
+        self._compiler.apply(model)
+        self._model = self._wrap(model)
+        self._optimizer = self._make_optimizer()
+        self._scaler = self._make_scaler()
 
     @abstractmethod
     def _wrap(self, model: nn.Module) -> nn.Module: ...
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return make_adamw(trained, self.settings.optimizer)
+
+    def _make_scaler(self) -> torch.amp.GradScaler | None:
+        return make_grad_scaler(self.settings)
 
     @abstractmethod
     def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
@@ -128,29 +144,27 @@ class PeerStrategy(Strategy):
         grad_norm, applied = self._update(norm=norm)
         self._after_step()
         clock.lap("optimizer")
-        return StepResult(loss=torch.stack(losses).mean(), grad_norm=grad_norm, applied=applied)
+        self._compiler.count_step()
+        return StepResult(loss=mean_of(losses), grad_norm=grad_norm, applied=applied)
 
-    def _update(self, *, norm: bool) -> tuple[torch.Tensor | None, bool]:
+    def _update(self, *, norm: bool) -> tuple[torch.Tensor | None, bool | None]:
         if self._scaler:
             self._scaler.unscale_(self._optimizer)
         total_norm = None
         if norm or self.settings.clip is not None:
-            parameters = [p for p in self._model.parameters() if p.grad is not None]
-            total_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-            if self.settings.clip is not None:
-                clip_grads_with_norm_(parameters, self.settings.clip, total_norm)
-            if isinstance(total_norm, DTensor):
-                total_norm = total_norm.full_tensor()
-        if self._scaler is None:
-            self._optimizer.step()
-            return total_norm, True
-        scale = self._scaler.get_scale()
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        return total_norm, self._scaler.get_scale() >= scale
+            total_norm = self._clip(self.settings.clip)
+        return total_norm, scaled_step(self._scaler, self._optimizer, ask=norm)
+
+    def _clip(self, clip: float | None) -> torch.Tensor:
+        """The global norm of the gradients, which are clipped to ``clip`` where there is one."""
+        parameters = [p for p in self._model.parameters() if p.grad is not None]
+        total_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if clip is not None:
+            clip_grads_with_norm_(parameters, clip, total_norm)
+        return total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        with self._autocast():
+        with self._autocast(), self._compiler.eagerly():
             return mean_loss(self._model, batches)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
@@ -171,16 +185,20 @@ class PeerStrategy(Strategy):
             }
         }
 
+    def compiled_graphs(self) -> float | None:
+        return self._compiler.graphs_per_step()
+
     def reset_counters(self) -> None:
-        self._gradient_bytes = None
+        self._compiler.reset()
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
-        clock = PhaseClock(self._take_exposed_ms())
+        device = torch_device(self.settings)
+        clock = phase_clock(device, self._take_exposed_ms() if device.type == "cpu" else None)
         self._run(micro_batches, norm=False, clock=clock)
         return clock.phases_ms
 
     def communicator(self) -> str | None:
-        return str(dist.get_backend()) if self.settings.world_size > 1 else None
+        return backend_of(torch_device(self.settings)) if self.settings.world_size > 1 else None
 
     def close(self) -> None:
         self._determinism.restore()

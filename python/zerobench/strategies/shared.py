@@ -1,10 +1,13 @@
-"""What several strategies need: AdamW, clipping, the loss scale, clocks, byte counts, checksums."""
+"""What several strategies need: the model on its device, AdamW, clipping, the loss scale, byte counts, checksums."""
 
 from __future__ import annotations
 
 import hashlib
-import time
+import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +18,13 @@ from zerobench.strategies.base import Batch, OptimizerSettings, StrategySettings
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-INITIAL_LOSS_SCALE = 2.0**16
+INITIAL_LOSS_SCALE_POWER = 16
 LOSS_SCALE_GROWTH_STEPS = 1000
-LOSS_SCALE_BACKOFF = 0.5
-MIN_LOSS_SCALE = 1.0
+LOSS_SCALE: dict[str, Any] = {
+    "init_scale": 2.0**INITIAL_LOSS_SCALE_POWER,
+    "backoff_factor": 0.5,
+    "growth_interval": LOSS_SCALE_GROWTH_STEPS,
+}
 
 
 def precision_dtype(settings: StrategySettings) -> torch.dtype:
@@ -29,17 +35,52 @@ def precision_dtype(settings: StrategySettings) -> torch.dtype:
         raise ConfigError(f"unknown precision {settings.precision!r}: known: {known}") from None
 
 
+def torch_device(settings: StrategySettings) -> torch.device:
+    """Where this rank's model and batches live."""
+    if settings.device == "cuda":
+        return torch.device("cuda", settings.local_rank)
+    if settings.device != "cpu":
+        raise ConfigError(f"unknown device {settings.device!r}: known: cpu, cuda")
+    return torch.device("cpu")
+
+
+def bind_device(settings: StrategySettings) -> torch.device:
+    """This rank's device, made the current one. NVLink multicast stays off: NCCL reads that when it starts."""
+    device = torch_device(settings)
+    if device.type == "cuda":
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        torch.cuda.set_device(device)
+    return device
+
+
 def prepare_model(model_factory: Callable[[], nn.Module], settings: StrategySettings) -> nn.Module:
-    """The model in training mode, with gradient checkpointing as asked."""
-    model = model_factory().train()
+    """The fp32 model on this rank's device in training mode, with gradient checkpointing as asked.
+
+    The factory seeds torch's generators itself. On CUDA it runs with the rank's GPU as the default device, so that
+    modules which do not choose a device are made there; what a GPU draws depends on the seed and the kind of GPU only,
+    so every strategy and rank of a comparison starts from the same bits."""
+    device = bind_device(settings)
+    with device if device.type == "cuda" else nullcontext():
+        model = model_factory()
+    model = model.to(device).train()
     if settings.checkpointing:
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
             raise ConfigError(
                 f"{type(model).__name__} has no gradient_checkpointing_enable: leave out --checkpointing"
             )
-        enable(use_reentrant=False)
+        if "gradient_checkpointing_kwargs" in inspect.signature(enable).parameters:  # Hugging Face's
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            enable(use_reentrant=False)
     return model
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: ``Module.to`` would round buffers too, such as the frequencies of rotary embeddings, and train
+    another model than strategies that keep them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def make_adamw(parameters: Iterable[torch.Tensor], settings: OptimizerSettings) -> torch.optim.AdamW:
@@ -59,68 +100,59 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-class LossScale:
-    """Dynamic loss scale for fp16: an overflow skips the step and halves it, enough good steps double it."""
-
-    def __init__(self) -> None:
-        self.scale = INITIAL_LOSS_SCALE
-        self._good_steps = 0
-
-    def update(self, *, finite: bool) -> None:
-        if not finite:
-            self.scale = max(self.scale * LOSS_SCALE_BACKOFF, MIN_LOSS_SCALE)
-            self._good_steps = 0
-            return
-        self._good_steps += 1
-        if self._good_steps == LOSS_SCALE_GROWTH_STEPS:
-            self.scale *= 2.0
-            self._good_steps = 0
+def make_grad_scaler(settings: StrategySettings) -> torch.amp.GradScaler | None:
+    """The dynamic loss scale that fp16 needs; it stays on the device, so that no step waits for it."""
+    if precision_dtype(settings) != torch.float16:
+        return None
+    return torch.amp.GradScaler(settings.device, **LOSS_SCALE)
 
 
-class NoClock:
-    """Stands in for PhaseClock in steps that nobody takes apart."""
-
-    def lap(self, phase: str) -> None:
-        pass
-
-
-class PhaseClock:
-    """Host time by phase. ``take_exposed_ms`` gives the communication time that no computation hid since its
-    last call; it moves from the phase that it fell into to a phase of its own, so that the phases add up."""
-
-    def __init__(self, take_exposed_ms: Callable[[], float] | None = None) -> None:
-        self.phases_ms = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        self._take_exposed_ms = take_exposed_ms
-        if take_exposed_ms is not None:
-            self.phases_ms["exposed_communication"] = 0.0
-            take_exposed_ms()
-        self._last_s = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """Everything since the last lap belongs to ``phase``."""
-        now_s = time.perf_counter()
-        elapsed_ms = (now_s - self._last_s) * 1e3
-        self._last_s = now_s
-        if self._take_exposed_ms is not None:
-            exposed_ms = min(self._take_exposed_ms(), elapsed_ms)
-            self.phases_ms["exposed_communication"] += exposed_ms
-            elapsed_ms -= exposed_ms
-        self.phases_ms[phase] += elapsed_ms
+def scaled_step(
+    scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer, *, ask: bool
+) -> bool | None:
+    """Step the optimizer unless fp16 overflowed. Whether it was, or None where nobody asks: the answer is a number on
+    the device, and the host would have to wait for it."""
+    if scaler is None:
+        optimizer.step()
+        return True
+    scale = scaler.get_scale() if ask else 0.0
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale() >= scale if ask else None
 
 
-Clock = NoClock | PhaseClock
+def mean_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    return losses[0] if len(losses) == 1 else torch.stack(list(losses)).mean()
 
 
 class Determinism:
-    """torch's deterministic algorithms from construction to ``restore``, where asked for."""
+    """torch's deterministic algorithms from construction to ``restore``, where asked for. A compiler's choices that
+    hang on timings are pinned too (torch 2.10 and later know how)."""
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, settings: StrategySettings) -> None:
         self._before = torch.are_deterministic_algorithms_enabled()
-        if enabled:
-            torch.use_deterministic_algorithms(True)
+        self._pinned = False
+        if not settings.deterministic:
+            return
+        if settings.device == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
+        if settings.compile != "none":
+            self._pinned = self._pin(True)
+        torch.use_deterministic_algorithms(True)
 
     def restore(self) -> None:
         torch.use_deterministic_algorithms(self._before)
+        if self._pinned:
+            self._pin(False)
+
+    @staticmethod
+    def _pin(pinned: bool) -> bool:
+        import torch._inductor.config as inductor
+
+        known = hasattr(inductor, "deterministic")
+        if known:
+            inductor.deterministic = pinned
+        return known
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,21 +14,24 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings
+from zerobench.strategies.clock import Clock, NoClock, phase_clock
+from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.shared import (
-    Clock,
     Determinism,
-    LossScale,
-    NoClock,
-    PhaseClock,
+    cast_parameters,
     clip_coefficient,
     first_moment,
     full_fp32,
     make_adamw,
+    make_grad_scaler,
     mean_loss,
+    mean_of,
     precision_dtype,
     prepare_model,
+    scaled_step,
     state_tensors,
     storage_bytes,
+    torch_device,
 )
 
 
@@ -44,51 +47,60 @@ class SingleStrategy(Strategy):
         return None
 
     def build(self, model_factory: Callable[[], nn.Module]) -> None:
-        self._determinism = Determinism(self.settings.deterministic)
-        model = prepare_model(model_factory, self.settings)
+        self._determinism = Determinism(self.settings)
+        self._model = model = prepare_model(model_factory, self.settings)
         dtype = precision_dtype(self.settings)
         self._low_precision = dtype != torch.float32
-        self._loss_scale = LossScale() if dtype == torch.float16 else None
+        self._scaler = make_grad_scaler(self.settings)
         masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        self._model = model.to(dtype)
+        cast_parameters(model, dtype)
         self._parameters = dict(model.named_parameters())
         self._masters = masters if self._low_precision else self._parameters
         self._trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
         self._optimizer = make_adamw([self._masters[name] for name in self._trained], self.settings.optimizer)
         self._gradient_bytes: int | None = None
+        self._compiler = Compiler(self.settings)
+        self._compiler.apply(model)
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
         return self._run(micro_batches, norm=norm, clock=NoClock())
 
     def _run(self, micro_batches: Sequence[Batch], *, norm: bool, clock: Clock) -> StepResult:
         losses = []
-        scale = self._loss_scale.scale if self._loss_scale else 1.0
         for batch in micro_batches:
             loss = self._model(**batch).loss
             clock.lap("forward")
             # In low precision the mean is taken in fp32 afterwards: dividing here would round.
-            (loss * scale if self._low_precision else loss / len(micro_batches)).backward()
+            share = loss if self._low_precision or len(micro_batches) == 1 else loss / len(micro_batches)
+            (self._scaler.scale(share) if self._scaler else share).backward()
             if self._low_precision:
                 self._accumulate_in_fp32()
             losses.append(loss.detach())
             clock.lap("backward")
-        grad_norm, applied = self._update(norm=norm, factor=1.0 / (len(micro_batches) * scale))
+        grad_norm, applied = self._update(norm=norm, micro_batch_num=len(micro_batches))
         clock.lap("optimizer")
-        return StepResult(loss=torch.stack(losses).mean(), grad_norm=grad_norm, applied=applied)
+        self._compiler.count_step()
+        return StepResult(loss=mean_of(losses), grad_norm=grad_norm, applied=applied)
 
     def _accumulate_in_fp32(self) -> None:
-        parameters = [self._parameters[name] for name in self._trained]
-        for name, parameter in zip(self._trained, parameters, strict=True):
-            master = self._masters[name]
-            if parameter.grad is None:
+        new: list[tuple[torch.Tensor, torch.Tensor]] = []  # (sum, gradient)
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name in self._trained:
+            gradient, master = self._parameters[name].grad, self._masters[name]
+            if gradient is None:
                 continue
             if master.grad is None:
-                master.grad = parameter.grad.float()
+                master.grad = torch.empty_like(master)
+                new.append((master.grad, gradient))
             else:
-                master.grad += parameter.grad
+                seen.append((master.grad, gradient))
+        if new:
+            torch._foreach_copy_([total for total, _ in new], [gradient for _, gradient in new])
+        if seen:
+            torch._foreach_add_([total for total, _ in seen], [gradient for _, gradient in seen])
         self._note_gradient_bytes()
-        for parameter in parameters:
-            parameter.grad = None
+        for name in self._trained:
+            self._parameters[name].grad = None
 
     def _note_gradient_bytes(self) -> None:
         if self._gradient_bytes is None:
@@ -98,27 +110,26 @@ class SingleStrategy(Strategy):
     def _reduce(self, gradients: list[torch.Tensor]) -> None:
         """Combine the fp32 gradient sums with other ranks', in place. Alone there is nothing to do."""
 
-    def _update(self, *, norm: bool, factor: float) -> tuple[torch.Tensor | None, bool]:
+    def _update(self, *, norm: bool, micro_batch_num: int) -> tuple[torch.Tensor | None, bool | None]:
         """Norm, clipping and optimizer step; returns the norm before clipping and whether a step was made."""
         if not self._low_precision:
             self._note_gradient_bytes()
-            factor = 1.0  # backward took the mean
         gradients = self._gradients()
         self._reduce(gradients)
-        total_norm, applied = None, True
+        if self._scaler:
+            self._scaler.unscale_(self._optimizer)
+        # In fp32 backward took the mean.
+        factor = 1.0 / micro_batch_num if self._low_precision else 1.0
+        total_norm = None
         clip = self.settings.clip
-        if norm or clip is not None or self._loss_scale:
+        if norm or clip is not None:
             total_norm = get_total_norm(gradients) * factor
-            if self._loss_scale:
-                applied = bool(torch.isfinite(total_norm))
-                self._loss_scale.update(finite=applied)
-        if applied:
-            if clip is not None and total_norm is not None:
-                torch._foreach_mul_(gradients, clip_coefficient(total_norm, clip) * factor)
-            elif factor != 1.0:
-                torch._foreach_mul_(gradients, factor)
-            self._optimizer.step()
-            self._publish()
+        if clip is not None and total_norm is not None:
+            torch._foreach_mul_(gradients, clip_coefficient(total_norm, clip) * factor)
+        elif factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        applied = scaled_step(self._scaler, self._optimizer, ask=norm)
+        self._publish()
         self._optimizer.zero_grad(set_to_none=True)
         return total_norm, applied
 
@@ -142,7 +153,8 @@ class SingleStrategy(Strategy):
                 )
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        return mean_loss(self._model, batches)
+        with self._compiler.eagerly():
+            return mean_loss(self._model, batches)
 
     def dtypes(self) -> Dtypes:
         low = str(precision_dtype(self.settings)).removeprefix("torch.")
@@ -169,11 +181,14 @@ class SingleStrategy(Strategy):
     def communication_bytes(self) -> int | None:
         return 0  # it has no peer
 
+    def compiled_graphs(self) -> float | None:
+        return self._compiler.graphs_per_step()
+
     def reset_counters(self) -> None:
-        self._gradient_bytes = None
+        self._compiler.reset()
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
-        clock = PhaseClock()
+        clock = phase_clock(torch_device(self.settings))
         self._run(micro_batches, norm=False, clock=clock)
         return clock.phases_ms
 

@@ -10,14 +10,9 @@ from torch import nn
 
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings
-from zerobench.strategies.shared import (
-    Clock,
-    Determinism,
-    NoClock,
-    PhaseClock,
-    mean_loss,
-    prepare_model,
-)
+from zerobench.strategies.clock import Clock, NoClock, phase_clock
+from zerobench.strategies.compiled import Compiler
+from zerobench.strategies.shared import Determinism, mean_loss, mean_of, prepare_model, torch_device
 
 
 def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
@@ -67,20 +62,35 @@ class ZeroStrategy(Strategy):
 
     stage: ClassVar[int]
 
+    @classmethod
+    def unsupported(cls, settings: StrategySettings) -> str | None:
+        if settings.compile == "whole" and cls.stage == 3:
+            return "stage 3 gathers block by block, which one compiled graph has no place for: use --compile block"
+        return None
+
     def build(self, model_factory: Callable[[], nn.Module]) -> None:
         import zerobench
 
-        self._determinism = Determinism(self.settings.deterministic)
+        self._determinism = Determinism(self.settings)
+        self._compiler = Compiler(self.settings)
         model = prepare_model(model_factory, self.settings)
+        self._compiler.apply(model)
         self._engine = zerobench.initialize(
             model=model, config=engine_config(self.settings, stage=self.stage)
         )
         self._communication_ms = 0.0
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
-        return self._run(micro_batches, clock=NoClock())
+        loss = self._run(micro_batches, clock=NoClock())
+        if not norm:
+            return StepResult(loss=loss, grad_norm=None, applied=None)
+        return StepResult(
+            loss=loss,
+            grad_norm=self._engine.get_global_grad_norm(),
+            applied=self._engine.was_step_applied(),
+        )
 
-    def _run(self, micro_batches: Sequence[Batch], *, clock: Clock) -> StepResult:
+    def _run(self, micro_batches: Sequence[Batch], *, clock: Clock) -> torch.Tensor:
         losses = []
         for batch in micro_batches:
             loss = self._engine(**batch).loss
@@ -90,14 +100,12 @@ class ZeroStrategy(Strategy):
             clock.lap("backward")
             self._engine.step()  # a no-op before the accumulation boundary
             clock.lap("optimizer")
-        return StepResult(
-            loss=torch.stack(losses).mean(),
-            grad_norm=self._engine.get_global_grad_norm(),
-            applied=self._engine.was_step_applied(),
-        )
+        self._compiler.count_step()
+        return mean_of(losses)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        return mean_loss(self._engine.module, batches)
+        with self._compiler.eagerly():
+            return mean_loss(self._engine.module, batches)
 
     def dtypes(self) -> Dtypes:
         return Dtypes(**self._engine.dtypes())
@@ -122,12 +130,16 @@ class ZeroStrategy(Strategy):
     def communication_bytes(self) -> int | None:
         return self._engine.communication_bytes()
 
+    def compiled_graphs(self) -> float | None:
+        return self._compiler.graphs_per_step()
+
     def reset_counters(self) -> None:
+        self._compiler.reset()
         self._engine.reset_counters()
         self._communication_ms = 0.0
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
-        clock = PhaseClock(self._take_exposed_ms)
+        clock = phase_clock(torch_device(self.settings), self._take_exposed_ms)
         self._run(micro_batches, clock=clock)
         return clock.phases_ms
 

@@ -1,0 +1,72 @@
+"""Clocks around the phases of a step. A profiled step has one; the timed ones run without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class NoClock:
+    """Stands in for PhaseClock in steps that nobody takes apart."""
+
+    def lap(self, phase: str) -> None:
+        pass
+
+
+class PhaseClock:
+    """Host time by phase. ``take_exposed_ms`` gives the communication time that no computation hid since its
+    last call; it moves from the phase that it fell into to a phase of its own, so that the phases add up."""
+
+    def __init__(self, take_exposed_ms: Callable[[], float] | None = None) -> None:
+        self.phases_ms = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self._take_exposed_ms = take_exposed_ms
+        if take_exposed_ms is not None:
+            self.phases_ms["exposed_communication"] = 0.0
+            take_exposed_ms()
+        self._last_s = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Everything since the last lap belongs to ``phase``."""
+        now_s = time.perf_counter()
+        elapsed_ms = (now_s - self._last_s) * 1e3
+        self._last_s = now_s
+        if self._take_exposed_ms is not None:
+            exposed_ms = min(self._take_exposed_ms(), elapsed_ms)
+            self.phases_ms["exposed_communication"] += exposed_ms
+            elapsed_ms -= exposed_ms
+        self.phases_ms[phase] += elapsed_ms
+
+
+class DevicePhaseClock:
+    """Time by phase on the current CUDA stream, waits for communication included. Nothing waits for the device until
+    the phases are read; what the host only enqueues after the last lap belongs to no phase."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
+        self.lap("start")
+
+    def lap(self, phase: str) -> None:
+        """Everything that the stream did since the last lap belongs to ``phase``."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((phase, event))
+
+    @property
+    def phases_ms(self) -> dict[str, float]:
+        self._marks[-1][1].synchronize()
+        phases_ms = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        for (_, start), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
+            phases_ms[phase] += start.elapsed_time(end)
+        return phases_ms
+
+
+Clock = NoClock | PhaseClock | DevicePhaseClock
+
+
+def phase_clock(
+    device: torch.device, take_exposed_ms: Callable[[], float] | None = None
+) -> PhaseClock | DevicePhaseClock:
+    """The clock of a profiled step. Exposed communication on CUDA is a profiler's to tell, which sees every stream."""
+    return DevicePhaseClock() if device.type == "cuda" else PhaseClock(take_exposed_ms)

@@ -1,0 +1,93 @@
+"""torch.compile for strategies, with a count of the compiled graphs that really run.
+
+Dynamo's counters of graph breaks stay empty when hooks leave the outer frame eager, and a function that was recompiled
+too often runs eagerly from then on without an error. So each compiled graph counts its executions here, and too many
+recompilations are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerobench.errors import ConfigError
+from zerobench.strategies.base import StrategySettings
+
+MODES = ("none", "block", "whole")
+_RECOMPILATIONS = 64  # one function may be compiled for training, recomputation and each kind of block
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Modules of one class that follow each other in an nn.ModuleList, outermost lists only."""
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList) and len({type(item) for item in child}) == 1:
+            blocks += child
+        else:
+            blocks += repeated_blocks(child)
+    return blocks
+
+
+class Compiler:
+    """Compiles what ``settings.compile`` names and counts executions of forward graphs."""
+
+    def __init__(self, settings: StrategySettings) -> None:
+        if settings.compile not in MODES:
+            raise ConfigError(f"unknown compile mode {settings.compile!r}: known: {', '.join(MODES)}")
+        self._mode = settings.compile
+        self.reset()
+        if self._mode == "none":
+            return
+        import torch._dynamo
+
+        torch._dynamo.reset()  # what an earlier strategy of this process compiled counts for that one
+        torch._dynamo.config.recompile_limit = _RECOMPILATIONS
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+    def reset(self) -> None:
+        self.executed_graphs = self._steps = 0
+
+    def count_step(self) -> None:
+        self._steps += 1
+
+    def graphs_per_step(self) -> float | None:
+        """Since ``reset``; None where nothing is compiled."""
+        return self.executed_graphs / self._steps if self._mode != "none" and self._steps else None
+
+    def apply(self, model: nn.Module) -> None:
+        """Replace the forward of each repeated block, or of the model, by its compiled form. Call it before anything
+        is wrapped or hooked: what hangs on these modules themselves then stays outside, eager."""
+        if self._mode == "none":
+            return
+        modules: list[Any] = repeated_blocks(model) if self._mode == "block" else [model]
+        if not modules:
+            raise ConfigError(
+                f"{type(model).__name__} has no repeated blocks to compile: use --compile whole or leave it out"
+            )
+        # Once a class: each call of torch.compile makes a backend of its own, and the guards of code that was compiled
+        # for one block's backend fail for every other block.
+        kinds: set[Any] = {type(module) for module in modules}
+        forwards = {kind: torch.compile(kind.forward, backend=self.backend) for kind in kinds}
+        for module in modules:
+            module.forward = MethodType(forwards[type(module)], module)
+
+    def backend(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Inductor, counting each execution of what it compiles. Backward graphs are part of their forward's."""
+        from torch._dynamo.backends.registry import lookup_backend
+
+        compiled = lookup_backend("inductor")(graph, list(example_inputs))
+
+        def counted(*args: Any) -> Any:
+            self.executed_graphs += 1
+            return compiled(*args)
+
+        return counted
+
+    def eagerly(self) -> AbstractContextManager[object]:
+        """Around passes that are not training, whose other shapes and modes would be compiled too."""
+        return nullcontext() if self._mode == "none" else torch.compiler.set_stance("force_eager")

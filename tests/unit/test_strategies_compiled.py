@@ -1,0 +1,107 @@
+"""torch.compile in strategies: the same training, and a count of the graphs that ran."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+from test_strategies import make_batches, make_model, make_settings
+
+from zerobench import strategies
+from zerobench.errors import ConfigError
+from zerobench.strategies.compiled import Compiler, repeated_blocks
+
+# The compiler's own code warns.
+pytestmark = pytest.mark.filterwarnings("default")
+
+MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_seq_length": 12, "vocab_size": 31}
+
+
+@pytest.fixture(autouse=True)
+def own_process_group(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def factory():
+    return make_model(MODEL)
+
+
+def trained(name: str, **fields):
+    strategy = strategies.get(name)(make_settings(rendezvous=f"{name}-{os.getpid()}", **fields))
+    strategy.build(factory)
+    for batch in make_batches(2):
+        strategy.step([batch])
+    strategy.reset_counters()
+    result = strategy.step(make_batches(1), norm=True)
+    graphs = strategy.compiled_graphs()
+    assert torch.isfinite(torch.tensor(strategy.evaluate(make_batches(2))))  # eager: nothing new is compiled
+    assert strategy.compiled_graphs() == graphs
+    parameters = strategy.full_parameters()
+    strategy.close()
+    return float(result.loss), graphs, parameters
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return trained("single")
+
+
+def test_an_eager_strategy_has_no_graphs(eager):
+    assert eager[1] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "graphs"),
+    [
+        ("single", "block", 2),
+        ("zero1", "block", 2),
+        ("zero3", "block", 2),
+        ("ddp", "block", 2),
+        ("ddp", "whole", 1),
+        ("fsdp2", "block", 2),
+        ("compute_only", "whole", 1),
+    ],
+)
+def test_compiled_strategies_train_as_eager_ones_and_count_their_graphs(eager, name, mode, graphs):
+    loss, executed, parameters = trained(name, compile=mode)
+    assert executed == graphs
+    if name == "compute_only":
+        assert all(torch.equal(parameters[key], value) for key, value in factory().named_parameters())
+        return
+    assert loss == pytest.approx(eager[0], rel=1e-4)
+    for key, expected in eager[2].items():
+        torch.testing.assert_close(parameters[key], expected, rtol=1e-3, atol=2e-4)
+
+
+def test_a_whole_model_of_ours_runs_as_the_graphs_between_its_hooks(eager):
+    loss, executed, _ = trained("zero2", compile="whole")
+    assert executed > 1  # unit hooks inside the model end graphs; the count says so
+    assert loss == pytest.approx(eager[0], rel=1e-4)
+
+
+def test_stage_3_gathers_between_blocks_so_it_is_no_single_graph():
+    settings = make_settings(compile="whole")
+    assert "use --compile block" in strategies.get("zero3").unsupported(settings)
+    assert strategies.get("zero2").unsupported(settings) is None
+
+
+def test_blocks_are_found_in_lists_of_one_class_and_outermost_only():
+    inner = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))
+    outer = torch.nn.ModuleList([torch.nn.Sequential(inner), torch.nn.Sequential(inner)])
+    mixed = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.ReLU()])
+    assert repeated_blocks(torch.nn.Sequential(outer, mixed)) == list(outer)
+
+
+def test_modes_that_cannot_be_are_errors():
+    with pytest.raises(ConfigError, match="none, block, whole"):
+        Compiler(make_settings(compile="all"))
+    with pytest.raises(ConfigError, match="Linear has no repeated blocks"):
+        Compiler(make_settings(compile="block")).apply(torch.nn.Linear(1, 1))
