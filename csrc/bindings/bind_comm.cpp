@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <map>
+#include <optional>
 
 #include "bindings/bindings.h"
 #include "bindings/capsules.h"
@@ -36,8 +37,10 @@ struct PythonBuffer {
   at::Tensor tensor(const std::string& dtype_text) const {
     const DType dtype = dtype_from_name(dtype_text);
     const auto numel = static_cast<std::int64_t>(value->bytes() / dtype_bytes(dtype));
-    return at::from_blob(
-        value->data(), {numel}, [keep = value](void*) {}, at::TensorOptions().dtype(scalar_type(dtype)));
+    // Without an index, torch asks the driver on which device the address lies.
+    const auto options =
+        at::TensorOptions().dtype(scalar_type(dtype)).device(value->is_on_device() ? at::kCUDA : at::kCPU);
+    return at::from_blob(value->data(), {numel}, [keep = value](void*) {}, options);
   }
 };
 
@@ -126,10 +129,22 @@ void bind_communicator(py::module_& m) {
           },
           py::arg("mine"), "Every rank's bytes, one after the other; all ranks give equally many.")
       .def(
+          "begin_group", [](const OwnedCommunicator& c) { c.get().begin_group(); }, Release(),
+          "What is started until end_group may be put in together.")
+      .def(
+          "end_group", [](const OwnedCommunicator& c) { c.get().end_group(); }, Release())
+      .def(
           "progress", [](const OwnedCommunicator& c) { c.get().progress(); }, Release())
       .def(
           "abort", [](const OwnedCommunicator& c, const std::string& reason) { c.get().abort(reason); },
           py::arg("reason"), Release())
+      .def(
+          "poisoned",
+          [](const OwnedCommunicator& c) -> std::optional<std::string> {
+            const auto cause = c.get().poisoned();
+            return cause ? std::optional<std::string>(cause->what()) : std::nullopt;
+          },
+          "The original cause, once this communicator is poisoned.")
       .def("communication_bytes",
            [](const OwnedCommunicator& c) {
              std::map<std::string, std::uint64_t> result;

@@ -20,6 +20,7 @@ using BoundDeviceClass = pybind11::class_<BoundDevice>;
 
 BoundDeviceClass bind_cuda_device(pybind11::module_& m);
 void bind_cuda_kernels(pybind11::module_& m, BoundDeviceClass& device);
+void bind_cuda_comm(pybind11::module_& m);
 
 // "compute", "gather" or "reduce"; throws ArgumentError.
 Lane lane_from_name(const std::string& name);

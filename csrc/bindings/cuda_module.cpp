@@ -59,4 +59,5 @@ PYBIND11_MODULE(_cuda, m) {
 
   zb::BoundDeviceClass device = zb::bind_cuda_device(m);
   zb::bind_cuda_kernels(m, device);
+  zb::bind_cuda_comm(m);
 }

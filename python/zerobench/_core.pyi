@@ -93,11 +93,20 @@ class Communicator:
         Registered memory; shared memory is a collective call and may be a source.
         """
     def barrier(self) -> None: ...
+    def begin_group(self) -> None:
+        """
+        What is started until end_group may be put in together.
+        """
     def close(self) -> None: ...
     def communication_bytes(self) -> dict[str, int]: ...
+    def end_group(self) -> None: ...
     def exchange(self, mine: bytes) -> bytes:
         """
         Every rank's bytes, one after the other; all ranks give equally many.
+        """
+    def poisoned(self) -> str | None:
+        """
+        The original cause, once this communicator is poisoned.
         """
     def progress(self) -> None: ...
     def start_all_gather(

@@ -26,13 +26,6 @@ def nccl_version() -> int: ...
 def device_count() -> int: ...
 def device_info(device: int) -> DeviceInfo: ...
 def fill(destination: int, *, value: float, numel: int, stream: int) -> None: ...
-def make_nccl_communicator(
-    *, device: object, lane: str, control: object, rank: int, world_size: int, timeout_s: float
-) -> object:
-    """
-    NCCL in a lane of the device, over a capsule of a host communicator of the same ranks; a capsule. Collective.
-    """
-
 class Mark:
     """A point in a lane."""
 
@@ -138,3 +131,6 @@ class CudaDevice:
     def pop_range(self) -> None: ...
 
 def make_device(device: int, *, on_out_of_memory: Callable[[], None]) -> CudaDevice: ...
+def make_nccl_communicator(*, device: CudaDevice, lane: str, control: object, timeout_s: float) -> object:
+    """NCCL in a lane of the device, over the capsule of a host communicator that names the ranks. A capsule, too.
+    Collective."""

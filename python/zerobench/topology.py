@@ -79,7 +79,7 @@ def make_communicators(
         )
     make_control = _make_shm if (host_kind if kind == "nccl" else kind) == "shm" else _make_c10d
     control = make_control(core, config, topology)
-    return control if device is None else _over_nccl(control, core, config, topology, device)
+    return control if device is None else _over_nccl(control, core, config, device)
 
 
 def _rendezvous_from_environment(topology: Topology) -> str:
@@ -145,9 +145,7 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
     return Communicators("c10d", gather, reduce, close)
 
 
-def _over_nccl(
-    control: Communicators, core: Any, config: Config, topology: Topology, device: Any
-) -> Communicators:
+def _over_nccl(control: Communicators, core: Any, config: Config, device: Any) -> Communicators:
     """NCCL in the device's lanes; what ranks tell each other on the host goes over ``control``."""
     from zerobench import _cuda
 
@@ -156,8 +154,6 @@ def _over_nccl(
             device=device,
             lane=lane,
             control=core.release_communicator(communicator),
-            rank=topology.rank,
-            world_size=topology.world_size,
             timeout_s=config.timeout_s,
         )
         return core.adopt_communicator(capsule)

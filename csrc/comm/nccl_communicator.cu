@@ -1,0 +1,135 @@
+#include "comm/nccl_communicator.h"
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <cstdlib>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/lane_communicator.h"
+#include "comm/nccl_transport.h"
+#include "comm/peer_processes.h"
+#include "comm/shm_rendezvous.h"
+#include "comm/solo_transport.h"
+#include "common/cuda_check.h"
+
+namespace zb {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// What ranks tell each other before NCCL connects them. Plain bytes.
+struct Greeting {
+  ProcessIdentity process;
+  std::array<char, 32> pci_bus_id{};
+  int nccl_version = 0;
+  ncclUniqueId id{};  // of rank 0
+};
+
+Greeting own_greeting(Device& device, int rank) {
+  Greeting greeting;
+  greeting.process = ProcessIdentity::own();
+  device.bind_thread();
+  int ordinal = 0;
+  ZB_CUDA(cudaGetDevice(&ordinal));
+  ZB_CUDA(cudaDeviceGetPCIBusId(greeting.pci_bus_id.data(), static_cast<int>(greeting.pci_bus_id.size()), ordinal));
+  check_nccl(ncclGetVersion(&greeting.nccl_version), "ncclGetVersion");
+  if (rank == 0) check_nccl(ncclGetUniqueId(&greeting.id), "ncclGetUniqueId");
+  return greeting;
+}
+
+// The same on all ranks, so that all of them raise.
+void check_greetings(const std::vector<Greeting>& greetings) {
+  for (std::size_t rank = 1; rank < greetings.size(); ++rank) {
+    const Greeting& greeting = greetings[rank];
+    if (greeting.nccl_version != greetings[0].nccl_version) {
+      throw CommunicationError("rank 0 runs NCCL " + std::to_string(greetings[0].nccl_version) + " and rank " +
+                                   std::to_string(rank) + " " + std::to_string(greeting.nccl_version) +
+                                   "; install one version of torch for all ranks",
+                               static_cast<int>(rank));
+    }
+    for (std::size_t other = 0; other < rank; ++other) {
+      if (greeting.process.host != greetings[other].process.host ||
+          greeting.pci_bus_id != greetings[other].pci_bus_id) {
+        continue;
+      }
+      throw CommunicationError("ranks " + std::to_string(other) + " and " + std::to_string(rank) +
+                                   " of one host both use the GPU " + greeting.pci_bus_id.data() +
+                                   "; start at most one rank for each GPU that is visible",
+                               static_cast<int>(rank));
+    }
+  }
+}
+
+std::vector<Greeting> exchange_greetings(Communicator& control, const Greeting& mine) {
+  std::vector<Greeting> all(static_cast<std::size_t>(control.world_size()));
+  control.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)), "NCCL setup");
+  check_greetings(all);
+  return all;
+}
+
+PeerProcesses watch_processes(Communicator& control, const std::vector<Greeting>& greetings) {
+  std::vector<ProcessIdentity> identities;
+  for (const Greeting& greeting : greetings) identities.push_back(greeting.process);
+  PeerProcesses processes(control.rank(), identities);
+  control.barrier("NCCL setup");  // all of them lived until here, so it is them that are watched
+  return processes;
+}
+
+void connect(NcclTransport& transport, Communicator& control, const PeerProcesses& processes, const ncclUniqueId& id,
+             std::chrono::milliseconds timeout) {
+  const Clock::time_point deadline = Clock::now() + timeout;
+  transport.connect(control.rank(), control.world_size(), id, [&] {
+    if (const auto cause = control.poisoned()) throw CommunicationError(*cause);
+    if (const auto dead = processes.dead()) {
+      throw CommunicationError("rank " + std::to_string(*dead) + " died while NCCL connected the ranks", *dead);
+    }
+    if (Clock::now() >= deadline) {
+      throw CommunicationError("rank " + std::to_string(control.rank()) + " waited " + shm::seconds_text(timeout) +
+                                   " for NCCL to connect the ranks",
+                               -1);
+    }
+  });
+}
+
+LaneOptions connected(NcclOptions& options) {
+  Communicator& control = *options.control;
+  auto transport = std::make_unique<NcclTransport>(options.device, options.lane);
+  const auto greetings = exchange_greetings(control, own_greeting(*options.device, control.rank()));
+  PeerProcesses processes = watch_processes(control, greetings);
+  connect(*transport, control, processes, greetings[0].id, options.timeout);
+  LaneOptions lane;
+  lane.transport = std::move(transport);
+  lane.processes = std::move(processes);
+  return lane;
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_nccl_communicator(NcclOptions options) {
+  ZB_EXPECT(options.device != nullptr && options.control != nullptr,
+            "the NCCL communicator needs a device and a control communicator");
+  ZB_EXPECT(options.timeout.count() > 0, "the timeout must be positive");
+  LaneOptions lane;
+  if (options.control->world_size() == 1) {
+    lane.transport = std::make_unique<SoloTransport>(options.device, options.lane);
+  } else {
+    ::setenv("NCCL_NVLS_ENABLE", "0", 1);
+    try {
+      lane = connected(options);
+    } catch (const std::exception& error) {
+      options.control->abort(error.what());  // or the peers would wait for this rank until their timeout
+      throw;
+    }
+  }
+  lane.kind = "nccl";
+  lane.lane = options.lane;
+  lane.timeout = options.timeout;
+  lane.device = std::move(options.device);
+  lane.control = std::move(options.control);
+  return make_lane_communicator(std::move(lane));
+}
+
+}  // namespace zb

@@ -1,0 +1,188 @@
+#include <cuda_runtime.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "comm/nccl_transport.h"
+#include "common/cuda_check.h"
+#include "common/error.h"
+
+namespace zb {
+namespace {
+
+constexpr std::chrono::milliseconds kSlice{20};
+// Far longer than putting operations in takes.
+constexpr std::chrono::milliseconds kPatience{200};
+
+ncclDataType_t nccl_type(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return ncclBfloat16;
+    case DType::kFloat16:
+      return ncclFloat16;
+    case DType::kFloat32:
+      break;
+  }
+  return ncclFloat32;
+}
+
+std::string explain(ncclResult_t result) {
+  const char* const last = ncclGetLastError(nullptr);
+  std::string text = ncclGetErrorString(result);
+  if (last != nullptr && *last != '\0') text.append(": ").append(last);
+  while (text.ends_with('\n')) text.pop_back();
+  return text;
+}
+
+// What the thread that connects and the one that waits for it share.
+struct Connecting {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_done = false;
+  bool is_given_up = false;
+  ncclComm_t comm = nullptr;
+  std::string error;
+};
+
+// Waits where the environment (NCCL_COMM_BLOCKING=0) has made the communicator one that does not block.
+ncclResult_t settled(ncclResult_t result, ncclComm_t comm) {
+  while (result == ncclInProgress) {
+    std::this_thread::yield();
+    const ncclResult_t asked = ncclCommGetAsyncError(comm, &result);
+    if (asked != ncclSuccess) return asked;
+  }
+  return result;
+}
+
+void run_connecting(Connecting& shared, Device& device, int rank, int world_size, const ncclUniqueId& id) {
+  ncclComm_t comm = nullptr;
+  std::string error;
+  try {
+    device.bind_thread();
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 1;
+    check_nccl(settled(ncclCommInitRankConfig(&comm, world_size, id, rank, &config), comm), "ncclCommInitRankConfig");
+  } catch (const std::exception& failure) {
+    error = failure.what();
+  }
+  const std::lock_guard lock(shared.mutex);
+  shared.is_done = true;
+  shared.error = std::move(error);
+  if (shared.is_given_up && shared.error.empty()) {
+    static_cast<void>(ncclCommAbort(comm));
+  } else {
+    shared.comm = comm;
+  }
+  shared.changed.notify_all();
+}
+
+}  // namespace
+
+void check_nccl(ncclResult_t result, const char* what) {
+  if (result != ncclSuccess) throw NcclError(std::string(what) + ": " + explain(result), result);
+}
+
+NcclTransport::NcclTransport(std::shared_ptr<Device> device, Lane lane) : device_(std::move(device)), lane_(lane) {}
+
+NcclTransport::~NcclTransport() { abort(); }
+
+void NcclTransport::connect(int rank, int world_size, const ncclUniqueId& id,
+                            const std::function<void()>& keep_waiting) {
+  const auto shared = std::make_shared<Connecting>();
+  std::thread([shared, device = device_, rank, world_size, id] {
+    run_connecting(*shared, *device, rank, world_size, id);
+  }).detach();
+  std::unique_lock lock(shared->mutex);
+  while (!shared->changed.wait_for(lock, kSlice, [&] { return shared->is_done; })) {
+    lock.unlock();
+    try {
+      keep_waiting();
+    } catch (...) {
+      lock.lock();
+      shared->is_given_up = true;
+      if (shared->comm != nullptr && shared->error.empty()) static_cast<void>(ncclCommAbort(shared->comm));
+      throw;
+    }
+    lock.lock();
+  }
+  if (!shared->error.empty()) throw NcclError(shared->error, ncclInternalError);
+  comm_ = shared->comm;
+}
+
+std::shared_ptr<std::byte> NcclTransport::allocate(std::size_t bytes, std::string_view what) {
+  return device_->allocate(bytes, what);
+}
+
+void NcclTransport::put_in(std::span<const LaneCall> calls) {
+  const std::lock_guard lock(mutex_);
+  ncclComm_t comm = comm_;
+  if (comm == nullptr) throw NcclError("the NCCL communicator was aborted", ncclInvalidUsage);
+  const bool is_group = calls.size() > 1;
+  if (is_group) check_nccl(ncclGroupStart(), "ncclGroupStart");
+  ncclResult_t result = ncclSuccess;
+  for (const LaneCall& call : calls) {
+    if (call.num != 0) result = enqueue(call, comm);
+    if (result != ncclSuccess && result != ncclInProgress) break;
+  }
+  if (is_group) {
+    const ncclResult_t end = ncclGroupEnd();
+    if (result == ncclSuccess || result == ncclInProgress) result = end;
+  }
+  check_nccl(settled(result, comm), "NCCL");
+}
+
+ncclResult_t NcclTransport::enqueue(const LaneCall& call, ncclComm_t comm) const {
+  auto* const stream = static_cast<cudaStream_t>(device_->stream(lane_));
+  switch (call.kind) {
+    case Collective::kAllGather:
+      return ncclAllGather(call.source, call.destination, call.num, ncclUint8, comm, stream);
+    case Collective::kReduceScatter:
+      return ncclReduceScatter(call.source, call.destination, call.num, nccl_type(call.dtype), ncclSum, comm, stream);
+    case Collective::kAllReduce:
+      return ncclAllReduce(call.source, call.destination, call.num, nccl_type(call.dtype), ncclSum, comm, stream);
+    case Collective::kBroadcast:
+      return ncclBroadcast(call.source, call.destination, call.num, ncclUint8, call.root, comm, stream);
+    case Collective::kExchange:
+    case Collective::kBarrier:
+      break;  // over the control communicator
+  }
+  return ncclInvalidArgument;
+}
+
+void NcclTransport::enter_thread() {
+  device_->bind_thread();
+  // This thread's queries must not break a capture that another thread has begun.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  ZB_CUDA(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
+std::optional<std::string> NcclTransport::failure() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  ncclComm_t comm = comm_;
+  if (!lock || comm == nullptr) return std::nullopt;
+  ncclResult_t result = ncclSuccess;
+  const ncclResult_t asked = ncclCommGetAsyncError(comm, &result);
+  if (asked != ncclSuccess) result = asked;
+  if (result == ncclSuccess || result == ncclInProgress) return std::nullopt;
+  return explain(result);
+}
+
+void NcclTransport::abort() noexcept {
+  // A thread that stays inside of NCCL waits for a peer or for room in the stream, and leaves once NCCL's abort flag is
+  // up, long before NCCL has ended the kernels and frees what that thread uses.
+  const bool is_locked = mutex_.try_lock_for(kPatience);
+  ncclComm_t comm = comm_.exchange(nullptr);
+  if (comm != nullptr) static_cast<void>(ncclCommAbort(comm));
+  if (is_locked) mutex_.unlock();
+}
+
+void NcclTransport::finish() noexcept {
+  const std::lock_guard lock(mutex_);
+  ncclComm_t comm = comm_.exchange(nullptr);
+  if (comm != nullptr) static_cast<void>(ncclCommDestroy(comm));
+}
+
+}  // namespace zb
