@@ -53,45 +53,43 @@ __device__ void move(Group<kTo, kNumel>& to, const Group<kFrom, kNumel>& from) {
 // One tile of the groups between head and tail; the first tile moves head and tail too.
 template <DType kTo, DType kFrom, Operation kOperation, int kNumel>
 __device__ void move_tile(const TableItem& item, std::size_t tile) {
-  constexpr int kGroupNum = kTileNumel / kThreadNum / kNumel;  // a thread's
-  using To = Group<kTo, kNumel>;
-  using From = Group<kFrom, kNumel>;
+  constexpr int kThreadGroupNum = kTileNumel / kThreadNum / kNumel;
+  constexpr int kGroupNum = kThreadGroupNum < 8 ? kThreadGroupNum : 8;  // in registers at a time
+  constexpr int kPassNum = kThreadGroupNum / kGroupNum;
   const std::size_t head = min(head_numel<kTo, kNumel>(item.destination), item.numel);
   const std::size_t group_num = (item.numel - head) / kNumel;
-  auto* to_elements = static_cast<Group<kTo, 1>*>(item.destination);
-  const auto* from_elements = static_cast<const Group<kFrom, 1>*>(item.source);
-  auto* to_groups = reinterpret_cast<To*>(to_elements + head);
-  const auto* from_groups = reinterpret_cast<const From*>(from_elements + head);
 
-  const std::size_t first = tile * (kTileNumel / kNumel) + threadIdx.x;
-  To to[kGroupNum];
-  From from[kGroupNum];
+#pragma unroll 1
+  for (int pass = 0; pass < kPassNum; ++pass) {
+    const std::size_t first = (tile * kPassNum + pass) * (kThreadNum * kGroupNum) + threadIdx.x;
+    Group<kTo, kNumel> to[kGroupNum];
+    Group<kFrom, kNumel> from[kGroupNum];
 #pragma unroll
-  for (int k = 0; k < kGroupNum; ++k) {  // all loads before the first store
-    const std::size_t index = first + k * kThreadNum;
-    if (index < group_num) {
-      if constexpr (kOperation != Operation::kZero) from[k] = from_groups[index];
-      if constexpr (kOperation == Operation::kAdd) to[k] = to_groups[index];
+    for (int k = 0; k < kGroupNum; ++k) {  // all loads before the first store
+      const std::size_t index = first + k * kThreadNum;
+      if (index < group_num) {
+        if constexpr (kOperation != Operation::kZero) from[k].load(item.source, head + index * kNumel);
+        if constexpr (kOperation == Operation::kAdd) to[k].load(item.destination, head + index * kNumel);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kGroupNum; ++k) {
+      const std::size_t index = first + k * kThreadNum;
+      if (index < group_num) {
+        move<kTo, kFrom, kOperation>(to[k], from[k]);
+        to[k].store(item.destination, head + index * kNumel);
+      }
     }
   }
-#pragma unroll
-  for (int k = 0; k < kGroupNum; ++k) {
-    const std::size_t index = first + k * kThreadNum;
-    if (index < group_num) {
-      move<kTo, kFrom, kOperation>(to[k], from[k]);
-      to_groups[index] = to[k];
-    }
-  }
 
-  const std::size_t single_num = item.numel - group_num * kNumel;
-  if (tile == 0 && threadIdx.x < single_num) {
-    const std::size_t index = threadIdx.x < head ? threadIdx.x : threadIdx.x + group_num * kNumel;
-    Group<kTo, 1> single_to{};
-    Group<kFrom, 1> single_from{};
-    if constexpr (kOperation != Operation::kZero) single_from = from_elements[index];
-    if constexpr (kOperation == Operation::kAdd) single_to = to_elements[index];
+  if (tile == 0 && threadIdx.x < item.numel - group_num * kNumel) {
+    const std::size_t element = threadIdx.x < head ? threadIdx.x : threadIdx.x + group_num * kNumel;
+    Group<kTo, 1> single_to;
+    Group<kFrom, 1> single_from;
+    if constexpr (kOperation != Operation::kZero) single_from.load(item.source, element);
+    if constexpr (kOperation == Operation::kAdd) single_to.load(item.destination, element);
     move<kTo, kFrom, kOperation>(single_to, single_from);
-    to_elements[index] = single_to;
+    single_to.store(item.destination, element);
   }
 }
 
@@ -105,7 +103,7 @@ __device__ void move_tile(const TableItem& item, std::size_t tile) {
   }
 }
 
-__global__ void __launch_bounds__(kThreadNum) pack_kernel(const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(kThreadNum, 4) pack_kernel(const __grid_constant__ Table table) {
   unsigned low = 0;  // the last item whose first tile is not past this block's
   for (unsigned high = table.item_num; high - low > 1;) {
     const unsigned middle = (low + high) / 2;

@@ -38,8 +38,11 @@ __device__ double block_sum(double value) {
 // Elements [index * kNumel, ...) of the source; zeros past its end.
 template <DType kType, int kNumel, bool kAligned>
 __device__ Group<kType, kNumel> load_group(const void* source, std::size_t index, std::size_t numel) {
-  if (kAligned && (index + 1) * kNumel <= numel) return static_cast<const Group<kType, kNumel>*>(source)[index];
   Group<kType, kNumel> group{};
+  if (kAligned && (index + 1) * kNumel <= numel) {
+    group.load(source, index * kNumel);
+    return group;
+  }
 #pragma unroll
   for (int i = 0; i < kNumel; ++i) {
     const std::size_t at = index * kNumel + i;
@@ -48,27 +51,33 @@ __device__ Group<kType, kNumel> load_group(const void* source, std::size_t index
   return group;
 }
 
+template <DType kType, int kNumel>
+__device__ void add_squares(double (&sums)[kNumel], const Group<kType, kNumel>& group) {
+#pragma unroll
+  for (int i = 0; i < kNumel; ++i) {
+    const double value = group.get(i);
+    sums[i] = __fma_rn(value, value, sums[i]);
+  }
+}
+
+// Every (grid size)-th group, in order.
 template <DType kType, bool kAligned>
 __device__ double thread_sum(const void* source, std::size_t numel) {
   constexpr int kNumel = kGroupNumel<kType>;
-  const std::size_t group_num = (numel + kNumel - 1) / kNumel;
   const std::size_t stride = static_cast<std::size_t>(gridDim.x) * kThreadNum;
+  std::size_t index = static_cast<std::size_t>(blockIdx.x) * kThreadNum + threadIdx.x;
   double sums[kNumel] = {};
-  for (std::size_t first = static_cast<std::size_t>(blockIdx.x) * kThreadNum + threadIdx.x; first < group_num;
-       first += kUnroll * stride) {
-    Group<kType, kNumel> groups[kUnroll];
+  if constexpr (kAligned) {
+    for (; index + (kUnroll - 1) * stride < numel / kNumel; index += kUnroll * stride) {
+      Group<kType, kNumel> groups[kUnroll];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      groups[k] = load_group<kType, kNumel, kAligned>(source, first + k * stride, numel);
+      for (int k = 0; k < kUnroll; ++k) groups[k].load(source, (index + k * stride) * kNumel);
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k) add_squares(sums, groups[k]);
     }
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-#pragma unroll
-      for (int i = 0; i < kNumel; ++i) {
-        const double value = groups[k].get(i);
-        sums[i] = __fma_rn(value, value, sums[i]);
-      }
-    }
+  }
+  for (; index * kNumel < numel; index += stride) {
+    add_squares(sums, load_group<kType, kNumel, kAligned>(source, index, numel));
   }
 #pragma unroll
   for (int half = kNumel / 2; half > 0; half /= 2) {

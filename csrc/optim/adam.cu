@@ -1,8 +1,9 @@
-// A launch takes many runs: a block updates one tile of one run of the table in its parameters.
+// A launch takes many runs of the same dtypes: a block updates one tile of one run of the table in its parameters.
 #include <cstdint>
 #include <utility>
 
 #include "common/cuda_check.h"
+#include "common/dtype_dispatch.h"
 #include "kernels/cuda_kernels.h"
 #include "kernels/cuda_vector.h"
 #include "optim/cuda_adam.h"
@@ -41,30 +42,17 @@ __device__ void update_element(float& p, float& m, float& v, float gradient, con
   p = __fmaf_rn(-s.step_size, __fdiv_rn(m, d), p);
 }
 
-template <class To>
-__device__ To* at(void* base, std::size_t element) {
-  return reinterpret_cast<To*>(static_cast<typename To::Bits*>(base) + element);
-}
-template <class To>
-__device__ const To* at(const void* base, std::size_t element) {
-  return reinterpret_cast<const To*>(static_cast<const typename To::Bits*>(base) + element);
-}
-
 // kNumel elements of a run in registers.
 template <DType kGradient, DType kLow, bool kHasLow, int kNumel>
 struct Registers {
-  using State = Group<DType::kFloat32, kNumel>;
-  using Gradient = Group<kGradient, kNumel>;
-  using Low = Group<kLow, kNumel>;
-
-  State master, exp_avg, exp_avg_sq;
-  Gradient gradient;
+  Group<DType::kFloat32, kNumel> master, exp_avg, exp_avg_sq;
+  Group<kGradient, kNumel> gradient;
 
   __device__ void load(const AdamSpan& span, std::size_t element) {
-    master = *at<State>(span.master, element);
-    exp_avg = *at<State>(span.exp_avg, element);
-    exp_avg_sq = *at<State>(span.exp_avg_sq, element);
-    gradient = *at<Gradient>(span.gradient, element);
+    master.load(span.master, element);
+    exp_avg.load(span.exp_avg, element);
+    exp_avg_sq.load(span.exp_avg_sq, element);
+    gradient.load(span.gradient, element);
   }
 
   __device__ void update(const AdamScalars& scalars, float factor) {
@@ -79,14 +67,14 @@ struct Registers {
   }
 
   __device__ void store(const AdamSpan& span, std::size_t element) const {
-    *at<State>(span.exp_avg, element) = exp_avg;
-    *at<State>(span.exp_avg_sq, element) = exp_avg_sq;
-    *at<State>(span.master, element) = master;
+    exp_avg.store(span.exp_avg, element);
+    exp_avg_sq.store(span.exp_avg_sq, element);
+    master.store(span.master, element);
     if constexpr (kHasLow) {
-      Low low;
+      Group<kLow, kNumel> low;
 #pragma unroll
       for (int i = 0; i < kNumel; ++i) low.set(i, master.get(i));
-      *at<Low>(span.low_precision, element) = low;
+      low.store(span.low_precision, element);
     }
   }
 };
@@ -129,6 +117,7 @@ __device__ void update_tile(const AdamRun& run, std::size_t tile, const StepScal
   }
 }
 
+template <DType kGradient, DType kLow, bool kHasLow>
 __global__ void __launch_bounds__(kThreadNum, 4) adam_kernel(const __grid_constant__ Table table) {
   unsigned low = 0;  // the last run whose first tile is not past this block's
   for (unsigned high = table.run_num; high - low > 1;) {
@@ -136,16 +125,21 @@ __global__ void __launch_bounds__(kThreadNum, 4) adam_kernel(const __grid_consta
     (table.runs[middle].first_tile <= blockIdx.x ? low : high) = middle;
   }
   const TableRun& at = table.runs[low];
-  const AdamSpan& span = at.run.span;
   const std::size_t tile = blockIdx.x - at.first_tile;
-  with_device_dtype(span.gradient_dtype, [&]<DType kGradient>() {
-    const auto with_low = [&]<DType kLow, bool kHasLow>() {
-      constexpr int kNumel = kGroupNumel<DType::kFloat32>;
-      if (at.is_grouped) return update_tile<kGradient, kLow, kHasLow, kNumel>(at.run, tile, table.step);
-      update_tile<kGradient, kLow, kHasLow, 1>(at.run, tile, table.step);
-    };
-    if (span.low_precision == nullptr) return with_low.template operator()<DType::kFloat32, false>();
-    with_device_dtype(span.low_precision_dtype, [&]<DType kLow>() { with_low.template operator()<kLow, true>(); });
+  if (at.is_grouped) {
+    update_tile<kGradient, kLow, kHasLow, kGroupNumel<DType::kFloat32>>(at.run, tile, table.step);
+  } else {
+    update_tile<kGradient, kLow, kHasLow, 1>(at.run, tile, table.step);
+  }
+}
+
+using Kernel = void (*)(Table);
+
+Kernel kernel_for(const AdamSpan& span) {
+  return with_dtype(span.gradient_dtype, [&]<DType kGradient>() -> Kernel {
+    if (span.low_precision == nullptr) return adam_kernel<kGradient, DType::kFloat32, false>;
+    return with_dtype(span.low_precision_dtype,
+                      [&]<DType kLow>() -> Kernel { return adam_kernel<kGradient, kLow, true>; });
   });
 }
 
@@ -162,24 +156,26 @@ TableRun table_run(const AdamRun& run, unsigned first_tile) {
   return {run, first_tile, is_grouped};
 }
 
-void launch_adam(std::span<const AdamRun> runs, const StepScalars* step, cudaStream_t stream) {
-  while (!runs.empty()) {
-    Table table;  // the part that is not filled is not read
-    table.run_num = 0;
-    table.step = step;
-    std::size_t tile_num = 0;
-    std::size_t taken = 0;
-    for (; taken < runs.size() && table.run_num < kTableRunNum; ++taken) {
-      const AdamRun& run = runs[taken];
-      if (run.span.numel == 0) continue;
-      table.runs[table.run_num++] = table_run(run, static_cast<unsigned>(tile_num));
-      tile_num += (run.span.numel + kTileNumel - 1) / kTileNumel;
-    }
-    runs = runs.subspan(taken);
-    if (tile_num == 0) continue;
-    adam_kernel<<<static_cast<unsigned>(tile_num), kThreadNum, 0, stream>>>(table);
+// The first runs that one launch can take; returns the others.
+std::span<const AdamRun> launch_some(std::span<const AdamRun> runs, const StepScalars* step, cudaStream_t stream) {
+  const Kernel kernel = kernel_for(runs.front().span);
+  Table table;  // the part that is not filled is not read
+  table.run_num = 0;
+  table.step = step;
+  std::size_t tile_num = 0;
+  std::size_t taken = 0;
+  for (; taken < runs.size() && table.run_num < kTableRunNum; ++taken) {
+    const AdamRun& run = runs[taken];
+    if (run.span.numel == 0) continue;
+    if (kernel_for(run.span) != kernel) break;
+    table.runs[table.run_num++] = table_run(run, static_cast<unsigned>(tile_num));
+    tile_num += (run.span.numel + kTileNumel - 1) / kTileNumel;
+  }
+  if (tile_num != 0) {
+    kernel<<<static_cast<unsigned>(tile_num), kThreadNum, 0, stream>>>(table);
     ZB_CUDA(cudaGetLastError());
   }
+  return runs.subspan(taken);
 }
 
 class CudaAdam final : public DeviceAdam {
@@ -188,7 +184,7 @@ class CudaAdam final : public DeviceAdam {
 
   void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) override {
     device_->bind_thread();
-    launch_adam(runs, step, device_->cuda_stream(lane));
+    while (!runs.empty()) runs = launch_some(runs, step, device_->cuda_stream(lane));
   }
 
  private:
