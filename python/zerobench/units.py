@@ -11,6 +11,10 @@ from torch import nn
 
 from zerobench.errors import ConfigError
 
+_LARGE_NUMEL = (
+    1 << 24
+)  # an embedding or head of this many elements is worth a collective, however large the blocks are
+
 
 @dataclass(frozen=True)
 class UnitModules:
@@ -47,8 +51,9 @@ def find_units(model: nn.Module, units: str | Sequence[str] = "auto") -> UnitMod
     """The root and, inside it, repeated blocks ("auto") or all modules of the named classes.
 
     Blocks are the outermost modules of which a container holds at least two with the same class and the same parameter
-    names and shapes. Embeddings and heads that share no parameter with another module become units of their own beside
-    blocks. Raises ConfigError for a class name that no module has.
+    names and shapes; also those in a list of modules whose class a Hugging Face model must not have split, be there one
+    only, so that a mixture of experts stays whole. Large embeddings and heads that share no parameter with another
+    module become units of their own beside blocks. Raises ConfigError for a class name that no module has.
     """
     if units == "auto":
         found = _repeated_blocks(model)
@@ -69,6 +74,7 @@ def _signature(module: nn.Module) -> tuple[object, ...]:
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     blocks: list[nn.Module] = []
     seen: set[int] = set()
+    whole = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
 
     def visit(module: nn.Module) -> None:
         children = [child for child in module.children() if id(child) not in seen]
@@ -76,7 +82,8 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
         for child in children:
             seen.add(id(child))
             signature = _signature(child)
-            if counts.get(signature, 0) >= 2 and signature[1]:
+            listed = isinstance(module, nn.ModuleList) and type(child).__name__ in whole
+            if (listed or counts.get(signature, 0) >= 2) and signature[1]:
                 blocks.append(child)
             else:
                 visit(child)
@@ -96,8 +103,9 @@ def _lone_embeddings(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Modul
         if id(module) in inside or not isinstance(module, (nn.Embedding, nn.Linear)):
             continue
         own = [p for p in module._parameters.values() if p is not None]
+        numel = sum(p.numel() for p in own)
         # Small ones (position embeddings, a classifier) would only add collectives.
-        if own and all(uses[id(p)] == 1 for p in own) and 2 * sum(p.numel() for p in own) >= block_numel:
+        if own and all(uses[id(p)] == 1 for p in own) and (2 * numel >= block_numel or numel >= _LARGE_NUMEL):
             lone.append(module)
     return lone
 

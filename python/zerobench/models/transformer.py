@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerobench.errors import ConfigError
-from zerobench.models.presets import ModelConfig
+from zerobench.models.presets import PresetConfig
+
+INIT_STD = 0.02
 
 
 class CausalLMOutput(NamedTuple):
@@ -21,13 +23,21 @@ class CausalLMOutput(NamedTuple):
     logits: torch.Tensor  # (batch_size, seq_length, vocab_size)
 
 
+class ResidualLinear(nn.Linear):
+    """A projection into the residual stream, initialised smaller the deeper the model."""
+
+    def __init__(self, inputs: int, outputs: int, *, num_layers: int) -> None:
+        super().__init__(inputs, outputs)
+        self.init_std = INIT_STD / math.sqrt(2 * num_layers)
+
+
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: PresetConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.proj = ResidualLinear(config.hidden_size, config.hidden_size, num_layers=config.num_layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch_size, seq_length, hidden_size = x.shape
@@ -40,17 +50,17 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: PresetConfig) -> None:
         super().__init__()
         self.fc = nn.Linear(config.hidden_size, config.ffn_size)
-        self.proj = nn.Linear(config.ffn_size, config.hidden_size)
+        self.proj = ResidualLinear(config.ffn_size, config.hidden_size, num_layers=config.num_layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.proj(F.gelu(self.fc(x), approximate="tanh"))
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: PresetConfig) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.hidden_size)
         self.attn = Attention(config)
@@ -64,7 +74,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: PresetConfig) -> None:
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -80,6 +90,17 @@ class Transformer(nn.Module):
     def tie_weights(self) -> None:
         if self.config.tied_embeddings:
             self.lm_head.weight = self.wte.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """GPT-2's initialisation of one module's own parameters (the protocol of models/materialise.py)."""
+        if isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            std = module.init_std if isinstance(module, ResidualLinear) else INIT_STD
+            nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def gradient_checkpointing_enable(self, *, use_reentrant: bool = False) -> None:
         """Keep only each block's input in forward and compute the block again in backward."""
@@ -110,28 +131,3 @@ class Transformer(nn.Module):
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return CausalLMOutput(loss, logits)
-
-
-def _init_weights(model: Transformer, generator: torch.Generator) -> None:
-    """GPT-2: normal of 0.02, the projections into the residual stream scaled down by depth, biases zero."""
-    residual_std = 0.02 / math.sqrt(2 * model.config.num_layers)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm):
-            nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            if module is model.lm_head and model.config.tied_embeddings:
-                continue
-            std = residual_std if name.endswith(".proj") else 0.02
-            nn.init.normal_(module.weight, std=std, generator=generator)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-
-def build_transformer(config: ModelConfig, seed: int) -> Transformer:
-    with torch.device("meta"):  # the constructors' own initialisation would draw from the global generator
-        model = Transformer(config)
-    model.to_empty(device="cpu")
-    model.tie_weights()  # to_empty gives each occurrence storage of its own
-    _init_weights(model, torch.Generator().manual_seed(seed))
-    return model

@@ -1,0 +1,100 @@
+"""Weights of a Hugging Face checkpoint, read a tensor at a time, so that no host needs room for a whole model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerobench.errors import ConfigError
+
+_FUSED_EXPERTS = re.compile(r"(?P<layer>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
+
+
+class Checkpoint:
+    """A folder of safetensors or torch files, one or sharded with an index."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self._files = self._index()  # file by tensor name
+        self._open = cache(self._open_file)
+
+    def load_into(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Copy the checkpoint's values, in the parameters' dtypes. Raises ConfigError for what it lacks."""
+        aliases: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
+        parameters = dict(model.named_parameters())
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        for name in names:
+            parameter = parameters[name]
+            found = [key for alias in aliases[id(parameter)] for key in self._spellings(alias, prefix)]
+            values = self.read(found[0]) if found else self._fused(name, parameter.shape)
+            if values is None:
+                raise ConfigError(
+                    f"the checkpoint in {self.folder} has no parameter {name!r}: it is of another model"
+                )
+            if values.shape != parameter.shape:
+                raise ConfigError(
+                    f"parameter {name!r} has shape {tuple(values.shape)} in {self.folder} and {tuple(parameter.shape)} "
+                    "in the model: leave sizes as published or take random weights"
+                )
+            parameter.copy_(values)
+
+    def read(self, name: str) -> torch.Tensor:
+        file = self._files[name]
+        source = self._open(file)
+        return source.get_tensor(name) if file.suffix == ".safetensors" else source[name]
+
+    def _index(self) -> dict[str, Path]:
+        for stem in ("model.safetensors", "pytorch_model.bin"):
+            index, single = self.folder / f"{stem}.index.json", self.folder / stem
+            if index.is_file():
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                return {name: self.folder / file for name, file in weight_map.items()}
+            if single.is_file():
+                return dict.fromkeys(self._open_file(single).keys(), single)
+        raise ConfigError(f"{self.folder} holds no weights (model.safetensors or pytorch_model.bin)")
+
+    @staticmethod
+    def _open_file(file: Path) -> Any:
+        if file.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            return safe_open(file, framework="pt")
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+    def _spellings(self, name: str, prefix: str) -> Iterator[str]:
+        """What checkpoints call a parameter: with or without the base model's prefix, norms in BERT's old words, the
+        router of Mixtral under its older parent."""
+        for spelling in (name, name.removeprefix(prefix)):
+            for old, new in (
+                ("", ""),
+                ("LayerNorm.weight", "LayerNorm.gamma"),
+                ("LayerNorm.bias", "LayerNorm.beta"),
+                (".mlp.gate.", ".block_sparse_moe.gate."),
+            ):
+                written = spelling.replace(old, new) if old else spelling
+                if written in self._files:
+                    yield written
+
+    def _fused(self, name: str, shape: torch.Size) -> torch.Tensor | None:
+        """Mixtral's experts, which transformers 5 keeps in one tensor and checkpoints in one each."""
+        match = _FUSED_EXPERTS.fullmatch(name)
+        if match is None or f"{match['layer']}.block_sparse_moe.experts.0.w1.weight" not in self._files:
+            return None
+        experts = [f"{match['layer']}.block_sparse_moe.experts.{expert}" for expert in range(shape[0])]
+        if match["kind"] == "down_proj":
+            return torch.stack([self.read(f"{expert}.w2.weight") for expert in experts])
+        return torch.stack(
+            [
+                torch.cat([self.read(f"{expert}.w1.weight"), self.read(f"{expert}.w3.weight")])
+                for expert in experts
+            ]
+        )

@@ -1,0 +1,37 @@
+"""Gradient checkpointing of every block, whatever the model calls it. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from zerobench.errors import ConfigError
+from zerobench.models.hf_config import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Keep each block's input only, and compute the block again in backward. Raises ConfigError where it cannot."""
+    enable = getattr(model, "activation_checkpointing_enable", None)  # transformers from 5.2x on
+    if enable is not None:
+        enable(activation_checkpointing_kwargs=_arguments(model))
+        return
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable: leave out --checkpointing"
+        )
+    if "gradient_checkpointing_kwargs" in inspect.signature(enable).parameters:
+        enable(gradient_checkpointing_kwargs=_arguments(model))
+    else:
+        enable(use_reentrant=False)
+
+
+def _arguments(model: nn.Module) -> dict[str, bool]:
+    """Of torch's checkpoint. Where nothing is drawn, saving every block's random state would be for nothing."""
+    config = getattr(model, "config", None)
+    kind = ARCHITECTURES.get(getattr(config, "model_type", ""))
+    draws = kind is None or any(getattr(config, key, 0.0) for key in kind.dropouts)
+    return {"use_reentrant": False, "preserve_rng_state": draws}

@@ -1,0 +1,90 @@
+"""What every model's configuration has in common. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from zerobench.errors import ConfigError
+
+T = TypeVar("T", bound="ModelConfig")
+
+
+class ModelConfig(BaseModel):
+    """Sizes of a model. ``ModelConfig.model_validate`` of a dumped configuration gives the subclass it came from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str = "custom"
+    num_layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    max_seq_length: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+    tied_embeddings: bool = True  # token embedding and output projection share one weight
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)  # above zero, strategies draw different masks
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_its_kind(cls, value: Any, handler: ModelWrapValidatorHandler[ModelConfig]) -> ModelConfig:
+        if cls is not ModelConfig or not isinstance(value, Mapping):
+            return handler(value)
+        if "architecture" in value:
+            from zerobench.models.hf_config import HFConfig
+
+            return HFConfig.model_validate(value)
+        from zerobench.models.presets import PresetConfig
+
+        return PresetConfig.model_validate(value)
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> ModelConfig:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}: "
+                f"use a multiple of {self.num_heads} or another num_heads"
+            )
+        return self
+
+    def check_seq_length(self, seq_length: int) -> None:
+        """Raise ConfigError unless sequences of ``seq_length`` tokens can be trained (two to predict one)."""
+        if not 2 <= seq_length <= self.max_seq_length:
+            raise ConfigError(
+                f"seq_length {seq_length} is outside 2 to {self.max_seq_length} (max_seq_length of model "
+                f"{self.name!r}): choose another seq_length or override max_seq_length"
+            )
+
+
+def make(kind: type[T], name: str, fields: Mapping[str, Any]) -> T:
+    """A configuration of ``kind``. Raises ConfigError in one sentence."""
+    try:
+        return kind(name=name, **fields)
+    except ValidationError as error:
+        raise ConfigError(f"model {name!r}: {_first_problem(error)}") from None
+
+
+def checked_overrides(overrides: Mapping[str, Any] | None, *, known: Iterable[str]) -> dict[str, Any]:
+    """``overrides`` without None values. Raises ConfigError for a name that is not ``known``."""
+    fields = list(known)
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    for key in given:
+        if key not in fields:
+            raise ConfigError(f"unknown model option {key!r}: {suggest(key, fields)}")
+    return given
+
+
+def suggest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}known: {', '.join(known)}"
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    if not problem["loc"]:  # our own validator: the sentence names its fields
+        return str(problem["msg"]).removeprefix("Value error, ")
+    message = str(problem["msg"]).removeprefix("Input ")
+    return f"{'.'.join(str(part) for part in problem['loc'])} {message}, got {problem['input']!r}"

@@ -1,0 +1,136 @@
+"""Models by name: presets of our own, names of the Hugging Face hub and local folders, all without network.
+
+- ``gpt2``, ``tiny`` and the like: zerobench's own presets (presets.py), plain PyTorch.
+- ``organisation/name``: the hub's name, built by transformers: a shipped configuration (hub.json) or one that lies in
+  the hub's cache on this machine. ``hf:NAME`` is short for the shipped name that ends in ``/NAME``; so ``gpt2`` is our
+  preset and ``hf:gpt2`` (``openai-community/gpt2``) transformers' GPT-2, and neither ever stands in for the other.
+- ``llama-1.3b``, ``llama``: the shapes of the peer benchmark, built by transformers.
+- a path that begins with ``/``, ``./``, ``../`` or ``~``: a folder with a config.json and, perhaps, weights.
+
+Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from zerobench.errors import ConfigError
+from zerobench.models.config import ModelConfig, suggest
+from zerobench.models.hf_config import RANDOM_WEIGHTS, HFConfig, from_published
+from zerobench.models.presets import preset_names, resolve_preset
+
+WEIGHT_FILES = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+
+
+def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The model ``name`` with ``overrides`` of its fields; None leaves what it has.
+
+    Raises ConfigError for an unknown name, option or size, and where a package that builds the model is missing.
+    """
+    config = find(name, overrides)
+    check_packages(config)
+    return config
+
+
+def find(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """``resolve`` without asking whether this machine can build it: sizes alone need no package."""
+    if name in preset_names():
+        return resolve_preset(name, overrides)
+    given = dict(overrides or {})
+    if given.get("weights") not in (None, RANDOM_WEIGHTS):
+        given["weights"] = str(_folder(str(given["weights"])))
+    if name.startswith(("/", "./", "../", "~")):
+        folder = _folder(name)
+        return _of_folder(str(folder), folder, given)
+    known = hub_models()
+    name = _without_prefix(name) if name.startswith("hf:") else name
+    cached = cached_folder(name) if "/" in name else None
+    if name in known:
+        weights = str(cached) if cached is not None and has_weights(cached) else RANDOM_WEIGHTS
+        return from_published(name, known[name]["config"], overrides=given, weights=weights)
+    if cached is not None:
+        return _of_folder(name, cached, given)
+    raise ConfigError(
+        f"unknown model {name!r}: {suggest(name, [*preset_names(), *known])}{_local_hint(name)}"
+    )
+
+
+def _of_folder(name: str, folder: Path, overrides: Mapping[str, Any]) -> HFConfig:
+    path = folder / "config.json"
+    try:
+        published = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"model {name!r}: cannot read {path} ({error.strerror})") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"model {name!r}: {path} is not JSON ({error.msg} in line {error.lineno})"
+        ) from None
+    weights = str(folder) if has_weights(folder) else RANDOM_WEIGHTS
+    return from_published(name, published, overrides=overrides, weights=weights)
+
+
+def _folder(text: str) -> Path:
+    folder = Path(text).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"{text}: no such folder: name one that holds a config.json")
+    return folder
+
+
+def has_weights(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in WEIGHT_FILES)
+
+
+@cache
+def hub_models() -> dict[str, dict[str, Any]]:
+    """Shipped configurations by hub name: {"config": fields of config.json, "parameters": published number}."""
+    text = Path(__file__).with_name("hub.json").read_text(encoding="utf-8")
+    models: dict[str, dict[str, Any]] = json.loads(text)["models"]
+    return models
+
+
+def cached_folder(name: str) -> Path | None:
+    """The hub's snapshot of ``name`` in the cache of this machine, if it holds a config.json."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name that the hub could have
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def check_packages(config: ModelConfig) -> None:
+    """Raise ConfigError in one sentence where a package that the model needs is missing."""
+    if not isinstance(config, HFConfig):
+        return
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(f"model {config.name!r} needs transformers: pip install 'zerobench[hf]'")
+    if config.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError(
+            "attention 'flash_attention_2' needs flash-attn: pip install flash-attn, or choose sdpa (which uses flash "
+            "attention kernels where they fit)"
+        )
+
+
+def _without_prefix(name: str) -> str:
+    short = name.removeprefix("hf:")
+    if "/" in short:
+        return short
+    full = [known for known in hub_models() if known.rpartition("/")[2] == short and "/" in known]
+    return full[0] if full else name
+
+
+def _local_hint(name: str) -> str:
+    return f"; for the folder of that name write ./{name}" if Path(name, "config.json").is_file() else ""

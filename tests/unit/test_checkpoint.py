@@ -1,0 +1,122 @@
+"""Real weights from a folder: the same as transformers loads, tensor by tensor, from every form of checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerobench import models
+from zerobench.errors import ConfigError
+from zerobench.models.materialise import materialise
+
+transformers = pytest.importorskip("transformers", reason="needs zerobench[hf]")
+
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_seq_length": 16, "vocab_size": 64}
+CASES = {
+    "hf:gpt2": {},
+    "llama": {"ffn_size": 40},
+    "mistralai/Mixtral-8x7B-v0.1": {"ffn_size": 40, "num_kv_heads": 2, "num_experts": 3},
+    "Qwen/Qwen2.5-0.5B": {"ffn_size": 40, "num_kv_heads": 2},
+    "facebook/opt-350m": {"embedding_size": 16},
+    "google-bert/bert-large-uncased": {},
+}
+
+
+def original(name: str):
+    return models.build(models.find(name, SIZES | CASES[name] | {"weights": "random"}), 1, device="cpu")
+
+
+def saved(name: str, folder: Path, *, base_only: bool = False, **options):
+    """A model that transformers wrote to ``folder``, with values that are nobody's first ones."""
+    model = original(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+    (model.base_model if base_only else model).save_pretrained(folder, **options)
+    return model
+
+
+def assert_equal(model, expected) -> None:
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_transformers_wrote_and_reads(name, tmp_path):
+    expected = saved(name, tmp_path)
+    config = models.find(str(tmp_path))
+    assert config.weights == str(tmp_path)
+    model = models.build(config, 0, device="cpu")
+    assert_equal(model, expected)
+    loaded = type(expected).from_pretrained(tmp_path)
+    assert_equal(model, loaded)
+    assert model.training
+    ids = torch.randint(64, (2, 8))
+    torch.testing.assert_close(
+        model.eval()(input_ids=ids, labels=ids).loss, loaded(input_ids=ids, labels=ids).loss
+    )
+
+
+def test_unit_by_unit_from_several_files(tmp_path):
+    expected = saved("mistralai/Mixtral-8x7B-v0.1", tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    model = models.build(models.find(str(tmp_path)), 0, device="meta")
+    for name in ("lm_head", "model.layers.1", "model.norm"):
+        materialise(model, [name], device="cpu")
+    assert model.model.layers[0].input_layernorm.weight.is_meta
+    materialise(model, device="cpu")
+    assert_equal(model, expected)
+
+
+def test_torch_files_base_models_and_old_names(tmp_path):
+    expected = saved("google-bert/bert-large-uncased", tmp_path)
+    state = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in expected.state_dict().items()
+    }
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    assert_equal(models.build(models.find(str(tmp_path)), 0, device="cpu"), expected)
+
+
+def test_checkpoints_of_the_base_model(tmp_path):
+    expected = saved("hf:gpt2", tmp_path, base_only=True)
+    assert_equal(models.build(models.find(str(tmp_path)), 0, device="cpu"), expected)
+
+
+def test_weights_are_cast_to_fp32(tmp_path):
+    expected = original("llama").bfloat16()
+    expected.save_pretrained(tmp_path)
+    model = models.build(models.find(str(tmp_path)), 0, device="cpu")
+    assert model.lm_head.weight.dtype == torch.float32
+    assert torch.equal(model.lm_head.weight, expected.lm_head.weight.float())
+
+
+def test_the_first_layers_of_a_deeper_checkpoint(tmp_path):
+    expected = saved("llama", tmp_path)
+    config = models.find(str(tmp_path), {"num_layers": 1, "weights": str(tmp_path)})
+    model = models.build(config, 0, device="cpu")
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, expected.model.layers[0].mlp.up_proj.weight)
+    assert len(model.model.layers) == 1
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path):
+    saved("llama", tmp_path)
+    wide = models.find(str(tmp_path), {"vocab_size": 65, "weights": str(tmp_path)})
+    with pytest.raises(
+        ConfigError, match=r"'model.embed_tokens.weight' has shape \(64, 32\) in .* and \(65, 32\)"
+    ):
+        models.build(wide, 0, device="cpu")
+    deep = models.find(str(tmp_path), {"num_layers": 3, "weights": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"has no parameter 'model.layers.2"):
+        models.build(deep, 0, device="cpu")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "extra").mkdir()
+    published = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "extra/config.json").write_text(json.dumps(published))
+    empty = models.find("llama", {"weights": str(tmp_path / "extra"), **SIZES, **CASES["llama"]})
+    with pytest.raises(ConfigError, match="holds no weights"):
+        models.build(empty, 0, device="cpu")

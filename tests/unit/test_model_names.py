@@ -1,0 +1,238 @@
+"""Model names, their published sizes, overrides, and the FLOP count; no model is built here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerobench import models
+from zerobench.errors import ConfigError
+
+pytest.importorskip("huggingface_hub", reason="needs zerobench[hf]")
+
+PUBLISHED = models.hub_models()
+SIZES = {"num_layers": 3, "hidden_size": 48, "num_heads": 4, "max_seq_length": 40, "vocab_size": 300}
+ASKED_FOR = {
+    "openai-community/": ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"],
+    "meta-llama/": [
+        "Llama-2-7b-hf",
+        "Llama-2-13b-hf",
+        "Llama-2-70b-hf",
+        "Meta-Llama-3-8B",
+        "Meta-Llama-3-70B",
+    ],
+    "mistralai/": ["Mistral-7B-v0.1", "Mixtral-8x7B-v0.1"],
+    "Qwen/Qwen2.5-": ["0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B"],
+    "facebook/opt-": ["125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b"],
+    "google-bert/": ["bert-large-uncased"],
+    "": ["llama-1.3b", "llama"],
+}
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch, tmp_path):
+    """What lies in the hub's cache of this machine must not decide."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_every_model_asked_for_is_shipped():
+    assert {start + name for start, names in ASKED_FOR.items() for name in names} <= set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_number(name):
+    config = models.find(name)
+    assert config.name == name
+    assert config.dropout == 0.0 and config.attention == "sdpa" and config.weights == "random"
+    assert models.parameter_count(config) == PUBLISHED[name]["parameters"]
+
+
+def test_names_are_never_mistaken_for_one_another():
+    assert isinstance(models.find("gpt2"), models.PresetConfig)
+    for name in ("hf:gpt2", "hf:openai-community/gpt2", "openai-community/gpt2"):
+        assert models.find(name).name == "openai-community/gpt2"
+        assert isinstance(models.find(name), models.HFConfig)
+    assert models.find("hf:bert-large-uncased").name == "google-bert/bert-large-uncased"
+    assert models.find("hf:opt-1.3b") == models.find("facebook/opt-1.3b")
+
+
+def test_sizes_of_mixtral_and_small_opt():
+    mixtral = models.find("mistralai/Mixtral-8x7B-v0.1")
+    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.num_kv_heads) == (8, 2, 8)
+    assert (mixtral.head_size, mixtral.ffn_size, mixtral.sliding_window) == (128, 14336, None)
+    assert models.find("mistralai/Mistral-7B-v0.1").sliding_window == 4096
+    assert models.find("facebook/opt-350m").embedding_size == 512
+
+
+@pytest.mark.parametrize("name", ["hf:gpt2", "llama", "facebook/opt-1.3b", "google-bert/bert-large-uncased"])
+def test_sizes_are_overridable_and_what_follows_from_them_follows(name):
+    config = models.find(name, SIZES)
+    assert {field: getattr(config, field) for field in SIZES} == SIZES
+    assert (config.head_size, config.num_kv_heads, config.embedding_size) == (12, 4, 48)
+    assert config.ffn_size == (11008 if name == "llama" else 4 * 48)
+    assert models.find(name, dict.fromkeys(SIZES)) == models.find(name)
+    assert (
+        models.find(name, {"attention": "eager", "dropout": 0.1}).hf_arguments()["attn_implementation"]
+        == "eager"
+    )
+
+
+def test_a_configuration_survives_json():
+    for name in ("tiny", "mistralai/Mistral-7B-v0.1", "facebook/opt-350m"):
+        config = models.find(name, {"num_layers": 2})
+        assert models.ModelConfig.model_validate(json.loads(json.dumps(config.model_dump()))) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        ("meta-llama/Llama-2-7b", {}, ["did you mean 'meta-llama/Llama-2-7b-hf'", "tiny"]),
+        ("llama-13b", {}, ["unknown model 'llama-13b'", "llama-1.3b"]),
+        ("hf:gpt2", {"num_layer": 2}, ["num_layer", "did you mean 'num_layers'"]),
+        ("hf:gpt2", {"num_kv_heads": 2}, ["unknown model option 'num_kv_heads'"]),
+        ("hf:gpt2", {"ffn_multiplier": 3}, ["unknown model option 'ffn_multiplier'"]),
+        ("hf:gpt2", {"num_heads": 5}, ["hidden_size 768", "num_heads 5"]),
+        ("hf:gpt2", {"num_heads": 0}, ["num_heads", "0"]),
+        ("hf:gpt2", {"hidden_size": "wide"}, ["hidden_size", "wide"]),
+        ("hf:gpt2", {"attention": "flash"}, ["attention", "sdpa", "flash"]),
+        ("hf:gpt2", {"weights": "./nowhere"}, ["./nowhere", "no such folder"]),
+        ("meta-llama/Meta-Llama-3-8B", {"num_kv_heads": 5}, ["num_heads 32", "num_kv_heads 5"]),
+        ("mistralai/Mixtral-8x7B-v0.1", {"num_experts": 1}, ["experts_per_token 2", "num_experts 1"]),
+        ("./nowhere", {}, ["./nowhere", "no such folder"]),
+    ],
+)
+def test_errors_are_one_line_that_names_the_fault(name, overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        models.resolve(name, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_sequences_longer_than_the_positions():
+    config = models.find("google-bert/bert-large-uncased")
+    config.check_seq_length(512)
+    with pytest.raises(ConfigError, match=r"seq_length 513 is outside 2 to 512 \(max_seq_length of model"):
+        config.check_seq_length(513)
+
+
+def write(folder: Path, published: dict, *files: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(published))
+    for file in files:
+        (folder / file).touch()
+    return folder
+
+
+def test_a_local_folder(tmp_path, monkeypatch):
+    published = PUBLISHED["Qwen/Qwen2.5-0.5B"]["config"] | {"num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+    folder = write(tmp_path / "mine", published)
+    config = models.find(str(folder))
+    assert (config.name, config.num_layers, config.weights) == (str(folder), 2, "random")
+    monkeypatch.chdir(tmp_path)
+    assert models.find("./mine") == config
+    with pytest.raises(ConfigError, match=r"for the folder of that name write \./mine"):
+        models.find("mine")
+    (folder / "model.safetensors").touch()
+    assert models.find("./mine").weights == str(folder)
+    assert models.find("./mine", {"weights": "random"}).weights == "random"
+    assert models.find("./mine", {"num_layers": 1}).weights == "random"
+    assert models.find("./mine", {"num_layers": 1, "weights": "./mine"}).weights == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("published", "words"),
+    [
+        ({"model_type": "mamba"}, ["'mamba'", "llama"]),
+        ({"model_type": "llama", "hidden_size": 64}, ["lacks num_hidden_layers, num_attention_heads"]),
+        (PUBLISHED["llama"]["config"] | {"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        (PUBLISHED["Qwen/Qwen2.5-7B"]["config"] | {"use_sliding_window": True}, ["use_sliding_window True"]),
+    ],
+)
+def test_folders_that_cannot_be_built(tmp_path, published, words):
+    with pytest.raises(ConfigError) as caught:
+        models.find(str(write(tmp_path / "mine", published)))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_folder_without_a_readable_config(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
+        models.find(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        models.find(str(tmp_path))
+
+
+def test_the_hubs_cache_is_used_and_nothing_is_fetched(no_cache):
+    def snapshot(name: str, published: dict, *files: str) -> Path:
+        repository = no_cache / f"models--{name.replace('/', '--')}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs/main").write_text("abc")
+        return write(repository / "snapshots/abc", published, *files)
+
+    opt = snapshot("facebook/opt-125m", PUBLISHED["facebook/opt-125m"]["config"], "pytorch_model.bin")
+    assert models.find("facebook/opt-125m").weights == str(opt)
+    assert models.find("facebook/opt-125m", {"num_layers": 2}).weights == "random"
+    other = snapshot("someone/llama", PUBLISHED["llama"]["config"] | {"num_hidden_layers": 2})
+    config = models.find("someone/llama")
+    assert (config.name, config.num_layers, config.weights) == ("someone/llama", 2, "random")
+    assert other.is_dir()
+
+
+def test_without_transformers_names_of_the_hub_say_what_to_install():
+    code = """
+import sys
+sys.modules["transformers"] = None
+from zerobench import models
+models.build(models.resolve("tiny"), 0)
+assert models.parameter_count(models.find("facebook/opt-125m")) == 125_239_296
+try:
+    models.resolve("facebook/opt-125m")
+except models.names.ConfigError as error:
+    print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert run.stdout == "model 'facebook/opt-125m' needs transformers: pip install 'zerobench[hf]'\n"
+
+
+def test_flash_attention_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(ConfigError, match="pip install flash-attn"):
+        models.resolve("hf:gpt2", {"attention": "flash_attention_2"})
+
+
+def test_flops_by_hand():
+    # One layer, width 8, feed-forward 32, vocabulary 300; forward of one token in a sequence of 10.
+    preset = models.find("tiny", SIZES | {"num_layers": 1, "hidden_size": 8})
+    weights = 8 * 24 + 8 * 8 + 2 * 8 * 32 + 8 * 300
+    attention = 2 * (2 * 8 * 10)  # queries with keys, scores with values, 10 positions
+    assert models.flops_per_token(preset, 10) == 3 * (2 * weights + attention)
+    assert models.flops_per_token(
+        models.find("hf:gpt2", SIZES | {"num_layers": 1, "hidden_size": 8}), 10
+    ) == (3 * (2 * weights + attention))
+
+
+def test_flops_of_grouped_heads_experts_and_windows():
+    sizes = SIZES | {"num_kv_heads": 2, "ffn_size": 20}
+    mixtral = models.find("mistralai/Mixtral-8x7B-v0.1", sizes)
+    attention = 48 * 48 + 2 * 48 * 24 + 48 * 48
+    layer = attention + 48 * 8 + 2 * (3 * 48 * 20)  # router over 8 experts, of which 2 work
+    assert models.flops_per_token(mixtral, 16) == 3 * (2 * (3 * layer + 48 * 300) + 3 * 4 * 48 * 16)
+    mistral = models.find("mistralai/Mistral-7B-v0.1", sizes | {"sliding_window": 4})
+    dense = 3 * (attention + 3 * 48 * 20) + 48 * 300
+    assert models.flops_per_token(mistral, 16) == 3 * (2 * dense + 3 * 4 * 48 * 4)
+
+
+def test_flops_of_published_models_are_near_six_per_parameter():
+    for name in ("meta-llama/Llama-2-7b-hf", "llama-1.3b", "Qwen/Qwen2.5-72B", "facebook/opt-66b"):
+        config = models.find(name)
+        assert models.flops_per_token(config, 2048) == pytest.approx(
+            6 * models.parameter_count(config), rel=0.11
+        )
