@@ -20,6 +20,7 @@ COMPILER_PACKAGES = (
     "nvidia-cuda-crt",
     "nvidia-cuda-runtime",
     "nvidia-cuda-cccl",
+    "nvidia-nvtx",
 )
 # The packages for CUDA 12 hold ptxas and headers, but no nvcc.
 FIRST_CUDA_WITH_COMPILER_PACKAGES = 13

@@ -1,4 +1,4 @@
-"""Loads the C++ core next to the torch it was built against."""
+"""Loads the C++ core and the CUDA module next to the torch that they were built against."""
 
 from __future__ import annotations
 
@@ -26,3 +26,22 @@ def load() -> ModuleType:
     from zerobench import _core
 
     return _core
+
+
+def load_cuda() -> ModuleType:
+    """Import torch and ``zerobench._cuda``; torch first, so that both share its NCCL."""
+    load()
+    from zerobench import _build_info
+
+    if not _build_info.CUDA_MODULE:
+        raise errors.Error(
+            f"zerobench was built without its CUDA module ({_build_info.CUDA_REASON}); reinstall it where nvcc is with "
+            "`ZEROBENCH_CUDA=on pip install --force-reinstall --no-deps .`"
+        )
+    try:
+        from zerobench import _cuda
+    except ImportError as error:
+        raise errors.Error(
+            f"zerobench's CUDA module does not load here: {error} (built because {_build_info.CUDA_REASON})"
+        ) from error
+    return _cuda

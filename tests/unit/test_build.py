@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from zerobench import errors
+
 ROOT = Path(__file__).parents[2]
 BACKEND = ROOT / "build_backend"
 # What pip's isolated build environment leaves of sys.path: the target's site-packages are out of sight.
@@ -224,6 +226,16 @@ def test_cuda_module_without_a_driver_says_so() -> None:
         pytest.skip("this machine has an NVIDIA driver")
     with pytest.raises(ImportError, match=r"needs an NVIDIA driver|libnccl\.so\.2"):
         import zerobench._cuda  # noqa: F401
+
+
+def test_where_the_cuda_module_does_not_load_the_reason_is_said() -> None:
+    from zerobench import _build_info, _native
+
+    if _build_info.CUDA_MODULE and Path("/proc/driver/nvidia/version").exists():
+        assert _native.load_cuda().__name__ == "zerobench._cuda"
+        return
+    with pytest.raises(errors.Error, match=re.escape(_build_info.CUDA_REASON)):
+        _native.load_cuda()
 
 
 def configure(tmp_path: Path, *options: str) -> dict[str, str]:
