@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zerobench import _native
 from zerobench.config import Config
 from zerobench.errors import ConfigError
 
@@ -147,10 +148,10 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
 
 def _over_nccl(control: Communicators, core: Any, config: Config, device: Any) -> Communicators:
     """NCCL in the device's lanes; what ranks tell each other on the host goes over ``control``."""
-    from zerobench import _cuda
+    cuda = _native.load_cuda()
 
     def over(communicator: Any, lane: str) -> Any:
-        capsule = _cuda.make_nccl_communicator(
+        capsule = cuda.make_nccl_communicator(
             device=device,
             lane=lane,
             control=core.release_communicator(communicator),
