@@ -39,15 +39,16 @@ class BoundEngine {
               const LossScaleOptions& loss_scale, std::vector<std::string> unit_names, std::size_t root_unit,
               const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
               const py::object& reduce_communicator, bool reshard_after_forward, const std::string& device,
-              DeviceParts parts) {
-    EngineModel model{.unit_names = std::move(unit_names), .root_unit = root_unit, .parameters = {}, .bindings = {}};
-    std::vector<at::Tensor> trainable;
-    std::vector<std::size_t> indices;
+              DeviceParts parts, const py::object& materialise) {
+    EngineModel model;
+    model.unit_names = std::move(unit_names);
+    model.root_unit = root_unit;
+    std::vector<at::Tensor> tensors;
+    std::vector<ParameterBinding*> bindings;
+    std::vector<std::size_t> indices;  // of the trainable ones
     for (const ParameterArgument& argument : parameters) {
-      if (argument.trainable) {
-        trainable.push_back(argument.tensor);
-        indices.push_back(model.parameters.size());
-      }
+      if (argument.trainable) indices.push_back(tensors.size());
+      tensors.push_back(argument.tensor);
       sizes_.push_back(argument.tensor.sizes().vec());
       model.parameters.push_back({.name = argument.name,
                                   .numel = static_cast<std::size_t>(argument.tensor.numel()),
@@ -57,6 +58,17 @@ class BoundEngine {
                                   .param_group = argument.param_group,
                                   .unit = argument.unit});
       model.bindings.push_back(make_torch_parameter(argument.name, argument.tensor, device));
+    }
+    for (const auto& binding : model.bindings) bindings.push_back(binding.get());
+    if (!materialise.is_none()) {
+      model.materialise = [&](std::size_t unit) {
+        const py::gil_scoped_acquire acquire;
+        const auto made = materialise(unit).cast<std::map<std::size_t, at::Tensor>>();
+        for (const auto& [index, tensor] : made) {
+          tensors.at(index) = tensor;
+          rebind_torch_parameter(*bindings.at(index), tensor);
+        }
+      };
     }
     const EngineOptions options{.stage = zero_stage_from_int(stage),
                                 .accumulation_steps = accumulation_steps,
@@ -70,6 +82,8 @@ class BoundEngine {
     const py::gil_scoped_release release;
     engine_ =
         std::make_shared<Engine>(options, std::move(model), std::move(parts), std::move(gather), std::move(reduce));
+    std::vector<at::Tensor> trainable;
+    for (const std::size_t index : indices) trainable.push_back(tensors[index]);
     hooks_ = make_gradient_hooks(engine_, trainable, indices);
   }
 
@@ -293,21 +307,22 @@ void bind_zero(py::module_& m) {
       py::kw_only(), py::arg("thread_num"), py::arg("cpus"),
       "The CPU as the device of an engine, with threads for its optimizer.");
   py::class_<BoundEngine> engine(m, "Engine", "One rank's ZeRO engine (csrc/zero/engine.h).");
-  engine.def(
-      py::init([](int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
-                  const LossScaleOptions& loss_scale, std::vector<std::string> unit_names, std::size_t root_unit,
-                  const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
-                  const py::object& reduce_communicator, bool reshard_after_forward, const std::string& device,
-                  const py::object& parts) {
-        return std::make_unique<BoundEngine>(
-            stage, accumulation_steps, clip, prefetch_bytes, loss_scale, std::move(unit_names), root_unit, parameters,
-            gather_communicator, reduce_communicator, reshard_after_forward, device, in_capsule<DeviceParts>(parts));
-      }),
-      py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
-      py::arg("loss_scale"), py::arg("unit_names"), py::arg("root_unit"), py::arg("parameters"),
-      py::arg("gather_communicator"), py::arg("reduce_communicator"), py::arg("reshard_after_forward"),
-      py::arg("device"), py::arg("parts"),
-      "device is torch's name of where parameters live; parts is a capsule that makes the engine compute there.");
+  engine.def(py::init([](int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
+                         const LossScaleOptions& loss_scale, std::vector<std::string> unit_names, std::size_t root_unit,
+                         const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
+                         const py::object& reduce_communicator, bool reshard_after_forward, const std::string& device,
+                         const py::object& parts, const py::object& materialise) {
+               return std::make_unique<BoundEngine>(stage, accumulation_steps, clip, prefetch_bytes, loss_scale,
+                                                    std::move(unit_names), root_unit, parameters, gather_communicator,
+                                                    reduce_communicator, reshard_after_forward, device,
+                                                    in_capsule<DeviceParts>(parts), materialise);
+             }),
+             py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
+             py::arg("loss_scale"), py::arg("unit_names"), py::arg("root_unit"), py::arg("parameters"),
+             py::arg("gather_communicator"), py::arg("reduce_communicator"), py::arg("reshard_after_forward"),
+             py::arg("device"), py::arg("parts"), py::arg("materialise"),
+             "device is torch's name of where parameters live; parts is a capsule that makes the engine compute there; "
+             "materialise(unit), or None, is called before a unit is built and returns tensors by parameter index.");
   bind_engine_training(engine);
   bind_engine_reading(engine);
 }

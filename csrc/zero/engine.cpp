@@ -69,6 +69,7 @@ Engine::~Engine() {
 }
 
 void Engine::build_unit(Unit& unit, EngineModel& model) {
+  if (model.materialise) model.materialise(static_cast<std::size_t>(&unit - units_.data()));
   for (FlatBuffer& flat : unit.flats) {
     for (const std::size_t index : flat.parameters) {
       parameters_[index].binding = std::move(model.bindings[index]);
@@ -290,11 +291,11 @@ struct Engine::RankReport {
 void Engine::exchange_reports() {
   std::vector<std::uint32_t> order(reduces_->completion_order().begin(), reduces_->completion_order().end());
   order.resize(reduces_->reduced_unit_num(), 0);
-  const std::size_t order_bytes = order.size() * sizeof(std::uint32_t);
+  const auto order_bytes = std::as_writable_bytes(std::span(order));
   const RankReport header{steps_tried_, reduces_->window_backwards()};
-  std::vector<std::byte> mine(sizeof(header) + order_bytes);
+  std::vector<std::byte> mine(sizeof(header) + order_bytes.size());
   std::memcpy(mine.data(), &header, sizeof(header));
-  std::memcpy(mine.data() + sizeof(header), order.data(), order_bytes);
+  std::copy(order_bytes.begin(), order_bytes.end(), mine.begin() + sizeof(header));
   std::vector<std::byte> all(mine.size() * static_cast<std::size_t>(world_size()));
   const CommunicationClock::Scope timed(clock_);
   reduce_communicator_->exchange(mine, all, "step");
@@ -310,7 +311,7 @@ void Engine::exchange_reports() {
     reduce_communicator_->abort(reason);
     throw CommunicationError(reason, other);
   }
-  std::memcpy(order.data(), all.data() + sizeof(header), order_bytes);
+  std::copy_n(all.begin() + sizeof(header), order_bytes.size(), order_bytes.begin());
   reduces_->adopt_order(std::vector<std::size_t>(order.begin(), order.end()));
 }
 

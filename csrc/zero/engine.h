@@ -45,6 +45,9 @@ struct EngineModel {
   std::size_t root_unit = 0;
   std::vector<ParameterSpec> parameters;
   std::vector<std::unique_ptr<ParameterBinding>> bindings;  // one a parameter
+  // Called before a unit's values are read, one unit at a time: gives values to parameters that have none yet. May be
+  // empty.
+  std::function<void(std::size_t unit)> materialise;
 };
 
 struct StepOutcome {

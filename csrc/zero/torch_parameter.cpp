@@ -36,8 +36,13 @@ class TorchParameter final : public ParameterBinding {
   TorchParameter(std::string name, at::Tensor tensor, c10::Device device)
       : name_(std::move(name)), tensor_(std::move(tensor)), device_(device) {}
 
+  void rebind(const at::Tensor& tensor) { tensor_ = tensor; }
+
   void read(float* destination) const override {
     if (tensor_.numel() == 0) return;
+    ZB_EXPECT(!tensor_.is_meta(), "parameter '" + name_ +
+                                      "' is on the meta device and has no values; give zerobench.initialize a function "
+                                      "that makes them (materialise=zerobench.models.materialise.materialise)");
     const auto options = at::TensorOptions().dtype(c10::ScalarType::Float).device(device_);
     at::Tensor values =
         at::for_blob(destination, tensor_.sizes()).options(options).target_device(device_).make_tensor();
@@ -94,7 +99,7 @@ std::unique_ptr<ParameterBinding> make_torch_parameter(const std::string& name, 
                                                        const std::string& device) {
   const c10::ScalarType type = tensor.scalar_type();
   const c10::Device wanted(device);
-  ZB_EXPECT(tensor.device().is_cpu() || tensor.device() == wanted,
+  ZB_EXPECT(tensor.device().is_cpu() || tensor.is_meta() || tensor.device() == wanted,
             "parameter '" + name + "' is on " + tensor.device().str() + " and the engine on " + wanted.str() +
                 "; move the model there with model.to('" + wanted.str() + "')");
   ZB_EXPECT(type == c10::ScalarType::Float || type == c10::ScalarType::BFloat16 || type == c10::ScalarType::Half,
@@ -103,6 +108,10 @@ std::unique_ptr<ParameterBinding> make_torch_parameter(const std::string& name, 
   ZB_EXPECT(tensor.layout() == c10::kStrided,
             "parameter '" + name + "' is sparse; only dense parameters can be trained");
   return std::make_unique<TorchParameter>(name, tensor, wanted);
+}
+
+void rebind_torch_parameter(ParameterBinding& binding, const at::Tensor& tensor) {
+  static_cast<TorchParameter&>(binding).rebind(tensor);
 }
 
 }  // namespace zb

@@ -16,8 +16,13 @@ class Tensor;
 
 namespace zb {
 
-// Throws ArgumentError for tensors that a flat buffer cannot hold (not on CPU, not float32, bfloat16 or float16).
+// Throws ArgumentError for tensors that a flat buffer cannot hold (elsewhere than on CPU, the meta device and `device`,
+// or not float32, bfloat16 or float16).
 std::unique_ptr<ParameterBinding> make_torch_parameter(const std::string& name, const at::Tensor& tensor,
                                                        const std::string& device);
+
+// Ties a binding that make_torch_parameter made to the tensor that took the place of its own, which was on the meta
+// device.
+void rebind_torch_parameter(ParameterBinding& binding, const at::Tensor& tensor);
 
 }  // namespace zb

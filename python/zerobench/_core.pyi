@@ -191,9 +191,11 @@ class Engine:
         reshard_after_forward: bool,
         device: str,
         parts: Any,
+        materialise: Any,
     ) -> None:
         """
-        device is torch's name of where parameters live; parts is a capsule that makes the engine compute there.
+        device is torch's name of where parameters live; parts is a capsule that makes the engine compute there;
+        materialise(unit), or None, is called before a unit is built and returns tensors by parameter index.
         """
     def abandon_forward(self) -> None: ...
     def abort(self, reason: str) -> None: ...

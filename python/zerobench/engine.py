@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientE
 from zerobench.optimizer import ZeroOptimizer
 from zerobench.units import find_units
 
+Materialise = Callable[..., Any]
+"""``materialise(model, names, device=...)`` gives parameters on the meta device memory and values."""
+
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,6 +37,7 @@ def initialize(
     *,
     config: Mapping[str, Any] | Config | str | Path | None = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    materialise: Materialise | None = None,
 ) -> Engine:
     """Wrap ``model`` for training at ``config``'s ZeRO stage. Collective: every rank calls it.
 
@@ -42,11 +46,15 @@ def initialize(
     gradient are kept and gathered but not updated. Rank 0's values become every rank's, those of buffers too.
     Buffers keep their dtype, but for statistics of normalisation layers, which torch wants in the parameters' dtype.
 
+    Parameters on the meta device are given memory and values by ``materialise(model, names, device=...)``
+    (``zerobench.models.materialise.materialise``, or one's own), unit by unit, and sharded at once: a model larger than
+    one device, or than the host, can be built.
+
     The engine also unpacks as ``engine, optimizer, dataloader, lr_scheduler`` (the last two None).
 
     Raises ConfigError, CommunicationError (ranks missing), OutOfMemoryError.
     """
-    return Engine(model, config_module.parse(config), model_parameters)
+    return Engine(model, config_module.parse(config), model_parameters, materialise)
 
 
 class Engine:
@@ -57,6 +65,7 @@ class Engine:
         model: nn.Module,
         config: Config,
         model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+        materialise: Materialise | None = None,
     ) -> None:
         core = _native.load()
         self.module = model
@@ -71,6 +80,7 @@ class Engine:
         self._handles: list[Any] = []
         self._begin_failed = False
         self._error_before_forward: BaseException | None = None
+        self._materialise = materialise
         arguments = self._parameter_arguments(core)
         self._place = placement.choose(model, config, self.topology)
         communicators = topology_module.make_communicators(core, config, self.topology, self._place.device)
@@ -92,7 +102,9 @@ class Engine:
             reshard_after_forward=config.reshard_after_forward,
             device=self._place.name,
             parts=self._place.parts(),
+            materialise=self._materialise_unit if materialise else None,
         )
+        self._materialise = None  # may hold a checkpoint
         self._share_buffers()
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self.optimizer.attach(self)
@@ -314,7 +326,8 @@ class Engine:
             arguments.append(
                 core.ParameterArgument(
                     name,
-                    parameter,
+                    # The core must not hold what materialise is to swap for another tensor.
+                    torch.empty_like(parameter) if parameter.is_meta else parameter,
                     param_dtype=self._dtypes["param"],
                     reduce_dtype=self._dtypes["reduce"],
                     trainable=trainable,
@@ -323,6 +336,20 @@ class Engine:
                 )
             )
         return arguments
+
+    def _materialise_unit(self, unit: int) -> dict[int, torch.Tensor]:
+        """Give the unit's parameters on the meta device values; the new tensors by index."""
+        assert self._materialise is not None
+        parameters = [(name, p) for name, p in self.module.named_parameters() if p.is_floating_point()]
+        unit_of = self._units.unit_of_parameters()
+        indices = {
+            name: index for index, (name, p) in enumerate(parameters) if p.is_meta and unit_of[name] == unit
+        }
+        if not indices:
+            return {}
+        self._materialise(self.module, list(indices), device=self._place.name)
+        made = dict(self.module.named_parameters())
+        return {index: made[name] for name, index in indices.items()}
 
     def _share_buffers(self) -> None:
         dtype = _TORCH_DTYPES[self._dtypes["param"]]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -94,3 +95,38 @@ def test_a_threaded_update_equals_a_single_one():
         digests.add(zoo.state_of(engine)["digest"])
         engine.close()
     assert len(digests) == 1
+
+
+def test_a_model_without_memory_is_built_unit_by_unit() -> None:
+    from zerobench import models
+    from zerobench.models.materialise import materialise
+
+    config = models.resolve("tiny", {})
+    whole = zerobench.initialize(models.build(config, seed=3))
+    model = models.build(config, seed=3, device="meta")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    held: list[int] = []
+
+    def counted(model: nn.Module, names: list[str], *, device: str) -> None:
+        materialise(model, names, device=device)
+        held.append(sum(p.numel() for p in model.parameters() if not p.is_meta and p.data_ptr()))
+
+    engine = zerobench.initialize(model, materialise=counted)
+    expected, found = whole.full_parameters(), engine.full_parameters()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(held) == len(engine.units())
+    for each in (whole, engine):
+        ids = torch.arange(32).view(2, 16)
+        each.backward(each(input_ids=ids, labels=ids).loss)
+        each.step()
+    expected, found = whole.full_parameters(), engine.full_parameters()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    whole.close()
+    engine.close()
+
+
+def test_a_model_without_memory_needs_a_function_that_gives_it_values() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="materialise="):
+        zerobench.initialize(model, config={"device": "cpu"})
