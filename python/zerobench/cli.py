@@ -96,9 +96,16 @@ _COMPARE_HELP = (
 
 @app.command(help=_COMPARE_HELP)
 def compare(
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda. auto: cuda where torch sees a GPU, one rank on each.")
+    ] = "auto",
     model: Annotated[
-        str, typer.Option(help="Presets: tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt-64m, gpt-512m.")
-    ] = "tiny",
+        str | None,
+        typer.Option(
+            help="Presets (tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt-64m, gpt-512m), names of the Hugging Face "
+            "hub (facebook/opt-1.3b, hf:gpt2), or a folder with a config.json. Default: tiny, on GPUs gpt2."
+        ),
+    ] = None,
     num_layers: Annotated[str | None, typer.Option(help="Instead of the preset's.")] = None,
     hidden_size: Annotated[str | None, typer.Option(help="Instead of the preset's.")] = None,
     model_option: Annotated[
@@ -111,17 +118,37 @@ def compare(
     strategies: Annotated[
         str | None,
         typer.Option(
-            help="single, zero0 to zero3, ddp, fsdp2, or package.module:ClassName of your own. Default: all of them."
+            help="Names of strategies (single, zero0 to zero3, compute_only, ddp, fsdp2 and further peers; an unknown "
+            "one lists them all), or package.module:ClassName of your own. Default: single, ours, ddp and fsdp2; on "
+            "GPUs ours and every installed peer."
         ),
     ] = None,
     stages: Annotated[
         str | None,
         typer.Option(help="Short for strategies zero0 to zero3: --stages 0,3. Joins --strategies."),
     ] = None,
-    batch_size: Annotated[str, typer.Option(help="Sequences per rank and micro-batch.")] = "4",
-    seq_length: Annotated[str, typer.Option(help="Tokens per sequence.")] = "128",
+    batch_size: Annotated[
+        str | None, typer.Option(help="Sequences per rank and micro-batch. Default: 4, on GPUs 8.")
+    ] = None,
+    seq_length: Annotated[
+        str | None, typer.Option(help="Tokens per sequence. Default: 128, on GPUs 1024.")
+    ] = None,
     grad_accum: Annotated[str, typer.Option(help="Micro-batches per optimizer step.")] = "1",
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16. Default: fp32, on GPUs bf16.")
+    ] = None,
+    compile: Annotated[
+        str, typer.Option(help="What torch.compile compiles: none, block (each repeated block) or whole.")
+    ] = "none",
+    attention: Annotated[
+        str | None, typer.Option(help="sdpa, eager or flash_attention_2. Default: sdpa.")
+    ] = None,
+    dropout: Annotated[
+        float | None, typer.Option(help="Of the timed pass; verification has none. Default: 0.")
+    ] = None,
+    tf32: Annotated[
+        bool, typer.Option("--tf32/--no-tf32", help="Multiply fp32 matrices in TF32 on GPUs.")
+    ] = False,
     num_steps: Annotated[int, typer.Option(help="Measured optimizer steps.")] = 20,
     warmup_steps: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 5,
     repeats: Annotated[
@@ -130,7 +157,8 @@ def compare(
     world_size: Annotated[
         str | None,
         typer.Option(
-            help="Ranks. Default: 2, or 1 on a single core; under torchrun or srun what those started."
+            help="Ranks. Default: all visible GPUs; without, 2, or 1 on a single core; under torchrun or srun what "
+            "those started."
         ),
     ] = None,
     clip: Annotated[str, typer.Option(help="Maximum global gradient norm, or none.")] = "none",
@@ -157,6 +185,12 @@ def compare(
             help="GiB of private memory that a rank may take beyond what importing torch took; more is oom."
         ),
     ] = None,
+    verify_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Verify the model with this many layers at most; rows say so. Default: all that fit."
+        ),
+    ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -174,9 +208,12 @@ def compare(
         Path | None, typer.Option(help="Where results go. Default: a new results/compare_<time>.")
     ] = None,
 ) -> None:
+    from zerobench.bench.defaults import choose_device, defaults_on
     from zerobench.bench.given import follow, given_ranks
+    from zerobench.bench.gpus import VisibleGpus, visible_gpus
     from zerobench.bench.launch import Launcher
-    from zerobench.bench.plan import DEFAULT_STRATEGIES, CompareOptions, make_plan
+    from zerobench.bench.machine import cpus_usable
+    from zerobench.bench.plan import CompareOptions, make_plan
     from zerobench.bench.run import run_comparison
 
     given = given_ranks(os.environ)
@@ -187,25 +224,35 @@ def compare(
         chosen += [stage for stage in split("--stages", stages, stage_name) if stage not in chosen]
     if config and chosen:
         raise ConfigError("--config names the rows, so --strategies and --stages cannot be given with it")
+    seen = visible_gpus() if device in ("auto", "cuda") else VisibleGpus()
+    device = choose_device(device, seen)
+    defaults = defaults_on(device, gpu_num=len(seen.gpus), cpu_num=cpus_usable())
     if world_size is not None:
         world_sizes = split("--world-size", world_size, int)
     else:
-        world_sizes = [given.world_size if given else default_world_size()]
+        world_sizes = [given.world_size if given else defaults.world_size]
     if any(":" in strategy for strategy in chosen):
         add_working_folder()
     options = CompareOptions(
-        models=split("--model", model, name),
+        device=device,
+        gpus=seen.gpus if device == "cuda" else (),
+        models=split("--model", defaults.model if model is None else model, name),
         num_layers=[None] if num_layers is None else split("--num-layers", num_layers, int),
         hidden_sizes=[None] if hidden_size is None else split("--hidden-size", hidden_size, int),
         model_options=model_options(model_option or []),
-        strategies=chosen or DEFAULT_STRATEGIES,
+        strategies=chosen or defaults.strategies,
         world_sizes=world_sizes,
-        batch_sizes=split("--batch-size", batch_size, int),
-        seq_lengths=split("--seq-length", seq_length, int),
+        batch_sizes=[defaults.batch_size] if batch_size is None else split("--batch-size", batch_size, int),
+        seq_lengths=[defaults.seq_length] if seq_length is None else split("--seq-length", seq_length, int),
         grad_accums=split("--grad-accum", grad_accum, int),
-        precisions=split("--precision", precision, name),
+        precisions=split("--precision", defaults.precision if precision is None else precision, name),
         clips=split("--clip", clip, clip_norm),
         checkpointing=checkpointing,
+        compiles=split("--compile", compile, name),
+        attention=attention,
+        dropout=dropout,
+        tf32=tf32,
+        verify_layers=verify_layers,
         num_steps=num_steps,
         warmup_steps=warmup_steps,
         repeats=repeats,
@@ -224,13 +271,6 @@ def compare(
             plan, output_dir=output_dir, launcher=launcher, console=Console(), notes=Console(stderr=True)
         )
     )
-
-
-def default_world_size() -> int:
-    """Two ranks, as data-parallel training begins there, unless one core would have to carry both."""
-    from zerobench.bench.machine import cpus_usable
-
-    return min(2, cpus_usable())
 
 
 def add_working_folder() -> None:
@@ -268,9 +308,14 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, the way result files carry it.")] = False,
 ) -> None:
     """Facts about the machine and the installation."""
-    from zerobench.bench.machine import machine_facts, version_facts
+    from zerobench.bench.gpus import visible_gpus
+    from zerobench.bench.machine import gpu_module_facts, machine_facts, version_facts
 
-    facts = {"machine": machine_facts(), "versions": version_facts()}
+    seen = visible_gpus()
+    facts = {"machine": machine_facts(seen.gpus), "versions": version_facts(gpus=True)}
+    facts["machine"]["cuda_module"] = gpu_module_facts()
+    if seen.reason:
+        facts["machine"]["no_gpus"] = seen.reason
     if as_json:
         print(json.dumps(facts, indent=1))
         return
@@ -285,6 +330,9 @@ def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
     for key, value in facts.items():
         if isinstance(value, dict):
             lines += fact_lines(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for index, item in enumerate(value):
+                lines += fact_lines(item, f"{prefix}{key}.{index}.")
         elif key.endswith("_bytes") and isinstance(value, int):
             lines.append(f"{prefix}{key.removesuffix('_bytes')}: {value / (1 << 30):.1f} GiB")
         else:

@@ -79,7 +79,7 @@ def start_slow(command, **options) -> subprocess.Popen[str]:
             process.kill()
             pytest.fail("the second row did not begin")
         time.sleep(0.1)
-    while len(command.processes()) < 4:  # the command, its fork server, two ranks
+    while len(command.processes()) < 5:  # the command, its sampler and fork server, two ranks
         time.sleep(0.1)
     return process
 

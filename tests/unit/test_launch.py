@@ -65,7 +65,8 @@ def test_the_first_error_of_a_rank_itself_counts() -> None:
 
 
 def test_memory_that_ran_out_on_one_rank_is_oom() -> None:
-    found = outcome(raised(0, 1.0), raised(1, 2.0, type="MemoryError", out_of_memory=True))
+    found = outcome(raised(0, 1.0), raised(1, 2.0, type="MemoryError", out_of_memory="host"))
+    assert found.oom_tier == "host"
     assert (found.status, found.error) == ("oom", "rank 1: MemoryError: no")
 
 

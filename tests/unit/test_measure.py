@@ -8,7 +8,9 @@ import pytest
 
 from zerobench import data, models
 from zerobench.bench import assess, measure
-from zerobench.bench.job import Window
+from zerobench.bench.intervals import Activity
+from zerobench.bench.job import DeviceMemory, Window
+from zerobench.bench.meters import CpuMeter, Meter, split_steps
 from zerobench.bench.result import Row, Settings
 from zerobench.strategies.base import StrategySettings
 from zerobench.strategies.single import SingleStrategy
@@ -34,10 +36,15 @@ def batches(num_steps: int):
     return [dataset.micro_batches(step, rank=0, world_size=1, batch_size=2) for step in range(num_steps)]
 
 
-def test_the_window_times_every_step_and_keeps_every_loss(strategy) -> None:
+@pytest.fixture
+def meter() -> CpuMeter:
+    return CpuMeter()
+
+
+def test_the_window_times_every_step_and_keeps_every_loss(strategy, meter) -> None:
     ticks = []
     times_ms, losses = measure.timed_window(
-        strategy, batches(4), lambda phase, step: ticks.append((phase, step))
+        strategy, batches(4), meter, lambda phase, step: ticks.append((phase, step))
     )
     assert len(times_ms) == len(losses) == 4
     assert all(time_ms > 0 for time_ms in times_ms)
@@ -45,8 +52,8 @@ def test_the_window_times_every_step_and_keeps_every_loss(strategy) -> None:
     assert ticks == [("measurement", step) for step in (1, 2, 3, 4)]
 
 
-def test_phases_come_from_a_pass_of_their_own(strategy) -> None:
-    phases = measure.profiled_pass(strategy, batches(3), lambda phase, step: None)
+def test_phases_come_from_a_pass_of_their_own(strategy, meter) -> None:
+    phases = meter.profile(strategy, batches(3), lambda phase, step: None)
     assert {"forward", "backward", "optimizer"} <= phases.keys()
     assert all(value >= 0 for value in phases.values())
 
@@ -69,11 +76,67 @@ def test_batches_that_wait_are_told_from_the_one_in_use() -> None:
     assert measure.waiting_batch_bytes(batches(1), validation=batches(2)[1]) == one_step
 
 
-def window(times_ms, losses, **figures) -> Window:
+class OrderMeter(CpuMeter):
+    """Notes what it is asked, and steps that ran in between."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        for name in ("settle", "start", "mark", "stop", "memory", "profile"):
+            setattr(self, name, self._noting(calls, name))
+
+    def _noting(self, calls: list[str], name: str):
+        inner = getattr(Meter if name == "settle" else CpuMeter, name)
+
+        def noted(*arguments):
+            calls.append(name)
+            return inner(self, *arguments)
+
+        return noted
+
+
+def test_the_window_begins_on_a_busy_device_and_nothing_waits_in_it(strategy) -> None:
+    calls: list[str] = []
+    step = strategy.step
+    strategy.step = lambda micro_batches: (calls.append("step"), step(micro_batches))[1]
+    steps = batches(6)
+    measure.measure(
+        strategy, meter=OrderMeter(calls), warmup=steps[:2], window=steps[2:4], validation=[], profile=steps[4:],
+        tick=lambda phase, step: None,
+    )  # fmt: skip
+    assert calls == [
+        "step", "settle", "step", "start", "step", "mark", "step", "mark", "stop", "memory", "profile",
+    ]  # fmt: skip
+
+
+def spin(begin: float, end: float) -> Activity:
+    return Activity(name="at::cuda::(anonymous namespace)::spin_kernel(long)", begin=begin, end=end)
+
+
+def test_profiled_steps_are_split_from_their_head_start_on() -> None:
+    """Three steps of 10 ms: forward 4 ms, backward 6; times of activities are in microseconds."""
+    activities = []
+    for begin in (100_000, 200_000, 300_000):
+        activities += [
+            spin(begin - 200, begin),
+            Activity(name="gemm", begin=begin, end=begin + 7_000),
+            Activity(name="ncclDevKernel", begin=begin + 6_000, end=begin + 9_000),
+        ]
+    activities.append(Activity(name="gemm", begin=107_000, end=110_000))  # only in the first step
+    phases = split_steps(activities, [{"forward": 4.0, "backward": 6.0}] * 3)
+    assert phases == {"forward": 4.0, "backward": 3.0, "exposed_communication": 2.0, "host_bound": 1.0}
+
+
+def test_a_profile_without_kernels_leaves_the_phases_as_timed() -> None:
+    assert split_steps([], [{"forward": 9.0}, {"forward": 4.0}, {"forward": 5.0}]) == {"forward": 4.5}
+    assert split_steps([], []) == {}
+
+
+def window(times_ms, losses, *, peak_bytes: int = 100, **figures) -> Window:
     values = {
         "validation_loss": 3.0,
-        "peak_device_bytes": 100,
-        "allocated_device_bytes": 50,
+        "began_s": 1.0,
+        "ended_s": 2.0,
+        "memory": DeviceMemory(peak_bytes=peak_bytes, allocated_bytes=50),
         "peak_host_bytes": 1000,
         "communication_bytes": 10,
         "memory_bytes": {"device": {"parameters": 7}},
@@ -111,7 +174,7 @@ def test_memory_is_the_largest_rank_and_phases_are_the_mean() -> None:
         [
             window([1.0], [1.0], memory_bytes={"device": {"parameters": 7, "slots": 1}}),
             window(
-                [1.0], [1.0], peak_device_bytes=300, memory_bytes={"device": {"parameters": 9}},
+                [1.0], [1.0], peak_bytes=300, memory_bytes={"device": {"parameters": 9}},
                 phases_ms={"forward": 3.0, "backward": 2.0, "optimizer": 0.5, "exposed_communication": 1.0},
             ),
         ],
@@ -124,7 +187,7 @@ def test_memory_is_the_largest_rank_and_phases_are_the_mean() -> None:
 def test_a_repeat_adds_samples_and_never_lowers_a_peak() -> None:
     row = empty_row()
     assess.apply_windows(row, [window([10.0, 10.0], [1.0, 1.0])])
-    assess.apply_windows(row, [window([30.0, 30.0], [9.0, 9.0], peak_device_bytes=90)])
+    assess.apply_windows(row, [window([30.0, 30.0], [9.0, 9.0], peak_bytes=90)])
     assert row.step_time_ms is not None
     assert row.step_time_ms.samples == [10.0, 10.0, 30.0, 30.0]
     assert row.step_time_ms.median == 20.0
@@ -141,4 +204,5 @@ def test_what_cannot_be_had_is_null() -> None:
     assert row.loss is None
     assert row.validation_loss is None
     assert row.peak_host_bytes is None
+    assert row.outside_torch_bytes is None and row.torch_allocated_peak_bytes is None
     assert row.communication_bytes is None

@@ -9,8 +9,11 @@ from itertools import pairwise
 import pytest
 
 from zerobench.bench import fit
+from zerobench.bench.defaults import choose_device, defaults_on
 from zerobench.bench.given import given_ranks, slurm_first_host
-from zerobench.bench.plan import CompareOptions, Configuration, make_plan, rerun_command
+from zerobench.bench.gpus import Gpu, VisibleGpus
+from zerobench.bench.names import rerun_command, stage_of
+from zerobench.bench.plan import CompareOptions, Configuration, make_plan
 from zerobench.errors import ConfigError, DataError, Error
 
 SMALL = {"data": "synthetic", "strategies": ("zero0", "ddp"), "seq_lengths": (64,)}
@@ -62,6 +65,14 @@ def test_world_size_changes_nothing_for_single() -> None:
     assert [row.settings.world_size for row in rows if row.strategy == "single"] == [1]
 
 
+def test_the_floor_has_a_gpu_of_its_own_and_a_share_of_the_cores() -> None:
+    chosen = {**SMALL, "strategies": ("compute_only", "zero0")}
+    on_cpu = make_plan(CompareOptions(**{**chosen, "world_sizes": (2, 3)})).configurations
+    assert [row.settings.world_size for row in on_cpu if row.strategy == "compute_only"] == [2, 3]
+    on_gpus = make_plan(CompareOptions(**{**chosen, **ON_GPUS, "world_sizes": (2, 4)})).configurations
+    assert [row.settings.world_size for row in on_gpus if row.strategy == "compute_only"] == [1]
+
+
 def test_settings_are_resolved() -> None:
     row = make_plan(CompareOptions(**{**SMALL, "num_layers": (2,)})).configurations[0]
     assert row.settings.model_config_resolved["num_layers"] == 2
@@ -79,6 +90,12 @@ def test_settings_are_resolved() -> None:
         ({"strategies": ("no.such.module:Class",)}, "no module named"),
         ({"strategies": ("zerobench.strategies.base:Nothing",)}, "'Nothing'"),
         ({"precisions": ("fp8",)}, "fp32"),
+        ({"compiles": ("all",)}, "none, block, whole"),
+        ({"attention": "flash"}, "flash_attention_2"),
+        ({"attention": "eager"}, "hf:gpt2"),
+        ({"dropout": 1.5}, "dropout"),
+        ({"tf32": True}, "--tf32"),
+        ({"verify_layers": 0}, "--verify-layers 0"),
         ({"batch_sizes": (4, 0)}, "--batch-size 0"),
         ({"seq_lengths": (0,)}, "--seq-length 0"),
         ({"grad_accums": (-1,)}, "--grad-accum -1"),
@@ -167,15 +184,16 @@ def test_the_rerun_command_gives_the_same_row() -> None:
     row = configuration(
         models=("gpt2",), num_layers=(2,), model_options={"tied_embeddings": False}, strategies=("zero2",),
         world_sizes=(3,), grad_accums=(2,), clips=(0.5,), precisions=("bf16",), seed=7, num_steps=3, warmup_steps=1,
-        checkpointing=True, learning_rate=0.01,
+        checkpointing=True, learning_rate=0.01, compiles=("block",), dropout=0.1,
     )  # fmt: skip
-    words = shlex.split(rerun_command(row, CompareOptions(learning_rate=0.01)))
+    words = shlex.split(rerun_command(row, CompareOptions(learning_rate=0.01, verify_layers=1)))
     assert words[1:4] == ["-m", "zerobench", "compare"]
     given = dict(pairwise(words))
     assert [given[key] for key in ("--strategies", "--world-size", "--grad-accum", "--clip", "--seed", "--lr")] == [
         "zero2", "3", "2", "0.5", "7", "0.01",
     ]  # fmt: skip
-    assert {"num_layers=2", "tied_embeddings=false"} <= set(words)
+    assert [given[key] for key in ("--device", "--compile", "--verify-layers")] == ["cpu", "block", "1"]
+    assert {"num_layers=2", "tied_embeddings=false", "dropout=0.1"} <= set(words)
     assert "--checkpointing" in words
 
 
@@ -238,6 +256,111 @@ def test_a_model_too_large_for_the_reference_is_verified_with_fewer_layers() -> 
     assert 1 <= found["num_layers"] < 12
     assert {**found, "num_layers": 12} == row.model
     assert fit.verification_model(configuration().model, rank_memory_bytes=3 << 30) == configuration().model
+    assert fit.verification_model(row.model, rank_memory_bytes=None, layers=5)["num_layers"] == 5
+    assert fit.verification_model(row.model, rank_memory_bytes=None, layers=50)["num_layers"] == 12
+
+
+GPUS = tuple(
+    Gpu(index=index, name="NVIDIA H200", uuid=str(index), total_bytes=140 << 30, compute_capability=(9, 0))
+    for index in range(4)
+)
+ON_GPUS = {"device": "cuda", "gpus": GPUS, "world_sizes": (4,), "precisions": ("bf16",)}
+
+
+def test_defaults_follow_the_device() -> None:
+    cpu = defaults_on("cpu", gpu_num=0, cpu_num=8)
+    assert (cpu.model, cpu.precision, cpu.world_size) == ("tiny", "fp32", 2)
+    assert cpu.strategies[0] == "single"
+    assert defaults_on("cpu", gpu_num=0, cpu_num=1).world_size == 1
+    gpus = defaults_on("cuda", gpu_num=8, cpu_num=2, installed=lambda package: False)
+    assert (gpus.model, gpus.precision, gpus.world_size) == ("gpt2", "bf16", 8)
+    assert gpus.strategies == ("zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
+
+
+def test_installed_peers_join_the_defaults() -> None:
+    asked = []
+    found = defaults_on("cuda", gpu_num=1, cpu_num=1, installed=lambda package: asked.append(package) or True)
+    assert asked == ["deepspeed", "megatron_fsdp"]
+    assert found.strategies[:6] == ("zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
+    assert all(stage_of(name) is not None for name in found.strategies[6:])
+
+
+def test_the_device_is_chosen_by_what_torch_sees() -> None:
+    none, four = VisibleGpus(reason="no driver"), VisibleGpus(gpus=GPUS)
+    assert [choose_device(asked, four) for asked in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+    assert [choose_device(asked, none) for asked in ("auto", "cpu")] == ["cpu", "cpu"]
+    with pytest.raises(ConfigError, match="no driver"):
+        choose_device("cuda", none)
+    with pytest.raises(ConfigError, match="auto, cpu, cuda"):
+        choose_device("gpu", four)
+
+
+def test_rows_on_gpus_say_so() -> None:
+    strategies = ("single", "compute_only", "zero1", "fsdp2")
+    found = names(**ON_GPUS, strategies=strategies, compiles=("none", "block"))
+    assert found == [
+        "single_bf16_gpus1_bs4_sl64",
+        "compute_only_bf16_gpus1_bs4_sl64",
+        "zs1_bf16_gpus4_bs4_sl64",
+        "fsdp2_bf16_gpus4_bs4_sl64",
+        "single_bf16_gpus1_bs4_sl64_compile-block",
+        "compute_only_bf16_gpus1_bs4_sl64_compile-block",
+        "zs1_bf16_gpus4_bs4_sl64_compile-block",
+        "fsdp2_bf16_gpus4_bs4_sl64_compile-block",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"world_sizes": (2, 8)}, "torch sees 4"),
+        ({"tf32": True}, "--precision fp32"),
+        ({"rank_memory_gib": 1.0}, "--rank-memory-gib"),
+    ],
+)
+def test_what_gpus_cannot_do_is_refused(options, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_plan(CompareOptions(**{**SMALL, **ON_GPUS, **options}))
+
+
+def test_settings_of_gpu_rows_are_resolved() -> None:
+    (row,) = make_plan(
+        CompareOptions(**{**SMALL, **ON_GPUS, "strategies": ("zero1",), "dropout": 0.1})
+    ).configurations
+    settings = row.settings
+    assert (settings.device, settings.compile, settings.attention) == ("cuda", "none", "sdpa")
+    assert settings.dropout == row.model["dropout"] == 0.1
+    assert settings.tf32 is None  # no question in bf16
+    assert fit.verification_model(row.model, rank_memory_bytes=None, gpus=GPUS)["dropout"] == 0.0
+    fp32 = configuration(**{**ON_GPUS, "precisions": ("fp32",), "tf32": True})
+    assert fp32.settings.tf32 is True
+    assert fp32.reference_group() != configuration(**{**ON_GPUS, "precisions": ("fp32",)}).reference_group()
+
+
+def test_compiled_rows_share_a_reference_and_bits_with_their_own_kind() -> None:
+    eager, block, whole = (configuration(**ON_GPUS, compiles=(mode,)) for mode in ("none", "block", "whole"))
+    assert eager.reference_group() == block.reference_group() == whole.reference_group()
+    assert eager.checksum_group() != block.checksum_group() is not None
+    assert whole.checksum_group() is None
+
+
+def test_what_cannot_fit_a_gpu_is_found_before_it_starts() -> None:
+    small = [gpu.model_copy(update={"total_bytes": 8 << 30}) for gpu in GPUS]
+    row = configuration(**ON_GPUS, models=("gpt2-xl",), strategies=("ddp",))
+    reason = fit.why_too_large(row, rank_memory_bytes=None, gpus=small)
+    assert reason is not None and "GPU 0 has 8.00" in reason
+    assert fit.why_too_large(row, rank_memory_bytes=None, gpus=GPUS) is None
+    found = fit.verification_model(row.model, rank_memory_bytes=None, gpus=small)
+    assert 1 <= found["num_layers"] < 48
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage"),
+    [("zero2", 2), ("deepspeed3", 3), ("deepcompile3_prefetch", 3), ("mfsdp1", 1), ("fsdp2", 3), ("fsdp2_keep", 3),
+     ("fsdp1", 3), ("ddp", None), ("single", None), ("zero3.mine:Strategy", None)],
+)  # fmt: skip
+def test_stages_of_peers(strategy, stage) -> None:
+    assert stage_of(strategy) == stage
 
 
 TORCHRUN = {

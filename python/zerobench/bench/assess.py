@@ -14,6 +14,7 @@ from zerobench.bench.launch import Outcome
 from zerobench.bench.plan import Configuration
 from zerobench.bench.result import Deviation, Results, Row
 from zerobench.bench.tolerances import TOLERANCES, VERIFY_STEPS, describe, exceeded, tolerance_precision
+from zerobench.report.rows import FLOOR
 from zerobench.report.stats import summarise
 
 
@@ -26,6 +27,7 @@ class ReferenceRun:
     loss: float = math.nan
     norm: float | None = None
     error: str | None = None
+    why_fewer_layers: str = "since the reference of all would not fit"
 
 
 def first_row(configuration: Configuration, **known: Any) -> Row:
@@ -40,22 +42,27 @@ def first_row(configuration: Configuration, **known: Any) -> Row:
 
 def apply_outcome(
     row: Row, outcome: Outcome, configuration: Configuration, reference: ReferenceRun | None
-) -> None:
-    """Fill ``row`` from a run that verified, and measured unless it was stopped."""
-    row.status, row.error = outcome.status, outcome.error
+) -> list[Window]:
+    """Fill ``row`` from a run that verified or measured or both; the windows that may be shown."""
+    row.status, row.error, row.oom_tier = outcome.status, outcome.error, outcome.oom_tier
     if outcome.status != "ok":
-        return
+        return []
     reports = by_rank(outcome.reports)
     row.dtypes = reports[0].dtypes
-    row.deviation = assess(reports, configuration, reference)
     verification = reports[0].verification
-    row.checksum = verification.checksum if verification else None
-    found = exceeded(row.deviation)
-    if found:
+    if verification is not None:
+        row.deviation, row.checksum = assess(reports, configuration, reference), verification.checksum
+    elif row.deviation is None:
+        row.deviation = Deviation(verdict="not verified: it trains nothing")
+    found = exceeded(row.deviation) if row.deviation is not None else []
+    if found and row.deviation is not None:
         row.status = "wrong"
         row.error = f"differs from {row.deviation.reference}: {describe(row.deviation, found[0])}"
-        return
-    apply_windows(row, [report.window for report in reports if report.window is not None])
+        return []
+    windows = [report.window for report in reports if report.window is not None]
+    if windows:
+        apply_windows(row, windows)
+    return windows
 
 
 def by_rank(reports: Mapping[int, Report]) -> list[Report]:
@@ -87,7 +94,9 @@ def assess(
     )
     found = exceeded(deviation)
     layers, of = reference.model["num_layers"], configuration.model["num_layers"]
-    on = "" if layers == of else f" with {layers} of {of} layers, since the reference of all would not fit"
+    on = "" if layers == of else f" with {layers} of {of} layers, {reference.why_fewer_layers}"
+    if configuration.settings.dropout:
+        on += " without dropout"
     steps = f"single on the same global batches, step 1 and {VERIFY_STEPS} steps{on}"
     deviation.verdict = (
         f"differs from {steps}: {', '.join(describe(deviation, name) for name in found)}"
@@ -110,9 +119,10 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     step_s = row.step_time_ms.median / 1e3
     row.samples_per_s = settings.world_size * settings.batch_size * settings.grad_accum / step_s
     row.tokens_per_s = row.samples_per_s * settings.seq_length
-    row.peak_device_bytes = largest(
-        [row.peak_device_bytes, *(window.peak_device_bytes for window in windows)]
-    )
+    memories = [window.memory for window in windows]
+    row.peak_device_bytes = largest([row.peak_device_bytes, *(memory.peak_bytes for memory in memories)])
+    for name in ("torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes"):
+        setattr(row, name, largest([getattr(row, name), *(getattr(memory, name) for memory in memories)]))
     row.peak_host_bytes = largest([row.peak_host_bytes, *(window.peak_host_bytes for window in windows)])
     if earlier:
         return
@@ -120,7 +130,8 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     held_out = [window.validation_loss for window in windows if window.validation_loss is not None]
     mean = fmean(held_out) if held_out else None
     row.validation_loss = mean if mean is not None and math.isfinite(mean) else None
-    row.allocated_device_bytes = largest([window.allocated_device_bytes for window in windows])
+    row.allocated_device_bytes = largest([memory.allocated_bytes for memory in memories])
+    row.compiled_graphs = windows[0].compiled_graphs
     row.communication_bytes = largest([window.communication_bytes for window in windows])
     row.memory_bytes = largest_by_category([window.memory_bytes for window in windows])
     phases = {phase for window in windows for phase in window.phases_ms}
@@ -186,7 +197,9 @@ def settle_checksums(rows: Sequence[Row]) -> None:
 _FIGURES = (
     "step_time_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb", "relative", "relative_uncertainty",
     "speedup", "memory_change_pct", "baseline", "loss", "validation_loss", "memory_bytes", "peak_device_bytes",
-    "allocated_device_bytes", "peak_host_bytes", "phases_ms", "communication_bytes",
+    "allocated_device_bytes", "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes",
+    "device_used_peak_bytes", "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes",
+    "compiled_graphs", "sampled", "mfu", "of_compute_only",
 )  # fmt: skip
 
 
@@ -206,7 +219,7 @@ def settle_dtypes(rows: Sequence[Row]) -> None:
     """Rows whose dtypes differ from those of most rows of the same precision are shown, not ranked."""
     by_precision: dict[str, list[Row]] = {}
     for row in rows:
-        if row.dtypes is not None:
+        if row.dtypes is not None and row.strategy != FLOOR:
             by_precision.setdefault(row.settings.precision, []).append(row)
     for group in by_precision.values():
         most = Counter(key for row in group for key in [dtype_key(row)] if key is not None).most_common(1)

@@ -175,6 +175,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in _TORCH_MODULES:
         importlib.import_module(name)
+    if sys.modules["torch"].cuda.is_initialized():
+        sys.exit("importing torch initialised CUDA, so no rank that is forked from here could use a GPU")
     ForkServer(control).serve()
 
 

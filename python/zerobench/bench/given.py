@@ -120,6 +120,7 @@ class Answer(BaseModel):
     secondary: bool  # failed only because others did
     reports: dict[int, Report]
     error: str | None
+    oom_tier: Literal["device", "host"] | None = None
     failed_at_s: float | None  # time.time(), where a rank failed by itself
 
     @classmethod
@@ -130,6 +131,7 @@ class Answer(BaseModel):
             secondary=outcome.secondary,
             reports=outcome.reports,
             error=outcome.error,
+            oom_tier=outcome.oom_tier,
         )
 
 
@@ -256,7 +258,7 @@ def merge(answers: list[Answer]) -> Outcome:
         found = [answer for answer in answers if answer.status in statuses]
         if found:
             first = min(found, key=lambda answer: (answer.secondary, answer.failed_at_s or math.inf))
-            return Outcome(status=first.status, error=first.error)
+            return Outcome(status=first.status, error=first.error, oom_tier=first.oom_tier)
     return Outcome(
         status="ok", reports={rank: report for answer in answers for rank, report in answer.reports.items()}
     )

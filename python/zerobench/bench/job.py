@@ -50,7 +50,7 @@ class RankError(_Message):
     type: str
     message: str
     phase: str
-    out_of_memory: bool = False
+    out_of_memory: Literal["device", "host"] | None = None  # whose memory ran out
     communication: bool = False
     at_s: float  # time.time() when it was raised, which tells cause from effect
 
@@ -81,18 +81,30 @@ class Verification(_Message):
     deviation: TensorDeviation | None = None
 
 
+class DeviceMemory(_Message):
+    """One rank's device over the measured window; docs/metrics.md says how each figure is made."""
+
+    peak_bytes: int
+    allocated_bytes: int  # at the end
+    torch_allocated_peak_bytes: int | None = None
+    torch_reserved_peak_bytes: int | None = None
+    outside_torch_bytes: int | None = None
+
+
 class Window(_Message):
     """One rank's measured window."""
 
     step_times_ms: list[float]
     losses: list[float]
+    began_s: float  # time.time()
+    ended_s: float
     validation_loss: float | None
-    peak_device_bytes: int | None
-    allocated_device_bytes: int | None
+    memory: DeviceMemory
     peak_host_bytes: int | None
     communication_bytes: int | None  # per step
     memory_bytes: dict[str, dict[str, int]]
     phases_ms: dict[str, float]
+    compiled_graphs: float | None = None  # per step
     threads: int
     communicator: str | None = None
 

@@ -46,6 +46,7 @@ class Outcome:
     status: Literal["ok", "oom", "failed", "skipped"]
     reports: dict[int, Report] = field(default_factory=dict)
     error: str | None = None
+    oom_tier: Literal["device", "host"] | None = None  # whose memory ran out
     secondary: bool = False  # failed only because other ranks did
     failed_at_s: float = (
         math.inf
@@ -130,7 +131,11 @@ class Launcher:
         self._stop_server()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stderr_path = self.scratch / "forkserver.stderr"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch may ask for GPUs without initialising CUDA before a fork
+        }
         with theirs, stderr_path.open("wb") as stderr:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "zerobench.bench.forkserver", str(theirs.fileno())],
@@ -194,7 +199,7 @@ class Launcher:
     ) -> dict[int, RankState]:
         request = {
             "op": "fork",
-            "environments": [dict(environment) for environment in environments],
+            "environments": [{**device_environment(job), **environment} for environment in environments],
             "job": {**job.model_dump(mode="json"), "scratch": str(self.scratch)},
             "memory_limit_bytes": job.rank_memory_bytes,
         }
@@ -330,12 +335,12 @@ def judge(
         return Outcome(status="skipped", error=skipped[0].reason)
     errors = sorted((state for state in ranks if state.error is not None), key=raised_at_s)
     memory = [state for state in errors if state.error is not None and state.error.out_of_memory]
-    if memory:
-        return Outcome(status="oom", error=_error_line(memory[0]))
+    if memory and memory[0].error is not None:
+        return Outcome(status="oom", error=_error_line(memory[0]), oom_tier=memory[0].error.out_of_memory)
     killed = [state for state in ranks if state.exit_signal is not None and not state.spoke]
     if killed and was_oom_killed and any(state.exit_signal == signal.SIGKILL for state in killed):
         line = f"{_who(killed)} killed by the kernel's out-of-memory killer (the host's count of such kills rose)"
-        return Outcome(status="oom", error=f"{line}: {_when(killed[0])}")
+        return Outcome(status="oom", error=f"{line}: {_when(killed[0])}", oom_tier="host")
     if killed:
         name = signal.Signals(killed[0].exit_signal or 0).name
         return Outcome(status="failed", error=f"{_who(killed)} killed by {name}: {_when(killed[0])}")
@@ -432,6 +437,17 @@ def local_environments(world_size: int) -> list[dict[str, str]]:
         {**shared, **rank_environment(rank, world_size, local_rank=rank, local_world_size=world_size)}
         for rank in range(world_size)
     ]
+
+
+def device_environment(job: Job) -> dict[str, str]:
+    """What libraries read when they start on a rank. A verifying rank's GPU computes the same bits every time; CPU
+    ranks see no GPU."""
+    if job.settings.device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    environment = {"NCCL_NVLS_ENABLE": "0"}
+    if job.verify:
+        environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+    return environment
 
 
 def rank_environment(rank: int, world_size: int, *, local_rank: int, local_world_size: int) -> dict[str, str]:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from zerobench.bench.gpus import Gpu
+from zerobench.bench.nvml import Nvml
+
 ENVIRONMENT_NAMES = (
-    "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "KMP_AFFINITY", "LD_PRELOAD", "MALLOC_ARENA_MAX", "MKL_NUM_THREADS",
-    "NCCL_ALGO", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
-    "OMP_PROC_BIND", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_COMPILE_DISABLE",
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME", "KMP_AFFINITY", "LD_PRELOAD", "MALLOC_ARENA_MAX", "MKL_NUM_THREADS", "NCCL_ALGO",
+    "NCCL_CTA_POLICY", "NCCL_CUMEM_ENABLE", "NCCL_DEBUG", "NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS", "OMP_PROC_BIND", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_COMPILE_DISABLE",
+    "TORCHINDUCTOR_CUDAGRAPHS", "TORCHINDUCTOR_MAX_AUTOTUNE",
 )  # fmt: skip
 """Nothing else of the environment is read into a result file: it may hold secrets."""
 
 _ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16",
               "avx512_fp16", "amx_bf16", "asimd", "asimdhp", "bf16", "sve")  # fmt: skip
 _PACKAGES = ("torch", "numpy", "pydantic")
+_GPU_PACKAGES = ("triton", "transformers", "deepspeed", "megatron-fsdp", "flash-attn")
 BUSY_LOAD_PER_CORE = 0.5
 
 
@@ -90,17 +99,16 @@ def busy_warning() -> str | None:
     )
 
 
-def machine_facts() -> dict[str, Any]:
-    """What the figures depend on. Scalars are the headline, nested facts stay in the file."""
+def machine_facts(gpus: Sequence[Gpu] = ()) -> dict[str, Any]:
+    """What the figures depend on. Scalars are the headline, nested facts stay in the file. ``gpus``: those in use."""
     model, flags = _cpu_model_and_flags()
     facts: dict[str, Any] = {
         "cpu": model,
         "cores": cpus_usable(),
         "memory_bytes": memory_total_bytes(),
     }
-    gpus = _gpu_facts()
     if gpus:
-        facts["gpus"] = gpus
+        facts |= _gpu_facts(gpus)
     facts["details"] = {
         "host": platform.node(),
         "architecture": platform.machine(),
@@ -119,11 +127,28 @@ def machine_facts() -> dict[str, Any]:
     return facts
 
 
-def version_facts() -> dict[str, str]:
+def gpu_module_facts() -> dict[str, Any]:
+    """Whether the CUDA module was built and why, and whether it loads here."""
+    built = build_facts()
+    facts: dict[str, Any] = {
+        "built": built.get("cuda_module"),
+        "reason": built.get("cuda_reason"),
+        "loads": False,
+    }
+    if facts["built"]:
+        try:
+            importlib.import_module("zerobench._cuda")
+            facts["loads"] = True
+        except ImportError as error:
+            facts["problem"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return facts
+
+
+def version_facts(*, gpus: bool = False) -> dict[str, str]:
     """Versions by package name, zerobench first; a package that is not there is left out."""
     versions = {"zerobench": _version("zerobench") or build_facts().get("version", "not installed")}
     versions["python"] = platform.python_version()
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *(_GPU_PACKAGES if gpus else ())):
         version = _version(name)
         if version is not None:
             versions[name] = version
@@ -146,23 +171,19 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _gpu_facts() -> list[dict[str, Any]]:
-    """By our own CUDA module, which needs no torch; no list where there is no driver or no such module."""
+def _gpu_facts(gpus: Sequence[Gpu]) -> dict[str, Any]:
+    """As torch numbers them, with what the driver says about each."""
+    nvml = Nvml()
     try:
-        from zerobench import _cuda
-    except ImportError:
-        return []
-    fields = (
-        "name",
-        "pci_bus_id",
-        "compute_major",
-        "compute_minor",
-        "multiprocessor_num",
-        "total_bytes",
-        "l2_cache_bytes",
-    )
-    infos = [_cuda.device_info(index) for index in range(_cuda.device_count())]
-    return [{name: getattr(info, name) for name in fields} for info in infos]
+        facts: dict[str, Any] = {
+            "gpus": [{**gpu.model_dump(mode="json"), **nvml.facts(gpu.uuid)} for gpu in gpus],
+            **nvml.driver_facts(),
+        }
+    finally:
+        nvml.close()
+    if nvml.problem is not None:
+        facts["nvml"] = f"no driver facts: {nvml.problem}"
+    return facts
 
 
 def _cpu_model_and_flags() -> tuple[str, set[str]]:

@@ -4,64 +4,69 @@ validation, then a profiled pass whose clocks do not disturb the window that the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from zerobench import _native
 from zerobench.bench.job import Window
+from zerobench.bench.meters import Meter, Steps, Tick
 from zerobench.strategies.base import Batch, Strategy
-
-Tick = Callable[[str, int], None]
 
 
 def measure(
     strategy: Strategy,
     *,
-    warmup: Sequence[Sequence[Batch]],
-    window: Sequence[Sequence[Batch]],
+    meter: Meter,
+    warmup: Steps,
+    window: Steps,
     validation: Sequence[Batch],
-    profile: Sequence[Sequence[Batch]],
+    profile: Steps,
     tick: Tick,
 ) -> Window:
-    """Train and time. Batches are made beforehand, so that reading data is in nobody's time. Collective."""
-    core = _native.load()
+    """Train and time. Batches are made and placed beforehand, so that reading data is in nobody's time. Collective."""
     for step, batches in enumerate(warmup):
+        if step == len(warmup) - 1:
+            meter.settle()  # before the last one, so that the window begins on a device that is busy as in training
         strategy.step(batches)
         tick("warm-up", step + 1)
+    if not warmup:
+        meter.settle()
     strategy.reset_counters()
-    core.reset_process_usage_peak()
     host_peak_was_reset = reset_peak_host_bytes()
-    step_times_ms, losses = timed_window(strategy, window, tick)
+    began_s = time.time()
+    step_times_ms, losses = timed_window(strategy, window, meter, tick)
+    ended_s = time.time()
     # Peaks end with the window: what follows is no training. Training would hold one step's batches at a time.
+    memory = meter.memory()
     waiting_bytes = waiting_batch_bytes([*warmup, *window, *profile], validation=validation)
-    peak_device_bytes = core.process_usage_peak_bytes() - waiting_bytes
-    allocated_device_bytes = core.process_usage_bytes() - waiting_bytes
+    memory.peak_bytes -= waiting_bytes
+    memory.allocated_bytes -= waiting_bytes
     peak_host = peak_host_bytes() if host_peak_was_reset else None
     moved_bytes = strategy.communication_bytes()
     memory_bytes = strategy.memory_bytes()
+    compiled_graphs = strategy.compiled_graphs()
     tick("validation", 0)
     validation_loss = strategy.evaluate(validation) if validation else None
-    phases_ms = profiled_pass(strategy, profile, tick)
+    phases_ms = meter.profile(strategy, profile, tick)
     return Window(
         step_times_ms=step_times_ms,
         losses=[float(loss) for loss in losses],
+        began_s=began_s,
+        ended_s=ended_s,
         validation_loss=validation_loss,
-        peak_device_bytes=peak_device_bytes,
-        allocated_device_bytes=allocated_device_bytes,
+        memory=memory,
         peak_host_bytes=peak_host,
         communication_bytes=None if moved_bytes is None else round(moved_bytes / len(window)),
         memory_bytes=memory_bytes,
         phases_ms=phases_ms,
+        compiled_graphs=compiled_graphs,
         threads=torch.get_num_threads(),
         communicator=strategy.communicator(),
     )
 
 
-def waiting_batch_bytes(steps: Sequence[Sequence[Batch]], *, validation: Sequence[Batch]) -> int:
+def waiting_batch_bytes(steps: Steps, *, validation: Sequence[Batch]) -> int:
     """Bytes of all batches that were made beforehand but those of the largest step."""
     sizes = [batch_bytes(step) for step in steps]
     return sum(sizes) - max(sizes) + batch_bytes(validation)
@@ -72,25 +77,16 @@ def batch_bytes(batches: Sequence[Batch]) -> int:
 
 
 def timed_window(
-    strategy: Strategy, window: Sequence[Sequence[Batch]], tick: Tick
+    strategy: Strategy, window: Steps, meter: Meter, tick: Tick
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Milliseconds from the end of each step to the end of the next, and the losses, not read yet."""
-    times_ns, losses = [time.perf_counter_ns()], []
+    losses = []
+    meter.start()
     for step, batches in enumerate(window):
         losses.append(strategy.step(batches).loss)
-        times_ns.append(time.perf_counter_ns())
+        meter.mark()
         tick("measurement", step + 1)
-    return [(end - start) / 1e6 for start, end in pairwise(times_ns)], losses
-
-
-def profiled_pass(strategy: Strategy, profile: Sequence[Sequence[Batch]], tick: Tick) -> dict[str, float]:
-    """Median of each phase over the profiled steps."""
-    samples: dict[str, list[float]] = {}
-    for step, batches in enumerate(profile):
-        for phase, milliseconds in strategy.profiled_step(batches).items():
-            samples.setdefault(phase, []).append(milliseconds)
-        tick("profile", step + 1)
-    return {phase: median(values) for phase, values in samples.items()}
+    return meter.stop(), losses
 
 
 def reset_peak_host_bytes() -> bool:

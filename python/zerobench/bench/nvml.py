@@ -42,20 +42,8 @@ class Nvml:
             "cuda": None if version is None else f"{version // 1000}.{version % 1000 // 10}",
         }
 
-    def uuids(self) -> list[str]:
-        """All GPUs that the driver shows, whatever CUDA_VISIBLE_DEVICES says, as torch writes UUIDs."""
-        if self._library is None:
-            return []
-        found = []
-        for index in range(self._ask("nvmlDeviceGetCount") or 0):
-            handle = self._ask("nvmlDeviceGetHandleByIndex", index)
-            uuid = None if handle is None else self._ask("nvmlDeviceGetUUID", handle)
-            if uuid is not None:
-                found.append(uuid.removeprefix("GPU-"))
-        return found
-
     def facts(self, uuid: str) -> dict[str, Any]:
-        """What does not change while rows run."""
+        """What does not change while rows run; ``uuid`` as torch writes it."""
         handle = self._handle(uuid)
         if handle is None:
             return {}
@@ -68,12 +56,8 @@ class Nvml:
             return None if value is None else bool(value)
 
         pci = self._ask("nvmlDeviceGetPciInfo", handle)
-        memory = self._memory(handle)
         return {
-            "name": self._ask("nvmlDeviceGetName", handle),
-            "uuid": uuid,
             "pci_bus_id": None if pci is None else _text(pci.busId),
-            "total_bytes": None if memory is None else int(memory.total),
             "power_limit_w": self._watts("nvmlDeviceGetEnforcedPowerLimit", handle),
             "power_limit_default_w": self._watts("nvmlDeviceGetPowerManagementDefaultLimit", handle),
             "sm_clock_max_mhz": self._ask("nvmlDeviceGetMaxClockInfo", handle, library.NVML_CLOCK_SM),

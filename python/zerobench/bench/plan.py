@@ -6,9 +6,6 @@ import difflib
 import hashlib
 import itertools
 import json
-import re
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,14 +15,17 @@ from pydantic import BaseModel, ConfigDict
 
 from zerobench import data, models, strategies
 from zerobench.bench.configs import read_row
+from zerobench.bench.gpus import Gpu
 from zerobench.bench.machine import cpus_usable
+from zerobench.bench.names import OURS, stage_of, unique_names
 from zerobench.bench.result import Settings
 from zerobench.bench.tolerances import TOLERANCES, VERIFY_STEPS
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import OptimizerSettings
 
-DEFAULT_STRATEGIES = ("single", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
-OURS = ("zero0", "zero1", "zero2", "zero3")
+COMPILE_MODES = ("none", "block", "whole")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+OWN_ATTENTION = "sdpa"  # of our presets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,9 @@ class CompareOptions:
     num_layers: Sequence[int | None] = (None,)
     hidden_sizes: Sequence[int | None] = (None,)
     model_options: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
-    strategies: Sequence[str] = DEFAULT_STRATEGIES
+    strategies: Sequence[str] = ()
+    device: str = "cpu"
+    gpus: Sequence[Gpu] = ()  # that torch sees, where the device is cuda
     world_sizes: Sequence[int] = (2,)
     batch_sizes: Sequence[int] = (4,)
     seq_lengths: Sequence[int] = (128,)
@@ -44,6 +46,11 @@ class CompareOptions:
     precisions: Sequence[str] = ("fp32",)
     clips: Sequence[float | None] = (None,)
     checkpointing: bool = False
+    compiles: Sequence[str] = ("none",)
+    attention: str | None = None  # None: what the model has
+    dropout: float | None = None
+    tf32: bool = False
+    verify_layers: int | None = None
     num_steps: int = 20
     warmup_steps: int = 5
     repeats: int = 1
@@ -79,19 +86,30 @@ class Configuration(BaseModel):
     def reference_group(self) -> str:
         """Configurations with the same text train the same global batches to the same parameters."""
         kept = self.settings.model_dump(
-            include={"precision", "batch_size", "seq_length", "clip", "data", "seed", "optimizer"}
+            include={
+                "precision",
+                "batch_size",
+                "seq_length",
+                "clip",
+                "data",
+                "seed",
+                "optimizer",
+                "device",
+                "tf32",
+            }
         )
         return _digest({**kept, "model": self.model, "micro_batch_num": self.micro_batch_num})
 
     def checksum_group(self) -> str | None:
         """Configurations with the same text must end with equal parameters, bit for bit (DESIGN, placement)."""
-        if self.strategy not in OURS or self.settings.grad_accum != 1:
+        if self.strategy not in OURS or self.settings.grad_accum != 1 or self.settings.compile == "whole":
             return None
         return _digest(
             {
                 "reference": self.reference_group(),
                 "world_size": self.settings.world_size,
                 "checkpointing": self.settings.checkpointing,
+                "compile": self.settings.compile,
             }
         )
 
@@ -143,6 +161,8 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
     }
     if options.rank_memory_gib is not None:
         positive["--rank-memory-gib"] = [options.rank_memory_gib]
+    if options.verify_layers is not None:
+        positive["--verify-layers"] = [options.verify_layers]
     for option, values in positive.items():
         for value in values:
             if not value > 0:
@@ -155,9 +175,16 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
             strategies.get(
                 name
             )  # a place of one's own is wrong more often than a name; costs the import of torch
-    for precision in options.precisions:
-        if precision not in TOLERANCES:
-            raise ConfigError(f"unknown precision {precision!r}: use one of {', '.join(TOLERANCES)}")
+    known: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+        "precision": (options.precisions, list(TOLERANCES)),
+        "compile mode": (options.compiles, COMPILE_MODES),
+        "attention": ([options.attention] if options.attention else [], ATTENTIONS),
+    }
+    for what, (asked, choices) in known.items():
+        for choice in asked:
+            if choice not in choices:
+                raise ConfigError(f"unknown {what} {choice!r}: use one of {', '.join(choices)}")
+    check_device(options, given_world_size=given_world_size)
     if given_world_size is not None and list(options.world_sizes) != [given_world_size]:
         raise ConfigError(
             f"--world-size {','.join(map(str, options.world_sizes))} differs from the {given_world_size} ranks that "
@@ -165,31 +192,78 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         )
 
 
+def check_device(options: CompareOptions, *, given_world_size: int | None) -> None:
+    if options.device == "cpu":
+        if options.tf32:
+            raise ConfigError("--tf32 is a mode of GPUs: leave it out on CPU ranks")
+        return
+    if options.tf32 and "fp32" not in options.precisions:
+        raise ConfigError("--tf32 is about fp32 matrix products: add --precision fp32, or leave it out")
+    if options.rank_memory_gib is not None:
+        raise ConfigError("--rank-memory-gib limits CPU ranks: leave it out on GPUs")
+    largest = max(options.world_sizes, default=1)
+    if given_world_size is None and largest > len(options.gpus):
+        raise ConfigError(
+            f"--world-size {largest} needs a GPU for each rank and torch sees {len(options.gpus)}: use at most as many"
+        )
+
+
 def grid(options: CompareOptions) -> list[Draft]:
     """Settings in the order of the options, strategies innermost, so that rows to compare stand and run together."""
     drafts: list[Draft] = []
-    axes = (
+    axes: tuple[Sequence[Any], ...] = (
         options.models, options.num_layers, options.hidden_sizes, options.precisions, options.seq_lengths,
-        options.batch_sizes, options.grad_accums, options.clips, options.world_sizes, options.strategies,
+        options.batch_sizes, options.grad_accums, options.clips, options.world_sizes, options.compiles,
+        options.strategies,
     )  # fmt: skip
-    for model, layers, hidden, precision, seq, batch, accum, clip, world_size, strategy in itertools.product(
-        *axes
-    ):
-        config = models.resolve(model, {"num_layers": layers, "hidden_size": hidden, **options.model_options})
+    for (
+        model,
+        layers,
+        hidden,
+        precision,
+        seq,
+        batch,
+        accum,
+        clip,
+        world_size,
+        mode,
+        strategy,
+    ) in itertools.product(*axes):
         settings = resolve_settings(
             options,
-            config,
-            world_size=1 if strategy == "single" else world_size,
+            resolve_model(options, model, {"num_layers": layers, "hidden_size": hidden}),
+            world_size=ranks_of(strategy, world_size, device=options.device),
             precision=precision,
             seq_length=seq,
             batch_size=batch,
             grad_accum=accum,
             clip=clip,
+            compile=mode,
         )
         draft: Draft = (strategy, settings, {})
-        if draft not in drafts:  # single is the same row at every world size
+        if draft not in drafts:  # what runs alone is the same row at every world size
             drafts.append(draft)
     return drafts
+
+
+def ranks_of(strategy: str, world_size: int, *, device: str) -> int:
+    """The reference runs alone. So does the floor on a GPU of its own; CPU ranks share cores, so there it needs as many
+    ranks as the rows that it stands under."""
+    alone = strategy == "single" or (strategy == "compute_only" and device == "cuda")
+    return 1 if alone else world_size
+
+
+def resolve_model(options: CompareOptions, name: str, sizes: dict[str, int | None]) -> models.ModelConfig:
+    """The model with everything that the command line says about it."""
+    chosen = {**sizes, "dropout": options.dropout, "attention": options.attention, **options.model_options}
+    if name in models.preset_names() and chosen["attention"] is not None:
+        if chosen["attention"] != OWN_ATTENTION:
+            raise ConfigError(
+                f"--attention {chosen['attention']}: model {name!r} computes attention by {OWN_ATTENTION} only: "
+                "leave it out, or choose a model that transformers builds, such as hf:gpt2"
+            )
+        chosen["attention"] = None
+    return models.resolve(name, chosen)
 
 
 def from_files(options: CompareOptions) -> list[Draft]:
@@ -209,6 +283,10 @@ def resolve_settings(options: CompareOptions, config: models.ModelConfig, **chos
     return Settings(
         model=config.name,
         model_config_resolved=config.model_dump(),
+        device=options.device,
+        attention=getattr(config, "attention", OWN_ATTENTION),
+        dropout=config.dropout,
+        tf32=options.tf32 if options.device == "cuda" and chosen["precision"] == "fp32" else None,
         parameter_count=models.parameter_count(config),
         checkpointing=chosen.pop("checkpointing", options.checkpointing),
         num_steps=options.num_steps,
@@ -241,53 +319,6 @@ def check_baseline(options: CompareOptions, configurations: Sequence[Configurati
         )
 
 
-def stage_of(strategy: str) -> int | None:
-    if strategy in OURS:
-        return int(strategy.removeprefix("zero"))
-    return 3 if strategy == "fsdp2" else None
-
-
-def unique_names(drafts: Sequence[Draft]) -> list[str]:
-    """Such as zs0_fp32_ranks2_bs4_sl64; what else differs between rows, or is not the default, follows."""
-    several_models = len({json.dumps(settings.model_config_resolved) for _, settings, _ in drafts}) > 1
-    names = [base_name(strategy, settings, several_models=several_models) for strategy, settings, _ in drafts]
-    counts: dict[str, int] = {}
-    for index, name in enumerate(names):
-        counts[name] = counts.get(name, 0) + 1
-        if counts[name] > 1:
-            names[index] = f"{name}_{counts[name]}"
-    return names
-
-
-def base_name(strategy: str, settings: Settings, *, several_models: bool) -> str:
-    parts = [
-        short_name(strategy),
-        settings.precision,
-        f"ranks{settings.world_size}",
-        f"bs{settings.batch_size}",
-        f"sl{settings.seq_length}",
-    ]
-    if settings.grad_accum != 1:
-        parts.append(f"ga{settings.grad_accum}")
-    if settings.clip is not None:
-        parts.append(f"clip{settings.clip:g}")
-    if settings.checkpointing:
-        parts.append("ckpt")
-    if several_models:
-        config = settings.model_config_resolved
-        parts += [settings.model, f"l{config['num_layers']}", f"h{config['hidden_size']}"]
-    if settings.config_file is not None:
-        parts.append(re.sub(r"[^\w.-]", "-", Path(settings.config_file).stem))
-    return "_".join(parts)
-
-
-def short_name(strategy: str) -> str:
-    """zero2 is zs2; a strategy of one's own goes by its class."""
-    if strategy in OURS:
-        return f"zs{strategy.removeprefix('zero')}"
-    return strategy.rpartition(":")[2].lower()
-
-
 def warnings_about(configurations: Sequence[Configuration]) -> list[str]:
     largest = max(configuration.settings.world_size for configuration in configurations)
     cpus = cpus_usable()
@@ -297,31 +328,3 @@ def warnings_about(configurations: Sequence[Configuration]) -> list[str]:
             "step times show the sharing, not the strategies"
         ]
     return []
-
-
-def rerun_command(configuration: Configuration, options: CompareOptions) -> str:
-    """The command that runs this row alone."""
-    settings, config = configuration.settings, configuration.model
-    words = [sys.executable, "-m", "zerobench", "compare", "--model", settings.model]
-    defaults = models.resolve(settings.model).model_dump()
-    for key, value in config.items():
-        if value != defaults[key]:
-            words += ["--model-option", f"{key}={json.dumps(value)}"]
-    if settings.config_file is not None:
-        words += ["--config", settings.config_file]
-    else:
-        words += ["--strategies", configuration.strategy]
-    words += ["--precision", settings.precision, "--batch-size", str(settings.batch_size)]
-    words += ["--seq-length", str(settings.seq_length), "--grad-accum", str(settings.grad_accum)]
-    words += ["--world-size", str(settings.world_size)]
-    if settings.clip is not None:
-        words += ["--clip", f"{settings.clip:g}"]
-    if settings.checkpointing:
-        words += ["--checkpointing"]
-    words += ["--num-steps", str(settings.num_steps), "--warmup-steps", str(settings.warmup_steps)]
-    words += ["--data", settings.data, "--seed", str(settings.seed), "--timeout", f"{options.timeout_s:g}"]
-    if options.learning_rate != OptimizerSettings.lr:
-        words += ["--lr", f"{options.learning_rate:g}"]
-    if options.rank_memory_gib is not None:
-        words += ["--rank-memory-gib", f"{options.rank_memory_gib:g}"]
-    return shlex.join(words)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -17,20 +20,26 @@ from zerobench.bench.assess import (
     by_rank,
     clear_figures,
     first_row,
+    largest,
     settle,
 )
 from zerobench.bench.fit import verification_model, why_too_large
-from zerobench.bench.job import Job
+from zerobench.bench.job import Job, Window
 from zerobench.bench.launch import Launcher, Outcome
 from zerobench.bench.machine import busy_warning, machine_facts, version_facts
+from zerobench.bench.mfu import utilisation
+from zerobench.bench.names import rerun_command
 from zerobench.bench.output import OutputFolder
-from zerobench.bench.plan import Configuration, Plan, rerun_command
+from zerobench.bench.plan import Configuration, Plan
 from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.result import Results, Row
+from zerobench.bench.sampler import Sampler, shared_warning, summarise
 from zerobench.errors import Error
 from zerobench.report import advise, finish_rows, render_table
+from zerobench.report.rows import FLOOR
 
 GIB = 1 << 30
+SAMPLER_START_S = 10.0
 
 
 def run_comparison(
@@ -39,12 +48,14 @@ def run_comparison(
     """Run every configuration and report; the exit code. ``notes`` takes progress and warnings."""
     output = OutputFolder(output_dir)
     comparison = Comparison(plan, output, launcher)
-    for warning in comparison.results.warnings:
-        notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     interrupted = False
     try:
-        with launcher, ProgressDisplay(notes, comparison.work()) as display:
-            comparison.run(display)
+        with launcher, comparison.sampler:
+            comparison.look_around()
+            for warning in comparison.results.warnings:
+                notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+            with ProgressDisplay(notes, comparison.work()) as display:
+                comparison.run(display)
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -88,16 +99,31 @@ class Comparison:
         self.output = output
         self.launcher = launcher
         self.references: dict[str, ReferenceRun] = {}
+        self.gpus = plan.options.gpus
+        # On GPUs the samples stay beside the results.
+        samples = (output.path if self.gpus else launcher.scratch) / "samples.jsonl"
+        self.sampler = Sampler(samples, uuids=[gpu.uuid for gpu in self.gpus])
         busy = busy_warning()
         self.results = Results(
             created=now_text(),
-            machine=machine_facts(),
-            versions=version_facts(),
+            machine=machine_facts(self.gpus),
+            versions=version_facts(gpus=bool(self.gpus)),
             command=shlex.join(sys.argv),
             warnings=[*plan.warnings, *([busy] if busy else [])],
         )
         limit_gib = plan.options.rank_memory_gib
         self.rank_memory_bytes = None if limit_gib is None else round(limit_gib * GIB)
+
+    def look_around(self) -> None:
+        """Whether GPUs are in use while nothing of ours runs yet."""
+        deadline_s = time.monotonic() + SAMPLER_START_S
+        while self.gpus and time.monotonic() < deadline_s:
+            sample = self.sampler.first()
+            if sample is not None:
+                warning = shared_warning(sample)
+                self.results.warnings += [warning] if warning else []
+                return
+            time.sleep(0.05)
 
     def work(self) -> int:
         """Configurations to run, repeats and references included."""
@@ -135,21 +161,24 @@ class Comparison:
             rerun=rerun,
         )
         start_s = time.monotonic()
-        too_large = why_too_large(configuration, rank_memory_bytes=self.rank_memory_bytes)
+        too_large = why_too_large(configuration, rank_memory_bytes=self.rank_memory_bytes, gpus=self.gpus)
         reference = None
         if too_large is None and self.needs_reference(configuration):
             reference = self.reference_of(configuration, display)
         if too_large is not None:
             row.status, row.error = "oom", too_large
+            row.oom_tier = "device" if self.gpus else "host"
             display.skip()
         elif reference is not None and reference.error is not None:
             row.error = f"cannot be verified, since the reference did not run: {reference.error}"
             display.skip()
         else:
-            job = self.job(configuration, reference, verify=True)
             with display.task(configuration.name) as on_progress:
-                outcome = self.launcher.run(job, log=log, on_progress=on_progress)
-            apply_outcome(row, outcome, configuration, reference)
+                for job in self.passes(configuration, reference):
+                    outcome = self.launcher.run(job, log=log, on_progress=on_progress)
+                    self.add_machine_figures(row, apply_outcome(row, outcome, configuration, reference))
+                    if row.status != "ok":
+                        break
         row.duration_s = round(time.monotonic() - start_s, 3)
         display.note(row)
         return row
@@ -161,25 +190,58 @@ class Comparison:
         if row.status != "ok":
             display.skip()
             return
-        job = self.job(configuration, None, verify=False)
+        job = self.job(configuration, None, verify=False, measure=True)
         with display.task(f"{row.name} ({repeat + 1})") as on_progress:
             outcome = self.launcher.run(job, log=self.output.log(row.name), on_progress=on_progress)
         if outcome.status != "ok":
             row.status, row.error = outcome.status, f"repeat {repeat + 1}: {outcome.error}"
+            row.oom_tier = outcome.oom_tier
             clear_figures(row)
             return
-        apply_windows(row, [report.window for report in by_rank(outcome.reports) if report.window])
+        windows = [report.window for report in by_rank(outcome.reports) if report.window]
+        apply_windows(row, windows)
+        self.add_machine_figures(row, windows)
+
+    def passes(self, configuration: Configuration, reference: ReferenceRun | None) -> list[Job]:
+        """On GPUs verification has processes of its own: what it sets and leaves behind on a device cannot reach the
+        measured pass. On CPU ranks a second start would cost more than it keeps apart."""
+        if configuration.strategy == FLOOR:
+            return [self.job(configuration, None, verify=False, measure=True)]
+        if configuration.settings.device == "cpu":
+            return [self.job(configuration, reference, verify=True, measure=True)]
+        return [
+            self.job(configuration, reference, verify=True, measure=False),
+            self.job(configuration, reference, verify=False, measure=True),
+        ]
+
+    def add_machine_figures(self, row: Row, windows: Sequence[Window]) -> None:
+        """What the sampler saw during the window, and utilisation against the GPUs' peak."""
+        if not windows:
+            return
+        begin_s, end_s = min(w.began_s for w in windows), max(w.ended_s for w in windows)
+        used = self.gpus[: row.settings.world_size]
+        seen = summarise(self.sampler.between(begin_s, end_s), begin_s=begin_s, gpu_num=len(used))
+        if row.sampled is None:
+            row.sampled = seen
+            row.device_utilisation_pct = seen.gpu_utilisation_pct if seen else None
+        peaks = [row.device_used_peak_bytes, seen.gpu_used_peak_bytes if seen else None]
+        row.device_used_peak_bytes = largest(peaks)
+        if len({gpu.name for gpu in used}) == 1:
+            row.mfu = utilisation(row, used[0].name)
 
     def needs_reference(self, configuration: Configuration) -> bool:
         """`single` alone in its group is the reference and has nothing to be compared with."""
         group = configuration.reference_group()
-        return any(c.strategy != "single" and c.reference_group() == group for c in self.plan.configurations)
+        return configuration.strategy != FLOOR and any(
+            c.strategy not in ("single", FLOOR) and c.reference_group() == group
+            for c in self.plan.configurations
+        )
 
     def reference_of(self, configuration: Configuration, display: ProgressDisplay) -> ReferenceRun:
         """`single` on the group's global batches, run once; with fewer layers where all of them do not fit."""
         group = configuration.reference_group()
         if group not in self.references:
-            model = verification_model(configuration.model, rank_memory_bytes=self.rank_memory_bytes)
+            model = self.verification_model(configuration)
             with display.task(f"reference of {configuration.name}") as on_progress:
                 while True:
                     job = self.reference_job(configuration, model)
@@ -188,7 +250,9 @@ class Comparison:
                     if outcome.status != "oom" or model["num_layers"] == 1:
                         break
                     model = {**model, "num_layers": model["num_layers"] // 2}
-            self.references[group] = reference_run(job, outcome)
+            asked = self.plan.options.verify_layers
+            why = "as --verify-layers asks" if asked == model["num_layers"] else None
+            self.references[group] = reference_run(job, outcome, why_fewer_layers=why)
         return self.references[group]
 
     def reference_job(self, configuration: Configuration, model: dict[str, object]) -> Job:
@@ -196,8 +260,8 @@ class Comparison:
             name=f"reference of {configuration.name}",
             kind="reference",
             strategy="single",
-            # Without checkpointing: it must not change anything, so the reference does not use it.
-            settings=configuration.settings.model_copy(update={"checkpointing": False}),
+            # Without what must not change anything.
+            settings=configuration.settings.model_copy(update={"checkpointing": False, "compile": "none"}),
             model=model,
             verify_model=model,
             num_ranks=1,
@@ -207,7 +271,17 @@ class Comparison:
             timeout_s=self.plan.options.timeout_s,
         )
 
-    def job(self, configuration: Configuration, reference: ReferenceRun | None, *, verify: bool) -> Job:
+    def verification_model(self, configuration: Configuration) -> dict[str, Any]:
+        return verification_model(
+            configuration.model,
+            rank_memory_bytes=self.rank_memory_bytes,
+            gpus=self.gpus,
+            layers=self.plan.options.verify_layers,
+        )
+
+    def job(
+        self, configuration: Configuration, reference: ReferenceRun | None, *, verify: bool, measure: bool
+    ) -> Job:
         model = configuration.model
         return Job(
             name=configuration.name,
@@ -215,12 +289,10 @@ class Comparison:
             strategy=configuration.strategy,
             settings=configuration.settings,
             model=model,
-            verify_model=reference.model
-            if reference
-            else verification_model(model, rank_memory_bytes=self.rank_memory_bytes),
+            verify_model=reference.model if reference else self.verification_model(configuration),
             num_ranks=configuration.settings.world_size,
             verify=verify,
-            measure=True,
+            measure=measure,
             reference_file=reference.file if reference else None,
             timeout_s=self.plan.options.timeout_s,
             rank_memory_bytes=self.rank_memory_bytes,
@@ -228,15 +300,16 @@ class Comparison:
         )
 
 
-def reference_run(job: Job, outcome: Outcome) -> ReferenceRun:
+def reference_run(job: Job, outcome: Outcome, *, why_fewer_layers: str | None) -> ReferenceRun:
     if outcome.status != "ok":
         return ReferenceRun(model=job.verify_model, error=f"{outcome.status}: {outcome.error}")
     verification = outcome.reports[0].verification
     if verification is None:
         raise Error("the reference reported no verification: this is a bug of zerobench")
-    return ReferenceRun(
+    run = ReferenceRun(
         model=job.verify_model, file=job.reference_file, loss=verification.loss, norm=verification.norm
     )
+    return run if why_fewer_layers is None else replace(run, why_fewer_layers=why_fewer_layers)
 
 
 def now_text() -> str:

@@ -25,7 +25,8 @@ PIECE_FLOOR: Mapping[str, float] = MappingProxyType({"fp32": 1e-4, "fp16": 0.01,
 """Pieces whose first moments lie below this share of the model's are noise: Adam turns noise into full steps."""
 
 _LOOSEST_FIRST = ("bf16", "fp16", "fp32")
-_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+# TF32 has the mantissa of fp16.
+_PRECISIONS = {"float32": "fp32", "tf32": "fp16", "bfloat16": "bf16", "float16": "fp16"}
 
 _QUANTITIES = ("loss", "norm", "gradient", "update", "piece")
 

@@ -14,29 +14,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel
 from torch import nn
 
-from zerobench import _native, data, models, strategies
+from zerobench import data, models, strategies
 from zerobench.bench import measure, verify
 from zerobench.bench.job import Job, Progress, RankError, Report, Skipped, Window
 from zerobench.bench.machine import cpus_usable
+from zerobench.bench.meters import Meter, open_meter
 from zerobench.bench.result import RowDtypes
 from zerobench.bench.tolerances import tolerance_precision
-from zerobench.errors import CommunicationError
+from zerobench.errors import CommunicationError, OutOfMemoryError
 from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
 
 TICK_INTERVAL_S = 0.1
+_CUDA_ERROR_MEMORY_ALLOCATION = 2
 
 
 class Channel:
     """The pipe to the command."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, device: str) -> None:
         self._fd = fd
+        self._device = device
         self._next_tick_s = 0.0
         self.phase = "start"
         self._failed = False
@@ -50,7 +53,7 @@ class Channel:
         """Say what ended this rank, once and at once: closing comes after, and peers that notice it complain too."""
         if not self._failed:
             self._failed = True
-            self.send("error", describe_error(error, self.phase))
+            self.send("error", describe_error(error, self.phase, device=self._device))
 
     def tick(self, phase: str, step: int) -> None:
         """A sign of life, at most ten a second within a phase so that no step notices."""
@@ -86,7 +89,7 @@ class Place:
 
 def run_rank(request: dict[str, Any], *, report_fd: int) -> int:
     """Run a job's part of this rank and say how it went; the exit code."""
-    channel = Channel(report_fd)
+    channel = Channel(report_fd, device=request["settings"]["device"])
     place = Place.from_environment(os.environ)
     scratch = Path(request.pop("scratch"))
     stack = (scratch / f"stack.{place.rank}").open("w")
@@ -103,21 +106,33 @@ def run_rank(request: dict[str, Any], *, report_fd: int) -> int:
     return 0
 
 
-def describe_error(error: BaseException, phase: str) -> RankError:
+def describe_error(error: BaseException, phase: str, *, device: str) -> RankError:
     lines = str(error).strip().splitlines() or ["no message"]
     return RankError(
         type=type(error).__name__,
         message=lines[0],
         phase=phase,
-        out_of_memory=isinstance(error, MemoryError | torch.OutOfMemoryError),
+        out_of_memory=exhausted_tier(error, device=device),
         communication=isinstance(error, CommunicationError | torch.distributed.DistError),
         at_s=time.time(),
     )
 
 
+def exhausted_tier(error: BaseException, *, device: str) -> Literal["device", "host"] | None:
+    """Whose memory ran out, if any did. What CPU ranks call their device is the host's."""
+    of_device = isinstance(error, torch.OutOfMemoryError | OutOfMemoryError) or (
+        isinstance(error, torch.AcceleratorError)
+        and getattr(error, "error_code", None) == _CUDA_ERROR_MEMORY_ALLOCATION
+    )
+    if of_device:
+        return "device" if device == "cuda" else "host"
+    return "host" if isinstance(error, MemoryError) else None
+
+
 def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
-    core = _native.load()
-    core.install_counting_allocator()  # before the first tensor, so that every byte is counted
+    meter = open_meter(job.settings.device, local_rank=place.local_rank)
+    if job.settings.device == "cuda":
+        torch.set_float32_matmul_precision("high" if job.settings.tf32 else "highest")
     torch.set_num_threads(threads_of(job, place))
     torch.manual_seed(job.settings.seed)
     channel.tick("load", 0)
@@ -127,10 +142,10 @@ def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
         return Skipped(reason=reason)
     report = None
     if job.verify:
-        report = verified(job, strategy_class, place, channel)
+        report = verified(job, strategy_class, place, channel, meter)
         gc.collect()  # what reference cycles keep of the first strategy must not count as memory of the second
     if job.measure:
-        window, dtypes = measured(job, strategy_class, place, channel)
+        window, dtypes = measured(job, strategy_class, place, channel, meter)
         report = Report(dtypes=dtypes, verification=report.verification if report else None, window=window)
     if report is None:
         raise ValueError(f"job {job.name} asks neither for verification nor for measurement")
@@ -166,6 +181,8 @@ def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) ->
         optimizer=OptimizerSettings(**settings.optimizer),
         timeout_s=job.timeout_s,
         deterministic=deterministic,
+        device=settings.device,
+        compile=settings.compile,
         options=job.options,
     )
 
@@ -214,7 +231,19 @@ def open_batches(
     return dataset, of_step
 
 
-def verified(job: Job, strategy_class: type[Strategy], place: Place, channel: Channel) -> Report:
+def row_dtypes(strategy: Strategy, job: Job) -> RowDtypes:
+    """The strategy's, with the mode that fp32 matrix products run in."""
+    dtypes = RowDtypes(**vars(strategy.dtypes()))
+    return (
+        dtypes.model_copy(update={"compute": "tf32"})
+        if job.settings.tf32 and dtypes.compute == "float32"
+        else dtypes
+    )
+
+
+def verified(
+    job: Job, strategy_class: type[Strategy], place: Place, channel: Channel, meter: Meter
+) -> Report:
     """The verification pass, under deterministic algorithms and in a strategy of its own."""
     settings = strategy_settings(job, place, deterministic=True)
     reference_file = Path(job.reference_file) if job.reference_file else None
@@ -224,9 +253,12 @@ def verified(job: Job, strategy_class: type[Strategy], place: Place, channel: Ch
         channel.tick("verification", 0)
         initial = strategy.full_parameters() if job.kind == "reference" else {}
         evidence = verify.gather_evidence(
-            strategy, of_step, tick=lambda step: channel.tick("verification", step)
+            strategy,
+            lambda step: meter.place([of_step(step)])[0],
+            keep=place.rank == 0,
+            tick=lambda step: channel.tick("verification", step),
         )
-        dtypes = RowDtypes(**vars(strategy.dtypes()))
+        dtypes = row_dtypes(strategy, job)
     if job.kind == "reference":
         assert reference_file is not None
         verify.write_reference(reference_file, evidence, initial)
@@ -236,33 +268,36 @@ def verified(job: Job, strategy_class: type[Strategy], place: Place, channel: Ch
         reference_file=reference_file,
         precision=tolerance_precision(settings.precision, dtypes),
         is_first=place.rank == 0,
+        device=meter.device,
     )
     return Report(dtypes=dtypes, verification=verification)
 
 
 def measured(
-    job: Job, strategy_class: type[Strategy], place: Place, channel: Channel
+    job: Job, strategy_class: type[Strategy], place: Place, channel: Channel, meter: Meter
 ) -> tuple[Window, RowDtypes]:
     """The measured pass, as users train."""
     settings = strategy_settings(job, place)
     dataset, of_step = open_batches(job, settings, job.model)
     warmup_steps, num_steps = job.settings.warmup_steps, job.settings.num_steps
-    steps = [of_step(step) for step in range(warmup_steps + num_steps + job.profile_steps)]
-    validation = dataset.validation_batches(
+    steps = meter.place([of_step(step) for step in range(warmup_steps + num_steps + job.profile_steps)])
+    held_out = dataset.validation_batches(
         rank=settings.rank,
         world_size=settings.world_size,
         batch_size=settings.batch_size,
         num_batches=job.validation_batches,
     )
+    validation = meter.place([held_out])[0]
     build = model_factory(job.model, job.settings.seed)
     with open_strategy(strategy_class, settings, build, channel) as strategy:
         channel.tick("warm-up", 0)
         window = measure.measure(
             strategy,
+            meter=meter,
             warmup=steps[:warmup_steps],
             window=steps[warmup_steps : warmup_steps + num_steps],
             validation=validation,
             profile=steps[warmup_steps + num_steps :],
             tick=channel.tick,
         )
-        return window, RowDtypes(**vars(strategy.dtypes()))
+        return window, row_dtypes(strategy, job)

@@ -228,9 +228,13 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
 
 def _share_of_floor(row: Row, rows: Sequence[Row]) -> float | None:
     """How much of the step is the model's own forward and backward: the floor's step time over this row's."""
+    if row.strategy == FLOOR:
+        return None
     for floor in rows:
-        if floor.strategy != FLOOR or floor is row or floor.status != "ok" or floor.step_time_ms is None:
+        if floor.strategy != FLOOR or floor.status != "ok" or floor.step_time_ms is None:
             continue
+        if floor.settings.device == "cpu" and floor.settings.world_size != row.settings.world_size:
+            continue  # fewer ranks have more of the cores each
         if all(getattr(floor.settings, key) == getattr(row.settings, key) for key in _FLOOR_POINT):
             assert row.step_time_ms is not None
             return floor.step_time_ms.median / row.step_time_ms.median

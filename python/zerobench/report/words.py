@@ -203,7 +203,7 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         notes.append(f"† other dtypes, so shown but not ranked: {'; '.join(apart)}, as {roles}.")
     if any(row.strategy == FLOOR and row.status == "ok" for row in rows):
         notes.append(
-            f"{FLOOR}: forward and backward alone on one GPU, the floor; it trains nothing to verify."
+            f"{FLOOR}: forward and backward without communication or optimizer, the floor: nothing to verify."
         )
     peaks = {
         f"{row.mfu.peak_tflops:g} TFLOP/s a GPU ({row.mfu.peak_of})"

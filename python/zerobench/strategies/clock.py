@@ -39,6 +39,12 @@ class PhaseClock:
         self.phases_ms[phase] += elapsed_ms
 
 
+class Phases(dict[str, float]):
+    """Milliseconds by phase, and in ``laps_ms`` phase by phase as they followed each other."""
+
+    laps_ms: list[tuple[str, float]]
+
+
 class DevicePhaseClock:
     """Time by phase on the current CUDA stream, waits for communication included. Nothing waits for the device until
     the phases are read; what the host only enqueues after the last lap belongs to no phase."""
@@ -54,12 +60,16 @@ class DevicePhaseClock:
         self._marks.append((phase, event))
 
     @property
-    def phases_ms(self) -> dict[str, float]:
+    def phases_ms(self) -> Phases:
         self._marks[-1][1].synchronize()
-        phases_ms = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        for (_, start), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
-            phases_ms[phase] += start.elapsed_time(end)
-        return phases_ms
+        phases = Phases({"forward": 0.0, "backward": 0.0, "optimizer": 0.0})
+        phases.laps_ms = [
+            (phase, start.elapsed_time(end))
+            for (_, start), (phase, end) in zip(self._marks, self._marks[1:], strict=False)
+        ]
+        for phase, elapsed_ms in phases.laps_ms:
+            phases[phase] += elapsed_ms
+        return phases
 
 
 Clock = NoClock | PhaseClock | DevicePhaseClock

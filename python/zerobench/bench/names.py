@@ -1,0 +1,118 @@
+"""What rows are called, and the command that runs one alone. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerobench import models
+from zerobench.bench.result import Settings
+from zerobench.models.hf_config import overridable
+from zerobench.strategies.base import OptimizerSettings
+
+if TYPE_CHECKING:
+    from zerobench.bench.plan import CompareOptions, Configuration, Draft
+
+OURS = ("zero0", "zero1", "zero2", "zero3")
+_STAGED = re.compile(r"(?:zero|deepspeed|deepcompile|mfsdp)([0-3])")
+_OTHER_STAGES = {"fsdp1": 3, "fsdp2": 3}
+
+
+def stage_of(strategy: str) -> int | None:
+    """The ZeRO stage, of ours and of peers that have one."""
+    if ":" in strategy:
+        return None
+    staged = _STAGED.match(strategy)
+    if staged:
+        return int(staged[1])
+    return _OTHER_STAGES.get(strategy.partition("_")[0])
+
+
+def unique_names(drafts: Sequence[Draft]) -> list[str]:
+    """Such as zs0_fp32_ranks2_bs4_sl64; what else differs between rows, or is not the default, follows."""
+    several_models = len({json.dumps(settings.model_config_resolved) for _, settings, _ in drafts}) > 1
+    names = [base_name(strategy, settings, several_models=several_models) for strategy, settings, _ in drafts]
+    counts: dict[str, int] = {}
+    for index, name in enumerate(names):
+        counts[name] = counts.get(name, 0) + 1
+        if counts[name] > 1:
+            names[index] = f"{name}_{counts[name]}"
+    return names
+
+
+def base_name(strategy: str, settings: Settings, *, several_models: bool) -> str:
+    parts = [
+        short_name(strategy),
+        settings.precision,
+        f"{'gpus' if settings.device == 'cuda' else 'ranks'}{settings.world_size}",
+        f"bs{settings.batch_size}",
+        f"sl{settings.seq_length}",
+    ]
+    if settings.grad_accum != 1:
+        parts.append(f"ga{settings.grad_accum}")
+    if settings.clip is not None:
+        parts.append(f"clip{settings.clip:g}")
+    if settings.checkpointing:
+        parts.append("ckpt")
+    if settings.compile != "none":
+        parts.append(f"compile-{settings.compile}")
+    if several_models:
+        config = settings.model_config_resolved
+        model = re.sub(r"[^\w.-]", "-", settings.model.rpartition("/")[2])
+        parts += [model, f"l{config['num_layers']}", f"h{config['hidden_size']}"]
+    if settings.config_file is not None:
+        parts.append(re.sub(r"[^\w.-]", "-", Path(settings.config_file).stem))
+    return "_".join(parts)
+
+
+def short_name(strategy: str) -> str:
+    """zero2 is zs2; a strategy of one's own goes by its class."""
+    if strategy in OURS:
+        return f"zs{strategy.removeprefix('zero')}"
+    return strategy.rpartition(":")[2].lower()
+
+
+def rerun_command(configuration: Configuration, options: CompareOptions) -> str:
+    """The command that runs this row alone."""
+    settings = configuration.settings
+    words = [sys.executable, "-m", "zerobench", "compare", "--device", settings.device]
+    words += ["--model", settings.model]
+    for key, value in own_fields(settings.model, configuration.model).items():
+        words += ["--model-option", f"{key}={json.dumps(value)}"]
+    if settings.config_file is not None:
+        words += ["--config", settings.config_file]
+    else:
+        words += ["--strategies", configuration.strategy]
+    words += ["--precision", settings.precision, "--batch-size", str(settings.batch_size)]
+    words += ["--seq-length", str(settings.seq_length), "--grad-accum", str(settings.grad_accum)]
+    words += ["--world-size", str(settings.world_size)]
+    if settings.clip is not None:
+        words += ["--clip", f"{settings.clip:g}"]
+    if settings.checkpointing:
+        words += ["--checkpointing"]
+    if settings.compile != "none":
+        words += ["--compile", settings.compile]
+    if settings.tf32:
+        words += ["--tf32"]
+    if options.verify_layers is not None:
+        words += ["--verify-layers", str(options.verify_layers)]
+    words += ["--num-steps", str(settings.num_steps), "--warmup-steps", str(settings.warmup_steps)]
+    words += ["--data", settings.data, "--seed", str(settings.seed), "--timeout", f"{options.timeout_s:g}"]
+    if options.learning_rate != OptimizerSettings.lr:
+        words += ["--lr", f"{options.learning_rate:g}"]
+    if options.rank_memory_gib is not None:
+        words += ["--rank-memory-gib", f"{options.rank_memory_gib:g}"]
+    return shlex.join(words)
+
+
+def own_fields(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What of a model's configuration was not as its name has it, and may be said."""
+    resolved = models.find(name)
+    known = overridable(resolved.architecture) if isinstance(resolved, models.HFConfig) else config.keys()
+    defaults = resolved.model_dump()
+    return {key: value for key, value in config.items() if key in known and value != defaults[key]}
