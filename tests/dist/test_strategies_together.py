@@ -24,6 +24,7 @@ from faulty import FAULTS, PlainDataParallel
 from zerobench import models, strategies
 from zerobench.data import open_data
 from zerobench.strategies.base import OptimizerSettings, StrategySettings
+from zerobench.strategies.pieces import Pieces
 from zerobench.strategies.shared import checksum
 
 WORLD_SIZE = 2
@@ -43,6 +44,12 @@ PLAIN = [f"faulty:{PlainDataParallel.__name__}"]
 PEERS = ["ddp", "fsdp2", *PLAIN]
 OURS = ["zero0", "zero1", "zero2", "zero3"]
 RIGHT = [*PEERS, *OURS]
+RUNS = [(name, case) for case in CASES for name in RIGHT] + [
+    ("fsdp2_keep", "fp32"),
+    ("fsdp2_keep", "bf16-accum4-clip"),
+    ("ddp_compress", "bf16"),
+    ("ddp_compress", "fp16-accum2-clip"),
+]
 FAULTY = [f"faulty:{fault.__name__}" for fault in FAULTS]
 FAULT_CASES = ["fp32", "bf16", "fp16-accum2-clip"]
 # Relative errors: of the reduced gradient of step 1, of the k-step update, of the loss and of the norm.
@@ -119,9 +126,7 @@ def train(name: str, case: str, *, rank: int, world_size: int) -> dict:
 
 
 def plan() -> list[tuple[str, str]]:
-    return [(name, case) for case in CASES for name in RIGHT] + [
-        (name, case) for case in FAULT_CASES for name in FAULTY
-    ]
+    return RUNS + [(name, case) for case in FAULT_CASES for name in FAULTY]
 
 
 def run_rank(rank: int, ports: list[int], folder: str) -> None:
@@ -139,7 +144,26 @@ def run_rank(rank: int, ports: list[int], folder: str) -> None:
     os.environ["MASTER_PORT"] = str(ports[1])
     results["own group"] = train("ddp", "fp32", rank=rank, world_size=WORLD_SIZE)
     results["own group"]["left"] = torch.distributed.is_initialized()
+    os.environ["MASTER_PORT"] = str(ports[2])
+    results["pieces"] = gather_pieces(rank)
     torch.save(results, Path(folder) / f"{rank}.pt")
+
+
+def gather_pieces(rank: int) -> dict[str, torch.Tensor]:
+    """Runs of 6, an uneven split, an empty one, one that both hold whole, and one that nobody holds."""
+    full = torch.arange(6.0)
+    mine = {
+        "even": (full[:3], full[3:])[rank],
+        "uneven": (full[:1], full[1:].bfloat16())[rank],
+        "empty": (None, full)[rank],
+        "whole": full.view(2, 3),
+        "nothing": None,
+    }
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    shapes = dict.fromkeys(mine, torch.Size((2, 3)))
+    found = Pieces(mine, shapes, torch.device("cpu")).full_fp32()
+    torch.distributed.destroy_process_group()
+    return found
 
 
 def free_ports(num_ports: int) -> list[int]:
@@ -153,7 +177,7 @@ def free_ports(num_ports: int) -> list[int]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_rank, args=(free_ports(2), str(folder)), nprocs=WORLD_SIZE)
+    torch.multiprocessing.spawn(run_rank, args=(free_ports(3), str(folder)), nprocs=WORLD_SIZE)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD_SIZE)]
 
 
@@ -204,8 +228,7 @@ def measured_errors(ranks, references, name, case):
     return errors(ranks[0][name, case], references[case], loss)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(("name", "case"), RUNS)
 def test_agrees_with_the_reference(ranks, references, name, case):
     found = measured_errors(ranks, references, name, case)
     tolerances = TOLERANCES[CASES[case]["precision"]]
@@ -223,8 +246,7 @@ def test_a_planted_fault_differs_from_the_reference(ranks, references, name, cas
     assert any(found[key] > 1.5 * tolerances[key] for key in tolerances), found
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(("name", "case"), RUNS)
 def test_ranks_hold_the_same_parameters(ranks, name, case):
     sums = {checksum(rank[name, case]["parameters"]) for rank in ranks}
     assert len(sums) == 1
@@ -272,10 +294,12 @@ def test_communication_bytes(ranks):
     gathered = numel + (numel - root)
     assert ranks[0]["fsdp2", "fp32"]["communication_bytes"] == steps * 4 * (gathered + numel) // 2
     assert ranks[0]["fsdp2", "bf16"]["communication_bytes"] == steps * 2 * (gathered + numel) // 2
+    # What stays gathered is gathered once, and what is compressed is half as long.
+    assert ranks[0]["fsdp2_keep", "fp32"]["communication_bytes"] == steps * 4 * (numel + numel) // 2
+    assert ranks[0]["ddp_compress", "bf16"]["communication_bytes"] == steps * 2 * numel
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", *OURS])
+@pytest.mark.parametrize(("name", "case"), [run for run in RUNS if run[0] not in PLAIN])
 def test_phases_are_told_apart(ranks, references, name, case):
     phases = ranks[0][name, case]["phases_ms"]
     assert set(phases) == {"forward", "backward", "optimizer", "exposed_communication"}
@@ -307,6 +331,14 @@ def test_dtypes_say_what_runs(ranks, references):
     assert roles("fsdp2", "fp16-accum2-clip") == ("float16", "float16", "float16", "float32", "float32")
     assert roles("zero3", "bf16") == roles("single", "bf16")
     assert roles("ddp", "bf16") == ("float32", "bfloat16", "float32", "float32", "float32")
+    assert roles("ddp_compress", "bf16") == ("float32", "bfloat16", "bfloat16", "float32", "float32")
+
+
+def test_pieces_make_the_whole_on_every_rank(ranks):
+    expected = torch.arange(6.0).view(2, 3)
+    for rank in ranks:
+        assert torch.equal(rank["pieces"].pop("nothing"), torch.zeros(2, 3))
+        assert all(torch.equal(whole, expected) for whole in rank["pieces"].values())
 
 
 def test_process_group_of_its_own_is_taken_away(ranks):

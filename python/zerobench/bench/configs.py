@@ -1,4 +1,5 @@
-"""Rows from zerobench configuration files: what a file sets is that row's, what it leaves open the options decide."""
+"""Rows from configuration files, zerobench's and DeepSpeed's: what a file sets is that row's, what it leaves open the
+options decide."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobench import config as configuration
+from zerobench.bench import deepspeed_file
 from zerobench.errors import ConfigError
 
 _FROM_THE_LAUNCHER = ("rank", "world_size", "local_rank", "local_world_size", "rendezvous")
@@ -15,6 +17,9 @@ _PRECISION_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 def read_row(path: Path, *, optimizer: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """(strategy, settings that the file decides, its own keys). ``optimizer`` holds the comparison's defaults."""
+    values = deepspeed_file.read(path)
+    if values is not None:
+        return deepspeed_file.row(path, values, optimizer=optimizer)
     config = configuration.load(path)
     own = config.model_dump(mode="json", exclude_unset=True)
     for key in _FROM_THE_LAUNCHER:

@@ -23,8 +23,20 @@ _PLACES = {
     "compute_only": "zerobench.strategies.compute_only:ComputeOnlyStrategy",
     "ddp": "zerobench.strategies.ddp:DDPStrategy",
     "ddp_compress": "zerobench.strategies.ddp:DDPCompressStrategy",
+    "fsdp1": "zerobench.strategies.fsdp1:FSDP1Strategy",
     "fsdp2": "zerobench.strategies.fsdp2:FSDP2Strategy",
     "fsdp2_keep": "zerobench.strategies.fsdp2:FSDP2KeepStrategy",
+    "deepspeed0": "zerobench.strategies.deepspeed:DeepSpeed0Strategy",
+    "deepspeed1": "zerobench.strategies.deepspeed:DeepSpeed1Strategy",
+    "deepspeed2": "zerobench.strategies.deepspeed:DeepSpeed2Strategy",
+    "deepspeed3": "zerobench.strategies.deepspeed:DeepSpeed3Strategy",
+    "deepcompile3": "zerobench.strategies.deepcompile:DeepCompile3Strategy",
+    "deepcompile3_prefetch": "zerobench.strategies.deepcompile:DeepCompile3PrefetchStrategy",
+    "deepcompile3_selective": "zerobench.strategies.deepcompile:DeepCompile3SelectiveStrategy",
+    "deepcompile3_both": "zerobench.strategies.deepcompile:DeepCompile3BothStrategy",
+    "mfsdp1": "zerobench.strategies.megatron_fsdp:MegatronFSDP1Strategy",
+    "mfsdp2": "zerobench.strategies.megatron_fsdp:MegatronFSDP2Strategy",
+    "mfsdp3": "zerobench.strategies.megatron_fsdp:MegatronFSDP3Strategy",
 }
 
 

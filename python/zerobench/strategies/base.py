@@ -103,8 +103,8 @@ class Strategy(ABC):
         and ``applied``, for which the host may have to wait; without it no step waits for the device."""
 
     @abstractmethod
-    def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss over this rank's batches without gradients. Collective where forward is."""
+    def evaluate(self, batches: Sequence[Batch]) -> float | None:
+        """Mean loss over this rank's batches without gradients, None where a peer cannot. Collective as forward is."""
 
     @abstractmethod
     def dtypes(self) -> Dtypes: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerobench.errors import ConfigError
+from zerobench.models import enable_checkpointing
 from zerobench.strategies.base import Batch, OptimizerSettings, StrategySettings
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,6 +33,17 @@ def precision_dtype(settings: StrategySettings) -> torch.dtype:
     except KeyError:
         known = ", ".join(PRECISION_DTYPES)
         raise ConfigError(f"unknown precision {settings.precision!r}: known: {known}") from None
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with what ``over`` says, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = merge(inner, value)
+        merged[key] = value
+    return merged
 
 
 def torch_device(settings: StrategySettings) -> torch.device:
@@ -64,15 +75,7 @@ def prepare_model(model_factory: Callable[[], nn.Module], settings: StrategySett
         model = model_factory()
     model = model.to(device).train()
     if settings.checkpointing:
-        enable = getattr(model, "gradient_checkpointing_enable", None)
-        if enable is None:
-            raise ConfigError(
-                f"{type(model).__name__} has no gradient_checkpointing_enable: leave out --checkpointing"
-            )
-        if "gradient_checkpointing_kwargs" in inspect.signature(enable).parameters:  # Hugging Face's
-            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        else:
-            enable(use_reentrant=False)
+        enable_checkpointing(model)
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from zerobench.errors import ConfigError
 from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
-from zerobench.strategies.shared import Determinism, mean_loss, mean_of, prepare_model, torch_device
+from zerobench.strategies.shared import Determinism, mean_loss, mean_of, merge, prepare_model, torch_device
 
 
 def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
@@ -37,23 +37,13 @@ def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
         "local_rank": settings.local_rank,
         "local_world_size": settings.local_world_size,
     }
-    merged = _merge(config, settings.options)
+    merged = merge(config, settings.options)
     for key in ("stage", "gradient_accumulation_steps"):  # the row's name and its batches depend on these
         if merged[key] != config[key]:
             raise ConfigError(
                 f"the configuration has {key} {merged[key]} and this row runs {config[key]}: leave {key} out of it "
                 "or make them equal"
             )
-    return merged
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        inner = merged.get(key)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            value = _merge(inner, value)
-        merged[key] = value
     return merged
 
 

@@ -1,0 +1,280 @@
+"""DeepSpeed at ZeRO stages 0 to 3, with communication overlapped, timers off and buckets sized for the model.
+
+DeepSpeed is imported in ``build`` and not before: importing it initialises CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from zerobench.errors import ConfigError
+from zerobench.strategies.base import Batch, Dtypes, OptimizerSettings, StepResult, Strategy, StrategySettings
+from zerobench.strategies.clock import Clock, NoClock, phase_clock
+from zerobench.strategies.compiled import Compiler
+from zerobench.strategies.deepspeed_state import (
+    held_bytes,
+    masters,
+    moments,
+    set_masters,
+    undo_first_step,
+)
+from zerobench.strategies.peer import ProcessGroupLease, backend_of
+from zerobench.strategies.requirements import DEEPSPEED, missing_compiler, missing_package
+from zerobench.strategies.shared import (
+    INITIAL_LOSS_SCALE_POWER,
+    LOSS_SCALE_GROWTH_STEPS,
+    Determinism,
+    make_adamw,
+    mean_loss,
+    mean_of,
+    merge,
+    precision_dtype,
+    prepare_model,
+    torch_device,
+)
+
+_NEVER = 10**9  # steps between lines of progress
+MIN_BUCKET_NUMEL, MAX_BUCKET_NUMEL = 5_000_000, 500_000_000
+
+
+def bucket_numel(parameter_count: int) -> int:
+    """A quarter of the model: DeepSpeed's own 5e8 is one bucket for a small model, which then reduces only after
+    backward. Never more than that, and never so little that latency rules."""
+    return min(max(parameter_count // 4, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL)
+
+
+def deepspeed_config(
+    settings: StrategySettings, *, stage: int, parameter_count: int, deepcompile: bool = False
+) -> dict[str, Any]:
+    """DeepSpeed's configuration: the settings, with ``settings.options`` (a DeepSpeed file) over them."""
+    bucket = bucket_numel(parameter_count)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": settings.batch_size,
+        "gradient_accumulation_steps": settings.grad_accum,
+        "gradient_clipping": settings.clip or 0.0,
+        "steps_per_print": _NEVER,
+        "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
+        "bf16": {"enabled": settings.precision == "bf16"},
+        "fp16": {
+            "enabled": settings.precision == "fp16",
+            "initial_scale_power": INITIAL_LOSS_SCALE_POWER,
+            "loss_scale_window": LOSS_SCALE_GROWTH_STEPS,
+            "hysteresis": 1,
+        },
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
+        "compile": {"deepcompile": deepcompile},
+    }
+    if not fuses_with_torch(settings, stage=stage):
+        config["optimizer"] = {"type": "AdamW", "params": adamw_parameters(settings.optimizer)}
+    if settings.precision == "bf16":
+        config["bf16"]["check_grad_overflow"] = False  # no other row waits to look for NaN before its step
+    if stage in (1, 2) and settings.clip is None and not settings.deterministic:
+        config["zero_optimization"]["compute_grad_norm"] = False  # nobody asks for it in a timed step
+    return checked(merge(config, without_auto(settings.options)), config)
+
+
+def fuses_with_torch(settings: StrategySettings, *, stage: int) -> bool:
+    """Whether torch's fused AdamW is used, which needs no compiler. DeepSpeed's stage 0 flattens its masters, and fuses
+    over them, only for its own optimizer."""
+    return stage > 0 or settings.precision == "fp32"
+
+
+def adamw_parameters(optimizer: OptimizerSettings) -> dict[str, Any]:
+    return {
+        "lr": optimizer.lr,
+        "betas": [optimizer.beta1, optimizer.beta2],
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+    }
+
+
+def without_auto(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Files for Hugging Face's Trainer say "auto" where the trainer decides; here the settings do. They decide the
+    optimizer too (a file's is read into them), and the global batch is the product of the other two and the ranks."""
+    return {
+        key: without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in options.items()
+        if value != "auto" and key not in ("optimizer", "train_batch_size")
+    }
+
+
+def checked(config: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Raise where a file contradicts what the row is named and compared by."""
+    for path in (
+        ("train_micro_batch_size_per_gpu",),
+        ("gradient_accumulation_steps",),
+        ("zero_optimization", "stage"),
+        ("compile", "deepcompile"),
+        ("bf16", "enabled"),
+        ("fp16", "enabled"),
+    ):
+        found, expected = config, ours
+        for key in path:
+            found, expected = found[key], expected[key]
+        if found != expected:
+            raise ConfigError(
+                f"the DeepSpeed configuration has {'.'.join(path)} {found} and this row runs {expected}: leave it out "
+                "or make them equal"
+            )
+    return config
+
+
+class DeepSpeedStrategy(Strategy):
+    """The engine at the stage that a subclass names."""
+
+    stage: ClassVar[int]
+    deepcompile: ClassVar[bool] = False
+
+    @classmethod
+    def unsupported(cls, settings: StrategySettings) -> str | None:
+        if settings.device != "cuda":
+            return f"{cls.name} is compared on GPUs only"
+        if reason := missing_package("deepspeed", DEEPSPEED):
+            return reason
+        if settings.compile == "block" and cls.stage == 3:
+            return "DeepSpeed ZeRO-3 gathers inside blocks, module by module: use --compile whole"
+        if cls.stage == 0 and settings.precision == "fp16":
+            return "DeepSpeed's engine scales no loss at stage 0, though its fp16 optimizer unscales: use bf16 or fp32"
+        if not fuses_with_torch(settings, stage=cls.stage):
+            return missing_compiler("DeepSpeed's FusedAdam, which its stage 0 needs,")
+        return None
+
+    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+        self._determinism = Determinism(self.settings)
+        self._lease = ProcessGroupLease(self.settings, strategy=self.name)
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel("ERROR")
+        self._compiler = Compiler(self.settings)
+        model = prepare_model(model_factory, self.settings)
+        if self.settings.compile == "block":
+            self._compiler.apply(model)
+        initial = _copies(model) if self.settings.deterministic else None
+        config = deepspeed_config(
+            self.settings,
+            stage=self.stage,
+            parameter_count=sum(p.numel() for p in model.parameters()),
+            deepcompile=self.deepcompile,
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=config,
+            optimizer=self._make_optimizer if "optimizer" not in config else None,
+        )
+        self._engine.train()
+        if self.stage == 0:
+            undo_first_step(self._engine)
+        if initial is not None:  # DeepSpeed's masters start from the rounded parameters, other rows' do not
+            set_masters(self._engine, initial)
+        self._stepped = False
+        self._gradient_bytes: int | None = None
+        self._compile()
+
+    def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return make_adamw(parameters, self.settings.optimizer)
+
+    def _compile(self) -> None:
+        if self.settings.compile == "whole":
+            self._engine.compile(backend=self._compiler.backend)
+
+    def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        loss = self._run(micro_batches, clock=NoClock())
+        if not norm:
+            return StepResult(loss=loss, grad_norm=None, applied=None)
+        return StepResult(
+            loss=loss,
+            grad_norm=self._engine.get_global_grad_norm(),
+            applied=self._engine.was_step_applied(),
+        )
+
+    def _run(self, micro_batches: Sequence[Batch], *, clock: Clock) -> torch.Tensor:
+        losses = []
+        for index, batch in enumerate(micro_batches):
+            loss = self._engine(**batch).loss
+            clock.lap("forward")
+            self._engine.backward(loss)
+            losses.append(loss.detach())
+            clock.lap("backward")
+            if self._gradient_bytes is None and index == len(micro_batches) - 1:
+                self._gradient_bytes = held_bytes(self._engine)["gradients"]
+            self._engine.step()  # a no-op before the accumulation boundary
+            clock.lap("optimizer")
+        self._stepped = True
+        self._compiler.count_step()
+        return mean_of(losses)
+
+    def evaluate(self, batches: Sequence[Batch]) -> float | None:
+        with self._compiler.eagerly():
+            return mean_loss(self._engine, batches)
+
+    def dtypes(self) -> Dtypes:
+        low = str(precision_dtype(self.settings)).removeprefix("torch.")
+        return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        return masters(self._engine)
+
+    def first_moments(self) -> dict[str, torch.Tensor]:
+        return moments(self._engine, stepped=self._stepped)
+
+    def memory_bytes(self) -> dict[str, dict[str, int]]:
+        return {"device": {**held_bytes(self._engine), "gradients": self._gradient_bytes or 0}}
+
+    def communicator(self) -> str | None:
+        return backend_of(torch_device(self.settings)) if self.settings.world_size > 1 else None
+
+    def compiled_graphs(self) -> float | None:
+        return self._compiler.graphs_per_step()
+
+    def reset_counters(self) -> None:
+        self._compiler.reset()
+
+    def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
+        clock = phase_clock(torch_device(self.settings))
+        self._run(micro_batches, clock=clock)
+        return clock.phases_ms
+
+    def close(self) -> None:
+        from deepspeed.utils import groups
+
+        self._determinism.restore()
+        self._engine.destroy()
+        del self._engine
+        self._lease.close()
+        groups._release_process_group_references()  # else the next engine of this process would use dead groups
+
+
+def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+class DeepSpeed0Strategy(DeepSpeedStrategy):
+    name = "deepspeed0"
+    stage = 0
+
+
+class DeepSpeed1Strategy(DeepSpeedStrategy):
+    name = "deepspeed1"
+    stage = 1
+
+
+class DeepSpeed2Strategy(DeepSpeedStrategy):
+    name = "deepspeed2"
+    stage = 2
+
+
+class DeepSpeed3Strategy(DeepSpeedStrategy):
+    name = "deepspeed3"
+    stage = 3

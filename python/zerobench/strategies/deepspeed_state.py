@@ -1,0 +1,155 @@
+"""Masters, moments and memory of a DeepSpeed engine, whichever of its optimizers runs. Written against 0.19.8.
+
+Where nothing is wrapped around the optimizer (stage 0 in fp32) the parameters themselves are the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._utils import _unflatten_dense_tensors
+
+from zerobench.strategies.shared import full_fp32, storage_bytes
+
+
+def masters(engine: Any) -> dict[str, torch.Tensor]:
+    """Full fp32 CPU copies by name. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    flat = _flat_masters(engine)
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        master = flat.get(id(parameter))
+        if master is None:
+            master = safe_get_full_fp32_param(parameter)
+        found[name] = _full(parameter) if master is None else full_fp32(master)
+    return found
+
+
+def set_masters(engine: Any, full: Mapping[str, torch.Tensor]) -> None:
+    """Copy full fp32 tensors into the masters. Collective."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    flat = _flat_masters(engine)
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if id(parameter) in flat:
+                flat[id(parameter)].copy_(full[name])
+            elif full[name].numel() % dist.get_world_size() == 0:  # DeepSpeed's writer knows no padding
+                safe_set_full_fp32_param(parameter, full[name].to(parameter.device))
+
+
+def moments(engine: Any, *, stepped: bool) -> dict[str, torch.Tensor]:
+    """Full exp_avg by name, zeros where there is none. Collective."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    flat = _flat_state(engine, "exp_avg")
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        moment = flat.get(id(parameter))
+        if moment is None and stepped and parameter.requires_grad:
+            moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+        found[name] = torch.zeros(_shape(parameter)) if moment is None else full_fp32(moment)
+    return found
+
+
+def held_bytes(engine: Any) -> dict[str, int]:
+    """Bytes of this rank by category as they are now; "staging" holds buckets of gradients on their way."""
+    optimizer = engine.optimizer
+    parameters = list(engine.module.parameters())
+    buckets = getattr(optimizer, "ipg_buckets", {})
+    return {
+        "parameters": storage_bytes(getattr(p, "ds_tensor", p) for p in parameters),
+        "gradients": storage_bytes([*(p.grad for p in parameters), *_averaged_gradients(optimizer)]),
+        "master": storage_bytes(_master_buffers(optimizer)),
+        "exp_avg": storage_bytes(_states(optimizer, "exp_avg")),
+        "exp_avg_sq": storage_bytes(_states(optimizer, "exp_avg_sq")),
+        "staging": storage_bytes(
+            buffer for bucket in buckets.values() for buffer in _tensors(getattr(bucket, "buffer", None))
+        ),
+    }
+
+
+def undo_first_step(engine: Any) -> None:
+    """DeepSpeed's wrappers of stage 0 step once over zero gradients to make the optimizer's state, which decays the
+    masters and counts as a step. Take both back, so that training starts at step one as everywhere else."""
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "fp32_groups_flat"):
+        return
+    for flat, master in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
+        master.data.copy_(flat)
+    for group in optimizer.optimizer.param_groups:
+        if "step" in group:
+            group["step"] = 0
+    for state in optimizer.optimizer.state.values():
+        state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
+
+
+def _flat_masters(engine: Any) -> dict[int, torch.Tensor]:
+    """Views into stage 0's flat masters by the identity of their parameter, which has no reader of its own."""
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "fp32_groups_flat"):
+        return {}
+    return _views(optimizer.fp16_groups, [master.detach() for master in optimizer.fp32_groups_flat])
+
+
+def _flat_state(engine: Any, key: str) -> dict[int, torch.Tensor]:
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_flat"):
+        flats = [optimizer.optimizer.state[master][key] for master in optimizer.fp32_groups_flat]
+        return _views(optimizer.fp16_groups, flats)
+    if not hasattr(optimizer, "optimizer"):  # the plain optimizer over the parameters themselves
+        return {id(parameter): state[key] for parameter, state in optimizer.state.items() if key in state}
+    return {}
+
+
+def _views(groups: list[list[nn.Parameter]], flats: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {
+        id(parameter): view
+        for group, flat in zip(groups, flats, strict=True)
+        for parameter, view in zip(group, _unflatten_dense_tensors(flat, group), strict=True)
+    }
+
+
+def _full(parameter: nn.Parameter) -> torch.Tensor:
+    """A parameter without a master: frozen, or fp32 at stage 0."""
+    if not hasattr(parameter, "ds_id"):
+        return full_fp32(parameter)
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return full_fp32(parameter)
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _averaged_gradients(optimizer: Any) -> Iterator[torch.Tensor]:
+    for gradients in getattr(optimizer, "averaged_gradients", {}).values():
+        yield from _tensors(gradients)
+
+
+def _master_buffers(optimizer: Any) -> Iterator[torch.Tensor]:
+    for name in ("fp32_groups_flat", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+        yield from _tensors(getattr(optimizer, name, None))
+    yield from _tensors(
+        getattr(optimizer, "fp32_groups_flat_partition", None)
+    )  # stage 1 in bf16 with fp32 sums
+
+
+def _states(optimizer: Any, key: str) -> list[torch.Tensor]:
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return [state[key] for state in inner.state.values() if key in state]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,27 @@
+"""What peers that are not part of torch need before a row of theirs can run. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+# The same as the extras in pyproject.toml (a test compares them): the versions whose internals the readers know.
+DEEPSPEED = "deepspeed>=0.19.8,<0.20"
+MEGATRON_FSDP = "megatron-fsdp>=0.6.1,<0.7"
+
+
+def missing_package(module: str, requirement: str) -> str | None:
+    """Why a row is skipped where ``module`` is not installed, with the command that installs it."""
+    if importlib.util.find_spec(module) is not None:
+        return None
+    return f"{module} is not installed: pip install '{requirement}'"
+
+
+def missing_compiler(what: str) -> str | None:
+    """DeepSpeed compiles some operators at their first use."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is not None and shutil.which("ninja") is not None:
+        return None
+    missing = "a CUDA toolkit (nvcc)" if CUDA_HOME is None else "ninja"
+    return f"{what} is compiled at its first use and this machine has no {missing}: install it and set PATH"

@@ -1,0 +1,189 @@
+"""Peers that this machine cannot run: why they are skipped, and what they would be given."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_strategies import make_model, make_settings
+
+from zerobench import strategies
+from zerobench.bench.configs import read_row
+from zerobench.errors import ConfigError
+from zerobench.strategies import requirements, shared
+from zerobench.strategies.deepspeed import MAX_BUCKET_NUMEL, bucket_numel, deepspeed_config
+
+DEEPSPEED = [f"deepspeed{stage}" for stage in range(4)]
+DEEPCOMPILE = [f"deepcompile3{passes}" for passes in ("", "_prefetch", "_selective", "_both")]
+MEGATRON = [f"mfsdp{stage}" for stage in (1, 2, 3)]
+DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def on_gpus(**fields):
+    return make_settings(device="cuda", precision="bf16", **fields)
+
+
+def test_every_peer_of_gpus_has_a_name_and_a_stage():
+    assert set(strategies.available()) == {
+        "single", "zero0", "zero1", "zero2", "zero3", "compute_only",
+        "ddp", "ddp_compress", "fsdp1", "fsdp2", "fsdp2_keep",
+        *DEEPSPEED, *DEEPCOMPILE, *MEGATRON,
+    }  # fmt: skip
+    assert [strategies.get(name).stage for name in DEEPSPEED] == [0, 1, 2, 3]
+    assert [strategies.get(name).stage for name in (*MEGATRON, *DEEPCOMPILE)] == [1, 2, 3, 3, 3, 3, 3]
+
+
+def test_importing_every_strategy_imports_no_peer():
+    code = (
+        "import sys, zerobench.strategies as s\n"
+        "[s.get(name) for name in s.available()]\n"
+        "sys.exit('deepspeed' in sys.modules or 'megatron_fsdp' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["fsdp1", *DEEPSPEED, *DEEPCOMPILE, *MEGATRON])
+def test_peers_of_gpus_are_skipped_on_cpu_with_a_reason(name):
+    assert "GPUs" in strategies.get(name).unsupported(make_settings())
+
+
+@pytest.mark.parametrize(
+    "name", ["single", "compute_only", "zero1", "ddp", "ddp_compress", "fsdp2", "fsdp2_keep"]
+)
+def test_what_torch_brings_is_skipped_nowhere(name):
+    assert strategies.get(name).unsupported(make_settings(precision="bf16")) is None
+    assert strategies.get(name).unsupported(on_gpus(compile="block")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("ddp_compress", {"precision": "fp32"}, "ddp is the same"),
+        ("deepspeed3", {"device": "cuda", "compile": "block"}, "use --compile whole"),
+        ("deepcompile3", {"device": "cuda", "compile": "block"}, "use --compile whole"),
+        ("mfsdp3", {"device": "cuda", "compile": "whole"}, "use --compile block"),
+        ("mfsdp1", {"device": "cuda", "precision": "fp16"}, "no loss scaling"),
+    ],
+)
+def test_combinations_that_cannot_be_are_skipped_with_a_reason(monkeypatch, name, fields, words):
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda module: object())
+    assert words in strategies.get(name).unsupported(make_settings(**fields))
+
+
+def test_a_peer_that_is_not_installed_names_the_command_that_installs_it():
+    reason = requirements.missing_package("no_such_package", "no-such-package>=1")
+    assert reason == "no_such_package is not installed: pip install 'no-such-package>=1'"
+    assert requirements.missing_package("torch", "torch") is None
+
+
+def test_the_extras_install_what_the_reasons_name():
+    tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml takes Python 3.11")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert extras["deepspeed"] == [requirements.DEEPSPEED]
+    assert extras["megatron"] == [requirements.MEGATRON_FSDP]
+
+
+def test_buckets_are_a_quarter_of_the_model_within_bounds():
+    assert bucket_numel(124_000_000) == 31_000_000
+    assert bucket_numel(10_000) == 5_000_000
+    assert bucket_numel(70_000_000_000) == MAX_BUCKET_NUMEL
+
+
+def test_deepspeed_runs_overlapped_without_timers_and_asks_for_nothing_in_timed_steps():
+    config = deepspeed_config(on_gpus(grad_accum=3), stage=2, parameter_count=100_000_000)
+    zero = config["zero_optimization"]
+    assert (zero["stage"], zero["overlap_comm"], zero["reduce_bucket_size"]) == (2, True, 25_000_000)
+    assert zero["compute_grad_norm"] is False
+    assert config["gradient_accumulation_steps"] == 3
+    assert config["timers"]["throughput"] == {"enabled": False, "synchronized": False}
+    assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (True, False)
+    assert "optimizer" not in config  # torch's fused AdamW
+    assert (
+        "compute_grad_norm"
+        not in deepspeed_config(on_gpus(clip=1.0), stage=2, parameter_count=1)["zero_optimization"]
+    )
+    assert (
+        "compute_grad_norm"
+        not in deepspeed_config(on_gpus(deterministic=True), stage=1, parameter_count=1)["zero_optimization"]
+    )
+    assert deepspeed_config(on_gpus(), stage=0, parameter_count=1)["optimizer"]["type"] == "AdamW"
+
+
+def test_a_deepspeed_files_keys_lie_over_ours_and_auto_leaves_them():
+    options = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 7, "reduce_bucket_size": "auto"},
+        "optimizer": {"type": "AdamW"},
+    }
+    config = deepspeed_config(on_gpus(options=options), stage=3, parameter_count=80_000_000)
+    assert config["zero_optimization"]["stage3_prefetch_bucket_size"] == 7
+    assert config["zero_optimization"]["reduce_bucket_size"] == 20_000_000
+    assert config["train_micro_batch_size_per_gpu"] == 2
+    assert "train_batch_size" not in config and "optimizer" not in config
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage 3 and this row runs 2"):
+        deepspeed_config(on_gpus(options=options), stage=2, parameter_count=1)
+
+
+def test_a_deepspeed_file_is_a_row(tmp_path):
+    path = tmp_path / "ds.json"
+    values = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.99], "eps": "auto"}},
+    }
+    path.write_text(json.dumps(values))
+    strategy, decided, own = read_row(path, optimizer=DEFAULTS)
+    assert (strategy, own) == ("deepspeed2", values)
+    assert decided == {
+        "config_file": str(path),
+        "precision": "bf16",
+        "batch_size": 8,
+        "clip": 1.0,
+        "optimizer": {**DEFAULTS, "lr": 0.01, "beta1": 0.8, "beta2": 0.99, "weight_decay": 0.0},
+    }
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "compile": {"deepcompile": True}}))
+    assert read_row(path, optimizer=DEFAULTS)[:2] == ("deepcompile3_both", {"config_file": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "stage is 4"),
+        ({"zero_optimization": {}, "scheduler": {"type": "WarmupLR"}}, "leave scheduler out"),
+        ({"train_batch_size": 64}, "train_micro_batch_size_per_gpu"),
+        ({"zero_optimization": {}, "optimizer": {"type": "Lamb"}}, "runs AdamW, not Lamb"),
+        ({"zero_optimization": {"stage": 1}, "compile": {"deepcompile": True}}, "stage 3 only"),
+    ],
+)
+def test_deepspeed_files_that_cannot_be_compared_are_one_clear_line(tmp_path, values, words):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=words):
+        read_row(path, optimizer=DEFAULTS)
+
+
+def test_devices_are_named_and_checked():
+    assert shared.torch_device(make_settings()) == torch.device("cpu")
+    assert shared.torch_device(
+        make_settings(device="cuda", local_rank=3, local_world_size=4)
+    ) == torch.device("cuda:3")
+    with pytest.raises(ConfigError, match="known: cpu, cuda"):
+        shared.torch_device(make_settings(device="tpu"))
+
+
+def test_casting_parameters_leaves_buffers_and_ties_as_they_are():
+    model = make_model()
+    model.register_buffer("frequencies", torch.rand(3))
+    shared.cast_parameters(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.frequencies.dtype == torch.float32
+    assert model.lm_head.weight is model.wte.weight
