@@ -73,6 +73,24 @@ class TakesTooMuchTorch(Troubled):
         torch.empty(64 << 30, dtype=torch.uint8)
 
 
+class TakesTooMuchDevice(PlainDataParallel):
+    """On every rank, in the second step."""
+
+    name = "takes-too-much-device"
+
+    def build(self, model_factory) -> None:
+        super().build(model_factory)
+        self._held: list[torch.Tensor] = []
+
+    def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        self._held.append(
+            torch.empty(8 << 30, dtype=torch.uint8, device=micro_batches[0]["input_ids"].device)
+        )
+        if len(self._held) == TROUBLE_STEP:
+            self._held.append(torch.empty(1 << 46, dtype=torch.uint8, device=self._held[0].device))
+        return super().step(micro_batches, norm=norm)
+
+
 class NeedsWhatIsNotThere(PlainDataParallel):
     name = "needs"
 

@@ -272,7 +272,9 @@ def from_files(options: CompareOptions) -> list[Draft]:
     for path in options.config_files:
         strategy, decided, own = read_row(path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)))
         for _, settings, _ in grid(replace(options, strategies=[strategy])):
-            draft: Draft = (strategy, settings.model_copy(update=decided), own)
+            resolved = settings.model_copy(update=decided)
+            resolved.tf32 = tf32_of(options, resolved.precision)
+            draft: Draft = (strategy, resolved, own)
             if draft not in drafts:
                 drafts.append(draft)
     return drafts
@@ -286,7 +288,7 @@ def resolve_settings(options: CompareOptions, config: models.ModelConfig, **chos
         device=options.device,
         attention=getattr(config, "attention", OWN_ATTENTION),
         dropout=config.dropout,
-        tf32=options.tf32 if options.device == "cuda" and chosen["precision"] == "fp32" else None,
+        tf32=tf32_of(options, chosen["precision"]),
         parameter_count=models.parameter_count(config),
         checkpointing=chosen.pop("checkpointing", options.checkpointing),
         num_steps=options.num_steps,
@@ -299,6 +301,11 @@ def resolve_settings(options: CompareOptions, config: models.ModelConfig, **chos
         optimizer=chosen.pop("optimizer", asdict(OptimizerSettings(lr=options.learning_rate))),
         **chosen,
     )
+
+
+def tf32_of(options: CompareOptions, precision: str) -> bool | None:
+    """None where it is no question."""
+    return options.tf32 if options.device == "cuda" and precision == "fp32" else None
 
 
 def check_data(options: CompareOptions, settings: Sequence[Settings]) -> None:
