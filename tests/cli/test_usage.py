@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from zerobench.bench.gpus import driver_present
+
 
 def refuses(command, *arguments: str) -> str:
     """The one line."""
@@ -29,6 +31,12 @@ def refuses(command, *arguments: str) -> str:
         (["--strategies", "ddp,"], "--strategies ''"),
         (["--stages", "4"], "--stages 4"),
         (["--precision", "fp8"], "fp8"),
+        (["--device", "gpu"], "auto, cpu, cuda"),
+        (["--compile", "all"], "none, block, whole"),
+        (["--device", "cpu", "--tf32"], "--tf32"),
+        (["--model", "tiny", "--attention", "eager"], "hf:gpt2"),
+        (["--model", "tiny", "--dropout", "2"], "dropout"),
+        (["--verify-layers", "0"], "--verify-layers 0"),
         (["--batch-size", "0"], "--batch-size 0"),
         (["--batch-size", "4,x"], "'x'"),
         (["--seq-length", "0"], "--seq-length 0"),
@@ -63,6 +71,12 @@ def test_a_folder_without_permission_is_refused(command) -> None:
     assert "cannot receive results" in refuses(command, "compare", "--output-dir", str(folder))
 
 
+def test_a_gpu_that_is_not_there_is_no_cpu(command) -> None:
+    if driver_present():
+        pytest.skip("this machine has an NVIDIA driver")
+    assert "no NVIDIA driver" in refuses(command, "compare", "--device", "cuda")
+
+
 def test_show_says_what_is_not_a_result_file(command) -> None:
     assert "nowhere" in refuses(command, "show", "nowhere")
     (command.folder / "results.json").write_text("[]")
@@ -88,6 +102,7 @@ def test_info_and_help_need_no_torch(command) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "machine.cores" in result.stdout
+    assert "machine.cuda_module.reason" in result.stdout
     assert "--strategies" in result.stdout
 
 

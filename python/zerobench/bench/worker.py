@@ -138,6 +138,8 @@ def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
     channel.tick("load", 0)
     strategy_class = strategies.get(job.strategy)
     reason = strategy_class.unsupported(strategy_settings(job, place))
+    if reason is None and job.verify and not strategy_class.updates:
+        reason = f"{job.strategy} never changes parameters, so there is nothing to verify it by"
     if reason is not None:
         return Skipped(reason=reason)
     report = None
