@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from zerobench import strategies
 from zerobench.bench import fit
 from zerobench.bench.defaults import choose_device, defaults_on
 from zerobench.bench.given import given_ranks, slurm_first_host
@@ -354,13 +355,13 @@ def test_what_cannot_fit_a_gpu_is_found_before_it_starts() -> None:
     assert 1 <= found["num_layers"] < 48
 
 
-@pytest.mark.parametrize(
-    ("strategy", "stage"),
-    [("zero2", 2), ("deepspeed3", 3), ("deepcompile3_prefetch", 3), ("mfsdp1", 1), ("fsdp2", 3), ("fsdp2_keep", 3),
-     ("fsdp1", 3), ("ddp", None), ("single", None), ("zero3.mine:Strategy", None)],
-)  # fmt: skip
-def test_stages_of_peers(strategy, stage) -> None:
-    assert stage_of(strategy) == stage
+@pytest.mark.parametrize("strategy", strategies.available())
+def test_stages_by_name_are_those_of_the_classes(strategy) -> None:
+    assert stage_of(strategy) == strategies.get(strategy).stage
+
+
+def test_a_strategy_of_ones_own_has_no_known_stage() -> None:
+    assert stage_of("zero3.mine:Strategy") is None
 
 
 TORCHRUN = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 OURS = ("zero0", "zero1", "zero2", "zero3")
 _STAGED = re.compile(r"(?:zero|deepspeed|deepcompile|mfsdp)([0-3])")
-_OTHER_STAGES = {"fsdp1": 3, "fsdp2": 3}
+_OTHER_STAGES = {"fsdp1": 3, "fsdp2": 3, "fsdp2_keep": 2}
 
 
 def stage_of(strategy: str) -> int | None:
@@ -30,7 +30,7 @@ def stage_of(strategy: str) -> int | None:
     staged = _STAGED.match(strategy)
     if staged:
         return int(staged[1])
-    return _OTHER_STAGES.get(strategy.partition("_")[0])
+    return _OTHER_STAGES.get(strategy)
 
 
 def unique_names(drafts: Sequence[Draft]) -> list[str]:
