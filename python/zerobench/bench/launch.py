@@ -199,7 +199,7 @@ class Launcher:
     ) -> dict[int, RankState]:
         request = {
             "op": "fork",
-            "environments": [{**device_environment(job), **environment} for environment in environments],
+            "environments": [{**environment_of(job), **environment} for environment in environments],
             "job": {**job.model_dump(mode="json"), "scratch": str(self.scratch)},
             "memory_limit_bytes": job.rank_memory_bytes,
         }
@@ -439,13 +439,15 @@ def local_environments(world_size: int) -> list[dict[str, str]]:
     ]
 
 
-def device_environment(job: Job) -> dict[str, str]:
-    """What libraries read when they start on a rank. A verifying rank's GPU computes the same bits every time; CPU
-    ranks see no GPU."""
-    if job.settings.device == "cpu":
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    environment = {"NCCL_NVLS_ENABLE": "0"}
-    if job.verify:
+def device_environment(device: str) -> dict[str, str]:
+    """What libraries read when they start on a rank: CPU ranks see no GPU, and NVLink multicast stays off."""
+    return {"NCCL_NVLS_ENABLE": "0"} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def environment_of(job: Job) -> dict[str, str]:
+    """A verifying rank's GPU computes the same bits every time."""
+    environment = device_environment(job.settings.device)
+    if job.verify and job.settings.device == "cuda":
         environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
     return environment
 

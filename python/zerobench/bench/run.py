@@ -25,7 +25,7 @@ from zerobench.bench.assess import (
 )
 from zerobench.bench.fit import verification_model, why_too_large
 from zerobench.bench.job import Job, Window
-from zerobench.bench.launch import Launcher, Outcome
+from zerobench.bench.launch import Launcher, Outcome, device_environment
 from zerobench.bench.machine import busy_warning, machine_facts, version_facts
 from zerobench.bench.mfu import utilisation
 from zerobench.bench.names import rerun_command
@@ -111,6 +111,7 @@ class Comparison:
             command=shlex.join(sys.argv),
             warnings=[*plan.warnings, *([busy] if busy else [])],
         )
+        self.results.machine["details"]["rank_environment"] = device_environment(plan.options.device)
         limit_gib = plan.options.rank_memory_gib
         self.rank_memory_bytes = None if limit_gib is None else round(limit_gib * GIB)
 
@@ -134,9 +135,12 @@ class Comparison:
         """Interleaved over repeats, so that drift of the machine hits all rows alike."""
         self.output.write_results(self.results)
         for repeat in range(self.plan.options.repeats):
-            for configuration in self.plan.configurations:
+            for index, configuration in enumerate(self.plan.configurations):
                 if repeat == 0:
                     self.results.rows.append(self.make_row(configuration, display))
+                    self.drop_reference(
+                        configuration.reference_group(), later=self.plan.configurations[index + 1 :]
+                    )
                 else:
                     row = next(row for row in self.results.rows if row.name == configuration.name)
                     self.repeat_row(row, configuration, repeat, display)
@@ -254,6 +258,12 @@ class Comparison:
             why = "as --verify-layers asks" if asked == model["num_layers"] else None
             self.references[group] = reference_run(job, outcome, why_fewer_layers=why)
         return self.references[group]
+
+    def drop_reference(self, group: str, *, later: Sequence[Configuration]) -> None:
+        """Its file is many times the model; nobody reads it after the group's last row."""
+        run = self.references.get(group)
+        if run is not None and run.file is not None and all(c.reference_group() != group for c in later):
+            Path(run.file).unlink(missing_ok=True)
 
     def reference_job(self, configuration: Configuration, model: dict[str, object]) -> Job:
         return Job(

@@ -1,0 +1,138 @@
+"""What a comparison asks of its ranks, and what it adds to a row, on GPUs and without."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerobench.bench.assess import ReferenceRun, apply_outcome, first_row
+from zerobench.bench.gpus import Gpu
+from zerobench.bench.job import DeviceMemory, Report, Window
+from zerobench.bench.launch import Launcher, Outcome, environment_of
+from zerobench.bench.output import OutputFolder
+from zerobench.bench.plan import CompareOptions, make_plan
+from zerobench.bench.result import RowDtypes
+from zerobench.bench.run import Comparison
+
+GPUS = tuple(
+    Gpu(index=index, name="NVIDIA H200", uuid=str(index), total_bytes=140 << 30, compute_capability=(9, 0))
+    for index in range(2)
+)
+BF16 = RowDtypes(param="bfloat16", compute="bfloat16", reduce="bfloat16", master="float32", state="float32")
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    with Launcher() as launcher:
+
+        def of(**options) -> Comparison:
+            chosen = {
+                "data": "synthetic", "seq_lengths": (64,), "strategies": ("compute_only", "single", "zero1", "zero3"),
+                "device": "cuda", "gpus": GPUS, "precisions": ("bf16",), "compiles": ("block",), **options,
+            }  # fmt: skip
+            return Comparison(make_plan(CompareOptions(**chosen)), OutputFolder(tmp_path / "out"), launcher)
+
+        yield of
+
+
+def test_verification_has_processes_of_its_own_on_gpus(comparison) -> None:
+    found = comparison()
+    configurations = {c.strategy: c for c in found.plan.configurations}
+    first, second = found.passes(configurations["zero1"], None)
+    assert (first.verify, first.measure, second.verify, second.measure) == (True, False, False, True)
+    assert environment_of(first)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert environment_of(second) == {"NCCL_NVLS_ENABLE": "0"}
+    (floor,) = found.passes(configurations["compute_only"], None)
+    assert (floor.verify, floor.measure, floor.num_ranks) == (False, True, 1)
+
+
+def test_one_process_does_both_on_cpu_ranks(comparison) -> None:
+    found = comparison(device="cpu", gpus=(), strategies=("zero1",))
+    (job,) = found.passes(found.plan.configurations[0], None)
+    assert job.verify and job.measure
+    assert environment_of(job) == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_the_reference_is_plain_and_serves_all_that_train_the_same(comparison) -> None:
+    found = comparison()
+    floor, single, zero1, zero3 = found.plan.configurations
+    assert not found.needs_reference(floor)
+    # `single` runs on other global batches than two ranks do, and is its own reference.
+    assert not found.needs_reference(single)
+    assert found.needs_reference(zero1) and zero1.reference_group() == zero3.reference_group()
+    job = found.reference_job(zero1, found.verification_model(zero1))
+    assert (job.strategy, job.settings.compile, job.num_ranks) == ("single", "none", 1)
+    assert found.work() == 4 + 1
+
+
+def test_a_reference_file_goes_with_its_last_row(comparison, tmp_path) -> None:
+    found = comparison()
+    _, _, zero1, zero3 = found.plan.configurations
+    file = tmp_path / "reference.pt"
+    file.write_bytes(b"x")
+    found.references[zero1.reference_group()] = ReferenceRun(model={}, file=str(file))
+    found.drop_reference(zero1.reference_group(), later=[zero3])
+    assert file.exists()
+    found.drop_reference(zero3.reference_group(), later=[])
+    assert not file.exists()
+
+
+def window(**figures) -> Window:
+    values = {
+        "step_times_ms": [10.0, 10.0], "losses": [2.0, 1.0], "began_s": 100.0, "ended_s": 101.0,
+        "validation_loss": 1.5, "peak_host_bytes": 1, "communication_bytes": 0, "memory_bytes": {},
+        "phases_ms": {}, "compiled_graphs": 2.0, "threads": 1,
+        "memory": DeviceMemory(
+            peak_bytes=300, allocated_bytes=200, torch_allocated_peak_bytes=250, torch_reserved_peak_bytes=260,
+            outside_torch_bytes=50,
+        ),
+    }  # fmt: skip
+    return Window(**{**values, **figures})
+
+
+def test_a_measured_row_gets_what_the_machine_did_meanwhile(comparison) -> None:
+    found = comparison()
+    floor, zero1 = found.plan.configurations[0], found.plan.configurations[2]
+    row = first_row(zero1, status="failed")
+    reports = {rank: Report(dtypes=BF16, window=window()) for rank in range(2)}
+    gpu = {
+        "utilisation_pct": 95, "used_bytes": 900, "power_w": 600.0, "sm_clock_mhz": 1800, "memory_clock_mhz": 3000,
+        "temperature_c": 55, "pids": [1], "shared": False,
+    }  # fmt: skip
+    samples = [
+        {
+            "time_s": 99.0 + at,
+            "cpu_pct": 5.0,
+            "host_used_bytes": 7,
+            "gpus": [gpu, {**gpu, "used_bytes": 1000 * at}],
+        }
+        for at in (0, 1.5, 1.9, 9)
+    ]
+    found.sampler.path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples) + '{"time_s": 1')
+    windows = apply_outcome(row, Outcome(status="ok", reports=reports), zero1, None)
+    found.add_machine_figures(row, windows)
+    assert row.status == "ok" and row.compiled_graphs == 2.0
+    assert (row.peak_device_bytes, row.outside_torch_bytes, row.torch_reserved_peak_bytes) == (300, 50, 260)
+    assert row.sampled is not None and row.sampled.sample_num == 2
+    assert (row.device_utilisation_pct, row.device_used_peak_bytes) == (95, 1900)
+    assert row.mfu is not None and row.mfu.peak_of == "NVIDIA H200, bf16 dense"
+    assert row.deviation is not None and row.deviation.verdict == "not verified: it trains nothing"
+    alone = first_row(floor, status="failed")
+    windows = apply_outcome(alone, Outcome(status="ok", reports={0: reports[0]}), floor, None)
+    found.add_machine_figures(alone, windows)
+    assert alone.device_used_peak_bytes == 900  # of the one GPU that it ran on
+
+
+def test_memory_that_ran_out_says_whose(comparison) -> None:
+    found = comparison()
+    row = first_row(found.plan.configurations[2], status="failed")
+    outcome = Outcome(status="oom", error="rank 0: OutOfMemoryError: no", oom_tier="device")
+    assert apply_outcome(row, outcome, found.plan.configurations[2], None) == []
+    assert (row.status, row.oom_tier) == ("oom", "device")
+
+
+def test_results_say_what_ranks_were_told(comparison) -> None:
+    machine = comparison().results.machine
+    assert machine["details"]["rank_environment"] == {"NCCL_NVLS_ENABLE": "0"}
+    assert [gpu["name"] for gpu in machine["gpus"]] == ["NVIDIA H200"] * 2
