@@ -204,7 +204,9 @@ class LaneCommunicator final : public Communicator {
       watched_->transport->put_in(calls);
       ticket.mark = watched_->device->mark(lane_);
     } catch (const std::exception& error) {
-      fail(first_name_.text() + " failed on rank " + std::to_string(rank()) + ": " + error.what(), rank());
+      watched_->poison_for_failure(first_name_.text(), error.what());
+      wake();
+      check();
     }
     ticket.is_put_in = true;
     watched_->log.put_in(ticket.mark);

@@ -96,7 +96,7 @@ void connect(NcclTransport& transport, Communicator& control, const PeerProcesse
 
 LaneOptions connected(NcclOptions& options) {
   Communicator& control = *options.control;
-  auto transport = std::make_unique<NcclTransport>(options.device, options.lane);
+  auto transport = std::make_unique<NcclTransport>(options.device, options.lane, options.buffers);
   const auto greetings = exchange_greetings(control, own_greeting(*options.device, control.rank()));
   PeerProcesses processes = watch_processes(control, greetings);
   connect(*transport, control, processes, greetings[0].id, options.timeout);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 
 #include "comm/communicator.h"
@@ -14,11 +15,17 @@
 
 namespace zb {
 
+enum class NcclBuffers : std::uint8_t {
+  kPlain,      // memory of the device
+  kSymmetric,  // NCCL's own, registered as symmetric windows: allocation is collective, whatever the role
+};
+
 struct NcclOptions {
   std::shared_ptr<Device> device;
   Lane lane = Lane::kGather;
   std::unique_ptr<Communicator> control;
   std::chrono::milliseconds timeout{300'000};
+  NcclBuffers buffers = NcclBuffers::kPlain;
 };
 
 // Collective. Blocks until all ranks have connected. Throws CommunicationError after the timeout or when a peer failed,

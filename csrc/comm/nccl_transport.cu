@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <string>
@@ -16,6 +17,7 @@ namespace {
 constexpr std::chrono::milliseconds kSlice{20};
 // Far longer than putting operations in takes.
 constexpr std::chrono::milliseconds kPatience{200};
+constexpr const char* kAborted = "the NCCL communicator was aborted";
 
 ncclDataType_t nccl_type(DType dtype) {
   switch (dtype) {
@@ -85,7 +87,8 @@ void check_nccl(ncclResult_t result, const char* what) {
   if (result != ncclSuccess) throw NcclError(std::string(what) + ": " + explain(result), result);
 }
 
-NcclTransport::NcclTransport(std::shared_ptr<Device> device, Lane lane) : device_(std::move(device)), lane_(lane) {}
+NcclTransport::NcclTransport(std::shared_ptr<Device> device, Lane lane, NcclBuffers buffers)
+    : device_(std::move(device)), lane_(lane), buffers_(buffers) {}
 
 NcclTransport::~NcclTransport() { abort(); }
 
@@ -109,17 +112,37 @@ void NcclTransport::connect(int rank, int world_size, const ncclUniqueId& id,
     lock.lock();
   }
   if (!shared->error.empty()) throw NcclError(shared->error, ncclInternalError);
-  comm_ = shared->comm;
+  handle_->comm = shared->comm;
 }
 
 std::shared_ptr<std::byte> NcclTransport::allocate(std::size_t bytes, std::string_view what) {
-  return device_->allocate(bytes, what);
+  return buffers_ == NcclBuffers::kPlain ? device_->allocate(bytes, what) : allocate_symmetric(bytes);
+}
+
+std::shared_ptr<std::byte> NcclTransport::allocate_symmetric(std::size_t bytes) {
+  device_->bind_thread();
+  const std::lock_guard lock(handle_->mutex);
+  ncclComm_t comm = handle_->comm;
+  if (comm == nullptr) throw NcclError(kAborted, ncclInvalidUsage);
+  void* memory = nullptr;
+  bytes = std::max<std::size_t>(bytes, 1);
+  check_nccl(ncclMemAlloc(&memory, bytes), "ncclMemAlloc");
+  std::shared_ptr<void> owner(memory, [](void* held) { static_cast<void>(ncclMemFree(held)); });
+  ZB_CUDA(cudaMemset(memory, 0, bytes));
+  ZB_CUDA(cudaDeviceSynchronize());
+  ncclWindow_t window = nullptr;
+  check_nccl(ncclCommWindowRegister(comm, memory, bytes, &window, NCCL_WIN_COLL_SYMMETRIC), "ncclCommWindowRegister");
+  return {static_cast<std::byte*>(memory), [owner, window, handle = handle_](std::byte*) {
+            const std::lock_guard held(handle->mutex);
+            ncclComm_t still_there = handle->comm;
+            if (still_there != nullptr) static_cast<void>(ncclCommWindowDeregister(still_there, window));
+          }};
 }
 
 void NcclTransport::put_in(std::span<const LaneCall> calls) {
-  const std::lock_guard lock(mutex_);
-  ncclComm_t comm = comm_;
-  if (comm == nullptr) throw NcclError("the NCCL communicator was aborted", ncclInvalidUsage);
+  const std::lock_guard lock(handle_->mutex);
+  ncclComm_t comm = handle_->comm;
+  if (comm == nullptr) throw NcclError(kAborted, ncclInvalidUsage);
   const bool is_group = calls.size() > 1;
   if (is_group) check_nccl(ncclGroupStart(), "ncclGroupStart");
   ncclResult_t result = ncclSuccess;
@@ -160,8 +183,8 @@ void NcclTransport::enter_thread() {
 }
 
 std::optional<std::string> NcclTransport::failure() {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  ncclComm_t comm = comm_;
+  const std::unique_lock lock(handle_->mutex, std::try_to_lock);
+  ncclComm_t comm = handle_->comm;
   if (!lock || comm == nullptr) return std::nullopt;
   ncclResult_t result = ncclSuccess;
   const ncclResult_t asked = ncclCommGetAsyncError(comm, &result);
@@ -173,15 +196,17 @@ std::optional<std::string> NcclTransport::failure() {
 void NcclTransport::abort() noexcept {
   // A thread that stays inside of NCCL waits for a peer or for room in the stream, and leaves once NCCL's abort flag is
   // up, long before NCCL has ended the kernels and frees what that thread uses.
-  const bool is_locked = mutex_.try_lock_for(kPatience);
-  ncclComm_t comm = comm_.exchange(nullptr);
+  std::unique_lock lock(handle_->mutex, std::defer_lock);
+  for (auto waited = kSlice; !lock.try_lock() && waited < kPatience; waited += kSlice) {
+    std::this_thread::sleep_for(kSlice);
+  }
+  ncclComm_t comm = handle_->comm.exchange(nullptr);
   if (comm != nullptr) static_cast<void>(ncclCommAbort(comm));
-  if (is_locked) mutex_.unlock();
 }
 
 void NcclTransport::finish() noexcept {
-  const std::lock_guard lock(mutex_);
-  ncclComm_t comm = comm_.exchange(nullptr);
+  const std::lock_guard lock(handle_->mutex);
+  ncclComm_t comm = handle_->comm.exchange(nullptr);
   if (comm != nullptr) static_cast<void>(ncclCommDestroy(comm));
 }
 

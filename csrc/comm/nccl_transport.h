@@ -13,12 +13,13 @@
 #include <mutex>
 
 #include "comm/lane_transport.h"
+#include "comm/nccl_communicator.h"
 
 namespace zb {
 
 class NcclTransport final : public LaneTransport {
  public:
-  NcclTransport(std::shared_ptr<Device> device, Lane lane);
+  NcclTransport(std::shared_ptr<Device> device, Lane lane, NcclBuffers buffers);
   ~NcclTransport() override;
 
   // Blocks until all ranks have connected. `keep_waiting` is called several times a second and throws to give up.
@@ -33,12 +34,19 @@ class NcclTransport final : public LaneTransport {
   void finish() noexcept override;
 
  private:
+  // Shared with buffers that are registered with the communicator.
+  struct Handle {
+    std::mutex mutex;                       // held while a thread is inside of NCCL
+    std::atomic<ncclComm_t> comm{nullptr};  // null before connect() and after the end
+  };
+
   ncclResult_t enqueue(const LaneCall& call, ncclComm_t comm) const;
+  std::shared_ptr<std::byte> allocate_symmetric(std::size_t bytes);
 
   std::shared_ptr<Device> device_;
   Lane lane_;
-  std::timed_mutex mutex_;                 // held while a thread is inside of NCCL
-  std::atomic<ncclComm_t> comm_{nullptr};  // null before connect() and after the end
+  NcclBuffers buffers_;
+  std::shared_ptr<Handle> handle_ = std::make_shared<Handle>();
 };
 
 // A throw of NcclError with NCCL's own explanation, unless `result` is ncclSuccess.

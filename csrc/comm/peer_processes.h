@@ -31,6 +31,7 @@ class PeerProcesses {
 
   // The lowest rank whose process has ended. Callable from any thread.
   std::optional<int> dead() const noexcept;
+  bool is_empty() const noexcept { return processes_.empty(); }
 
  private:
   std::vector<shm::FileDescriptor> processes_;  // by rank; empty where not watched

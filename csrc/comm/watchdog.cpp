@@ -18,7 +18,7 @@ constexpr std::chrono::milliseconds kTurnAtClose{2};
 // A peer that has finished and gone may do so before this rank's last kernels have ended.
 constexpr std::chrono::milliseconds kDeathGrace{500};
 // A dead peer's connections break before its process counts as ended, which waits for the driver: to name it is better.
-constexpr std::chrono::milliseconds kFailureGrace{2000};
+constexpr std::chrono::milliseconds kFailureGrace{5000};
 constexpr std::chrono::seconds kCloseGrace{10};
 
 std::string rank_text(int rank) { return "rank " + std::to_string(rank); }
@@ -33,6 +33,20 @@ void WatchedLane::poison(const std::string& reason, int fault_rank) noexcept {
   }
 }
 
+void WatchedLane::poison_for_dead(int dead, const std::string& operation) noexcept {
+  poison(rank_text(dead) + " died during " + operation + " (noticed by " + rank_text(rank) + ")", dead);
+}
+
+void WatchedLane::poison_for_failure(const std::string& operation, const std::string& failure) noexcept {
+  const Clock::time_point deadline = Clock::now() + kFailureGrace;
+  while (!cause->is_set() && !processes.is_empty() && Clock::now() < deadline) {
+    if (const auto dead = processes.dead()) return poison_for_dead(*dead, operation);
+    if (const auto theirs = control->poisoned()) return poison(theirs->what(), theirs->rank());
+    std::this_thread::sleep_for(kTurn);
+  }
+  poison(operation + " failed on " + rank_text(rank) + ": " + failure, -1);
+}
+
 // What is remembered from one turn to the next.
 class Watchdog::Round {
  public:
@@ -41,13 +55,12 @@ class Watchdog::Round {
   void look() {
     const Clock::time_point now = Clock::now();
     const std::optional<std::string> failure = lane_.transport->failure();
-    if (failure && !failure_seen_) failure_seen_ = now;
     const std::optional<OperationLog::Unfinished> oldest = lane_.log.oldest(*lane_.device);
     if (look_for_dead(oldest, now, failure.has_value())) return;
     if (const auto cause = lane_.control->poisoned()) {
       lane_.poison(cause->what(), cause->rank());
-    } else if (failure && now - *failure_seen_ >= kFailureGrace) {
-      lane_.poison(during(oldest) + " failed on " + rank_text(lane_.rank) + ": " + *failure, -1);
+    } else if (failure) {
+      lane_.poison_for_failure(during(oldest), *failure);
     } else if (oldest && now - oldest->since >= lane_.timeout) {
       lane_.poison(
           rank_text(lane_.rank) + " waited " + shm::seconds_text(lane_.timeout) + " for " + oldest->name.text(), -1);
@@ -66,14 +79,12 @@ class Watchdog::Round {
     if (!death_seen_) death_seen_ = now;
     const bool is_stuck = oldest && now - std::max(*death_seen_, oldest->since) >= kDeathGrace;
     if (!is_stuck && !has_failed) return false;
-    lane_.poison(rank_text(*dead) + " died during " + during(oldest) + " (noticed by " + rank_text(lane_.rank) + ")",
-                 *dead);
+    lane_.poison_for_dead(*dead, during(oldest));
     return true;
   }
 
   WatchedLane& lane_;
   std::optional<Clock::time_point> death_seen_;
-  std::optional<Clock::time_point> failure_seen_;
 };
 
 Watchdog::Watchdog(std::shared_ptr<WatchedLane> lane)

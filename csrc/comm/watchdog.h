@@ -34,6 +34,9 @@ struct WatchedLane {
 
   // The first cause stays. Callable from any thread.
   void poison(const std::string& reason, int fault_rank) noexcept;
+  void poison_for_dead(int dead, const std::string& operation) noexcept;
+  // The transport said that an operation failed. Waits a while for a dead peer that would explain it.
+  void poison_for_failure(const std::string& operation, const std::string& failure) noexcept;
 };
 
 class Watchdog {

@@ -131,6 +131,8 @@ class CudaDevice:
     def pop_range(self) -> None: ...
 
 def make_device(device: int, *, on_out_of_memory: Callable[[], None]) -> CudaDevice: ...
-def make_nccl_communicator(*, device: CudaDevice, lane: str, control: object, timeout_s: float) -> object:
+def make_nccl_communicator(
+    *, device: CudaDevice, lane: str, control: object, timeout_s: float, symmetric: bool = False
+) -> object:
     """NCCL in a lane of the device, over the capsule of a host communicator that names the ranks. A capsule, too.
-    Collective."""
+    Collective. ``symmetric`` puts buffers into NCCL's symmetric windows, whose allocation is collective."""

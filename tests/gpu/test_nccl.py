@@ -1,0 +1,463 @@
+"""The NCCL communicator on real devices: one process a GPU, killed when it hangs.
+
+A group of processes takes seconds to connect, so checks that leave the communicator whole share one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device on this machine", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ranks  # noqa: E402
+
+from zerobench import _native  # noqa: E402
+from zerobench.errors import CommunicationError, StateError  # noqa: E402
+
+GPU_NUM = torch.cuda.device_count()
+several_gpus = pytest.mark.skipif(GPU_NUM < 2, reason=f"needs 2 GPUs, and this machine has {GPU_NUM}")
+WORLD_SIZES = [1, *([2] if GPU_NUM >= 2 else []), *([GPU_NUM] if GPU_NUM > 2 else [])]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NUMELS = (1, 3, 31, 1000, 4097, 70_001)
+SLOW_CYCLES = 300_000_000  # of torch.cuda._sleep: a tenth of a second or more
+# What may pass between a fault and the error, besides the communicator's own timeout: turns, graces, NCCL's abort.
+SLACK_S = 20.0
+
+
+class Connected:
+    """A rank's device and its NCCL communicator over shared memory."""
+
+    def __init__(
+        self, rank: ranks.Rank, *, lane: str = "gather", timeout_s: float = 60.0, ordinal: int | None = None
+    ) -> None:
+        self.core, cuda = _native.load(), _native.load_cuda()
+        ordinal = rank.rank if ordinal is None else ordinal
+        torch.cuda.set_device(ordinal)
+        torch.cuda.init()
+        self.lane = lane
+        self.device = cuda.make_device(ordinal, on_out_of_memory=torch.cuda.empty_cache)
+        self.device.set_compute_stream(torch.cuda.current_stream().cuda_stream)
+        control = self.core.make_shm_communicator(
+            rank=rank.rank,
+            world_size=rank.world_size,
+            rendezvous=f"{rank.meeting_point}-{lane}",
+            timeout_s=timeout_s,
+        )
+        self.comm = self.core.adopt_communicator(
+            cuda.make_nccl_communicator(
+                device=self.device,
+                lane=lane,
+                control=self.core.release_communicator(control),
+                timeout_s=timeout_s,
+            )
+        )
+
+    def buffer(self, numel: int, dtype: str) -> tuple[Any, torch.Tensor]:
+        held = self.comm.allocate(numel * DTYPES[dtype].itemsize, shared=False)
+        return held, held.tensor(dtype)
+
+    def ready(self) -> None:
+        """What the compute stream has written may be read in the lane."""
+        self.device.wait(self.lane, self.device.mark("compute"))
+
+    def run(self, start: Callable[[], Any]) -> None:
+        """One collective between what the compute stream does before and after."""
+        self.ready()
+        start().wait()
+
+    def gather(self, full: Any, shard_bytes: int) -> Any:
+        """In place."""
+        return self.comm.start_all_gather(
+            full, full, shard_bytes=shard_bytes, source_offset_bytes=self.comm.rank * shard_bytes
+        )
+
+
+def values(rank: int, numel: int, dtype: str) -> torch.Tensor:
+    """Whole numbers that tell ranks and places apart, whose sums over 8 ranks are exact in every dtype."""
+    base = torch.arange(numel, device="cuda").remainder(7).add(1)
+    return (base * (rank + 1)).to(DTYPES[dtype])
+
+
+def sums(world_size: int, numel: int, dtype: str) -> torch.Tensor:
+    return values(sum(rank + 1 for rank in range(world_size)) - 1, numel, dtype)
+
+
+# --- what runs in ranks: checks that leave the communicator whole ---------------------------------------------------
+
+
+def check_all_gather(at: Connected, dtype: str, numel: int) -> None:
+    size, ranks_ = numel * DTYPES[dtype].itemsize, at.comm.world_size
+    expected = torch.cat([values(rank, numel, dtype) for rank in range(ranks_)])
+    shard, shard_tensor = at.buffer(numel, dtype)
+    full, full_tensor = at.buffer(numel * ranks_, dtype)
+    shard_tensor.copy_(values(at.comm.rank, numel, dtype))
+    at.run(lambda: at.comm.start_all_gather(shard, full, shard_bytes=size))
+    assert torch.equal(full_tensor, expected)
+    full_tensor.fill_(-1)
+    full_tensor[at.comm.rank * numel :][:numel].copy_(shard_tensor)
+    at.run(lambda: at.gather(full, size))
+    assert torch.equal(full_tensor, expected)
+
+
+def check_reduce_scatter(at: Connected, dtype: str, numel: int) -> None:
+    ranks_, begin = at.comm.world_size, at.comm.rank * numel
+    expected = sums(ranks_, numel * ranks_, dtype)[begin:][:numel]
+    full, full_tensor = at.buffer(numel * ranks_, dtype)
+    shard, shard_tensor = at.buffer(numel, dtype)
+    full_tensor.copy_(values(at.comm.rank, numel * ranks_, dtype))
+    at.run(lambda: at.comm.start_reduce_scatter(full, shard, shard_numel=numel, dtype=dtype))
+    assert torch.equal(shard_tensor, expected)
+    assert torch.equal(full_tensor, values(at.comm.rank, numel * ranks_, dtype))
+    at.run(
+        lambda: at.comm.start_reduce_scatter(
+            full,
+            full,
+            shard_numel=numel,
+            dtype=dtype,
+            destination_offset_bytes=begin * DTYPES[dtype].itemsize,
+        )
+    )
+    assert torch.equal(full_tensor[begin:][:numel], expected)
+
+
+def check_all_reduce_and_broadcast(at: Connected, dtype: str, numel: int) -> None:
+    ranks_ = at.comm.world_size
+    buffer, tensor = at.buffer(numel, dtype)
+    tensor.copy_(values(at.comm.rank, numel, dtype))
+    at.run(lambda: at.comm.start_all_reduce(buffer, numel=numel, dtype=dtype))
+    assert torch.equal(tensor, sums(ranks_, numel, dtype))
+    tensor.copy_(values(at.comm.rank, numel, dtype))
+    root = ranks_ - 1
+    at.run(lambda: at.comm.start_broadcast(buffer, bytes=tensor.nbytes, root=root))
+    assert torch.equal(tensor, values(root, numel, dtype))
+
+
+def check_nothing_to_move(at: Connected) -> None:
+    buffer, _ = at.buffer(1, "float32")
+    at.run(lambda: at.comm.start_all_gather(buffer, buffer, shard_bytes=0))
+    at.run(lambda: at.comm.start_reduce_scatter(buffer, buffer, shard_numel=0, dtype="bfloat16"))
+    at.run(lambda: at.comm.start_all_reduce(buffer, numel=0, dtype="float32"))
+    torch.cuda.synchronize()
+
+
+def check_lane_order(at: Connected) -> None:
+    """A kernel behind wait() reads what a slow lane gathers; one before it reads what was there."""
+    numel = 1000
+    full, tensor = at.buffer(numel * at.comm.world_size, "float32")
+    shard, shard_tensor = at.buffer(numel, "float32")
+    shard_tensor.copy_(values(at.comm.rank, numel, "float32"))
+    tensor.fill_(-5)
+    before, after = torch.empty_like(tensor), torch.empty_like(tensor)
+    torch.cuda._sleep(1)  # loads the kernel
+    at.ready()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.ExternalStream(at.device.stream(at.lane))):
+        torch.cuda._sleep(SLOW_CYCLES)
+    begin = time.perf_counter()
+    work = at.comm.start_all_gather(shard, full, shard_bytes=numel * 4)
+    assert work.test()
+    before.copy_(tensor)
+    work.wait()
+    after.copy_(tensor)
+    host_s = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    total_s = time.perf_counter() - begin
+    assert bool((before == -5).all())
+    assert torch.equal(
+        after, torch.cat([values(rank, numel, "float32") for rank in range(at.comm.world_size)])
+    )
+    assert host_s < total_s / 2, f"the host took {host_s:.3f} s of {total_s:.3f} s: something blocked it"
+
+
+def check_group(at: Connected) -> None:
+    ranks_, numel = at.comm.world_size, 513
+    held = [at.buffer(numel * ranks_, "bfloat16") for _ in range(4)]
+    summed, summed_tensor = at.buffer(numel, "float16")
+    source, source_tensor = at.buffer(numel * ranks_, "float16")
+    source_tensor.copy_(values(at.comm.rank, numel * ranks_, "float16"))
+    for index, (_, tensor) in enumerate(held):
+        tensor[at.comm.rank * numel :][:numel].fill_(10 * index + at.comm.rank)
+    at.ready()
+    at.comm.begin_group()
+    works = [at.gather(buffer, numel * 2) for buffer, _ in held]
+    works.append(at.comm.start_reduce_scatter(source, summed, shard_numel=numel, dtype="float16"))
+    assert not works[0].test()
+    with pytest.raises(StateError, match="group has ended"):
+        works[0].wait()
+    at.comm.end_group()
+    for work in works:
+        work.wait()
+    for index, (_, tensor) in enumerate(held):
+        expected = torch.arange(ranks_, device="cuda").add(10 * index).repeat_interleave(numel)
+        assert torch.equal(tensor, expected.to(torch.bfloat16))
+    assert torch.equal(summed_tensor, sums(ranks_, numel * ranks_, "float16")[at.comm.rank * numel :][:numel])
+
+
+def check_counters_and_messages(at: Connected) -> None:
+    ranks_ = at.comm.world_size
+    before = at.comm.communication_bytes()
+    full, _ = at.buffer(64 * ranks_, "float32")
+    at.run(lambda: at.gather(full, 256))
+    at.run(lambda: at.comm.start_all_reduce(full, numel=64, dtype="float32"))
+    at.comm.barrier()
+    message = bytes([at.comm.rank]) * 100
+    assert at.comm.exchange(message) == b"".join(bytes([rank]) * 100 for rank in range(ranks_))
+    after = at.comm.communication_bytes()
+    moved = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    expected = {
+        "all_gather": 256 * (ranks_ - 1),
+        "all_reduce": 2 * 256 // ranks_ * (ranks_ - 1),
+        "exchange": 100 * (ranks_ - 1),
+    }
+    assert moved == {name: size for name, size in expected.items() if size}
+
+
+def check_two_lanes(at: Connected, other: Connected) -> None:
+    """Gathers and reductions at the same time, each in its lane."""
+    ranks_, numel = at.comm.world_size, 100_003
+    full, full_tensor = at.buffer(numel * ranks_, "bfloat16")
+    source, source_tensor = other.buffer(numel * ranks_, "bfloat16")
+    shard, shard_tensor = other.buffer(numel, "bfloat16")
+    source_tensor.copy_(values(at.comm.rank, numel * ranks_, "bfloat16"))
+    full_tensor[at.comm.rank * numel :][:numel].copy_(values(at.comm.rank, numel, "bfloat16"))
+    at.ready()
+    other.ready()
+    for _ in range(20):
+        gathered = at.gather(full, numel * 2)
+        reduced = other.comm.start_reduce_scatter(source, shard, shard_numel=numel, dtype="bfloat16")
+    gathered.wait()
+    reduced.wait()
+    assert torch.equal(full_tensor, torch.cat([values(rank, numel, "bfloat16") for rank in range(ranks_)]))
+    begin = at.comm.rank * numel
+    assert torch.equal(shard_tensor, sums(ranks_, numel * ranks_, "bfloat16")[begin:][:numel])
+
+
+def check_whole(rank: ranks.Rank) -> None:
+    at = Connected(rank)
+    assert at.comm.kind == "nccl" and at.comm.rank == rank.rank and at.comm.world_size == rank.world_size
+    for dtype in DTYPES:
+        for numel in NUMELS:
+            check_all_gather(at, dtype, numel)
+            check_reduce_scatter(at, dtype, numel)
+            check_all_reduce_and_broadcast(at, dtype, numel)
+    check_nothing_to_move(at)
+    check_lane_order(at)
+    check_group(at)
+    check_counters_and_messages(at)
+    other = Connected(rank, lane="reduce")
+    check_two_lanes(at, other)
+    begin = time.monotonic()
+    at.comm.close()
+    other.comm.close()
+    assert time.monotonic() - begin < SLACK_S
+    again = Connected(rank)  # after another one has ended
+    check_all_gather(again, "float32", 1000)
+    again.comm.close()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_collectives_are_exact_ordered_and_counted(world_size: int) -> None:
+    ranks.run(check_whole, world_size=world_size, timeout_s=200.0)
+
+
+# --- over torch.distributed, and as the engine asks for it ----------------------------------------------------------
+
+
+def check_over_gloo(rank: ranks.Rank, store: str) -> None:
+    import torch.distributed as dist
+
+    from zerobench import config, topology
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, rank.world_size), rank=rank.rank, world_size=rank.world_size
+    )
+    core, cuda = _native.load(), _native.load_cuda()
+    torch.cuda.set_device(rank.rank)
+    device = cuda.make_device(rank.rank, on_out_of_memory=torch.cuda.empty_cache)
+    # Each rank says that it is alone on its host, as ranks of several hosts do.
+    parsed = config.parse(rank.config(local_rank=0, local_world_size=1, communicator="nccl"))
+    made = topology.make_communicators(core, parsed, topology.resolve(parsed), device)
+    assert made.kind == made.gather.kind == made.reduce.kind == "nccl"
+    device.set_compute_stream(torch.cuda.current_stream().cuda_stream)
+    for comm, lane in ((made.gather, "gather"), (made.reduce, "reduce")):
+        buffer = comm.allocate(4000, shared=True)
+        tensor = buffer.tensor("float32").fill_(rank.rank + 1)
+        device.wait(lane, device.mark("compute"))
+        comm.start_all_reduce(buffer, numel=1000, dtype="float32").wait()
+        assert bool((tensor == sum(range(rank.world_size + 1))).all())
+        assert comm.exchange(b"%d" % rank.rank) == b"".join(b"%d" % peer for peer in range(rank.world_size))
+        comm.close()
+    made.close()
+
+
+@several_gpus
+def test_ranks_of_several_hosts_meet_over_torch_distributed(tmp_path) -> None:
+    ranks.run(check_over_gloo, str(tmp_path / "store"), world_size=2, timeout_s=120.0)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------
+
+
+def warm(at: Connected) -> tuple[Any, int]:
+    """A buffer that was gathered once, so that NCCL's connections are there."""
+    full, tensor = at.buffer(1000 * at.comm.world_size, "float32")
+    at.run(lambda: at.gather(full, 4000))
+    torch.cuda.synchronize()
+    return full, tensor.nbytes // at.comm.world_size
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except CommunicationError as error:
+        return str(error)
+    return "no CommunicationError"
+
+
+def ends(at: Connected, begin: float) -> dict[str, Any]:
+    """The device comes back, every later call raises, and the GPU can be used on."""
+    torch.cuda.synchronize()
+    deadline = time.monotonic() + SLACK_S
+    while at.comm.poisoned() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    took_s = time.monotonic() - begin
+    text = raised(at.comm.barrier)
+    assert raised(lambda: at.comm.allocate(16, shared=True)) == text
+    assert torch.ones(1000, device="cuda").sum().item() == 1000
+    at.comm.close()
+    return {"text": text, "took_s": took_s, "closed_s": time.monotonic() - begin}
+
+
+def lose_a_rank(rank: ranks.Rank, is_first: bool) -> dict[str, Any]:
+    at = Connected(rank)
+    full, shard_bytes = at.buffer(1000 * rank.world_size, "float32")[0], 4000
+    if not is_first:
+        warm(at)
+    at.comm.barrier()
+    if rank.rank == rank.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    text = raised(lambda: at.gather(full, shard_bytes).wait())  # the first one blocks where ranks connect
+    result = ends(at, begin)
+    assert text in ("no CommunicationError", result["text"])
+    return result
+
+
+@several_gpus
+@pytest.mark.parametrize("is_first", [False, True], ids=["warm", "at the first collective"])
+def test_a_killed_rank_is_named_by_all_others(is_first: bool) -> None:
+    victim = GPU_NUM - 1
+    with ranks.Group(lose_a_rank, is_first, world_size=GPU_NUM) as group:
+        group.wait(timeout_s=150.0)
+    assert group.outcomes[victim].exit_code == -signal.SIGKILL
+    for outcome in group.outcomes[:victim]:
+        assert outcome.error is None and outcome.exit_code == 0, outcome
+        assert f"rank {victim} died during all_gather of 'python'" in outcome.value["text"]
+        assert outcome.value["took_s"] < SLACK_S  # far below the timeout of 60 s
+
+
+def stall(rank: ranks.Rank) -> dict[str, Any]:
+    at = Connected(rank, timeout_s=5.0)
+    full, shard_bytes = warm(at)
+    at.comm.barrier()
+    begin = time.monotonic()
+    if rank.rank == 1:
+        time.sleep(12.0)
+    else:
+        at.gather(full, shard_bytes).wait()
+    return ends(at, begin)
+
+
+@several_gpus
+def test_a_rank_that_does_not_come_ends_the_others_at_the_timeout() -> None:
+    waiting, sleeping = ranks.run(stall, world_size=2, timeout_s=120.0)
+    said = "rank 0 waited 5.00 s for all_gather of 'python'"
+    assert waiting["text"] == said
+    assert 5.0 <= waiting["took_s"] < 5.0 + SLACK_S
+    assert sleeping["text"] == f"rank 0 aborted: {said}"
+
+
+def mismatch(rank: ranks.Rank) -> dict[str, Any]:
+    at = Connected(rank)
+    full, shard_bytes = warm(at)
+    begin = time.monotonic()
+    at.gather(full, shard_bytes if rank.rank == 0 else shard_bytes // 4)
+    text = raised(at.comm.barrier)
+    result = ends(at, begin)
+    assert result["text"] == text
+    return result
+
+
+@several_gpus
+def test_a_mismatched_collective_is_named_on_all_ranks() -> None:
+    results = ranks.run(mismatch, world_size=2, timeout_s=120.0)
+    for result in results:
+        assert (
+            "rank 0 all_gather of 'python' (4000 bytes), rank 1 all_gather of 'python' (1000 bytes)"
+            in (result["text"])
+        )
+        assert result["took_s"] < SLACK_S
+
+
+def abort_in_the_middle(rank: ranks.Rank) -> dict[str, Any]:
+    at = Connected(rank)
+    full, shard_bytes = warm(at)
+    at.comm.barrier()
+    begin = time.monotonic()
+    if rank.rank == 0:
+        time.sleep(0.5)
+        at.comm.abort("the model is wrong")
+        at.comm.abort("and this is too late")
+    else:
+        at.gather(full, shard_bytes).wait()
+    return ends(at, begin)
+
+
+@several_gpus
+def test_an_abort_reaches_ranks_whose_device_waits() -> None:
+    for result in ranks.run(abort_in_the_middle, world_size=2, timeout_s=120.0):
+        assert result["text"] == "rank 0 aborted: the model is wrong"
+        assert result["took_s"] < SLACK_S
+
+
+def close_in_the_middle(rank: ranks.Rank) -> float:
+    at = Connected(rank, timeout_s=3.0)
+    full, shard_bytes = warm(at)
+    at.comm.barrier()
+    begin = time.monotonic()
+    if rank.rank == 0:
+        at.gather(full, shard_bytes)  # nobody else starts it
+    else:
+        time.sleep(6.0)
+    at.comm.close()
+    torch.cuda.synchronize()
+    return time.monotonic() - begin
+
+
+@several_gpus
+def test_closing_ends_what_cannot_end() -> None:
+    for took_s in ranks.run(close_in_the_middle, world_size=2, timeout_s=120.0):
+        assert took_s < 6.0 + SLACK_S
+
+
+def share_a_gpu(rank: ranks.Rank) -> str:
+    return raised(lambda: Connected(rank, ordinal=0, timeout_s=30.0))
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    for text in ranks.run(share_a_gpu, world_size=2, timeout_s=120.0):
+        assert "both use the GPU" in text, text
