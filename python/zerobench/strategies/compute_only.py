@@ -27,7 +27,7 @@ from zerobench.strategies.shared import (
 class ComputeOnlyStrategy(Strategy):
     """Every rank computes its own batches and forgets the gradients: what a step costs before anything is shared.
 
-    It runs on as many ranks as the rows that refer to it, so that power, clocks and host are shared alike."""
+    Comparisons run it on one GPU, and on CPU on as many ranks as the rows that refer to it, which share the cores."""
 
     name = "compute_only"
     updates: ClassVar[bool] = False
