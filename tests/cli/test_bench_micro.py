@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-COMM = ["bench", "comm", "--min-bytes", "4096", "--max-bytes", "16384", "--repeats", "3"]
+COMM = ["bench", "comm", "--device", "cpu", "--min-bytes", "4096", "--max-bytes", "16384", "--repeats", "3"]
 ADAM = ["bench", "adam", "--min-numel", "1000", "--max-numel", "4001", "--repeats", "3"]
 
 
@@ -91,12 +91,14 @@ def test_a_write_up_holds_the_command_and_the_table(command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["comm", "--world-size", "1"], "--world-size 1"),
+        (["comm", "--device", "cpu", "--world-size", "1"], "--world-size 1"),
         (["comm", "--world-size", "two"], "'two'"),
         (["comm", "--collectives", "all_together"], "'all_together'"),
         (["comm", "--min-bytes", "100", "--max-bytes", "10"], "--min-bytes 100"),
         (["comm", "--max-bytes", str(1 << 50)], "--max-bytes"),
         (["comm", "--repeats", "0"], "--repeats 0"),
+        (["comm", "--device", "tpu"], "'tpu'"),
+        (["comm", "--device", "cpu", "--symmetric"], "--symmetric"),
         (["adam", "--threads", "0"], "--threads 0"),
         (["adam", "--threads", "100000"], "--threads 100000"),
         (["adam", "--min-numel", "0"], "--min-numel 0"),
@@ -123,7 +125,9 @@ def rank_processes(command, pid: int) -> list[int]:
 
 def started(command, *arguments: str):
     """A running `bench comm` of two ranks that would take long."""
-    process = command.start("bench", "comm", "--world-size", "2", "--repeats", "100000", *arguments)
+    process = command.start(
+        "bench", "comm", "--device", "cpu", "--world-size", "2", "--repeats", "100000", *arguments
+    )
     deadline = time.monotonic() + 60
     while len(rank_processes(command, process.pid)) < 2:
         assert process.poll() is None and time.monotonic() < deadline, "the ranks did not start"

@@ -41,15 +41,19 @@ def driver_present(signs: Sequence[str] = _DRIVER_SIGNS) -> bool:
     return any(Path(sign).exists() for sign in signs)
 
 
+def child_environment() -> dict[str, str]:
+    """For a Python that imports what this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
 def visible_gpus() -> VisibleGpus:
     """Ask another process; none is started where there is no driver."""
     if not driver_present():
         return VisibleGpus(reason="this machine has no NVIDIA driver")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     try:
         asked = subprocess.run(
             [sys.executable, "-m", "zerobench.bench.gpus"],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, timeout=_ANSWER_S,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, env=child_environment(), timeout=_ANSWER_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return VisibleGpus(reason=f"torch did not say within {_ANSWER_S:g} s which GPUs it sees")

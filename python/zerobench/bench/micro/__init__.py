@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.console import Console
 from zerobench.errors import ConfigError
 
 if TYPE_CHECKING:
+    from zerobench.bench.gpus import Gpu
     from zerobench.bench.micro.output import OutputFile
 
 app = typer.Typer(help="Micro-benchmarks of the core, beside its peers and the machine's limit.")
@@ -57,36 +58,72 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 @app.command()
 def comm(
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda; auto is cuda where torch sees two GPUs or more.")
+    ] = "auto",
     world_size: Annotated[
-        str, typer.Option(help="Ranks, all on this host; a comma list for several.")
-    ] = "2,4",
+        str | None,
+        typer.Option(
+            help="Ranks, all on this host; a comma list for several. Default: 2,4 on CPU, all GPUs."
+        ),
+    ] = None,
     collectives: Annotated[
         str, typer.Option(help="A comma list of all_gather, reduce_scatter, all_reduce.")
     ] = "all_gather,reduce_scatter,all_reduce",
     min_bytes: Annotated[int, typer.Option(help="Smallest buffer. Each next is four times as large.")] = 1
     << 16,
-    max_bytes: Annotated[int, typer.Option(help="Largest buffer.")] = 1 << 26,
+    max_bytes: Annotated[
+        int | None, typer.Option(help="Largest buffer. Default: 64 MiB on CPU, 1 GiB on GPUs.")
+    ] = None,
+    symmetric: Annotated[
+        bool,
+        typer.Option("--symmetric", help="On GPUs: zerobench's buffers lie in NCCL's symmetric windows."),
+    ] = False,
     repeats: Repeats = 15,
     timeout: Annotated[float, typer.Option(help="Seconds after which a stuck rank is an error.")] = 60.0,
     output: Output = None,
 ) -> None:
-    """Collectives of the shared-memory communicator beside gloo, and how near they come to memcpy.
+    """Collectives of zerobench's communicators: shared memory beside gloo and memcpy, NCCL beside torch's and the link.
 
     Exit code: 0, or 1 when a result was wrong or a rank failed.
     """
     from zerobench.bench.micro.comm import CommOptions, run_comm
+    from zerobench.bench.micro.comm_gpu import MAX_BYTES, CommGpuOptions, run_comm_gpu
 
-    options = CommOptions(
-        world_sizes=whole_numbers("--world-size", world_size),
-        collectives=[name.strip() for name in collectives.split(",")],
-        min_bytes=min_bytes,
-        max_bytes=max_bytes,
-        repeats=repeats,
-        timeout_s=timeout,
-    )
+    gpus = gpus_for(device, at_least=2)
+    if symmetric and not gpus:
+        raise ConfigError("--symmetric is about GPUs: give it with --device cuda")
+    sizes = whole_numbers("--world-size", world_size or (f"{len(gpus)}" if gpus else "2,4"))
+    given: dict[str, Any] = {
+        "world_sizes": sizes,
+        "collectives": [name.strip() for name in collectives.split(",")],
+        "min_bytes": min_bytes,
+        "max_bytes": (MAX_BYTES if gpus else 1 << 26) if max_bytes is None else max_bytes,
+        "repeats": repeats,
+        "timeout_s": timeout,
+    }
+    options = CommGpuOptions(**given, gpus=gpus, symmetric=symmetric) if gpus else CommOptions(**given)
     options.check()
+    run: Any = run_comm_gpu if gpus else run_comm
     with results_in(output) as file:
-        raise typer.Exit(run_comm(options, output=file, console=result_console(), notes=Console(stderr=True)))
+        raise typer.Exit(run(options, output=file, console=result_console(), notes=Console(stderr=True)))
+
+
+def gpus_for(device: str, *, at_least: int) -> tuple[Gpu, ...]:
+    """The GPUs that a benchmark of so many uses; none for the CPU."""
+    from zerobench.bench.gpus import visible_gpus
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {device!r} is unknown: choose auto, cpu or cuda")
+    if device == "cpu":
+        return ()
+    seen = visible_gpus()
+    if len(seen.gpus) >= at_least:
+        return seen.gpus
+    if device == "cuda":
+        needed, why = ("a GPU", "two GPUs")[at_least - 1], seen.reason or "torch sees one GPU"
+        raise ConfigError(f"--device cuda needs {needed}: {why}; use --device cpu")
+    return ()
 
 
 @app.command()

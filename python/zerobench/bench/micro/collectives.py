@@ -40,6 +40,7 @@ class Side:
     source: torch.Tensor
     destination: torch.Tensor
     run: Callable[[], None]
+    copied_bytes = 0  # read and written by a call that only copies
 
 
 class ShmSide(Side):
@@ -135,10 +136,10 @@ def touched_bytes(case: Case) -> float:
     return full + shard + 2 * (full - shard)
 
 
-def bus_factor(case: Case) -> float:
+def bus_factor(collective: str, world_size: int) -> float:
     """busbw over algbw, as nccl-tests derives it (doc/PERFORMANCE.md)."""
-    factor = (case.world_size - 1) / case.world_size
-    return 2 * factor if case.collective == "all_reduce" else factor
+    factor = (world_size - 1) / world_size
+    return 2 * factor if collective == "all_reduce" else factor
 
 
 def pattern(numel: int) -> torch.Tensor:

@@ -54,6 +54,15 @@ class CommOptions:
     timeout_s: float
 
     def check(self) -> None:
+        self.check_values()
+        needed = max(self.world_sizes) * self.max_bytes * _RANK_MEMORY_FACTOR
+        if needed > memory_available_bytes():
+            raise ConfigError(
+                f"--max-bytes {self.max_bytes} on {max(self.world_sizes)} ranks needs about {size_text(needed)}, and "
+                f"{size_text(memory_available_bytes())} are available: give a smaller size"
+            )
+
+    def check_values(self) -> None:
         for world_size in self.world_sizes:
             if not 2 <= world_size <= 64:
                 raise ConfigError(
@@ -72,12 +81,6 @@ class CommOptions:
             raise ConfigError(f"--repeats {self.repeats} measures nothing: give at least 1")
         if self.timeout_s <= 0:
             raise ConfigError(f"--timeout {self.timeout_s:g} is not possible: give seconds above 0")
-        needed = max(self.world_sizes) * self.max_bytes * _RANK_MEMORY_FACTOR
-        if needed > memory_available_bytes():
-            raise ConfigError(
-                f"--max-bytes {self.max_bytes} on {max(self.world_sizes)} ranks needs about {size_text(needed)}, and "
-                f"{size_text(memory_available_bytes())} are available: give a smaller size"
-            )
 
     def sizes(self) -> list[int]:
         sizes = [self.min_bytes]
@@ -174,9 +177,7 @@ def comm_row(
         "algbw_gb_s": algbw,
         "busbw_gb_s": algbw * first["bus_factor"] if algbw is not None else None,
         "touched_bytes": first["touched_bytes"] if MEMCPY in times_s else None,
-        "memcpy_gb_s": first["copied_bytes"] / median(times_s[MEMCPY]) / 1e9
-        if MEMCPY in times_s
-        else None,
+        "memcpy_gb_s": first["copied_bytes"] / median(times_s[MEMCPY]) / 1e9 if MEMCPY in times_s else None,
         "ratio_to_gloo": ratio_json(speed_ratio(times_s, SHM, GLOO)),
         "ratio_to_limit": ratio_json(limit),
         "wrong": sum(answers[rank]["wrong"][SHM] for rank in answers),
@@ -201,7 +202,6 @@ def comm_table(rows: Iterable[dict[str, Any]], world_size: int) -> TextTable:
 
 def comm_cells(row: dict[str, Any]) -> list[str]:
     ratios = [Ratio(**row[name]) if row[name] else None for name in ("ratio_to_gloo", "ratio_to_limit")]
-    wrong = f"{row['wrong']}" + (f" (gloo {row['wrong_gloo']})" if row["wrong_gloo"] else "")
     return [
         row["collective"],
         size_text(row["size_bytes"]) if row["size_bytes"] else "",
@@ -209,8 +209,13 @@ def comm_cells(row: dict[str, Any]) -> list[str]:
         *(f"{row[name]:.2f}" if row[name] is not None else "n/a" for name in ("algbw_gb_s", "busbw_gb_s")),
         f"{row['time_us'][GLOO]:.1f}",
         *(ratio_cell(ratio) for ratio in ratios),
-        wrong if row["collective"] != BARRIER else "n/a",
+        wrong_cell(row, GLOO) if row["collective"] != BARRIER else "n/a",
     ]
+
+
+def wrong_cell(row: dict[str, Any], other: str) -> str:
+    of_other = row[f"wrong_{other}"]
+    return f"{row['wrong']}" + (f" ({other} {of_other})" if of_other else "")
 
 
 # What follows runs in the ranks.
@@ -299,7 +304,7 @@ def measure_case(
     check(case, sides, comm, wrong)
     message: Message = {"times_s": times_s, "calls": calls, "wrong": wrong}
     if collective != BARRIER:
-        message["bus_factor"] = collectives.bus_factor(case)
+        message["bus_factor"] = collectives.bus_factor(collective, comm.world_size)
         message["touched_bytes"] = collectives.touched_bytes(case)
         copied = sides[MEMCPY].copied_bytes if MEMCPY in sides else message["touched_bytes"]
         message["copied_bytes"] = copied

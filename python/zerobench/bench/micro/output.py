@@ -7,6 +7,7 @@ import io
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from zerobench.bench.gpus import Gpu
 from zerobench.bench.machine import machine_facts, version_facts
 from zerobench.errors import ConfigError, Error
 from zerobench.report.stats import Ratio
@@ -54,6 +56,7 @@ class MicroReport:
     rows: list[dict[str, Any]]
     tables: list[TextTable]
     notes: str
+    gpus: Sequence[Gpu] = ()  # in use
 
 
 class OutputFile:
@@ -96,8 +99,8 @@ def json_text(report: MicroReport) -> str:
         "benchmark": report.benchmark,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": ["zerobench", *sys.argv[1:]],
-        "machine": machine_facts(),
-        "versions": version_facts(),
+        "machine": machine_facts(report.gpus),
+        "versions": version_facts(gpus=bool(report.gpus)),
         "settings": report.settings,
         "rows": report.rows,
     }
@@ -170,11 +173,12 @@ def new_progress(notes: Console) -> Progress:
     )
 
 
-def machine_line() -> str:
-    """What the figures depend on, in one line above them."""
+def machine_line(gpus: Sequence[Gpu] = ()) -> str:
+    """What the figures depend on, in one line above them. ``gpus``: those in use."""
     facts, versions = machine_facts(), version_facts()
     load = facts["details"]["load_average"][0]
     packages = ", ".join(
         f"{name} {version}" for name, version in versions.items() if name in ("zerobench", "torch")
     )
-    return f"{facts['cpu']}, {facts['cores']} cores, load average {load:.1f}; {packages}"
+    devices = "".join(f"{num} x {name}, " for name, num in Counter(gpu.name for gpu in gpus).items())
+    return f"{devices}{facts['cpu']}, {facts['cores']} cores, load average {load:.1f}; {packages}"

@@ -11,7 +11,7 @@ from zerobench.report.stats import Ratio, median_of_ratios, summarise
 SAMPLE_S = 5e-3  # one sample repeats its call until it lasts about this long
 MAX_CALLS = 2000
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 def seconds_per_call(call: Call, call_num: int, *, end: Call | None = None) -> float:
