@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import Batch, Dtypes, OptimizerSettings, StepResult, Strategy, StrategySettings
@@ -190,17 +191,14 @@ class DeepSpeedStrategy(Strategy):
             self._engine.compile(backend=self._compiler.backend)
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
-        loss = self._run(micro_batches, clock=NoClock())
-        if not norm:
-            return StepResult(loss=loss, grad_norm=None, applied=None)
-        return StepResult(
-            loss=loss,
-            grad_norm=self._engine.get_global_grad_norm(),
-            applied=self._engine.was_step_applied(),
-        )
+        loss, grad_norm = self._run(micro_batches, norm=norm, clock=NoClock())
+        applied = self._engine.was_step_applied() if norm else None
+        return StepResult(loss=loss, grad_norm=grad_norm, applied=applied)
 
-    def _run(self, micro_batches: Sequence[Batch], *, clock: Clock) -> torch.Tensor:
-        losses = []
+    def _run(
+        self, micro_batches: Sequence[Batch], *, norm: bool, clock: Clock
+    ) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+        losses, grad_norm = [], None
         for index, batch in enumerate(micro_batches):
             loss = self._engine(**batch).loss
             clock.lap("forward")
@@ -209,11 +207,15 @@ class DeepSpeedStrategy(Strategy):
             clock.lap("backward")
             if self._gradient_bytes is None and index == len(micro_batches) - 1:
                 self._gradient_bytes = held_bytes(self._engine)["gradients"]
+            if norm and not hasattr(self._engine.optimizer, "_global_grad_norm"):  # stage 0 in fp32
+                grad_norm = get_total_norm(p.grad for p in self._engine.parameters() if p.grad is not None)
             self._engine.step()  # a no-op before the accumulation boundary
             clock.lap("optimizer")
         self._stepped = True
         self._compiler.count_step()
-        return mean_of(losses)
+        if norm and grad_norm is None:
+            grad_norm = self._engine.get_global_grad_norm()
+        return mean_of(losses), grad_norm
 
     def evaluate(self, batches: Sequence[Batch]) -> float | None:
         with self._compiler.eagerly():
@@ -243,7 +245,7 @@ class DeepSpeedStrategy(Strategy):
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         clock = phase_clock(torch_device(self.settings))
-        self._run(micro_batches, clock=clock)
+        self._run(micro_batches, norm=False, clock=clock)
         return clock.phases_ms
 
     def close(self) -> None:

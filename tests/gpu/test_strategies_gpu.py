@@ -1,0 +1,282 @@
+"""Every strategy on GPUs: it trains what the single-process reference trains, its readers work, and it closes and can
+be built again in the same process, as a comparison's two passes do.
+
+A test is one strategy in fresh processes, one a GPU, that are killed when its time is over.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device on this machine", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ranks  # noqa: E402
+
+from zerobench import models, strategies  # noqa: E402
+from zerobench.strategies.base import StrategySettings  # noqa: E402
+
+GPU_NUM = torch.cuda.device_count()
+NUM_STEPS = 4
+BATCH_SIZE = 2
+SEQ_LENGTH = 64
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "max_seq_length": SEQ_LENGTH}
+OURS = ["zero0", "zero1", "zero2", "zero3"]
+TORCHS = ["ddp", "ddp_compress", "fsdp1", "fsdp2", "fsdp2_keep"]
+DEEPSPEED = ["deepspeed1", "deepspeed2", "deepspeed3"]
+MEGATRON = ["mfsdp1", "mfsdp2", "mfsdp3"]
+TRAINERS = [*OURS, *TORCHS, *DEEPSPEED, *MEGATRON]
+BUILT_AT_FIRST_USE = [  # a minute or two of nvcc each
+    "deepspeed0",
+    "deepcompile3",
+    "deepcompile3_prefetch",
+    "deepcompile3_selective",
+    "deepcompile3_both",
+]
+TIMEOUT_S = 150.0
+LONG_TIMEOUT_S = 420.0
+# Relative: the loss and the norm of step 1, its gradients, and the updates after all steps.
+TOLERANCES = {
+    "fp32": {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-3, "update": 5e-3},
+    "bf16": {"loss": 5e-3, "norm": 0.02, "gradient": 0.05, "update": 0.15},
+    "fp16": {"loss": 1e-3, "norm": 5e-3, "gradient": 0.01, "update": 0.05},
+}
+pytestmark = pytest.mark.timeout(LONG_TIMEOUT_S + 60)
+
+
+def build_model():
+    return models.build(models.resolve("tiny", MODEL), seed=0)
+
+
+def make_settings(*, rank: int, world_size: int, device: str = "cuda", **fields: Any) -> StrategySettings:
+    return StrategySettings(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        rendezvous=f"test-strategies-gpu-{os.environ.get('MASTER_PORT', 0)}",
+        batch_size=BATCH_SIZE,
+        seq_length=SEQ_LENGTH,
+        timeout_s=60.0,
+        device=device,
+        **{"precision": "bf16", **fields},
+    )
+
+
+def micro_batches(
+    step: int, *, rank: int, world_size: int, grad_accum: int, device: torch.device
+) -> list[dict]:
+    """This rank's; a world of one rank that accumulates as often as all ranks together sees the same data."""
+    first = (step * world_size + rank) * grad_accum
+    found = []
+    for index in range(first, first + grad_accum):
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(256, (BATCH_SIZE, SEQ_LENGTH), generator=generator).to(device)
+        found.append({"input_ids": ids, "labels": ids})
+    return found
+
+
+def applied_step(strategy, batches):
+    """Steps that fp16 overflow skips are made again."""
+    for _ in range(20):
+        result = strategy.step(batches, norm=True)
+        if result.applied is not False or not strategy.updates:
+            return result
+    raise AssertionError("overflowed at every loss scale")
+
+
+def train(
+    rank: ranks.Rank, name: str, ports: list[int], device: str, fields: dict[str, Any]
+) -> dict[str, Any]:
+    """A deterministic pass that is compared, then one as users train, each with a strategy of its own."""
+    place = {"rank": rank.rank, "world_size": rank.world_size, "device": device}
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        RANK=str(rank.rank),
+        WORLD_SIZE=str(rank.world_size),
+        LOCAL_RANK=str(rank.rank),
+        LOCAL_WORLD_SIZE=str(rank.world_size),
+    )
+
+    where = torch.device(device, rank.rank if device == "cuda" else 0)
+
+    def batches(strategy, step):
+        size = {"rank": rank.rank, "world_size": rank.world_size, "grad_accum": strategy.settings.grad_accum}
+        return micro_batches(step, device=where, **size)
+
+    os.environ["MASTER_PORT"] = str(ports[0])
+    strategy = strategies.get(name)(make_settings(**place, deterministic=True, **fields))
+    strategy.build(build_model)
+    found: dict[str, Any] = {"initial": strategy.full_parameters(), "dtypes": strategy.dtypes()}
+    first = applied_step(strategy, batches(strategy, 0))
+    found["loss"] = float(first.loss)
+    found["norm"] = None if first.grad_norm is None else float(first.grad_norm)
+    found["moments"] = strategy.first_moments()
+    for step in range(1, NUM_STEPS):
+        applied_step(strategy, batches(strategy, step))
+    found["parameters"] = strategy.full_parameters()
+    strategy.close()
+
+    os.environ["MASTER_PORT"] = str(ports[1])
+    strategy = strategies.get(name)(make_settings(**place, **fields))
+    strategy.build(build_model)
+    strategy.step(batches(strategy, 0))
+    strategy.reset_counters()
+    found["losses"] = [float(strategy.step(batches(strategy, step)).loss) for step in range(1, NUM_STEPS)]
+    found["graphs"] = strategy.compiled_graphs()
+    found["memory"] = strategy.memory_bytes()["device"]
+    found["communication_bytes"] = strategy.communication_bytes()
+    found["communicator"] = strategy.communicator()
+    found["validation_loss"] = strategy.evaluate(batches(strategy, 100))
+    found["phases_ms"] = dict(strategy.profiled_step(batches(strategy, NUM_STEPS)))
+    found["loss after profile"] = float(strategy.step(batches(strategy, NUM_STEPS + 1)).loss)
+    strategy.close()
+    return found
+
+
+def free_ports() -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def run(
+    name: str, *, world_size: int, device: str = "cuda", timeout_s: float = TIMEOUT_S, **fields: Any
+) -> list[dict]:
+    """By rank. Skips with the strategy's own reason."""
+    if device == "cuda" and world_size > GPU_NUM:
+        pytest.skip(f"needs {world_size} GPUs, and this machine has {GPU_NUM}")
+    reason = strategies.get(name).unsupported(
+        make_settings(rank=0, world_size=world_size, device=device, **fields)
+    )
+    if reason is not None:
+        pytest.skip(reason)
+    return ranks.run(train, name, free_ports(), device, fields, world_size=world_size, timeout_s=timeout_s)
+
+
+@cache
+def reference(
+    num_ranks: int, precision: str, clip: float | None, grad_accum: int, device: str = "cuda"
+) -> dict[str, Any]:
+    """One process that trains all ranks' micro-batches."""
+    return run(
+        "single",
+        world_size=1,
+        device=device,
+        precision=precision,
+        clip=clip,
+        grad_accum=num_ranks * grad_accum,
+    )[0]
+
+
+def relative(found: dict, expected: dict) -> float:
+    assert found.keys() == expected.keys()
+    difference = sum((found[name] - expected[name]).double().square().sum() for name in expected)
+    return float((difference / sum(tensor.double().square().sum() for tensor in expected.values())).sqrt())
+
+
+def moved(result: dict) -> dict:
+    return {name: result["parameters"][name] - result["initial"][name] for name in result["initial"]}
+
+
+def check(by_rank: list[dict], expected: dict, *, precision: str = "bf16") -> None:
+    first, size = by_rank[0], len(by_rank)
+    errors = {
+        "loss": abs(sum(found["loss"] for found in by_rank) / size / expected["loss"] - 1),
+        "norm": abs(first["norm"] / expected["norm"] - 1),
+        "gradient": relative(first["moments"], expected["moments"]),
+        "update": relative(moved(first), moved(expected)),
+    }
+    tolerances = TOLERANCES[precision]
+    assert all(errors[key] <= tolerances[key] for key in tolerances), errors
+    assert relative(first["initial"], expected["initial"]) == 0
+    for found in by_rank:
+        assert relative(found["parameters"], first["parameters"]) == 0  # readers give every rank the same
+        check_facts(found, size)
+
+
+def check_facts(found: dict, size: int) -> None:
+    """What the pass without checks left behind."""
+    assert all(0 < loss < 7 for loss in (*found["losses"], found["loss after profile"])), found["losses"]
+    assert found["validation_loss"] is None or 0 < found["validation_loss"] < 7
+    assert {"parameters", "gradients", "master", "exp_avg", "exp_avg_sq"} <= found["memory"].keys()
+    assert all(
+        found["memory"][category] > 0 for category in ("parameters", "gradients", "exp_avg", "exp_avg_sq")
+    )
+    assert found["phases_ms"].keys() >= {"forward", "backward", "optimizer"}
+    assert all(found["phases_ms"][phase] > 0 for phase in ("forward", "backward", "optimizer"))
+    assert found["communicator"] == (None if size == 1 else "nccl")
+    assert found["communication_bytes"] is None or (found["communication_bytes"] > 0) == (size > 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trains_as_the_reference(name, world_size):
+    check(run(name, world_size=world_size), reference(world_size, "bf16", None, 1))
+
+
+@pytest.mark.parametrize("name", BUILT_AT_FIRST_USE)
+def test_trains_as_the_reference_with_operators_built_at_first_use(name):
+    world_size = min(2, GPU_NUM)
+    found = run(name, world_size=world_size, timeout_s=LONG_TIMEOUT_S)
+    check(found, reference(world_size, "bf16", None, 1))
+
+
+@pytest.mark.parametrize("name", [*OURS, "ddp", "ddp_compress", "fsdp1", "fsdp2", *DEEPSPEED])
+def test_fp16_scales_its_loss_clips_and_accumulates(name):
+    world_size = min(2, GPU_NUM)
+    fields = {"precision": "fp16", "clip": 0.5, "grad_accum": 2}
+    check(run(name, world_size=world_size, **fields), reference(world_size, "fp16", 0.5, 2), precision="fp16")
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron_clips_and_accumulates(name):
+    world_size = min(2, GPU_NUM)
+    found = run(name, world_size=world_size, clip=0.5, grad_accum=2)
+    check(found, reference(world_size, "bf16", 0.5, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "graphs"),
+    [
+        ("single", "block", 2),
+        ("zero1", "block", 2),
+        ("zero3", "block", 2),
+        ("fsdp2", "block", 2),
+        ("ddp", "block", 2),
+        ("ddp", "whole", 1),
+        ("deepspeed1", "whole", 1),
+        ("mfsdp3", "block", 2),
+        ("fsdp1", "block", 2),
+    ],
+)
+def test_compiled(name, mode, graphs):
+    world_size = 1 if name == "single" else min(2, GPU_NUM)
+    by_rank = run(name, world_size=world_size, compile=mode, timeout_s=LONG_TIMEOUT_S)
+    assert [found["graphs"] for found in by_rank] == [graphs] * world_size
+    check(by_rank, reference(world_size, "bf16", None, 1))
+
+
+def test_compute_only_moves_nothing_and_changes_nothing():
+    for found in run("compute_only", world_size=min(2, GPU_NUM)):
+        assert relative(found["parameters"], found["initial"]) == 0
+        assert found["loss"] == pytest.approx(reference(1, "bf16", None, 1)["loss"], rel=0.02)
+        assert (found["memory"]["exp_avg"], found["communication_bytes"], found["communicator"]) == (
+            0,
+            0,
+            None,
+        )
+        assert found["phases_ms"]["backward"] > 0
