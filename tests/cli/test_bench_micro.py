@@ -11,7 +11,7 @@ import time
 import pytest
 
 COMM = ["bench", "comm", "--device", "cpu", "--min-bytes", "4096", "--max-bytes", "16384", "--repeats", "3"]
-ADAM = ["bench", "adam", "--min-numel", "1000", "--max-numel", "4001", "--repeats", "3"]
+ADAM = ["bench", "adam", "--device", "cpu", "--min-numel", "1000", "--max-numel", "4001", "--repeats", "3"]
 
 
 def rows_of(path, benchmark: str) -> list[dict]:
@@ -84,7 +84,7 @@ def test_a_write_up_holds_the_command_and_the_table(command) -> None:
     result = command.run(*ADAM, "--threads", "1", "--output", "adam.md")
     assert result.returncode == 0, result.stderr
     text = (command.folder / "adam.md").read_text()
-    assert text.startswith("`zerobench bench adam --min-numel 1000")
+    assert text.startswith("`zerobench bench adam --device cpu --min-numel 1000")
     assert text.count("| fp32 / bf16 |") == 3
 
 
@@ -99,8 +99,9 @@ def test_a_write_up_holds_the_command_and_the_table(command) -> None:
         (["comm", "--repeats", "0"], "--repeats 0"),
         (["comm", "--device", "tpu"], "'tpu'"),
         (["comm", "--device", "cpu", "--symmetric"], "--symmetric"),
-        (["adam", "--threads", "0"], "--threads 0"),
-        (["adam", "--threads", "100000"], "--threads 100000"),
+        (["adam", "--device", "cpu", "--threads", "0"], "--threads 0"),
+        (["adam", "--device", "cpu", "--threads", "100000"], "--threads 100000"),
+        (["adam", "--device", "tpu"], "'tpu'"),
         (["adam", "--min-numel", "0"], "--min-numel 0"),
         (["adam", "--output", "results.txt"], "results.txt"),
         (["adam", "--output", "taken.json"], "taken.json"),

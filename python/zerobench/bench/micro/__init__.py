@@ -4,8 +4,9 @@ module imports no torch."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,30 +129,53 @@ def gpus_for(device: str, *, at_least: int) -> tuple[Gpu, ...]:
 
 @app.command()
 def adam(
-    min_numel: Annotated[int, typer.Option(help="Fewest elements. Each next is four times as many.")] = 1
-    << 19,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda (the first GPU); auto is cuda where torch sees a GPU.")
+    ] = "auto",
+    min_numel: Annotated[
+        int | None,
+        typer.Option(
+            help="Fewest elements. Each next is four times as many. Default: 2^19 on CPU, 2^22 on a GPU."
+        ),
+    ] = None,
     max_numel: Annotated[
-        int, typer.Option(help="Most elements; sizes that do not fit into memory are left out, with a note.")
-    ] = 1 << 25,
+        int | None,
+        typer.Option(
+            help="Most elements; sizes that do not fit into memory are left out, with a note. Default: 2^25 on CPU, "
+            "2^28 on a GPU."
+        ),
+    ] = None,
     threads: Annotated[
-        str | None, typer.Option(help="A comma list of thread counts. Default: 1 and all cores.")
+        str | None, typer.Option(help="On CPU: a comma list of thread counts. Default: 1 and all cores.")
     ] = None,
     repeats: Repeats = 15,
     output: Output = None,
 ) -> None:
-    """CPU Adam beside torch's fused AdamW, and how near it comes to a memory stream of the same mix.
+    """Adam beside torch's fused AdamW, and how near it comes to memory: a stream of the same mix, or a copy on a GPU.
 
     Exit code: 0, or 1 when a result differs from the scalar form.
     """
     from zerobench.bench.machine import cpus_usable
-    from zerobench.bench.micro.adam import AdamOptions, run_adam
+    from zerobench.bench.micro.adam import MAX_NUMEL, MIN_NUMEL, AdamOptions, run_adam
+    from zerobench.bench.micro.adam_gpu import MAX_GPU_NUMEL, MIN_GPU_NUMEL, AdamGpuOptions, run_adam_gpu
 
-    options = AdamOptions(
-        thread_nums=sorted({1, cpus_usable()}) if threads is None else whole_numbers("--threads", threads),
-        min_numel=min_numel,
-        max_numel=max_numel,
-        repeats=repeats,
-    )
-    options.check()
+    gpus = gpus_for(device, at_least=1)
+    if threads is not None and gpus:
+        raise ConfigError("--threads is about CPUs: give it with --device cpu")
+    given: dict[str, Any] = {
+        "min_numel": (MIN_GPU_NUMEL if gpus else MIN_NUMEL) if min_numel is None else min_numel,
+        "max_numel": (MAX_GPU_NUMEL if gpus else MAX_NUMEL) if max_numel is None else max_numel,
+        "repeats": repeats,
+    }
+    run: Callable[..., int]
+    if gpus:
+        gpu_options = AdamGpuOptions(**given, gpu=gpus[0])
+        gpu_options.check()
+        run = partial(run_adam_gpu, gpu_options)
+    else:
+        thread_nums = sorted({1, cpus_usable()}) if threads is None else whole_numbers("--threads", threads)
+        options = AdamOptions(**given, thread_nums=thread_nums)
+        options.check()
+        run = partial(run_adam, options)
     with results_in(output) as file:
-        raise typer.Exit(run_adam(options, output=file, console=result_console(), notes=Console(stderr=True)))
+        raise typer.Exit(run(output=file, console=result_console(), notes=Console(stderr=True)))
