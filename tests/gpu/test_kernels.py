@@ -52,7 +52,7 @@ def convert(device, how: str, destination: Array, source: Array) -> None:
 @pytest.mark.parametrize("destination_dtype", DTYPES)
 def test_casts_are_those_of_torch(device, destination_dtype: str, source_dtype: str) -> None:
     for numel in SIZES:
-        for shifts in SHIFTS:
+        for shifts in SHIFTS if numel < 100_000 else SHIFTS[:3]:
             values = hard_values(numel, source_dtype, generator_of(numel, *shifts))
             destination = Array(torch.zeros(numel, dtype=dtype_of(destination_dtype)), shifts[0])
             source = Array(values, shifts[1])
@@ -77,7 +77,7 @@ def test_every_16_bit_value_is_cast_and_comes_back(device, dtype: str) -> None:
 @pytest.mark.parametrize("destination_dtype", DTYPES)
 def test_sums_are_rounded_once(device, destination_dtype: str, source_dtype: str) -> None:
     for numel in SIZES:
-        for shifts in SHIFTS:
+        for shifts in SHIFTS if numel < 100_000 else SHIFTS[:3]:
             generator = generator_of(numel, *shifts)
             values = hard_values(numel, source_dtype, generator)
             before = hard_values(numel, destination_dtype, generator)
