@@ -1,7 +1,8 @@
 // A CUDA device with its lanes, for the engine and for communicators that work in them.
 //
-// Calls come from one thread at a time, of any thread, and make the device that thread's current one. (They do not put
-// back another device: making a device current for the first time takes memory on it.)
+// Calls come from one thread at a time, of any thread (bind_thread and has_passed beside them, too), and make the
+// device that thread's current one. (They do not put back another device: making a device current for the first time
+// takes memory on it.)
 #pragma once
 
 #include <cuda_runtime.h>

@@ -76,7 +76,7 @@ class Device {
 
   virtual MarkPtr mark(Lane lane) = 0;
   virtual void wait(Lane lane, const MarkPtr& mark) = 0;
-  virtual bool has_passed(const MarkPtr& mark) = 0;
+  virtual bool has_passed(const MarkPtr& mark) = 0;   // from any thread, beside other calls
   virtual void synchronize(const MarkPtr& mark) = 0;  // blocks the host until the mark has passed
   virtual void synchronize() = 0;                     // blocks the host until every lane is empty
 
