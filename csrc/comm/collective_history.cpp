@@ -37,26 +37,39 @@ void CollectiveHistory::add(const StartedCollective& started) noexcept {
 
 void CollectiveHistory::exchange(Communicator& control, std::span<const std::byte> mine, std::span<std::byte> all,
                                  std::string_view label) const {
-  const auto ranks = static_cast<std::size_t>(control.world_size());
-  const std::uint64_t own = hash();
-  const std::size_t message_bytes = sizeof(own) + mine.size();
-  std::vector<std::byte> message(message_bytes);
-  std::memcpy(message.data(), &own, sizeof(own));
-  std::copy(mine.begin(), mine.end(), message.begin() + sizeof(own));
-  std::vector<std::byte> messages(message_bytes * ranks);
-  control.exchange(message, messages, label);
+  Exchange exchange;
+  start(control, mine, all, label, exchange);
+  finish(control, exchange);
+}
 
+void CollectiveHistory::start(Communicator& control, std::span<const std::byte> mine, std::span<std::byte> all,
+                              std::string_view label, Exchange& exchange) const {
+  const std::uint64_t own = hash();
+  exchange.message.resize(sizeof(own) + mine.size());
+  std::memcpy(exchange.message.data(), &own, sizeof(own));
+  std::copy(mine.begin(), mine.end(), exchange.message.begin() + sizeof(own));
+  exchange.messages.resize(exchange.message.size() * static_cast<std::size_t>(control.world_size()));
+  exchange.all = all;
+  exchange.label = label;
+  exchange.work = control.start_exchange(exchange.message, exchange.messages, label);
+}
+
+void CollectiveHistory::finish(Communicator& control, Exchange& exchange) const {
+  exchange.work->wait();
+  const auto ranks = static_cast<std::size_t>(control.world_size());
+  const std::size_t mine_bytes = exchange.message.size() - sizeof(std::uint64_t);
   bool is_equal = true;
   for (std::size_t rank = 0; rank < ranks; ++rank) {
-    const std::byte* const theirs = messages.data() + rank * message_bytes;
-    is_equal = is_equal && std::memcmp(theirs, &own, sizeof(own)) == 0;
-    std::copy_n(theirs + sizeof(own), mine.size(), all.begin() + static_cast<std::ptrdiff_t>(rank * mine.size()));
+    const std::byte* const theirs = exchange.messages.data() + rank * exchange.message.size();
+    is_equal = is_equal && std::memcmp(theirs, exchange.message.data(), sizeof(std::uint64_t)) == 0;
+    std::copy_n(theirs + sizeof(std::uint64_t), mine_bytes,
+                exchange.all.begin() + static_cast<std::ptrdiff_t>(rank * mine_bytes));
   }
   if (is_equal) return;
   // All ranks see the same hashes, so all of them come here.
   static_assert(std::is_trivially_copyable_v<Recent>);
   std::vector<Recent> of_ranks(ranks);
-  control.exchange(std::as_bytes(std::span(&recent_, 1)), std::as_writable_bytes(std::span(of_ranks)), label);
+  control.exchange(std::as_bytes(std::span(&recent_, 1)), std::as_writable_bytes(std::span(of_ranks)), exchange.label);
   throw CommunicationError(difference(of_ranks), -1);
 }
 

@@ -13,6 +13,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "comm/communicator.h"
 
@@ -44,6 +45,17 @@ class CollectiveHistory {
   // when they differ.
   void exchange(Communicator& control, std::span<const std::byte> mine, std::span<std::byte> all,
                 std::string_view label) const;
+  // The same in two parts.
+  struct Exchange {
+    std::vector<std::byte> message;   // the hash, then this rank's
+    std::vector<std::byte> messages;  // of all ranks
+    std::span<std::byte> all;
+    std::string_view label;
+    WorkPtr work;
+  };
+  void start(Communicator& control, std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label,
+             Exchange& exchange) const;
+  void finish(Communicator& control, Exchange& exchange) const;
 
  private:
   static constexpr std::size_t kKeptNum = 64;

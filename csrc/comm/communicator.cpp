@@ -1,6 +1,23 @@
 #include "comm/communicator.h"
 
 namespace zb {
+namespace {
+
+class FinishedWork final : public Work {
+ public:
+  bool test() override { return true; }
+  void wait(Lane) override {}
+  bool test_source_free() override { return true; }
+  void wait_source_free(Lane) override {}
+};
+
+}  // namespace
+
+WorkPtr Communicator::start_exchange(std::span<const std::byte> mine, std::span<std::byte> all,
+                                     std::string_view label) {
+  exchange(mine, all, label);
+  return std::make_shared<FinishedWork>();
+}
 
 std::string_view collective_name(Collective collective) noexcept {
   constexpr std::array<std::string_view, kCollectiveNum> kNames{"all_gather", "reduce_scatter", "all_reduce",

@@ -1,5 +1,6 @@
 #include "comm/lane_communicator.h"
 
+#include <functional>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -56,6 +57,25 @@ class LaneWork final : public Work {
   Lane lane_;
   std::shared_ptr<const Cause> cause_;
   std::shared_ptr<const Ticket> ticket_;
+};
+
+// An exchange over the control communicator that compares histories when it ends. Of use while its communicator lives.
+class LaneExchange final : public Work {
+ public:
+  using Finish = std::function<void(CollectiveHistory::Exchange&)>;
+  explicit LaneExchange(Finish finish) : finish_(std::move(finish)) {}
+
+  CollectiveHistory::Exchange exchange;
+
+  bool test() override { return exchange.work->test(); }
+  void wait(Lane) override {
+    if (finish_) std::exchange(finish_, nullptr)(exchange);
+  }
+  bool test_source_free() override { return test(); }
+  void wait_source_free(Lane) override { wait(Lane::kCompute); }
+
+ private:
+  Finish finish_;
 };
 
 class LaneCommunicator final : public Communicator {
@@ -158,6 +178,17 @@ class LaneCommunicator final : public Communicator {
     exchange_over_control(mine, all, label);
   }
 
+  WorkPtr start_exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) override {
+    check();
+    check_exchange(caller_, mine.size(), all.size(), label);
+    count(Collective::kExchange, all.size());
+    auto work = std::make_shared<LaneExchange>([this](CollectiveHistory::Exchange& exchange) {
+      with_control([&] { history_.finish(*watched_->control, exchange); });
+    });
+    with_control([&] { history_.start(*watched_->control, mine, all, label, work->exchange); });
+    return work;
+  }
+
   void progress() override { check(); }
 
   void abort(std::string_view reason) noexcept override {
@@ -213,8 +244,13 @@ class LaneCommunicator final : public Communicator {
   }
 
   void exchange_over_control(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) {
+    with_control([&] { history_.exchange(*watched_->control, mine, all, label); });
+  }
+
+  template <typename Body>
+  void with_control(const Body& body) {
     try {
-      history_.exchange(*watched_->control, mine, all, label);
+      body();
     } catch (const CommunicationError& error) {
       fail(error.what(), error.rank());
     }

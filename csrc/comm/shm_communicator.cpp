@@ -115,6 +115,13 @@ class ShmCommunicator final : public Communicator {
     } while (begin < mine.size());
   }
 
+  WorkPtr start_exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) override {
+    if (mine.size() > kPayloadBytes) return Communicator::start_exchange(mine, all, label);
+    check_exchange(caller_, mine.size(), all.size(), label);
+    count(Collective::kExchange, all.size());
+    return start(make_exchange(OperationKind::kExchange, mine.size(), mine, all.data(), mine.size(), label));
+  }
+
   void progress() override { queue_->advance(); }
 
   void serve_while_blocked(Communicator& other) override {
@@ -156,8 +163,9 @@ class ShmCommunicator final : public Communicator {
   }
 
   // `key_bytes` is what ranks must agree on.
-  void exchange_chunk(OperationKind kind, std::size_t key_bytes, std::span<const std::byte> message,
-                      std::byte* messages, std::size_t stride_bytes, std::string_view label) {
+  std::shared_ptr<Operation> make_exchange(OperationKind kind, std::size_t key_bytes,
+                                           std::span<const std::byte> message, std::byte* messages,
+                                           std::size_t stride_bytes, std::string_view label) {
     auto operation = std::make_shared<Operation>();
     operation->descriptor.kind = kind;
     operation->descriptor.bytes = key_bytes;
@@ -166,6 +174,12 @@ class ShmCommunicator final : public Communicator {
     operation->messages = messages;
     operation->message_stride_bytes = stride_bytes;
     operation->payload_index = queue_->next_payload_index();
+    return operation;
+  }
+
+  void exchange_chunk(OperationKind kind, std::size_t key_bytes, std::span<const std::byte> message,
+                      std::byte* messages, std::size_t stride_bytes, std::string_view label) {
+    const auto operation = make_exchange(kind, key_bytes, message, messages, stride_bytes, label);
     queue_->start(operation);
     queue_->wait_done(*operation);
   }

@@ -24,6 +24,7 @@ inline constexpr std::uint64_t kRingDepth = 256;
 inline constexpr std::size_t kLabelBytes = 48;
 inline constexpr std::size_t kInlineBytes = 32;
 inline constexpr std::size_t kPayloadBytes = 64 * 1024;
+inline constexpr std::size_t kPayloadNum = 4;
 inline constexpr std::size_t kReasonBytes = 1024;
 inline constexpr int kMaxRanks = 250;  // file descriptors of all ranks pass in one message (at most 253)
 
@@ -66,8 +67,9 @@ struct RankBlock {
   std::int32_t fault_rank;                      // these two are valid when `poisoner` names the owner
   std::array<char, kReasonBytes> reason;
   alignas(64) std::array<Descriptor, kRingDepth> ring;
-  // Exchanges block, so when one starts, all ranks have finished the one before the last: two payloads are enough.
-  alignas(4096) std::array<std::array<std::byte, kPayloadBytes>, 2> payload;
+  // Of the exchanges that a rank has started at most two are unfinished, and it has finished none that a peer has not
+  // started, so when one starts, all ranks have finished the one four before.
+  alignas(4096) std::array<std::array<std::byte, kPayloadBytes>, kPayloadNum> payload;
 };
 
 inline constexpr std::uint32_t kAnyRank = 0xffff;

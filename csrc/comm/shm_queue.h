@@ -34,7 +34,7 @@ class Queue {
   // Advances `other` too while a call on this one blocks, for as long as it exists.
   void serve_while_blocked(const std::shared_ptr<Queue>& other) { served_.push_back(other); }
   // The next payload of exchanges; see RankBlock::payload.
-  std::size_t next_payload_index() noexcept { return exchange_num_++ % 2; }
+  std::size_t next_payload_index() noexcept { return exchange_num_++ % kPayloadNum; }
 
  private:
   // What a caller blocks for: the end of `operation` here, or (kCompleted) that of operation `sequence` on all ranks.

@@ -7,9 +7,13 @@
 
 #include "common/error.h"
 #include "common/scope_exit.h"
+#include "kernels/drain.h"
 
 namespace zb {
 namespace {
+
+// Small units are published together, since starting a collective costs the host more than moving a few MiB.
+constexpr std::size_t kPublishBytes = std::size_t{64} << 20;
 
 std::size_t largest_unit_bytes(const std::vector<Unit>& units) {
   std::size_t largest = 0;
@@ -48,10 +52,8 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
 }
 
 Engine::~Engine() {
-  try {
-    device().synchronize();  // memory goes when its last work is done
-  } catch (const std::exception&) {
-    // The device has failed: nothing runs there any more.
+  {
+    const Drain drain(device());
   }
   // Slots go with the engine; parameters must not point there any more, and units give theirs back before the pools go.
   for (Unit& unit : units_) {
@@ -93,6 +95,7 @@ void Engine::build_flat(FlatBuffer& flat) {
   Region initial{communicator.allocate(layout.padded_numel() * sizeof(float),
                                        several ? BufferRole::kShared : BufferRole::kPrivate, &ledger_,
                                        Category::kStaging)};
+  const Drain drain(device());
   auto* values = reinterpret_cast<float*>(initial.data());
   for (const std::size_t index : flat.parameters) {
     parameters_[index].binding->read(values + parameters_[index].offset_numel);
@@ -287,21 +290,33 @@ struct Engine::RankReport {
   std::int64_t window_backwards;
 };
 
-// Compares the ranks' reports and adopts rank 0's order of completion.
+// Tells the others about this step.
 void Engine::exchange_reports() {
+  finish_reports();
   std::vector<std::uint32_t> order(reduces_->completion_order().begin(), reduces_->completion_order().end());
   order.resize(reduces_->reduced_unit_num(), 0);
-  const auto order_bytes = std::as_writable_bytes(std::span(order));
+  const std::size_t order_bytes = order.size() * sizeof(std::uint32_t);
   const RankReport header{steps_tried_, reduces_->window_backwards()};
-  std::vector<std::byte> mine(sizeof(header) + order_bytes.size());
-  std::memcpy(mine.data(), &header, sizeof(header));
-  std::copy(order_bytes.begin(), order_bytes.end(), mine.begin() + sizeof(header));
-  std::vector<std::byte> all(mine.size() * static_cast<std::size_t>(world_size()));
-  const CommunicationClock::Scope timed(clock_);
-  reduce_communicator_->exchange(mine, all, "step");
+  reports_.mine.resize(sizeof(header) + order_bytes);
+  std::memcpy(reports_.mine.data(), &header, sizeof(header));
+  std::memcpy(reports_.mine.data() + sizeof(header), order.data(), order_bytes);
+  reports_.all.resize(reports_.mine.size() * static_cast<std::size_t>(world_size()));
+  reports_.work = reduce_communicator_->start_exchange(reports_.mine, reports_.all, "step");
+  if (!device().is_async()) finish_reports();
+}
+
+// Compares the ranks' reports on a step and adopts rank 0's order of completion.
+void Engine::finish_reports() {
+  if (!reports_.work) return;
+  {
+    const CommunicationClock::Scope timed(clock_);
+    std::exchange(reports_.work, nullptr)->wait();
+  }
+  RankReport header;
+  std::memcpy(&header, reports_.mine.data(), sizeof(header));
   for (int other = 0; other < world_size(); ++other) {
     RankReport report;
-    std::memcpy(&report, all.data() + static_cast<std::size_t>(other) * mine.size(), sizeof(report));
+    std::memcpy(&report, reports_.all.data() + static_cast<std::size_t>(other) * reports_.mine.size(), sizeof(report));
     if (report.steps_tried == header.steps_tried && report.window_backwards == header.window_backwards) continue;
     const std::string reason =
         "rank " + std::to_string(other) + " brings gradients of " + std::to_string(report.window_backwards) +
@@ -311,7 +326,8 @@ void Engine::exchange_reports() {
     reduce_communicator_->abort(reason);
     throw CommunicationError(reason, other);
   }
-  std::copy_n(all.begin() + sizeof(header), order_bytes.size(), order_bytes.begin());
+  std::vector<std::uint32_t> order((reports_.mine.size() - sizeof(header)) / sizeof(std::uint32_t));
+  std::memcpy(order.data(), reports_.all.data() + sizeof(header), order.size() * sizeof(std::uint32_t));
   reduces_->adopt_order(std::vector<std::size_t>(order.begin(), order.end()));
 }
 
@@ -424,23 +440,22 @@ void Engine::set_compute_stream(void* stream) {
 void Engine::update(std::span<const AdamHyperparameters> groups) {
   std::vector<AdamScalars> rows;
   for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, 1.0F));
-  const bool sharded = state_sharded();
+  const bool publishes = state_sharded() && !parameters_sharded();
   published_.clear();
+  std::vector<Unit*> ready;
+  std::size_t ready_bytes = 0;
   for (Unit& unit : units_) {
     wait_published(unit);
-    for (FlatBuffer& flat : unit.flats) {
-      if (!flat.trainable) continue;
-      store_->start_update(flat.store_shard,
-                           {.gradient = sharded ? flat.shard_gradients.data() : flat.full_gradients.data(),
-                            .gradient_dtype = flat.reduce_dtype,
-                            .parameters = sharded ? flat.shard_parameters.data() : flat.full_parameters.data(),
-                            .rows = rows,
-                            .step = norm_.as<StepScalars>()});
-      store_->wait_update(flat.store_shard);
-      if (sharded) flat.updated = device().mark(Lane::kCompute);
-    }
-    if (sharded && !parameters_sharded()) publish(unit);
+    update_unit(unit, rows);
+    if (!publishes) continue;
+    ready.push_back(&unit);
+    ready_bytes += unit.gather_bytes;
+    if (ready_bytes < kPublishBytes) continue;
+    publish(ready);
+    ready.clear();
+    ready_bytes = 0;
   }
+  if (!ready.empty()) publish(ready);
   // Where operations do not run beside the caller they are done here, and the next forward finds them done.
   if (!gather_communicator_->runs_in_background()) {
     const CommunicationClock::Scope timed(clock_);
@@ -448,22 +463,37 @@ void Engine::update(std::span<const AdamHyperparameters> groups) {
   }
 }
 
-// Stages 1 and 2: every rank's updated shards go to all ranks.
-void Engine::publish(Unit& unit) {
+void Engine::update_unit(Unit& unit, std::span<const AdamScalars> rows) {
+  const bool sharded = state_sharded();
+  for (FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    store_->start_update(flat.store_shard,
+                         {.gradient = sharded ? flat.shard_gradients.data() : flat.full_gradients.data(),
+                          .gradient_dtype = flat.reduce_dtype,
+                          .parameters = sharded ? flat.shard_parameters.data() : flat.full_parameters.data(),
+                          .rows = rows,
+                          .step = norm_.as<StepScalars>()});
+    store_->wait_update(flat.store_shard);
+    if (parameters_sharded()) flat.updated = device().mark(Lane::kCompute);
+  }
+}
+
+// Stages 1 and 2: every rank's updated shards of these units go to all ranks, in one group.
+void Engine::publish(const std::vector<Unit*>& units) {
   Communicator& communicator = *gather_communicator_;
   const CommunicationClock::Scope timed(clock_);
-  for (FlatBuffer& flat : unit.flats) device().wait(communicator.lane(), std::exchange(flat.updated, nullptr));
-  {
-    const CollectiveGroup group(communicator);
-    for (const FlatBuffer& flat : unit.flats) {
+  device().wait(communicator.lane(), device().mark(Lane::kCompute));
+  const CollectiveGroup group(communicator);
+  for (Unit* unit : units) {
+    for (const FlatBuffer& flat : unit->flats) {
       if (!flat.trainable) continue;
-      unit.publishing.push_back(communicator.start_all_gather({.source = flat.shard_parameters,
-                                                               .destination = flat.full_parameters,
-                                                               .shard_bytes = flat.shard_parameter_bytes(),
-                                                               .label = flat.label}));
+      unit->publishing.push_back(communicator.start_all_gather({.source = flat.shard_parameters,
+                                                                .destination = flat.full_parameters,
+                                                                .shard_bytes = flat.shard_parameter_bytes(),
+                                                                .label = flat.label}));
+      published_.push_back(unit->publishing.back());
     }
   }
-  published_.insert(published_.end(), unit.publishing.begin(), unit.publishing.end());
 }
 
 void Engine::wait_published(Unit& unit) {

@@ -154,15 +154,25 @@ class Engine {
   void finish_backward_if_done(std::size_t unit);
   void check_bindings() const;
   void exchange_reports();
+  void finish_reports();
   void combine_norm();
   void settle_step();
   void update(std::span<const AdamHyperparameters> groups);
-  void publish(Unit& unit);
+  void update_unit(Unit& unit, std::span<const AdamScalars> rows);
+  void publish(const std::vector<Unit*>& units);
   void wait_published(Unit& unit);
   void write_back(Unit& unit, int modifier_rank);
   void write_back_flat(FlatBuffer& flat, const std::byte* values);
   bool parameters_sharded() const { return policy_.parameters == Placement::kSharded; }
   bool state_sharded() const { return policy_.state == Placement::kSharded; }
+
+  // The ranks' reports on a step. Where the device works in lanes they are read one step later, so that no rank's host
+  // waits for another's.
+  struct Reports {
+    std::vector<std::byte> mine;
+    std::vector<std::byte> all;
+    WorkPtr work;  // null: none is under way
+  };
 
   // What is left to learn of the last step: its scalars and the sums of its flats, on their way to the host.
   struct PendingStep {
@@ -195,6 +205,7 @@ class Engine {
   std::shared_ptr<std::byte> norm_on_host_;
   std::vector<FlatBuffer*> trainable_flats_;  // in unit order
   PendingStep pending_;
+  Reports reports_;
   StepOutcome outcome_;
   long steps_applied_ = 0;
   long steps_tried_ = 0;

@@ -4,6 +4,7 @@
 
 #include "common/error.h"
 #include "kernels/cpu_kernels.h"
+#include "kernels/drain.h"
 #include "zero/engine.h"
 
 namespace zb {
@@ -43,6 +44,8 @@ void Engine::read_full_state(FullState kind,
         Region own{communicator.allocate(own_numel * sizeof(float),
                                          sharded ? BufferRole::kShared : BufferRole::kPrivate, &ledger_,
                                          Category::kStaging)};
+        Region full = own;
+        const Drain drain(device());
         const std::span<float> own_values(reinterpret_cast<float*>(own.data()), own_numel);
         if (from_store) {
           store_->read_state(flat.store_shard, state_kind(kind), own_values);
@@ -51,7 +54,6 @@ void Engine::read_full_state(FullState kind,
                         sharded ? flat.shard_parameters.data() : flat.full_parameters.data(), flat.param_dtype,
                         own_numel);
         }
-        Region full = own;
         if (sharded) {
           full = {communicator.allocate(layout.padded_numel() * sizeof(float), BufferRole::kPrivate, &ledger_,
                                         Category::kStaging)};
@@ -76,6 +78,7 @@ void Engine::broadcast(std::byte* data, std::size_t bytes) {
     if (world_size() == 1 || bytes == 0) return;
     Communicator& communicator = *reduce_communicator_;
     const Region values{communicator.allocate(bytes, BufferRole::kShared, &ledger_, Category::kStaging)};
+    const Drain drain(device());
     if (rank() == 0) device().upload(values.data(), data, bytes);
     const WorkPtr work = communicator.start_broadcast({.buffer = values, .bytes = bytes, .root = 0, .label = "buffer"});
     work->wait();
@@ -111,6 +114,7 @@ void Engine::write_back(Unit& unit, int modifier_rank) {
       continue;
     }
     const Region values{communicator.allocate(bytes, BufferRole::kShared, &ledger_, Category::kStaging)};
+    const Drain drain(device());
     if (rank() == modifier_rank) device().copy(Lane::kCompute, values.data(), current, bytes);
     device().wait(communicator.lane(), device().mark(Lane::kCompute));
     const WorkPtr work =
@@ -135,6 +139,7 @@ void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
   const std::size_t numel = state_sharded() ? flat.layout.shard_numel() : flat.layout.padded_numel();
   const DeviceBuffer state(device(), numel * sizeof(float), &ledger_, Category::kStaging);
   const DeviceBuffer rounded(device(), numel * element_bytes, &ledger_, Category::kStaging);
+  const Drain drain(device());
   store_->read_state(flat.store_shard, StateKind::kMaster, {state.as<float>(), numel});
   device().cast(Lane::kCompute, rounded.data(), flat.param_dtype, state.data(), DType::kFloat32, numel);
   std::vector<float> master(numel);
@@ -150,7 +155,6 @@ void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
   }
   device().upload(state.data(), master.data(), numel * sizeof(float));
   store_->write_state(flat.store_shard, StateKind::kMaster, {state.as<float>(), numel});
-  device().synchronize();
 }
 
 }  // namespace zb

@@ -176,6 +176,7 @@ void GatherScheduler::serve(std::size_t unit_index) {
   // An unsharded unit receives the bytes that it already holds, but for those that a user is changing.
   const bool holds = unit.parameter_state == ParameterState::kUnsharded && unit.pins == 0;
   const SlotLease scratch = holds ? SlotLease() : slots_.acquire(unit.gather_bytes, preferred_slot_[unit_index]);
+  if (holds) device_.wait(communicator_.lane(), device_.mark(Lane::kCompute));  // until then they may be read there
   for (const WorkPtr& work : start_into(unit, holds ? unit.gather_slot : scratch)) work->wait();
 }
 

@@ -99,6 +99,8 @@ void ReduceScheduler::begin_backward(bool last) {
   last_ = last;
   next_turn_ = 0;
   completed_.clear();
+  // An earlier backward whose gradients no step has used may still be reading and writing them.
+  if (persistent()) device_.wait(Lane::kCompute, device_.mark(communicator_.lane()));
   if (persistent() && reduced_in_window_) resume_accumulation();
   last_work_.reset();
   for (const std::size_t index : order_) {
@@ -184,6 +186,7 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
                       "' arrived outside engine.backward(); call engine.backward(loss), not loss.backward()");
   if (unit.gradient_state == GradientState::kReducing || unit.gradient_state == GradientState::kReduced) {
     expected_forwards_ = 0;  // no expectation holds: the next backward settles everything at its end and records anew
+    unit.settles_at_end = true;
     throw StateError("a further gradient of '" + parameter.name + "' arrived after unit '" + unit.name +
                      "' had been reduced, since its module was used otherwise than in the steps before; repeat forward "
                      "and backward of this step on all ranks");
@@ -195,8 +198,7 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
   unit.held.push_back({index, gradient, dtype, parameter.arrived_in_window, std::move(owner)});
   if (!device_.is_async()) pack_held(unit);
   parameter.arrived_in_window = true;
-  ++parameter.arrivals;
-  ++unit.arrivals;
+  if (++parameter.arrivals <= parameter.expected_arrivals) ++unit.arrivals;
   if (!is_complete(unit, parameter, graph_task)) return false;
   mark_complete(parameter.unit);
   if (reduces_now()) {
@@ -243,7 +245,7 @@ void ReduceScheduler::add_held(Unit& unit) {
 // Before anything is recorded, one gradient a parameter is a guess. It fails where reentrant checkpoints inside a unit
 // use a parameter again, so units whose gradients come from several graph tasks, and the root, wait for the end then.
 bool ReduceScheduler::is_complete(const Unit& unit, const Parameter& last, int graph_task) const {
-  if (!regular_ || unit.uses != unit.expected_uses) return false;
+  if (!regular_ || unit.settles_at_end || unit.uses != unit.expected_uses) return false;
   if (last.arrivals > last.expected_arrivals || unit.arrivals < unit.expected_arrivals) return false;
   return recorded_ || (!unit.is_root && unit.graph_task == graph_task);
 }
@@ -281,7 +283,13 @@ void ReduceScheduler::launch(std::size_t index) {
   unit.set_gradient_state(GradientState::kReducing);
   device_.wait(communicator_.lane(), device_.mark(Lane::kCompute));
   start_reduce(unit);
-  in_flight_.push_back(index);
+  // In lanes nothing is left to wait for, and what follows a reduction is put in at once, so that all ranks start the
+  // same operations in the same order whenever their gradients arrive.
+  if (device_.is_async()) {
+    finish(index);
+  } else {
+    in_flight_.push_back(index);
+  }
 }
 
 // Zeros what no gradient was written to: parameters without one, and in slots the gaps that another unit may have used.
@@ -462,10 +470,17 @@ void ReduceScheduler::record_expectations() {
   expected_forwards_ = forwards_;
   for (const std::size_t index : order_) {
     Unit& unit = units_[index];
+    const bool used_as_before = recorded_ && unit.uses == unit.expected_uses;
     unit.expected_uses = unit.uses;
-    unit.expected_arrivals = unit.arrivals;
+    unit.expected_arrivals = 0;
     for (const FlatBuffer& flat : unit.flats) {
-      for (const std::size_t p : flat.parameters) parameters_[p].expected_arrivals = parameters_[p].arrivals;
+      for (const std::size_t p : flat.parameters) {
+        Parameter& parameter = parameters_[p];
+        // What came in some backwards only, such as an expert's gradient, is not waited for.
+        parameter.expected_arrivals =
+            used_as_before ? std::min(parameter.expected_arrivals, parameter.arrivals) : parameter.arrivals;
+        unit.expected_arrivals += parameter.expected_arrivals;
+      }
     }
   }
   recorded_ = true;

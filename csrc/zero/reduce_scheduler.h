@@ -3,9 +3,10 @@
 // [Note: agreed reductions]
 // Every unit is reduced exactly once per reducing backward, in one order on all ranks (rank 0's order of completion in
 // an earlier step). A unit whose gradients are there early waits its turn. A unit counts as complete when its module
-// was called as often before this backward as before the recorded one and as many gradients arrived; a unit that was
-// not called at all is complete at once; everything else is settled when backward ends, and so is all of a backward
-// that other forwards than the recorded ones led to. What did not arrive on this rank is zero.
+// was called as often before this backward as before the recorded ones and all gradients arrived that came in each of
+// them (an expert's comes in some only); a unit that was not called at all is complete at once; everything else is
+// settled when backward ends, and so is all of a backward that other forwards than the recorded ones led to. What did
+// not arrive on this rank is zero.
 //
 // [Note: gradient slots]
 // Where full gradients do not persist (stages 2 and 3) they are packed into shared slots, taken in the order of

@@ -57,7 +57,7 @@ struct Parameter {
   std::unique_ptr<ParameterBinding> binding;
   std::string sharded_message;
 
-  // Arrivals of the gradient in the running backward, and in the last complete one with the same uses of its unit.
+  // Arrivals of the gradient in the running backward, and the fewest in recorded ones with the same uses of its unit.
   std::uint32_t arrivals = 0;
   std::uint32_t expected_arrivals = 0;
   bool arrived_in_window = false;  // since the flat gradient was last started afresh
@@ -131,9 +131,10 @@ struct Unit {
   std::uint32_t uses = 0;               // forward calls since the last backward ended
   std::uint32_t expected_uses = 0;      // of the backward that expected_arrivals come from
   std::uint32_t expected_arrivals = 0;  // of all its parameters together
-  std::uint32_t arrivals = 0;
-  int graph_task = -1;    // the backward (or checkpoint inside it) that its first gradient came from
-  bool complete = false;  // all gradients of this backward are there
+  std::uint32_t arrivals = 0;           // of those expected
+  bool settles_at_end = false;          // a gradient once came after the expected ones
+  int graph_task = -1;                  // the backward (or checkpoint inside it) that its first gradient came from
+  bool complete = false;                // all gradients of this backward are there
 
   bool has_frozen() const;
   bool has_trainable() const { return trainable_parameters > 0; }

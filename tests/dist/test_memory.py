@@ -126,6 +126,8 @@ def formula(
         if accumulation > 1:
             classes = Counter(flat["shard_numel"] * BYTES[flat["reduce_dtype"]] for flat in trained)
             result["staging"] = sum(s * min(num, 2) for s, num in classes.items())
+    sums = 8 * len(trained)  # of squares: this rank's, all ranks', and over the ranks behind the step's scalars
+    result["staging"] += sums * (2 + (world_size if world_size > 1 else 0)) + 16
     return result
 
 
