@@ -53,7 +53,7 @@ class Chain(nn.Module):
                 h = block(h)
             else:
                 h = checkpoint(block, h, use_reentrant=self.reentrant, preserve_rng_state=False)
-        return F.mse_loss(self.outlet(h).float(), y)
+        return F.mse_loss(self.outlet(h).float(), y.float())
 
 
 class Odd(nn.Module):
@@ -72,7 +72,7 @@ class Odd(nn.Module):
         h = F.pad(x, (0, 2)) * self.scale + self.shift + self.nothing.sum() + self.no_rows.sum()
         for block in self.blocks:
             h = block(h)
-        return F.mse_loss(self.last(h), y)
+        return F.mse_loss(self.last(h), y.float())
 
 
 class OddBlock(nn.Module):
@@ -145,6 +145,24 @@ class NormBlock(nn.Module):
         return x + torch.tanh(self.norm(self.linear(x)))
 
 
+class ExpertBlock(nn.Module):
+    """A mixture of experts: which of them work, and get gradients, changes from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        scores, chosen = self.router(h).softmax(-1).max(-1)
+        for index in chosen.unique().tolist():
+            rows = chosen == index
+            x = x + rows[:, None] * scores[:, None] * torch.tanh(self.experts[index](h))
+        return x
+
+
 class Tied(nn.Module):
     """Embedding and head share a weight; two blocks share their norm; used through modules and as a plain tensor."""
 
@@ -213,7 +231,7 @@ class Structured(Chain):
         parts = Parts(self.inlet(x), None)
         for block in self.blocks:
             parts = block(parts=parts)[0]["parts"]
-        return F.mse_loss(self.outlet(parts.left + parts.right), y)
+        return F.mse_loss(self.outlet(parts.left + parts.right), y.float())
 
 
 class Bare(nn.Module):
@@ -225,7 +243,7 @@ class Bare(nn.Module):
         self.second = nn.Linear(9, 3)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.second(torch.relu(self.first(x))), y)
+        return F.mse_loss(self.second(torch.relu(self.first(x))), y.float())
 
 
 def points(step: int, rank: int, micro: int = 0) -> dict[str, Any]:
@@ -306,6 +324,7 @@ CASES: dict[str, Case] = {
     "used differently": Case(
         Chain, ordered(lambda step, rank: [[0, 1, 2], [2, 2, 1], [1], []][(step + rank) % 4]), steps=6
     ),
+    "experts": Case(lambda: Chain(3, block=ExpertBlock), steps=8),
     "batch norm": Case(lambda: Chain(3, block=NormBlock)),
     "reentrant": Case(lambda: Chain(reentrant=True)),
     "non-reentrant": Case(lambda: Chain(reentrant=False)),
