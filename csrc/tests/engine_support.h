@@ -1,5 +1,4 @@
-// A toy model for tests of the engine: parameters in plain memory, ranks as threads, and gradients that are exact
-// functions of (rank, step, parameter), so that sums do not depend on their order.
+// Ranks of the toy model as threads, on the CPU or on devices whose lanes run late (lane_device.h).
 #pragma once
 
 #include <gtest/gtest.h>
@@ -8,118 +7,30 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cmath>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "comm/shm_communicator.h"
 #include "common/error.h"
+#include "common/scope_exit.h"
 #include "kernels/cpu_device.h"
 #include "kernels/cpu_kernels.h"
+#include "lane_ranks.h"
+#include "reference.h"
+#include "toy_model.h"
 #include "zero/engine.h"
 
 namespace zb::test {
-
-// What a fake parameter's storage is now. Outlives its binding.
-struct ToyTensor {
-  std::vector<float> initial;  // the "user's" memory until the engine adopts it
-  DType dtype = DType::kFloat32;
-  std::byte* data = nullptr;
-  Region owned;
-  std::string message;
-  bool intact = true;
-
-  float get(std::size_t index) const {
-    float value = 0.0F;
-    cpu_kernels().cast(&value, DType::kFloat32, data + index * dtype_bytes(dtype), dtype, 1);
-    return value;
-  }
-  void set(std::size_t index, float value) {
-    cpu_kernels().cast(data + index * dtype_bytes(dtype), dtype, &value, DType::kFloat32, 1);
-  }
-};
-
-class ToyBinding final : public ParameterBinding {
- public:
-  explicit ToyBinding(std::shared_ptr<ToyTensor> tensor) : tensor_(std::move(tensor)) {}
-
-  void attach(std::byte* data) override {
-    tensor_->data = data;
-    tensor_->owned = {};
-  }
-  void attach_owned(const Region& region) override {
-    tensor_->data = region.data();
-    tensor_->owned = region;
-  }
-  void detach(const std::string& message) override {
-    tensor_->data = nullptr;
-    tensor_->owned = {};
-    tensor_->message = message;
-  }
-  bool intact() const override { return tensor_->intact; }
-  void read(float* destination) const override {
-    std::copy(tensor_->initial.begin(), tensor_->initial.end(), destination);
-  }
-  void adopt(DType param_dtype) override {
-    tensor_->dtype = param_dtype;
-    tensor_->initial.clear();
-    tensor_->data = nullptr;
-  }
-
- private:
-  std::shared_ptr<ToyTensor> tensor_;
-};
-
-struct ToyParameter {
-  std::string name;
-  std::size_t numel;
-  std::size_t unit;
-  int param_group = 0;
-  bool trainable = true;
-};
-
-inline constexpr std::size_t kRoot = 0;
-
-// A root, four blocks of different sizes (odd, scalar, fewer elements than ranks), one of them with a frozen parameter.
-inline const std::vector<ToyParameter>& toy_parameters() {
-  static const std::vector<ToyParameter> parameters{
-      {"norm", 5, 0},         {"tied", 33, 0, 1},  {"a.weight", 70, 1},  {"a.bias", 1, 1, 1},
-      {"b.weight", 70, 2},    {"b.bias", 1, 2, 1}, {"c.weight", 300, 3}, {"c.frozen", 17, 3, 0, false},
-      {"d.weight", 128, 4, 1}};
-  return parameters;
-}
-inline const std::vector<std::string>& toy_units() {
-  static const std::vector<std::string> names{"root", "a", "b", "c", "d"};
-  return names;
-}
-inline std::vector<std::size_t> parameters_of(std::size_t unit) {
-  std::vector<std::size_t> found;
-  for (std::size_t index = 0; index < toy_parameters().size(); ++index) {
-    if (toy_parameters()[index].unit == unit && toy_parameters()[index].trainable) found.push_back(index);
-  }
-  return found;
-}
-
-// Sixteenths: exact in every dtype.
-inline float initial_value(std::size_t parameter, std::size_t index) {
-  return static_cast<float>(static_cast<int>((parameter * 31 + index * 7) % 41) - 20) / 16.0F;
-}
-// Quarters of small integers: exact in fp16 and bf16, and so are their sums over some ranks and micro-batches.
-inline float gradient_value(int rank, long micro_step, std::size_t parameter, std::size_t index) {
-  const auto mixed = static_cast<std::size_t>(rank) * 5 + static_cast<std::size_t>(micro_step) * 3 + parameter * 7;
-  return static_cast<float>(static_cast<int>((mixed + index) % 17) - 8) / 4.0F;
-}
-
-inline std::vector<AdamHyperparameters> toy_groups() {
-  return {{.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1},
-          {.lr = 3e-3, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-6, .weight_decay = 0.0}};
-}
 
 struct ToyOptions {
   ZeroStage stage = ZeroStage::kZero0;
@@ -129,24 +40,33 @@ struct ToyOptions {
   DType param_dtype = DType::kFloat32;
   DType reduce_dtype = DType::kFloat32;
   std::size_t prefetch_bytes = SIZE_MAX;  // SIZE_MAX is the default budget
+  bool reshard_after_forward = true;
   LossScaleOptions loss_scale;
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
+  // Schedules of devices with lanes to run on; 0 is the CPU.
+  std::uint32_t lane_schedule_num = 0;
 };
 
-using Values = std::vector<std::vector<float>>;  // by parameter
+inline LaneSchedule lane_schedule(std::uint32_t number) {
+  return {number, static_cast<LanePolicy>(number % kLanePolicyNum)};
+}
+
+// The bytes that one rank's forwards and backwards read, one entry a unit's use.
+using Reads = std::vector<std::vector<std::byte>>;
+
+// Where a rank lives.
+struct ToyPlace {
+  std::string rendezvous = {};
+  LaneWorld* lanes = nullptr;  // null on the CPU
+  Reads* reads = nullptr;      // filled where not null
+  const Reads* expected_reads = nullptr;
+};
 
 // One rank: its engine, its tensors, and a training loop that calls the engine as the hooks of a real model do.
 class ToyRank {
  public:
-  ToyRank(const ToyOptions& options, int rank, const std::string& rendezvous) : options_(options) {
-    const auto connect = [&](const char* name) {
-      return make_shm_communicator({.rank = rank,
-                                    .world_size = options.world_size,
-                                    .rendezvous = rendezvous + name,
-                                    .timeout = options.timeout});
-    };
-    auto gather = connect("gather");
-    auto reduce = connect("reduce");
+  ToyRank(const ToyOptions& options, int rank, const ToyPlace& place) : options_(options), place_(place) {
+    make_parts(rank);
     EngineModel model;
     model.unit_names = toy_units();
     model.root_unit = kRoot;
@@ -155,6 +75,7 @@ class ToyRank {
       model.parameters.push_back({parameter.name, parameter.numel, options.param_dtype, options.reduce_dtype,
                                   parameter.trainable, parameter.param_group, parameter.unit});
       auto tensor = std::make_shared<ToyTensor>();
+      tensor->device = parts_.device;
       for (std::size_t i = 0; i < parameter.numel; ++i) {
         // Only rank 0's values count.
         tensor->initial.push_back(initial_value(index, i) + static_cast<float>(rank));
@@ -168,10 +89,15 @@ class ToyRank {
         .clip = options.clip,
         .prefetch_bytes = options.prefetch_bytes == SIZE_MAX ? 0 : options.prefetch_bytes,
         .default_prefetch = options.prefetch_bytes == SIZE_MAX,
+        .reshard_after_forward = options.reshard_after_forward,
         .loss_scale = options.loss_scale};
     engine_ =
-        std::make_unique<Engine>(engine_options, std::move(model), DeviceParts{make_cpu_device(), make_cpu_adam(1, {})},
-                                 std::move(gather), std::move(reduce));
+        std::make_unique<Engine>(engine_options, std::move(model), parts_, std::move(gather_), std::move(reduce_));
+  }
+  ~ToyRank() {
+    engine_.reset();
+    if (!place_.expected_reads || std::uncaught_exceptions() > 0) return;
+    EXPECT_EQ(read_num_, place_.expected_reads->size());
   }
 
   Engine& engine() { return *engine_; }
@@ -216,28 +142,41 @@ class ToyRank {
   }
 
   void give_gradient(std::size_t parameter) {
+    const double scale = engine_->loss_scale();
     std::vector<float> values(toy_parameters()[parameter].numel);
     for (std::size_t i = 0; i < values.size(); ++i) {
       values[i] = spoiled_ == parameter && i == values.size() / 2
                       ? std::numeric_limits<float>::infinity()
-                      : gradient_value(rank(), micro_step_, parameter, i) * static_cast<float>(engine_->loss_scale());
+                      : gradient_value(rank(), micro_step_, parameter, i) * static_cast<float>(scale);
     }
-    std::vector<std::byte> bytes(values.size() * dtype_bytes(options_.param_dtype));
-    cpu_kernels().cast(bytes.data(), options_.param_dtype, values.data(), DType::kFloat32, values.size());
-    engine_->gradient_arrived(parameter, bytes.data(), options_.param_dtype, 1);
+    const DType dtype = options_.param_dtype;
+    const std::size_t bytes = values.size() * dtype_bytes(dtype);
+    std::shared_ptr<std::byte> gradient =
+        lanes_ ? lanes_->allocate_in_compute(bytes) : parts_.device->allocate(bytes, "a gradient");
+    std::byte* const data = gradient.get();
+    compute(*parts_.device, "backward", {LaneDevice::written(data, dtype, values.size())},
+            [data, dtype, values] { cpu_kernels().cast(data, dtype, values.data(), DType::kFloat32, values.size()); });
+    // Where nothing may be held the engine must be done with it when the call returns.
+    engine_->gradient_arrived(parameter, data, dtype, 1, lanes_ ? std::move(gradient) : nullptr);
   }
 
   StepOutcome step() {
-    engine_->step(toy_groups());
+    start_step();
     return engine_->outcome();
   }
+  // In lanes the host runs on without the outcome.
+  void start_step() { engine_->step(toy_groups()); }
 
   // A step as most models do it.
-  StepOutcome train_step(std::vector<std::size_t> units = {1, 2, 3, 4}) {
+  void train(std::vector<std::size_t> units = {1, 2, 3, 4}) {
     forward(units);
     std::reverse(units.begin(), units.end());
     backward(units);
-    return step();
+    start_step();
+  }
+  StepOutcome train_step(const std::vector<std::size_t>& units = {1, 2, 3, 4}) {
+    train(units);
+    return engine_->outcome();
   }
 
   Values state(FullState kind) {
@@ -253,14 +192,24 @@ class ToyRank {
   // From now on this parameter's gradient holds an infinity; SIZE_MAX for none.
   void spoil(std::size_t parameter) { spoiled_ = parameter; }
 
+  // The unit's parameters as its module's work in the compute lane finds them.
   void expect_readable(std::size_t unit) {
+    std::vector<Touched> touched;
     for (std::size_t index = 0; index < toy_parameters().size(); ++index) {
       if (toy_parameters()[index].unit != unit) continue;
       ASSERT_NE(tensors_[index]->data, nullptr) << toy_parameters()[index].name;
-      // Reads every byte, so that sanitizers see memory that is not the unit's, and races with whoever writes it.
-      for (std::size_t i = 0; i < toy_parameters()[index].numel; ++i) {
-        ASSERT_TRUE(std::isfinite(tensors_[index]->get(i))) << toy_parameters()[index].name << " " << i;
-      }
+      touched.push_back(LaneDevice::read(tensors_[index]->data, options_.param_dtype, toy_parameters()[index].numel));
+    }
+    compute(*parts_.device, "forward or backward", touched,
+            [this, unit, touched, number = read_num_++] { check_reads(unit, touched, number); });
+  }
+
+  // Lets other ranks get ahead.
+  void linger(std::chrono::microseconds time) {
+    if (lanes_) {
+      lanes_->pause();
+    } else {
+      std::this_thread::sleep_for(time);
     }
   }
 
@@ -270,8 +219,52 @@ class ToyRank {
     expect_readable(unit);
   }
 
+  void make_parts(int rank) {
+    if (place_.lanes) {
+      lanes_ = place_.lanes->make_device(rank);
+      parts_ = {lanes_, std::make_shared<LaneAdam>(lanes_)};
+      gather_ = place_.lanes->make_communicator(lanes_, rank, Lane::kGather, options_.timeout);
+      reduce_ = place_.lanes->make_communicator(lanes_, rank, Lane::kReduce, options_.timeout);
+      return;
+    }
+    const auto connect = [&](const char* name) {
+      return make_shm_communicator({.rank = rank,
+                                    .world_size = options_.world_size,
+                                    .rendezvous = place_.rendezvous + name,
+                                    .timeout = options_.timeout});
+    };
+    parts_ = {make_cpu_device(), make_cpu_adam(1, {})};
+    gather_ = connect("gather");
+    reduce_ = connect("reduce");
+  }
+
+  // Reads every byte, so that sanitizers see memory that is not the unit's, and races with whoever writes it.
+  void check_reads(std::size_t unit, const std::vector<Touched>& touched, std::size_t number) {
+    if (lanes_ && !place_.expected_reads) return;  // where ranks fail, what an aborted gather leaves is still read
+    std::vector<std::byte> bytes;
+    for (const Touched& parameter : touched) {
+      const auto* data = static_cast<const std::byte*>(parameter.data);
+      bytes.insert(bytes.end(), data, data + parameter.bytes);
+    }
+    std::vector<float> values(bytes.size() / dtype_bytes(options_.param_dtype));
+    cpu_kernels().cast(values.data(), DType::kFloat32, bytes.data(), options_.param_dtype, values.size());
+    EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); }))
+        << "unit " << toy_units()[unit] << " read values that are not finite, in use " << number;
+    if (place_.expected_reads) {
+      EXPECT_TRUE(number < place_.expected_reads->size() && (*place_.expected_reads)[number] == bytes)
+          << "unit " << toy_units()[unit] << " read other values than on the CPU, in use " << number;
+    }
+    if (place_.reads) place_.reads->push_back(std::move(bytes));
+  }
+
   ToyOptions options_;
+  ToyPlace place_;
+  std::shared_ptr<LaneDevice> lanes_;  // null on the CPU
+  DeviceParts parts_;
+  std::unique_ptr<Communicator> gather_;  // until the engine has them
+  std::unique_ptr<Communicator> reduce_;
   std::vector<std::shared_ptr<ToyTensor>> tensors_;
+  std::size_t read_num_ = 0;
   std::unique_ptr<Engine> engine_;
   long micro_step_ = 0;
   std::size_t spoiled_ = SIZE_MAX;
@@ -279,16 +272,20 @@ class ToyRank {
 
 using ToyBody = std::function<void(ToyRank&)>;
 
-// Runs the body on threads as ranks; what each threw.
-inline std::vector<std::exception_ptr> try_ranks(const ToyOptions& options, const ToyBody& body) {
-  static std::atomic<int> number{0};
-  const std::string rendezvous = "engine-" + std::to_string(::getpid()) + "-" + std::to_string(number++);
+// Runs the body on threads as ranks; what each threw. The places are by rank.
+inline std::vector<std::exception_ptr> run_threads(const ToyOptions& options, const std::vector<ToyPlace>& places,
+                                                   const ToyBody& body) {
   std::vector<std::exception_ptr> errors(static_cast<std::size_t>(options.world_size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < options.world_size; ++rank) {
-    threads.emplace_back([&, rank] {
+    threads.emplace_back([&, rank, place = places[static_cast<std::size_t>(rank)]] {
+      if (place.lanes) place.lanes->turns().enter(rank);
+      const ScopeExit leave([&] {
+        if (place.lanes) place.lanes->turns().leave(rank);
+      });
+      SCOPED_TRACE("rank " + std::to_string(rank) + (place.lanes ? ", " + place.lanes->text() : ""));
       try {
-        ToyRank toy(options, rank, rendezvous);
+        ToyRank toy(options, rank, place);
         try {
           body(toy);
         } catch (const std::exception& error) {
@@ -304,109 +301,88 @@ inline std::vector<std::exception_ptr> try_ranks(const ToyOptions& options, cons
   return errors;
 }
 
-inline void run_ranks(const ToyOptions& options, const ToyBody& body) {
-  for (const std::exception_ptr& error : try_ranks(options, body)) {
+inline std::vector<ToyPlace> places_on_cpu(const ToyOptions& options) {
+  static std::atomic<int> number{0};
+  const std::string rendezvous = "engine-" + std::to_string(::getpid()) + "-" + std::to_string(number++);
+  return std::vector<ToyPlace>(static_cast<std::size_t>(options.world_size), ToyPlace{.rendezvous = rendezvous});
+}
+
+// What each rank threw, on the CPU or in every schedule.
+inline std::vector<std::exception_ptr> try_ranks(const ToyOptions& options, const ToyBody& body) {
+  if (options.lane_schedule_num == 0) return run_threads(options, places_on_cpu(options), body);
+  std::vector<std::exception_ptr> errors;
+  for (std::uint32_t number = 0; number < options.lane_schedule_num; ++number) {
+    LaneWorld world(options.world_size, lane_schedule(number));
+    const std::vector<ToyPlace> places(static_cast<std::size_t>(options.world_size), ToyPlace{.lanes = &world});
+    const std::vector<std::exception_ptr> found = run_threads(options, places, body);
+    errors.insert(errors.end(), found.begin(), found.end());
+  }
+  return errors;
+}
+
+inline void rethrow_first(const std::vector<std::exception_ptr>& errors) {
+  for (const std::exception_ptr& error : errors) {
     if (error) std::rethrow_exception(error);
+  }
+}
+
+// Runs the body on the CPU, and in every schedule, where all that is read must be what was read on the CPU.
+inline void run_ranks(const ToyOptions& options, const ToyBody& body) {
+  std::vector<Reads> reads(static_cast<std::size_t>(options.world_size));
+  std::vector<ToyPlace> places = places_on_cpu(options);
+  for (std::size_t rank = 0; rank < places.size(); ++rank) places[rank].reads = &reads[rank];
+  rethrow_first(run_threads(options, places, body));
+  for (std::uint32_t number = 0; number < options.lane_schedule_num; ++number) {
+    LaneWorld world(options.world_size, lane_schedule(number));
+    for (std::size_t rank = 0; rank < places.size(); ++rank) {
+      places[rank] = {.lanes = &world, .expected_reads = &reads[rank]};
+    }
+    rethrow_first(run_threads(options, places, body));
+    if (testing::Test::HasFailure()) return;
   }
 }
 
 // Every rank's result, which must be the same bits on all.
 inline Values same_on_all(const ToyOptions& options, const std::function<Values(ToyRank&)>& body) {
-  std::vector<Values> results(static_cast<std::size_t>(options.world_size));
-  run_ranks(options, [&](ToyRank& toy) { results[static_cast<std::size_t>(toy.rank())] = body(toy); });
-  for (const Values& result : results) EXPECT_EQ(result, results.front());
-  return results.front();
+  std::optional<Values> first;  // of the CPU, then of every schedule
+  std::mutex mutex;
+  run_ranks(options, [&](ToyRank& toy) {
+    Values values = body(toy);
+    const std::lock_guard lock(mutex);
+    if (!first)
+      first = std::move(values);
+    else
+      EXPECT_EQ(values, *first);
+  });
+  return *first;
 }
 
-// Training on one thread with no engine: every rank's gradients summed, then the scalar Adam.
-class Reference {
- public:
-  explicit Reference(int world_size, DType param_dtype = DType::kFloat32)
-      : world_size_(world_size), param_dtype_(param_dtype) {
-    for (std::size_t index = 0; index < toy_parameters().size(); ++index) {
-      const std::size_t numel = toy_parameters()[index].numel;
-      master.emplace_back(numel);
-      for (std::size_t i = 0; i < numel; ++i) master.back()[i] = initial_value(index, i);
-      exp_avg.emplace_back(numel, 0.0F);
-      exp_avg_sq.emplace_back(numel, 0.0F);
-      sums_.emplace_back(numel, 0.0F);
-    }
-  }
+// Stage, ranks, schedules of lanes (0: on the CPU).
+using StageTestParam = std::tuple<int, int, std::uint32_t>;
 
-  // Adds a micro-batch; `has` tells which rank brings a gradient of which unit.
-  void backward(long micro_step, const std::function<float(int rank, std::size_t unit)>& count = {}) {
-    for (std::size_t index = 0; index < sums_.size(); ++index) {
-      for (int rank = 0; rank < world_size_; ++rank) {
-        const float times = count ? count(rank, toy_parameters()[index].unit) : 1.0F;
-        for (std::size_t i = 0; i < sums_[index].size(); ++i) {
-          sums_[index][i] += times * gradient_value(rank, micro_step, index, i);
-        }
-      }
-    }
-    ++backwards_;
+class StageTest : public testing::TestWithParam<StageTestParam> {
+ protected:
+  ToyOptions options() const {
+    ToyOptions result;
+    result.stage = zero_stage_from_int(std::get<0>(GetParam()));
+    result.world_size = world_size();
+    result.lane_schedule_num = std::get<2>(GetParam());
+    return result;
   }
-
-  double norm() const {
-    double total = 0.0;
-    for (std::size_t index = 0; index < sums_.size(); ++index) {
-      if (!toy_parameters()[index].trainable) continue;
-      for (const float value : sums_[index]) total += static_cast<double>(value) * static_cast<double>(value);
-    }
-    return std::sqrt(total) / (world_size_ * static_cast<double>(backwards_));
-  }
-
-  void step(double clip = 0.0) {
-    double factor = 1.0 / (static_cast<double>(world_size_) * static_cast<double>(backwards_));
-    if (clip > 0.0) factor *= std::min(1.0, clip / (norm() + 1e-6));
-    ++steps_;
-    for (std::size_t index = 0; index < master.size(); ++index) {
-      if (toy_parameters()[index].trainable) {
-        const auto group = static_cast<std::size_t>(toy_parameters()[index].param_group);
-        adam_function(Isa::kScalar)({.master = master[index].data(),
-                                     .exp_avg = exp_avg[index].data(),
-                                     .exp_avg_sq = exp_avg_sq[index].data(),
-                                     .gradient = sums_[index].data(),
-                                     .gradient_dtype = DType::kFloat32,
-                                     .low_precision = nullptr,
-                                     .low_precision_dtype = DType::kFloat32,
-                                     .numel = master[index].size()},
-                                    make_adam_scalars(toy_groups()[group], steps_, static_cast<float>(factor)));
-      }
-    }
-    drop();
-  }
-  void drop() {
-    for (std::vector<float>& sum : sums_) std::fill(sum.begin(), sum.end(), 0.0F);
-    backwards_ = 0;
-  }
-
-  // The parameters as the model sees them.
-  Values parameters() const {
-    Values values = master;
-    for (std::vector<float>& of_one : values) {
-      std::vector<std::byte> rounded(of_one.size() * dtype_bytes(param_dtype_));
-      cpu_kernels().cast(rounded.data(), param_dtype_, of_one.data(), DType::kFloat32, of_one.size());
-      cpu_kernels().cast(of_one.data(), DType::kFloat32, rounded.data(), param_dtype_, of_one.size());
-    }
-    return values;
-  }
-
-  Values master, exp_avg, exp_avg_sq;
-
- private:
-  int world_size_;
-  DType param_dtype_;
-  Values sums_;
-  long steps_ = 0;
-  long backwards_ = 0;
+  int world_size() const { return std::get<1>(GetParam()); }
+  bool is_in_lanes() const { return std::get<2>(GetParam()) > 0; }
 };
 
-// The moments that only trainable parameters have.
-inline Values without_frozen(Values values) {
-  for (std::size_t index = 0; index < values.size(); ++index) {
-    if (!toy_parameters()[index].trainable) values[index].clear();
-  }
-  return values;
+template <typename WorldSizes>
+auto on_cpu(const WorldSizes& world_sizes) {
+  return testing::Combine(testing::Range(0, 4), world_sizes, testing::Values(0U));
+}
+template <typename WorldSizes>
+auto in_lanes(const WorldSizes& world_sizes, std::uint32_t schedule_num) {
+  return testing::Combine(testing::Range(0, 4), world_sizes, testing::Values(schedule_num));
+}
+inline std::string stage_test_name(const testing::TestParamInfo<StageTestParam>& at) {
+  return "Stage" + std::to_string(std::get<0>(at.param)) + "Ranks" + std::to_string(std::get<1>(at.param));
 }
 
 inline std::string message_of(const std::exception_ptr& error) {

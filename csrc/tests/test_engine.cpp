@@ -1,8 +1,6 @@
 // The engine without torch: every stage and world size ends with the bits of a plain loop.
 #include "zero/engine.h"
 
-#include <tuple>
-
 #include "engine_support.h"
 
 namespace zb {
@@ -21,22 +19,10 @@ constexpr long kSteps = 4;
 const std::vector<std::size_t> kUnits{1, 2, 3, 4};
 const std::vector<std::size_t> kReversed{4, 3, 2, 1};
 
-class EveryStage : public testing::TestWithParam<std::tuple<int, int>> {
- protected:
-  ToyOptions options() const {
-    ToyOptions result;
-    result.stage = zero_stage_from_int(std::get<0>(GetParam()));
-    result.world_size = std::get<1>(GetParam());
-    return result;
-  }
-  int world_size() const { return std::get<1>(GetParam()); }
-};
+using EveryStage = test::StageTest;
 
-INSTANTIATE_TEST_SUITE_P(Engine, EveryStage, testing::Combine(testing::Range(0, 4), testing::Range(1, 5)),
-                         [](const auto& at) {
-                           return "Stage" + std::to_string(std::get<0>(at.param)) + "Ranks" +
-                                  std::to_string(std::get<1>(at.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(Engine, EveryStage, test::on_cpu(testing::Range(1, 5)), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(EngineInLanes, EveryStage, test::in_lanes(testing::Range(1, 4), 4), test::stage_test_name);
 
 TEST_P(EveryStage, TrainsToTheReferenceInEveryPrecision) {
   for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
@@ -92,7 +78,7 @@ TEST_P(EveryStage, AccumulatesMicroBatches) {
         toy.forward(kUnits);
         toy.backward(kReversed, micro == kAccumulation);
       }
-      toy.step();
+      toy.start_step();
     }
     return toy.state(FullState::kMaster);
   });
@@ -119,7 +105,7 @@ TEST_P(EveryStage, FurtherBackwardsBeforeTheStepAdd) {
         toy.forward(units);
         toy.backward({units.rbegin(), units.rend()}, last);
       }
-      toy.step();
+      toy.start_step();
     }
     return toy.state(FullState::kMaster);
   });
@@ -137,7 +123,7 @@ TEST_P(EveryStage, ClipsByTheGlobalNorm) {
     reference.step(kClip);
   }
   const Values master = same_on_all(with, [&](ToyRank& toy) {
-    for (long step = 0; step < kSteps; ++step) toy.train_step();
+    for (long step = 0; step < kSteps; ++step) toy.train();
     return toy.state(FullState::kMaster);
   });
   EXPECT_EQ(master, reference.master);
@@ -162,7 +148,7 @@ TEST_P(EveryStage, UnitsMayBeSkippedOnOneRankOrOnAll) {
       for (const std::size_t unit : kUnits) {
         if (!is_skipped(step, toy.rank(), unit)) units.push_back(unit);
       }
-      toy.train_step(units);
+      toy.train(units);
     }
     return toy.state(FullState::kMaster);
   });
@@ -181,7 +167,7 @@ TEST_P(EveryStage, OrdersMayChangeAndDifferBetweenRanks) {
     const Values master = same_on_all(options(), [&](ToyRank& toy) {
       for (std::size_t step = 0; step < 6; ++step) {
         const std::size_t shift = differ ? static_cast<std::size_t>(toy.rank()) : 0;
-        toy.train_step(orders[(step + shift) % orders.size()]);
+        toy.train(orders[(step + shift) % orders.size()]);
       }
       return toy.state(FullState::kMaster);
     });
@@ -197,8 +183,7 @@ TEST_P(EveryStage, RanksMayBeEarlyOrLate) {
   }
   const Values master = same_on_all(options(), [&](ToyRank& toy) {
     const auto linger = [&](std::size_t at) {
-      if ((at + static_cast<std::size_t>(toy.rank())) % 3 == 0)
-        std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      if ((at + static_cast<std::size_t>(toy.rank())) % 3 == 0) toy.linger(std::chrono::milliseconds(3));
     };
     for (long step = 0; step < kSteps; ++step) {
       linger(0);
@@ -214,7 +199,7 @@ TEST_P(EveryStage, RanksMayBeEarlyOrLate) {
       }
       toy.engine().end_backward();
       toy.set_micro_step(toy.micro_step() + 1);
-      toy.step();
+      toy.start_step();
     }
     return toy.state(FullState::kMaster);
   });
@@ -231,9 +216,9 @@ TEST_P(EveryStage, AUnitMayBeUsedTwice) {
   const Values master = same_on_all(options(), [&](ToyRank& toy) {
     for (long step = 0; step < kSteps; ++step) {
       if (step != 1) {
-        toy.train_step({1, 2, 3, 2, 4});
+        toy.train({1, 2, 3, 2, 4});
       } else {
-        toy.train_step();
+        toy.train();
       }
     }
     return toy.state(FullState::kMaster);
@@ -250,7 +235,7 @@ TEST_P(EveryStage, EvaluationsInBetweenChangeNothing) {
   const Values master = same_on_all(options(), [&](ToyRank& toy) {
     for (long step = 0; step < kSteps; ++step) {
       toy.forward(kUnits, false);
-      toy.train_step();
+      toy.train();
       toy.forward({4, 1}, false);
     }
     return toy.state(FullState::kMaster);
@@ -261,7 +246,7 @@ TEST_P(EveryStage, EvaluationsInBetweenChangeNothing) {
 TEST_P(EveryStage, ParametersAreThereOnlyWhileTheirUnitWorks) {
   run_ranks(options(), [&](ToyRank& toy) {
     for (long step = 0; step < 3; ++step) {
-      toy.train_step();
+      toy.train();
       for (std::size_t index = 0; index < toy_parameters().size(); ++index) {
         ASSERT_EQ(toy.tensor(index).data == nullptr, toy.sharded());
         if (toy.sharded()) {
@@ -292,7 +277,7 @@ TEST_P(EveryStage, PrefetchingChangesSpeedOnly) {
     ToyOptions with = options();
     with.prefetch_bytes = prefetch_bytes;
     const Values master = same_on_all(with, [&](ToyRank& toy) {
-      for (long step = 0; step < kSteps; ++step) toy.train_step();
+      for (long step = 0; step < kSteps; ++step) toy.train();
       return toy.state(FullState::kMaster);
     });
     EXPECT_EQ(master, reference.master);

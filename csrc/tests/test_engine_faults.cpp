@@ -1,7 +1,5 @@
 // The engine when things go wrong: exceptions in forwards and backwards, gradients that are not finite, ranks that
 // disagree, calls at the wrong moment; and explicit gathers.
-#include <tuple>
-
 #include "engine_support.h"
 
 namespace zb {
@@ -21,17 +19,8 @@ using test::Values;
 const std::vector<std::size_t> kUnits{1, 2, 3, 4};
 const std::vector<std::size_t> kReversed{4, 3, 2, 1};
 
-class EngineFaults : public testing::TestWithParam<std::tuple<int, int>> {
+class EngineFaults : public test::StageTest {
  protected:
-  ToyOptions options() const {
-    ToyOptions result;
-    result.stage = zero_stage_from_int(std::get<0>(GetParam()));
-    result.world_size = std::get<1>(GetParam());
-    return result;
-  }
-  int world_size() const { return std::get<1>(GetParam()); }
-  bool sharded() const { return std::get<0>(GetParam()) == 3 && world_size() > 1; }
-
   Values reference_after(long steps) const {
     Reference reference(world_size());
     for (long step = 0; step < steps; ++step) {
@@ -42,11 +31,8 @@ class EngineFaults : public testing::TestWithParam<std::tuple<int, int>> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Engine, EngineFaults, testing::Combine(testing::Range(0, 4), testing::Values(1, 2, 3)),
-                         [](const auto& at) {
-                           return "Stage" + std::to_string(std::get<0>(at.param)) + "Ranks" +
-                                  std::to_string(std::get<1>(at.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(Engine, EngineFaults, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineFaults, test::in_lanes(testing::Range(1, 4), 3), test::stage_test_name);
 
 TEST_P(EngineFaults, AFailedForwardLeavesNoTrace) {
   const Values master = same_on_all(options(), [&](ToyRank& toy) {
@@ -54,7 +40,7 @@ TEST_P(EngineFaults, AFailedForwardLeavesNoTrace) {
       // The exception comes at another place on every rank, in the first step before anything is recorded.
       std::vector<std::size_t> reached(kUnits.begin(), kUnits.begin() + (toy.rank() + step) % 4);
       toy.failing_forward(reached);
-      toy.train_step();
+      toy.train();
     }
     return toy.state(FullState::kMaster);
   });
@@ -73,7 +59,7 @@ TEST_P(EngineFaults, AFailedBackwardIsRepeated) {
         toy.engine().abort_backward();
         EXPECT_THROW(toy.step(), StateError);
       }
-      toy.train_step();
+      toy.train();
     }
     return toy.state(FullState::kMaster);
   });
@@ -143,7 +129,7 @@ TEST_P(EngineFaults, AGradientThatIsNotFiniteRaisesEverywhereAndChangesNothing) 
     reference.step();
   }
   const Values master = same_on_all(options(), [&](ToyRank& toy) {
-    toy.train_step();
+    toy.train();
     if (toy.rank() == 0) toy.spoil(test::parameters_of(3).front());
     toy.forward(kUnits);
     toy.backward(kReversed);
@@ -156,7 +142,7 @@ TEST_P(EngineFaults, AGradientThatIsNotFiniteRaisesEverywhereAndChangesNothing) 
     }
     toy.spoil(SIZE_MAX);
     EXPECT_THROW(toy.step(), StateError);  // those gradients are gone
-    toy.train_step();
+    toy.train();
     return toy.state(FullState::kMaster);
   });
   EXPECT_EQ(master, reference.master);
@@ -179,7 +165,7 @@ TEST_P(EngineFaults, ValuesWrittenInsideAGatherReachEveryRankAndTheMaster) {
     reference.backward(1);
     reference.step();
     const Values master = same_on_all(with, [&](ToyRank& toy) {
-      toy.train_step();
+      toy.train();
       const std::vector<std::size_t> units{1, 3};
       toy.engine().gather(units);
       for (const std::size_t unit : units) toy.expect_readable(unit);
@@ -192,7 +178,7 @@ TEST_P(EngineFaults, ValuesWrittenInsideAGatherReachEveryRankAndTheMaster) {
       toy.engine().end_gather(units, modifier);
       EXPECT_EQ(toy.tensor(2).data == nullptr, toy.sharded());
       EXPECT_EQ(toy.state(FullState::kParameters), changed);
-      toy.train_step();
+      toy.train();
       return toy.state(FullState::kMaster);
     });
     EXPECT_EQ(master, reference.master);
@@ -209,7 +195,7 @@ TEST_P(EngineFaults, AGatherOnlyReads) {
       toy.expect_readable(2);  // the outer gather still holds it
       toy.engine().end_gather({kRoot, 1, 2, 3, 4}, -1);
       EXPECT_EQ(toy.tensor(0).data == nullptr, toy.sharded());
-      toy.train_step();
+      toy.train();
     }
     EXPECT_THROW(toy.engine().end_gather({1}, world_size()), ArgumentError);
     return toy.state(FullState::kMaster);
@@ -219,12 +205,12 @@ TEST_P(EngineFaults, AGatherOnlyReads) {
 
 TEST_P(EngineFaults, AForwardInsideAGatherUsesWhatIsThere) {
   const Values master = same_on_all(options(), [&](ToyRank& toy) {
-    toy.train_step();
+    toy.train();
     toy.engine().gather({1, 4});
     toy.forward(kUnits, false);
     toy.expect_readable(1);
     toy.engine().end_gather({1, 4}, -1);
-    toy.train_step();
+    toy.train();
     return toy.state(FullState::kMaster);
   });
   EXPECT_EQ(master, reference_after(2));
@@ -239,7 +225,7 @@ TEST_P(EngineFaults, CallsAtTheWrongMomentAreRefused) {
     if (toy.sharded()) {
       EXPECT_THROW(engine.pre_forward(1), StateError);
     }
-    toy.train_step();
+    toy.train();
     engine.begin_forward(true);
     EXPECT_THROW(engine.begin_forward(true), StateError);
     EXPECT_THROW(toy.step(), StateError);
@@ -254,7 +240,7 @@ TEST_P(EngineFaults, CallsAtTheWrongMomentAreRefused) {
     EXPECT_THROW(toy.step(), StateError);
     EXPECT_THROW(engine.begin_forward(true), StateError);
     engine.abort_backward();
-    toy.train_step();
+    toy.train();
     return toy.state(FullState::kMaster);
   });
   EXPECT_EQ(master, reference_after(2));
@@ -262,9 +248,9 @@ TEST_P(EngineFaults, CallsAtTheWrongMomentAreRefused) {
 
 TEST_P(EngineFaults, AReplacedStorageIsFoundAndNamed) {
   const std::vector<std::exception_ptr> errors = try_ranks(options(), [&](ToyRank& toy) {
-    toy.train_step();
+    toy.train();
     toy.tensor(4).intact = false;
-    toy.train_step();
+    toy.train();
   });
   for (const std::exception_ptr& error : errors) {
     EXPECT_NE(message_of(error).find("'b.weight'"), std::string::npos) << message_of(error);
@@ -273,11 +259,11 @@ TEST_P(EngineFaults, AReplacedStorageIsFoundAndNamed) {
 
 TEST_P(EngineFaults, TheLedgerIsBackToItsLevelAfterEveryStep) {
   run_ranks(options(), [&](ToyRank& toy) {
-    toy.train_step();
+    toy.train();
     const std::int64_t level = toy.engine().ledger().total(Tier::kDevice).current_bytes;
     for (long step = 0; step < 2; ++step) {
       toy.failing_forward({1, 2});
-      toy.train_step({2, 1, 4});
+      toy.train({2, 1, 4});
       toy.engine().gather({1, 2, 3, 4});
       toy.engine().end_gather({1, 2, 3, 4}, 0);
       static_cast<void>(toy.state(FullState::kMaster));
@@ -301,9 +287,9 @@ INSTANTIATE_TEST_SUITE_P(Engine, EngineDisagreement, testing::Range(0, 4));
 
 TEST_P(EngineDisagreement, ARankThatThrowsEndsTheOthersToo) {
   const std::vector<std::exception_ptr> errors = try_ranks(two_ranks(GetParam()), [](ToyRank& toy) {
-    toy.train_step();
+    toy.train();
     if (toy.rank() == 1) throw StateError("rank 1 is out of data");
-    toy.train_step();
+    toy.train();
   });
   for (const std::exception_ptr& error : errors) {
     EXPECT_NE(message_of(error).find("rank 1 is out of data"), std::string::npos) << message_of(error);
@@ -312,7 +298,7 @@ TEST_P(EngineDisagreement, ARankThatThrowsEndsTheOthersToo) {
 
 TEST_P(EngineDisagreement, AnEngineMayBeClosedInTheMiddleOfABackward) {
   run_ranks(two_ranks(GetParam()), [](ToyRank& toy) {
-    toy.train_step();
+    toy.train();
     toy.forward(kUnits);
     toy.engine().begin_backward(true);
     toy.unit_backward(1);  // not its turn: its gradients wait
@@ -340,7 +326,7 @@ TEST(EnginePasses, DifferentNumbersOfMicroBatchesAreFound) {
 TEST(EnginePasses, ADifferentKindOfPassIsFound) {
   for (const bool recorded : {false, true}) {
     const std::vector<std::exception_ptr> errors = try_ranks(two_ranks(3), [&](ToyRank& toy) {
-      if (recorded) toy.train_step();
+      if (recorded) toy.train();
       toy.forward(kUnits, toy.rank() == 0);
     });
     for (const std::exception_ptr& error : errors) {

@@ -1,7 +1,6 @@
 // Random walks: whatever happens between steps, on however differently timed ranks, the parameters are those of a plain
 // loop. Under the thread sanitizer these look for reads and writes of shared memory that nothing orders.
 #include <random>
-#include <tuple>
 
 #include "engine_support.h"
 
@@ -69,7 +68,7 @@ class Walker {
   }
 
   void linger() {
-    if (random_() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 400));
+    if (random_() % 3 == 0) toy_.linger(std::chrono::microseconds(random_() % 400));
   }
 
  private:
@@ -160,19 +159,13 @@ class Walker {
   std::size_t awaiting_ = kRoot;  // the unit whose inputs' gradients are to come; the root for none
 };
 
-class EngineWalk : public testing::TestWithParam<std::tuple<int, int>> {};
+using EngineWalk = test::StageTest;
 
-INSTANTIATE_TEST_SUITE_P(Engine, EngineWalk, testing::Combine(testing::Range(0, 4), testing::Values(2, 3)),
-                         [](const auto& at) {
-                           return "Stage" + std::to_string(std::get<0>(at.param)) + "Ranks" +
-                                  std::to_string(std::get<1>(at.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(Engine, EngineWalk, test::on_cpu(testing::Values(2, 3)), test::stage_test_name);
 
 TEST_P(EngineWalk, EndsWithTheReference) {
   constexpr long kStepNum = 5;
-  ToyOptions options;
-  options.stage = zero_stage_from_int(std::get<0>(GetParam()));
-  options.world_size = std::get<1>(GetParam());
+  ToyOptions options = this->options();
   for (std::uint32_t seed = 0; seed < 12; ++seed) {
     options.accumulation_steps = 1 + seed % 2;
     options.param_dtype = seed % 3 == 2 ? DType::kBFloat16 : DType::kFloat32;
@@ -192,9 +185,10 @@ TEST_P(EngineWalk, EndsWithTheReference) {
         walker.micro_step(plans[i], static_cast<long>(i) % options.accumulation_steps == 0, is_last(i));
         if (is_last(i)) {
           walker.linger();
-          EXPECT_TRUE(toy.step().applied);
+          toy.start_step();
         }
       }
+      EXPECT_EQ(toy.engine().steps_applied(), kStepNum);
       return toy.state(FullState::kMaster);
     });
     ASSERT_EQ(master, reference.master) << "seed " << seed;

@@ -44,7 +44,7 @@ INSTANTIATE_TEST_SUITE_P(GatherScheduler, Gathers, testing::Values(2, 3));
 
 TEST_P(Gathers, AKnownPassCostsOneExchangeAndOneGatherAUnit) {
   run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
-    for (int step = 0; step < 3; ++step) toy.train_step();
+    for (int step = 0; step < 3; ++step) toy.train();
     toy.engine().reset_counters();
     toy.forward(kUnits);
     EXPECT_EQ(calls(toy, Collective::kExchange), 1U);
@@ -54,19 +54,19 @@ TEST_P(Gathers, AKnownPassCostsOneExchangeAndOneGatherAUnit) {
     // The root and the last unit of the forward were kept, so backward gathers three units (four flats).
     EXPECT_EQ(calls(toy, Collective::kExchange), 1U);
     EXPECT_EQ(calls(toy, Collective::kAllGather), flat_num(toy) - 2);
-    toy.step();
+    toy.start_step();
   });
 }
 
 TEST_P(Gathers, AnUnknownUnitCostsAnExchangeMore) {
   run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
     // Recorded without unit 3.
-    for (int step = 0; step < 2; ++step) toy.train_step({1, 2, 4});
+    for (int step = 0; step < 2; ++step) toy.train({1, 2, 4});
     toy.engine().reset_counters();
     toy.forward({1, 2, 4, 3});
     EXPECT_EQ(calls(toy, Collective::kExchange), 3U);  // the wish, the end, and the new sequence
     toy.backward({3, 4, 2, 1});
-    toy.step();
+    toy.start_step();
     toy.engine().reset_counters();
     toy.forward({1, 2, 4, 3});
     EXPECT_EQ(calls(toy, Collective::kExchange), 1U);
@@ -76,7 +76,7 @@ TEST_P(Gathers, AnUnknownUnitCostsAnExchangeMore) {
 
 TEST_P(Gathers, AForwardOfTrainingKeepsWhatBackwardNeedsFirst) {
   run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
-    for (int step = 0; step < 2; ++step) toy.train_step();
+    for (int step = 0; step < 2; ++step) toy.train();
     toy.forward(kUnits);
     for (const std::size_t unit : {1, 2, 3}) {
       EXPECT_EQ(state_of(toy, unit), ParameterState::kSharded) << unit;
@@ -85,7 +85,7 @@ TEST_P(Gathers, AForwardOfTrainingKeepsWhatBackwardNeedsFirst) {
     EXPECT_EQ(state_of(toy, 4), ParameterState::kUnsharded);
     toy.backward(kReversed);
     for (std::size_t unit = 0; unit <= 4; ++unit) EXPECT_EQ(state_of(toy, unit), ParameterState::kSharded) << unit;
-    toy.step();
+    toy.start_step();
     toy.forward(kUnits, false);
     for (std::size_t unit = 0; unit <= 4; ++unit) EXPECT_EQ(state_of(toy, unit), ParameterState::kSharded) << unit;
   });
@@ -99,7 +99,7 @@ TEST_P(Gathers, SlotsStayWithinThePrefetchBudget) {
     std::int64_t one_of_each = 0;
     for (const std::size_t bytes : classes) one_of_each += static_cast<std::int64_t>(bytes);
     EXPECT_EQ(gather_slots().current_bytes, one_of_each);  // with no budget one unit a size class is there
-    for (int step = 0; step < 3; ++step) toy.train_step();
+    for (int step = 0; step < 3; ++step) toy.train();
     // The root, which stays all through a forward, may share its class with a unit, which then takes a spare.
     EXPECT_LE(gather_slots().peak_bytes,
               one_of_each + static_cast<std::int64_t>(toy.engine().unit(kRoot).gather_bytes));
@@ -121,7 +121,7 @@ TEST_P(Gathers, AUnitLandsInTheSameSlotStepAfterStep) {
       toy.engine().post_forward(kRoot);
       toy.engine().end_forward();
       toy.backward(kReversed);
-      toy.step();
+      toy.start_step();
       places.push_back(of_step);
     }
     EXPECT_EQ(places[2], places[3]);  // the sequences are known by then

@@ -1,0 +1,335 @@
+// A device in host memory whose lanes run late and in a bad order, for finding work that nothing orders.
+//
+// Work lies in its lane until the host blocks or chance runs it, and then only in the order that lanes and marks ask
+// for. Which lane runs next is decided by a policy and a seed. A RaceDetector checks the order of all that is put in.
+// All calls come from one thread, but has_passed.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/cpu_kernels.h"
+#include "kernels/norm.h"
+#include "lane_races.h"
+#include "optim/device_adam.h"
+
+namespace zb::test {
+
+// Which lanes run at once, as far as they can. The others run when the host blocks and nothing else is left to do.
+enum class LanePolicy : std::uint8_t {
+  kRandom,  // now and then any lane runs
+  kNone,
+  kAllButCompute,
+  kAllButGather,
+  kAllButReduce,
+  kCompute,
+  kGather,
+  kReduce,
+};
+inline constexpr std::size_t kLanePolicyNum = 8;
+
+struct LaneSchedule {
+  std::uint32_t seed = 0;
+  LanePolicy policy = LanePolicy::kRandom;
+};
+
+// The peers of a rank, which run while it waits.
+class Peers {
+ public:
+  virtual ~Peers() = default;
+  virtual void pause() {}  // now and then
+  // Nothing of this rank can run. Throws when that lasts too long.
+  virtual void idle() { throw std::logic_error("the host waits for work that can never run"); }
+  virtual void progressed() {}
+};
+
+class LaneDevice final : public Device, public std::enable_shared_from_this<LaneDevice> {
+ public:
+  // Polled until it is true, which ends the work.
+  using Work = std::function<bool()>;
+
+  explicit LaneDevice(
+      const LaneSchedule& schedule, std::shared_ptr<Peers> peers = std::make_shared<Peers>(),
+      std::function<void(const std::string&)> report = [](const std::string& text) { ADD_FAILURE() << text; })
+      : schedule_(schedule), random_(schedule.seed * 7919 + 1), peers_(std::move(peers)), races_(std::move(report)) {}
+
+  // Work that touches this memory.
+  void put_in(Lane lane, std::string_view operation, const std::vector<Touched>& touched, std::function<void()> work) {
+    put_in_polled(lane, operation, touched, [work = std::move(work)] {
+      work();
+      return true;
+    });
+  }
+  void put_in_polled(Lane lane, std::string_view operation, const std::vector<Touched>& touched, Work work) {
+    const std::size_t actor = index_of(lane);
+    join(clocks_[actor], clocks_[kHost]);
+    ++clocks_[actor][actor];
+    for (const Touched& memory : touched) races_.touch(actor, clocks_[actor], operation, memory);
+    lanes_[actor].push_back({std::string(operation), std::move(work)});
+    run_some();
+  }
+  // Memory as torch's allocator gives it for the compute lane: when its owner lets go, later work there gets it.
+  std::shared_ptr<std::byte> allocate_in_compute(std::size_t bytes) {
+    auto memory = make_memory(bytes);
+    races_.allocated(memory.get(), bytes, "a gradient");
+    std::byte* const data = memory.get();
+    return {data, [device = weak_from_this(), memory = std::move(memory), bytes](std::byte*) {
+              if (const auto alive = device.lock()) alive->reuse_in_compute(memory, bytes);
+            }};
+  }
+
+  // Runs lanes, and lets the peers run, until it is true.
+  void run_until(const std::function<bool()>& is_reached) {
+    while (!is_reached()) {
+      if (!step(true) && !step(false)) idle();
+      if (random_() % 4 == 0) peers_->pause();
+    }
+  }
+  void pause() { peers_->pause(); }
+
+  bool is_async() const noexcept override { return true; }
+  void* stream(Lane) const noexcept override { return nullptr; }
+
+  MarkPtr mark(Lane lane) override {
+    const std::size_t actor = index_of(lane);
+    join(clocks_[actor], clocks_[kHost]);
+    auto mark = std::make_shared<LaneMark>(clocks_[actor]);
+    lanes_[actor].push_back({"a mark", [mark] {
+                               mark->is_passed = true;
+                               return true;
+                             }});
+    return mark;
+  }
+  void wait(Lane lane, const MarkPtr& mark) override {
+    if (mark == nullptr) return;
+    const auto waited = std::static_pointer_cast<const LaneMark>(mark);
+    join(clocks_[index_of(lane)], waited->clock);
+    lanes_[index_of(lane)].push_back({"a wait", [waited] { return waited->is_passed.load(); }});
+  }
+  bool has_passed(const MarkPtr& mark) override {
+    return mark == nullptr || static_cast<const LaneMark&>(*mark).is_passed;
+  }
+  void synchronize(const MarkPtr& mark) override {
+    if (mark == nullptr) return;
+    run_until([&] { return has_passed(mark); });
+    join(clocks_[kHost], static_cast<const LaneMark&>(*mark).clock);
+  }
+  void synchronize() override {
+    run_until([&] { return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane.empty(); }); });
+    for (std::size_t lane = 0; lane < kLaneNum; ++lane) join(clocks_[kHost], clocks_[lane]);
+    freed_.clear();
+  }
+
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override {
+    auto memory = make_memory(bytes);
+    races_.allocated(memory.get(), bytes, what);
+    std::byte* const data = memory.get();
+    return {data, [device = weak_from_this(), memory = std::move(memory), bytes](std::byte*) {
+              if (const auto alive = device.lock()) alive->free(memory, bytes);
+            }};
+  }
+  std::shared_ptr<std::byte> allocate_pinned(std::size_t bytes) override { return allocate(bytes, "pinned memory"); }
+
+  void cast(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
+            std::size_t numel) override {
+    put_in(lane, "cast", {written(destination, destination_dtype, numel), read(source, source_dtype, numel)},
+           [=, this] { kernels_.cast(destination, destination_dtype, source, source_dtype, numel); });
+  }
+  void add(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
+           std::size_t numel) override {
+    put_in(lane, "add", {written(destination, destination_dtype, numel), read(source, source_dtype, numel)},
+           [=, this] { kernels_.add(destination, destination_dtype, source, source_dtype, numel); });
+  }
+  void pack(Lane lane, std::span<const PackItem> items) override {
+    std::vector<Touched> touched;
+    for (const PackItem& item : items) {
+      touched.push_back(written(item.destination, item.destination_dtype, item.numel));
+      if (item.source != nullptr) touched.push_back(read(item.source, item.source_dtype, item.numel));
+    }
+    put_in(lane, "pack", touched, [this, held = std::vector<PackItem>(items.begin(), items.end())] {
+      for (const PackItem& item : held) {
+        if (item.source == nullptr) {
+          std::memset(item.destination, 0, item.numel * dtype_bytes(item.destination_dtype));
+        } else {
+          (item.accumulate ? kernels_.add : kernels_.cast)(item.destination, item.destination_dtype, item.source,
+                                                           item.source_dtype, item.numel);
+        }
+      }
+    });
+  }
+  void zero(Lane lane, void* destination, std::size_t bytes) override {
+    put_in(lane, "zero", {{destination, bytes, true}}, [=] {
+      if (bytes != 0) std::memset(destination, 0, bytes);
+    });
+  }
+  void copy(Lane lane, void* destination, const void* source, std::size_t bytes) override {
+    put_in(lane, "copy", {{destination, bytes, true}, {source, bytes, false}},
+           [=, this] { kernels_.copy(destination, source, bytes); });
+  }
+  void copy_to_pinned(Lane lane, std::byte* host, const void* source, std::size_t bytes) override {
+    put_in(lane, "copy_to_pinned", {{host, bytes, true}, {source, bytes, false}},
+           [=] { std::memcpy(host, source, bytes); });
+  }
+  void sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) override {
+    put_in(lane, "sum_of_squares", {{result, sizeof(double), true}, read(source, dtype, numel)},
+           [=, this] { *result = kernels_.sum_of_squares(source, dtype, numel); });
+  }
+  void combine_norm(Lane lane, const NormArguments& arguments) override {
+    const std::size_t flat_bytes = arguments.flat_num * sizeof(double);
+    put_in(lane, "combine_norm",
+           {{arguments.partial_sums, arguments.rank_num * flat_bytes, false},
+            {arguments.flat_sums, flat_bytes, true},
+            {arguments.scalars, sizeof(StepScalars), true}},
+           [=] { combine_partial_sums(arguments); });
+  }
+
+  void download(void* host, const void* source, std::size_t bytes) override {
+    host_touches("download", {source, bytes, false});
+    if (bytes != 0) std::memcpy(host, source, bytes);
+  }
+  void upload(void* destination, const void* host, std::size_t bytes) override {
+    host_touches("upload", {destination, bytes, true});
+    if (bytes != 0) std::memcpy(destination, host, bytes);
+  }
+
+  static Touched read(const void* data, DType dtype, std::size_t numel) {
+    return {data, numel * dtype_bytes(dtype), false};
+  }
+  static Touched written(const void* data, DType dtype, std::size_t numel) {
+    return {data, numel * dtype_bytes(dtype), true};
+  }
+
+ private:
+  struct LaneMark final : Mark {
+    explicit LaneMark(const Clock& at) : clock(at) {}
+    Clock clock;
+    mutable std::atomic<bool> is_passed{false};
+  };
+  struct Item {
+    std::string operation;
+    Work work;
+  };
+  static std::size_t index_of(Lane lane) { return static_cast<std::size_t>(lane); }
+
+  static std::shared_ptr<std::byte> make_memory(std::size_t bytes) {
+    constexpr std::size_t kAlignment = 256;
+    const std::size_t rounded = (bytes + kAlignment) / kAlignment * kAlignment;  // never 0
+    auto* data = static_cast<std::byte*>(std::aligned_alloc(kAlignment, rounded));
+    std::memset(data, 0, rounded);
+    return {data, [](std::byte* held) { std::free(held); }};
+  }
+
+  // These two are called where an owner lets go, so nothing runs in them.
+  void free(const std::shared_ptr<std::byte>& memory, std::size_t bytes) {
+    races_.freed(memory.get(), clocks_[kHost]);
+    std::memset(memory.get(), 0xFF, bytes);
+    freed_.push_back(memory);  // what is put in may still touch it, if the caller is wrong
+  }
+  void reuse_in_compute(const std::shared_ptr<std::byte>& memory, std::size_t bytes) {
+    const std::size_t actor = index_of(Lane::kCompute);
+    join(clocks_[actor], clocks_[kHost]);
+    ++clocks_[actor][actor];
+    races_.touch(actor, clocks_[actor], "whatever gets freed memory next", {memory.get(), bytes, true});
+    races_.forget(memory.get());
+    lanes_[actor].push_back({"reuse", [memory, bytes] {
+                               std::memset(memory.get(), 0xFF, bytes);
+                               return true;
+                             }});
+  }
+
+  void host_touches(std::string_view operation, const Touched& touched) {
+    synchronize();
+    ++clocks_[kHost][kHost];
+    races_.touch(kHost, clocks_[kHost], operation, touched);
+  }
+
+  void idle() {
+    try {
+      peers_->idle();
+    } catch (const std::exception& error) {
+      std::string text = error.what();
+      for (const std::deque<Item>& lane : lanes_) text += lane.empty() ? ", -" : ", " + lane.front().operation;
+      throw std::logic_error(text);
+    }
+  }
+
+  bool runs_at_once(std::size_t lane) const {
+    constexpr std::array<unsigned, kLanePolicyNum> kLanes{0b000, 0b000, 0b110, 0b101, 0b011, 0b001, 0b010, 0b100};
+    return (kLanes[static_cast<std::size_t>(schedule_.policy)] >> lane & 1U) != 0;
+  }
+
+  void run_some() {
+    if (schedule_.policy == LanePolicy::kRandom) {
+      while (random_() % 2 == 0 && step(false)) {
+      }
+    }
+    while (step(true)) {
+    }
+    if (random_() % 8 == 0) peers_->pause();
+  }
+
+  // Runs what stands first in one lane, some lane that can go on. `eager`: of those that run at once.
+  bool step(bool eager) {
+    std::array<std::size_t, kLaneNum> order{0, 1, 2};
+    std::shuffle(order.begin(), order.end(), random_);
+    for (const std::size_t lane : order) {
+      if (lanes_[lane].empty() || (eager && !runs_at_once(lane)) || !lanes_[lane].front().work()) continue;
+      lanes_[lane].pop_front();
+      peers_->progressed();
+      return true;
+    }
+    return false;
+  }
+
+  const CpuKernels& kernels_ = cpu_kernels();
+  LaneSchedule schedule_;
+  std::mt19937 random_;
+  std::shared_ptr<Peers> peers_;
+  RaceDetector races_;
+  std::array<Clock, kActorNum> clocks_{};
+  std::array<std::deque<Item>, kLaneNum> lanes_;
+  std::vector<std::shared_ptr<std::byte>> freed_;  // until the lanes are empty
+};
+
+// The CPU's Adam in a lane of a LaneDevice.
+class LaneAdam final : public DeviceAdam {
+ public:
+  explicit LaneAdam(std::shared_ptr<LaneDevice> device) : device_(std::move(device)) {}
+
+  void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) override {
+    std::vector<Touched> touched{{step, sizeof(StepScalars), false}};
+    for (const AdamRun& run : runs) {
+      const AdamSpan& span = run.span;
+      touched.push_back(LaneDevice::read(span.gradient, span.gradient_dtype, span.numel));
+      for (const float* state : {span.master, span.exp_avg, span.exp_avg_sq}) {
+        touched.push_back(LaneDevice::written(state, DType::kFloat32, span.numel));
+      }
+      if (span.low_precision != nullptr) {
+        touched.push_back(LaneDevice::written(span.low_precision, span.low_precision_dtype, span.numel));
+      }
+    }
+    device_->put_in(lane, "adam", touched,
+                    [adam = adam_, held = std::vector<AdamRun>(runs.begin(), runs.end()), lane, step] {
+                      adam->update(lane, held, step);
+                    });
+  }
+
+ private:
+  std::shared_ptr<LaneDevice> device_;
+  std::shared_ptr<DeviceAdam> adam_ = make_cpu_adam(1, {});
+};
+
+}  // namespace zb::test
