@@ -39,7 +39,18 @@ std::string explain(ncclResult_t result) {
   return text;
 }
 
-// What the thread that connects and the one that waits for it share.
+// What the thread that connects needs.
+struct Plan {
+  std::shared_ptr<Device> device;
+  int rank = 0;
+  int world_size = 1;
+  ncclUniqueId id{};
+  cudaStream_t stream = nullptr;
+  std::shared_ptr<std::byte> scratch;  // kTrialBytes a rank
+};
+constexpr std::size_t kTrialBytes = 16;
+
+// What that thread and the one that waits for it share.
 struct Connecting {
   std::mutex mutex;
   std::condition_variable changed;
@@ -59,25 +70,50 @@ ncclResult_t settled(ncclResult_t result, ncclComm_t comm) {
   return result;
 }
 
-void run_connecting(Connecting& shared, Device& device, int rank, int world_size, const ncclUniqueId& id) {
+ncclComm_t initialise(const Plan& plan) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 1;
+  ncclComm_t comm = nullptr;
+  const ncclResult_t result = ncclCommInitRankConfig(&comm, plan.world_size, plan.id, plan.rank, &config);
+  check_nccl(settled(result, comm), "ncclCommInitRankConfig");
+  return comm;
+}
+
+// NCCL connects the ranks' rings at the first operation, and then a dead peer holds up who puts it in, for as long as a
+// minute and without a look at the abort flag. So that operation is put in here, where the thread can be left behind.
+void run_first_operation(Connecting& shared, const Plan& plan, ncclComm_t comm) {
+  const std::byte* const source = plan.scratch.get() + static_cast<std::size_t>(plan.rank) * kTrialBytes;
+  const ncclResult_t result = ncclAllGather(source, plan.scratch.get(), kTrialBytes, ncclUint8, comm, plan.stream);
+  check_nccl(settled(result, comm), "the first ncclAllGather");
+  cudaError_t code = cudaStreamQuery(plan.stream);
+  for (; code == cudaErrorNotReady; code = cudaStreamQuery(plan.stream)) {
+    static_cast<void>(cudaGetLastError());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const std::lock_guard lock(shared.mutex);
+    if (shared.is_given_up) return;
+  }
+  ZB_CUDA(code);
+}
+
+void run_connecting(Connecting& shared, const Plan& plan) {
   ncclComm_t comm = nullptr;
   std::string error;
   try {
-    device.bind_thread();
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 1;
-    check_nccl(settled(ncclCommInitRankConfig(&comm, world_size, id, rank, &config), comm), "ncclCommInitRankConfig");
+    plan.device->bind_thread();
+    comm = initialise(plan);
+    run_first_operation(shared, plan, comm);
   } catch (const std::exception& failure) {
     error = failure.what();
   }
-  const std::lock_guard lock(shared.mutex);
+  std::unique_lock lock(shared.mutex);
+  if (comm != nullptr && (shared.is_given_up || !error.empty())) {
+    lock.unlock();  // aborting takes its time
+    static_cast<void>(ncclCommAbort(std::exchange(comm, nullptr)));
+    lock.lock();
+  }
   shared.is_done = true;
   shared.error = std::move(error);
-  if (shared.is_given_up && shared.error.empty()) {
-    static_cast<void>(ncclCommAbort(comm));
-  } else {
-    shared.comm = comm;
-  }
+  shared.comm = comm;
   shared.changed.notify_all();
 }
 
@@ -95,9 +131,13 @@ NcclTransport::~NcclTransport() { abort(); }
 void NcclTransport::connect(int rank, int world_size, const ncclUniqueId& id,
                             const std::function<void()>& keep_waiting) {
   const auto shared = std::make_shared<Connecting>();
-  std::thread([shared, device = device_, rank, world_size, id] {
-    run_connecting(*shared, *device, rank, world_size, id);
-  }).detach();
+  Plan plan{.device = device_,
+            .rank = rank,
+            .world_size = world_size,
+            .id = id,
+            .stream = static_cast<cudaStream_t>(device_->stream(lane_)),
+            .scratch = device_->allocate(kTrialBytes * static_cast<std::size_t>(world_size), "NCCL's first operation")};
+  std::thread([shared, plan = std::move(plan)] { run_connecting(*shared, plan); }).detach();
   std::unique_lock lock(shared->mutex);
   while (!shared->changed.wait_for(lock, kSlice, [&] { return shared->is_done; })) {
     lock.unlock();
@@ -106,7 +146,7 @@ void NcclTransport::connect(int rank, int world_size, const ncclUniqueId& id,
     } catch (...) {
       lock.lock();
       shared->is_given_up = true;
-      if (shared->comm != nullptr && shared->error.empty()) static_cast<void>(ncclCommAbort(shared->comm));
+      if (shared->comm != nullptr) static_cast<void>(ncclCommAbort(shared->comm));
       throw;
     }
     lock.lock();

@@ -22,8 +22,8 @@ class NcclTransport final : public LaneTransport {
   NcclTransport(std::shared_ptr<Device> device, Lane lane, NcclBuffers buffers);
   ~NcclTransport() override;
 
-  // Blocks until all ranks have connected. `keep_waiting` is called several times a second and throws to give up.
-  // Throws NcclError.
+  // Blocks until all ranks have connected and a first small operation has run in the lane. `keep_waiting` is called
+  // several times a second and throws to give up. Throws NcclError.
   void connect(int rank, int world_size, const ncclUniqueId& id, const std::function<void()>& keep_waiting);
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override;
