@@ -151,7 +151,7 @@ class MegatronFSDPStrategy(PeerStrategy):
 
         def held(name: str) -> int:
             buffers = [getattr(group, name) for group in groups]
-            return storage_bytes(buffer.data for buffer in buffers if buffer is not None)
+            return sum(buffer.data.nbytes for buffer in buffers if buffer is not None)
 
         return {
             "device": {

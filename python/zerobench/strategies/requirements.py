@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 
 # The same as the extras in pyproject.toml (a test compares them): the versions whose internals the readers know.
 DEEPSPEED = "deepspeed>=0.19.8,<0.20"
@@ -19,9 +18,10 @@ def missing_package(module: str, requirement: str) -> str | None:
 
 def missing_compiler(what: str) -> str | None:
     """DeepSpeed compiles some operators at their first use."""
-    from torch.utils.cpp_extension import CUDA_HOME
+    from torch.utils.cpp_extension import CUDA_HOME, is_ninja_available
 
-    if CUDA_HOME is not None and shutil.which("ninja") is not None:
-        return None
-    missing = "a CUDA toolkit (nvcc)" if CUDA_HOME is None else "ninja"
-    return f"{what} is compiled at its first use and this machine has no {missing}: install it and set PATH"
+    if CUDA_HOME is None:
+        return f"{what} is compiled at its first use and there is no nvcc: install a CUDA toolkit and set CUDA_HOME"
+    if not is_ninja_available():
+        return f"{what} is compiled at its first use and there is no ninja: pip install ninja"
+    return None
