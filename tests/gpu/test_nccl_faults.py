@@ -1,0 +1,176 @@
+"""Faults of the NCCL communicator on real devices: every rank ends in time and says why. One process a GPU, killed when
+it hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device on this machine", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ranks  # noqa: E402
+from nccl_ranks import SLACK_S, Connected  # noqa: E402
+
+from zerobench.errors import CommunicationError  # noqa: E402
+
+GPU_NUM = torch.cuda.device_count()
+several_gpus = pytest.mark.skipif(GPU_NUM < 2, reason=f"needs 2 GPUs, and this machine has {GPU_NUM}")
+
+
+def warm(at: Connected) -> tuple[Any, int]:
+    """A buffer that was gathered once."""
+    full, tensor = at.buffer(1000 * at.comm.world_size, "float32")
+    at.run(lambda: at.gather(full, 4000))
+    torch.cuda.synchronize()
+    return full, tensor.nbytes // at.comm.world_size
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except CommunicationError as error:
+        return str(error)
+    return "no CommunicationError"
+
+
+def ends(at: Connected, begin: float) -> dict[str, Any]:
+    """The device comes back, every later call raises, and the GPU can be used on."""
+    torch.cuda.synchronize()
+    deadline = time.monotonic() + SLACK_S
+    while at.comm.poisoned() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    took_s = time.monotonic() - begin
+    text = raised(at.comm.barrier)
+    assert raised(lambda: at.comm.allocate(16, shared=True)) == text
+    assert torch.ones(1000, device="cuda").sum().item() == 1000
+    at.comm.close()
+    return {"text": text, "took_s": took_s, "closed_s": time.monotonic() - begin}
+
+
+def lose_a_rank(rank: ranks.Rank) -> dict[str, Any]:
+    at = Connected(rank)
+    full, _ = at.buffer(1000 * rank.world_size, "float32")
+    at.comm.barrier()
+    if rank.rank == rank.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    text = raised(lambda: at.gather(full, 4000).wait())
+    result = ends(at, begin)
+    assert text in ("no CommunicationError", result["text"])
+    return result
+
+
+@several_gpus
+def test_a_killed_rank_is_named_by_all_others() -> None:
+    victim = GPU_NUM - 1
+    with ranks.Group(lose_a_rank, world_size=GPU_NUM) as group:
+        group.wait(timeout_s=150.0)
+    assert group.outcomes[victim].exit_code == -signal.SIGKILL
+    for outcome in group.outcomes[:victim]:
+        assert outcome.error is None and outcome.exit_code == 0, outcome
+        assert f"rank {victim} died during all_gather of 'python'" in outcome.value["text"]
+        assert outcome.value["took_s"] < SLACK_S  # far below the timeout of 60 s
+
+
+def stall(rank: ranks.Rank) -> dict[str, Any]:
+    at = Connected(rank, timeout_s=5.0)
+    full, shard_bytes = warm(at)
+    at.comm.barrier()
+    begin = time.monotonic()
+    if rank.rank == 1:
+        time.sleep(12.0)
+    else:
+        at.gather(full, shard_bytes).wait()
+    return ends(at, begin)
+
+
+@several_gpus
+def test_a_rank_that_does_not_come_ends_the_others_at_the_timeout() -> None:
+    waiting, sleeping = ranks.run(stall, world_size=2, timeout_s=120.0)
+    said = "rank 0 waited 5.00 s for all_gather of 'python'"
+    assert waiting["text"] == said
+    assert 5.0 <= waiting["took_s"] < 5.0 + SLACK_S
+    assert sleeping["text"] == f"rank 0 aborted: {said}"
+
+
+def mismatch(rank: ranks.Rank) -> dict[str, Any]:
+    at = Connected(rank)
+    full, shard_bytes = warm(at)
+    begin = time.monotonic()
+    at.gather(full, shard_bytes if rank.rank == 0 else shard_bytes // 4)
+    text = raised(at.comm.barrier)
+    result = ends(at, begin)
+    assert result["text"] == text
+    return result
+
+
+@several_gpus
+def test_a_mismatched_collective_is_named_on_all_ranks() -> None:
+    results = ranks.run(mismatch, world_size=2, timeout_s=120.0)
+    for result in results:
+        assert (
+            "rank 0 all_gather of 'python' (4000 bytes), rank 1 all_gather of 'python' (1000 bytes)"
+            in (result["text"])
+        )
+        assert result["took_s"] < SLACK_S
+
+
+def abort_in_the_middle(rank: ranks.Rank) -> dict[str, Any]:
+    at = Connected(rank)
+    full, shard_bytes = warm(at)
+    at.comm.barrier()
+    begin = time.monotonic()
+    if rank.rank == 0:
+        time.sleep(0.5)
+        at.comm.abort("the model is wrong")
+        at.comm.abort("and this is too late")
+    else:
+        at.gather(full, shard_bytes).wait()
+    return ends(at, begin)
+
+
+@several_gpus
+def test_an_abort_reaches_ranks_whose_device_waits() -> None:
+    for result in ranks.run(abort_in_the_middle, world_size=2, timeout_s=120.0):
+        assert result["text"] == "rank 0 aborted: the model is wrong"
+        assert result["took_s"] < SLACK_S
+
+
+def close_in_the_middle(rank: ranks.Rank) -> float:
+    at = Connected(rank, timeout_s=3.0)
+    full, shard_bytes = warm(at)
+    at.comm.barrier()
+    begin = time.monotonic()
+    if rank.rank == 0:
+        at.gather(full, shard_bytes)  # nobody else starts it
+    else:
+        time.sleep(6.0)
+    at.comm.close()
+    torch.cuda.synchronize()
+    return time.monotonic() - begin
+
+
+@several_gpus
+def test_closing_ends_what_cannot_end() -> None:
+    for took_s in ranks.run(close_in_the_middle, world_size=2, timeout_s=120.0):
+        assert took_s < 6.0 + SLACK_S
+
+
+def share_a_gpu(rank: ranks.Rank) -> str:
+    return raised(lambda: Connected(rank, ordinal=0, timeout_s=30.0))
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    for text in ranks.run(share_a_gpu, world_size=2, timeout_s=120.0):
+        assert "both use the GPU" in text, text
