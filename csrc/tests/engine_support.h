@@ -326,6 +326,12 @@ inline void rethrow_first(const std::vector<std::exception_ptr>& errors) {
   }
 }
 
+inline void run_in_lanes(const ToyOptions& options, std::uint32_t schedule_number, const ToyBody& body) {
+  LaneWorld world(options.world_size, lane_schedule(schedule_number));
+  rethrow_first(run_threads(
+      options, std::vector<ToyPlace>(static_cast<std::size_t>(options.world_size), ToyPlace{.lanes = &world}), body));
+}
+
 // Runs the body on the CPU, and in every schedule, where all that is read must be what was read on the CPU.
 inline void run_ranks(const ToyOptions& options, const ToyBody& body) {
   std::vector<Reads> reads(static_cast<std::size_t>(options.world_size));

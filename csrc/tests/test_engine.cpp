@@ -175,6 +175,38 @@ TEST_P(EveryStage, OrdersMayChangeAndDifferBetweenRanks) {
   }
 }
 
+// In the last step of three, when all ranks count on the order of the first two.
+TEST_P(EveryStage, GradientsMayComeLastOrNotAtAllOnOneRank) {
+  constexpr std::size_t kLate = 4;
+  for (const bool comes : {true, false}) {
+    Reference reference(world_size());
+    for (long step = 0; step < 3; ++step) {
+      reference.backward(step, [&](int rank, std::size_t unit) {
+        return comes || step < 2 || rank != 0 || unit != kLate ? 1.0F : 0.0F;
+      });
+      reference.step();
+    }
+    const Values master = same_on_all(options(), [&](ToyRank& toy) {
+      for (int step = 0; step < 2; ++step) toy.train();
+      toy.forward(kUnits);
+      toy.engine().begin_backward(true);
+      for (const std::size_t unit : kReversed) {
+        if (toy.rank() != 0 || unit != kLate) {
+          toy.unit_backward(unit);
+        } else {
+          toy.engine().pre_backward(unit);
+        }
+      }
+      for (const std::size_t parameter : test::parameters_of(kRoot)) toy.give_gradient(parameter);
+      if (toy.rank() == 0 && comes) toy.unit_backward(kLate);
+      toy.engine().end_backward();
+      toy.start_step();
+      return toy.state(FullState::kMaster);
+    });
+    EXPECT_EQ(master, reference.master);
+  }
+}
+
 TEST_P(EveryStage, RanksMayBeEarlyOrLate) {
   Reference reference(world_size());
   for (long step = 0; step < kSteps; ++step) {

@@ -44,7 +44,7 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
   gathers_ = std::make_unique<GatherScheduler>(device(), *gather_communicator_, &ledger_, units_, parameters_, clock_,
                                                parameters_sharded(), options.reshard_after_forward, prefetch_bytes_);
   reduces_ = std::make_unique<ReduceScheduler>(device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_,
-                                               policy_.gradients);
+                                               policy_.gradients, parameters_sharded());
   for (Unit& unit : units_) build_unit(unit, model);
   build_norms();
   gathers_->reserve_slots();
@@ -363,6 +363,7 @@ void Engine::settle_step() {
   if (!pending_.is_pending) return;
   device().synchronize(pending_.arrived);
   pending_ = {};
+  check_communicators();
   StepScalars scalars;
   std::memcpy(&scalars, norm_on_host_.get(), sizeof(scalars));
   outcome_ = {.applied = scalars.is_skipped == 0, .grad_norm = scalars.norm};
@@ -510,6 +511,13 @@ void Engine::quiesce() noexcept {
     // Whoever was reading has failed, or will at its next call.
   }
   published_.clear();
+}
+
+// What collectives that were aborted leave in memory means nothing.
+void Engine::check_communicators() const {
+  for (const Communicator* communicator : {gather_communicator_.get(), reduce_communicator_.get()}) {
+    if (const std::optional<CommunicationError> cause = communicator->poisoned()) throw CommunicationError(*cause);
+  }
 }
 
 void Engine::check_bindings() const {

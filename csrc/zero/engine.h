@@ -153,6 +153,7 @@ class Engine {
   void build_norms();
   void finish_backward_if_done(std::size_t unit);
   void check_bindings() const;
+  void check_communicators() const;
   void exchange_reports();
   void finish_reports();
   void combine_norm();

@@ -65,6 +65,7 @@ void Engine::read_full_state(FullState kind,
         }
         on_host.resize(layout.padded_numel());
         device().download(on_host.data(), full.data(), on_host.size() * sizeof(float));
+        check_communicators();
         for (const std::size_t index : flat.parameters) {
           visit(index, on_host.data() + parameters_[index].offset_numel);
         }
@@ -83,6 +84,7 @@ void Engine::broadcast(std::byte* data, std::size_t bytes) {
     const WorkPtr work = communicator.start_broadcast({.buffer = values, .bytes = bytes, .root = 0, .label = "buffer"});
     work->wait();
     if (rank() != 0) device().download(data, values.data(), bytes);
+    check_communicators();
     work->wait_source_free();
   });
 }

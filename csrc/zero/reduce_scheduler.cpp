@@ -4,6 +4,7 @@
 #include <chrono>
 #include <iterator>
 #include <map>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -16,12 +17,14 @@ namespace {
 constexpr std::size_t kNone = SIZE_MAX;
 constexpr std::size_t kSlotNum = 2;  // one unit's gradients arrive while the one before is reduced
 constexpr auto kLongestSlotWait = std::chrono::milliseconds(100);
+constexpr auto kLongestIdleWait = std::chrono::milliseconds(1);  // of a host whose compute lane is empty
+constexpr auto kPollInterval = std::chrono::microseconds(20);
 
 }  // namespace
 
 ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                                  std::vector<Parameter>& parameters, CommunicationClock& clock,
-                                 GradientPlacement placement)
+                                 GradientPlacement placement, bool gathers_beside)
     : device_(device),
       communicator_(communicator),
       ledger_(ledger),
@@ -29,6 +32,7 @@ ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Led
       parameters_(parameters),
       clock_(clock),
       placement_(placement),
+      gathers_beside_(gathers_beside),
       slots_(device, communicator, ledger, BufferRole::kShared, Category::kGradientSlots,
              {.first = Lane::kCompute, .last = communicator.lane()}),
       staging_(device, communicator, ledger, BufferRole::kPrivate, Category::kStaging,
@@ -167,9 +171,25 @@ bool ReduceScheduler::try_take_slot(std::size_t index, bool block) {
   while (!unit.gradient_slot && std::chrono::steady_clock::now() < give_up) {
     finish_ready();
     unit.gradient_slot = slots_.acquire(unit.gradient_bytes, slot_index_[index]);
-    if (!unit.gradient_slot) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (!unit.gradient_slot) std::this_thread::sleep_for(kPollInterval);
   }
   return static_cast<bool>(unit.gradient_slot);
+}
+
+// Whether the compute lane may wait for the unit's slot: see [Note: gradient slots].
+bool ReduceScheduler::await_slot(std::size_t index) {
+  if (!device_.is_async() || !gathers_beside_ || slot_predecessor_[index] == kNone) return true;
+  const MarkPtr last_use = slots_.last_use(units_[index].gradient_bytes, slot_index_[index]);
+  if (device_.has_passed(last_use)) return true;
+  const MarkPtr computed = device_.mark(Lane::kCompute);
+  std::optional<std::chrono::steady_clock::time_point> idle_since;
+  while (!device_.has_passed(last_use)) {
+    const auto now = std::chrono::steady_clock::now();
+    if (!idle_since && device_.has_passed(computed)) idle_since = now;
+    if (idle_since && now - *idle_since >= kLongestIdleWait) return false;
+    std::this_thread::sleep_for(kPollInterval);
+  }
+  return true;
 }
 
 void ReduceScheduler::abandon_forward() {
@@ -261,7 +281,7 @@ void ReduceScheduler::launch_ready() {
     const std::size_t index = order_[next_turn_];
     Unit& unit = units_[index];
     // Without its shared slot it cannot be reduced yet; the next event tries again.
-    if (!persistent() && !unit.gradient_slot && !try_take_slot(index, false)) break;
+    if (!persistent() && !unit.gradient_slot && !(await_slot(index) && try_take_slot(index, false))) break;
     launch(index);
     ++next_turn_;
   }

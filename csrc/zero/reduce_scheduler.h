@@ -12,8 +12,12 @@
 // Where full gradients do not persist (stages 2 and 3) they are packed into shared slots, taken in the order of
 // reduction: a unit may take a slot only after the unit before it in that slot was reduced. One that is too early packs
 // into private spare memory and moves when its turn comes. Waiting for a slot in the middle of a backward is bounded,
-// so that a rank whose peers are held up elsewhere never closes a circle of waits. Where the device works in lanes
-// nothing of this waits on the host: gradients are held as they are until their unit is packed in its turn.
+// so that a rank whose peers are held up elsewhere never closes a circle of waits.
+// Where the device works in lanes there are no spares: gradients are held as they are until their unit is packed in its
+// turn, and the compute lane waits for the slot. That too could close a circle, where parameters are gathered: a peer
+// may have to use a unit before it brings what holds this rank's slot, and this rank takes part in the gather once its
+// compute lane is past the slot. So there the host waits first. It gives up some time after its compute lane ran empty,
+// and the unit is tried again with the next one, or when backward ends.
 #pragma once
 
 #include <cstddef>
@@ -34,8 +38,10 @@ namespace zb {
 
 class ReduceScheduler {
  public:
+  // `gathers_beside`: backwards gather parameters too.
   ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
-                  std::vector<Parameter>& parameters, CommunicationClock& clock, GradientPlacement placement);
+                  std::vector<Parameter>& parameters, CommunicationClock& clock, GradientPlacement placement,
+                  bool gathers_beside);
 
   // Makes the slots, and staging shards where micro-batches accumulate. Collective.
   void reserve_slots(long accumulation_steps);
@@ -77,6 +83,7 @@ class ReduceScheduler {
   void add_held(Unit& unit);
   void add_missing(const Unit& unit);
   void pack_items();
+  bool await_slot(std::size_t unit);
   bool try_take_slot(std::size_t unit, bool block);
   void mark_complete(std::size_t unit);
   void launch_ready();
@@ -98,6 +105,7 @@ class ReduceScheduler {
   std::vector<Parameter>& parameters_;
   CommunicationClock& clock_;
   GradientPlacement placement_;
+  bool gathers_beside_;
   SlotPool slots_;
   SlotPool staging_;
 

@@ -1,0 +1,112 @@
+// The engine on devices whose lanes run late, against the engine on the CPU: the same bits are read by every forward
+// and backward and end in every state, however the lanes are starved and whatever the ranks' walks are.
+#include <string>
+
+#include "engine_support.h"
+
+namespace zb {
+namespace {
+
+using test::kRoot;
+using test::Reference;
+using test::run_ranks;
+using test::same_on_all;
+using test::toy_parameters;
+using test::ToyOptions;
+using test::ToyRank;
+using test::Values;
+
+const std::vector<std::size_t> kUnits{1, 2, 3, 4};
+const std::vector<std::size_t> kReversed{4, 3, 2, 1};
+
+using EngineLanes = test::StageTest;
+
+INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineLanes, test::in_lanes(testing::Range(1, 4), test::kLanePolicyNum),
+                         test::stage_test_name);
+
+// Units in an order of the rank's own in every third micro-batch, one left out in every fifth.
+std::vector<std::size_t> units_of(const ToyRank& toy, long micro_step) {
+  std::vector<std::size_t> units = kUnits;
+  const long own = micro_step + 2 * toy.rank();
+  if (own % 3 == 2) std::rotate(units.begin(), units.begin() + 1 + own % 2, units.end());
+  if (own % 5 == 4) units.erase(units.begin() + own % 4);
+  return units;
+}
+
+Values walk(ToyRank& toy, const ToyOptions& options) {
+  constexpr long kSteps = 4;
+  for (long step = 0; step < kSteps; ++step) {
+    if (step == 2 && toy.rank() == 0 && options.loss_scale.enabled) toy.spoil(2);
+    if (step == 3) toy.spoil(SIZE_MAX);
+    for (long micro = 1; micro <= options.accumulation_steps; ++micro) {
+      std::vector<std::size_t> units = units_of(toy, toy.micro_step());
+      toy.forward(units);
+      std::reverse(units.begin(), units.end());
+      toy.backward(units, micro == options.accumulation_steps);
+    }
+    toy.start_step();
+    if (step % 2 == 1) toy.forward({2, 4}, false);
+  }
+  EXPECT_EQ(toy.engine().steps_applied(), options.loss_scale.enabled ? kSteps - 1 : kSteps);
+  Values found = toy.state(FullState::kParameters);
+  for (const FullState kind : {FullState::kMaster, FullState::kExpAvg, FullState::kExpAvgSq}) {
+    const Values more = toy.state(kind);
+    found.insert(found.end(), more.begin(), more.end());
+  }
+  return found;
+}
+
+TEST_P(EngineLanes, EndAsTheCpuDoes) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const long accumulation_steps : {1L, 3L}) {
+      ToyOptions with = options();
+      with.param_dtype = dtype;
+      with.reduce_dtype = dtype == DType::kBFloat16 ? DType::kFloat32 : dtype;
+      with.accumulation_steps = accumulation_steps;
+      with.clip = accumulation_steps == 1 ? 0.5 : 0.0;
+      with.loss_scale = {.enabled = dtype == DType::kFloat16, .initial_scale = 64.0};
+      with.reshard_after_forward = dtype != DType::kFloat32;
+      with.prefetch_bytes = dtype == DType::kFloat16 ? 0 : dtype == DType::kBFloat16 ? 1U << 20U : SIZE_MAX;
+      same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); });
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// The step that brings a gradient that is not finite is known to be none when the next step begins, which then drops
+// gradients whose reduction is still under way.
+TEST_P(EngineLanes, AStepDroppedBehindABadOneLeavesNoTrace) {
+  Reference reference(world_size());
+  for (const long micro_step : {0, 3}) {
+    reference.backward(micro_step);
+    reference.step();
+  }
+  for (std::uint32_t number = 0; number < options().lane_schedule_num; ++number) {
+    test::run_in_lanes(options(), number, [&](ToyRank& toy) {
+      toy.train();
+      if (toy.rank() == 0) toy.spoil(2);
+      toy.train();
+      toy.spoil(SIZE_MAX);
+      toy.forward(kUnits);
+      toy.backward(kReversed);
+      EXPECT_THROW(toy.start_step(), NonFiniteGradientError);
+      toy.train();
+      EXPECT_EQ(toy.state(FullState::kMaster), reference.master);
+    });
+  }
+}
+
+TEST_P(EngineLanes, BytesOfTheHostReachEveryRank) {
+  run_ranks(options(), [](ToyRank& toy) {
+    toy.train();
+    for (int round = 0; round < 2; ++round) {
+      std::string text = toy.rank() == 0 ? "of rank 0" : "of others";
+      toy.engine().broadcast(reinterpret_cast<std::byte*>(text.data()), text.size());
+      EXPECT_EQ(text, "of rank 0");
+      toy.train();
+    }
+  });
+}
+
+}  // namespace
+}  // namespace zb
