@@ -1,4 +1,4 @@
-// The device store: optimizer state in device memory beside the parameters, updated in place in the compute lane.
+// The device store: optimizer state in device memory beside the parameters, updated in place.
 #include <string>
 #include <utility>
 #include <vector>
@@ -78,7 +78,7 @@ class DeviceStore final : public Store {
     for (const Segment& segment : shard.segments) {
       runs_.push_back({segment_span(shard, update, segment), update.rows[static_cast<std::size_t>(segment.row)]});
     }
-    if (!runs_.empty()) parts_.adam->update(Lane::kCompute, runs_, update.step);
+    if (!runs_.empty()) parts_.adam->update(update.lane, runs_, update.step);
   }
 
   void wait_update(std::size_t index) override { at(index); }

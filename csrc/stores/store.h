@@ -27,8 +27,9 @@ struct ShardSpec {
   std::vector<Segment> segments;  // relative to the shard
 };
 
-// One update of one shard. All pointers are device memory, ready for the compute lane.
+// One update of one shard. All pointers are device memory, ready for `lane`.
 struct ShardUpdate {
+  Lane lane = Lane::kCompute;      // that the update is put into
   const void* gradient = nullptr;  // numel elements, reduced, not yet scaled
   DType gradient_dtype = DType::kFloat32;
   void* parameters = nullptr;  // the shard's parameters in param_dtype; fp32 parameters are the master themselves
@@ -43,7 +44,7 @@ class Store {
   // Registers a shard whose parameters currently hold `initial` (numel floats of device memory, the fp32 values before
   // any rounding). Returns the shard's index. For fp32 parameters no master is made.
   virtual std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) = 0;
-  // Start and wait of one shard's update; parameters are current for the compute lane after wait.
+  // Start and wait of one shard's update; parameters are current for its lane after wait.
   virtual void start_update(std::size_t shard, const ShardUpdate& update) = 0;
   virtual void wait_update(std::size_t shard) = 0;
   // Copies a state out of or into the store (numel floats of device memory), in the compute lane. kMaster of fp32

@@ -355,7 +355,6 @@ void Engine::combine_norm() {
                                .scalars = scalars});
   device().copy_to_pinned(lane, norm_on_host_.get(), norm_.data(), norm_.bytes());
   pending_ = {device().mark(lane), true};
-  device().wait(Lane::kCompute, pending_.arrived);
 }
 
 // Learns how the last step ended.
@@ -443,6 +442,9 @@ void Engine::update(std::span<const AdamHyperparameters> groups) {
   for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, 1.0F));
   const bool publishes = state_sharded() && !parameters_sharded();
   published_.clear();
+  // Behind the norm; and behind all that reads the parameters that are about to change.
+  device().wait(update_lane(), pending_.arrived);
+  device().wait(update_lane(), device().mark(Lane::kCompute));
   std::vector<Unit*> ready;
   std::size_t ready_bytes = 0;
   for (Unit& unit : units_) {
@@ -469,21 +471,23 @@ void Engine::update_unit(Unit& unit, std::span<const AdamScalars> rows) {
   for (FlatBuffer& flat : unit.flats) {
     if (!flat.trainable) continue;
     store_->start_update(flat.store_shard,
-                         {.gradient = sharded ? flat.shard_gradients.data() : flat.full_gradients.data(),
+                         {.lane = update_lane(),
+                          .gradient = sharded ? flat.shard_gradients.data() : flat.full_gradients.data(),
                           .gradient_dtype = flat.reduce_dtype,
                           .parameters = sharded ? flat.shard_parameters.data() : flat.full_parameters.data(),
                           .rows = rows,
                           .step = norm_.as<StepScalars>()});
     store_->wait_update(flat.store_shard);
-    if (parameters_sharded()) flat.updated = device().mark(Lane::kCompute);
+    if (parameters_sharded()) flat.updated = device().mark(update_lane());
   }
+  if (sharded) unit.updated = device().mark(update_lane());
 }
 
 // Stages 1 and 2: every rank's updated shards of these units go to all ranks, in one group.
 void Engine::publish(const std::vector<Unit*>& units) {
   Communicator& communicator = *gather_communicator_;
   const CommunicationClock::Scope timed(clock_);
-  device().wait(communicator.lane(), device().mark(Lane::kCompute));
+  device().wait(communicator.lane(), device().mark(update_lane()));
   const CollectiveGroup group(communicator);
   for (Unit* unit : units) {
     for (const FlatBuffer& flat : unit->flats) {
@@ -498,6 +502,7 @@ void Engine::publish(const std::vector<Unit*>& units) {
 }
 
 void Engine::wait_published(Unit& unit) {
+  device().wait(Lane::kCompute, std::exchange(unit.updated, nullptr));
   for (const WorkPtr& work : unit.publishing) work->wait();
   unit.publishing.clear();
 }

@@ -166,6 +166,9 @@ class Engine {
   void write_back_flat(FlatBuffer& flat, const std::byte* values);
   bool parameters_sharded() const { return policy_.parameters == Placement::kSharded; }
   bool state_sharded() const { return policy_.state == Placement::kSharded; }
+  // Sharded state is updated beside the next forward, whose units wait for their own parameters. Where every rank
+  // updates everything, parameters stay readable right after a step.
+  Lane update_lane() const { return state_sharded() ? reduce_communicator_->lane() : Lane::kCompute; }
 
   // The ranks' reports on a step. Where the device works in lanes they are read one step later, so that no rank's host
   // waits for another's.

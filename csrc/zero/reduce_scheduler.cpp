@@ -436,7 +436,7 @@ void ReduceScheduler::replicate() {
   if (!device_.is_async()) {
     for (const std::size_t index : order_) start_replicate(units_[index], replicating_);
   }
-  for (const WorkPtr& work : replicating_) work->wait();
+  for (const WorkPtr& work : replicating_) work->wait(communicator_.lane());
   if (!replicating_.empty()) last_work_ = replicating_.back();
   replicating_.clear();
 }

@@ -118,6 +118,7 @@ struct Unit {
   ParameterState parameter_state = ParameterState::kUnsharded;
   SlotLease gather_slot;
   std::vector<WorkPtr> gathering;
+  MarkPtr updated;  // sharded state: behind the unit's last update, until the compute lane has waited for it
   std::vector<WorkPtr> publishing;   // stages 1 and 2: all-gathers of updated parameters that nobody has waited for yet
   bool needed_for_backward = false;  // kept unsharded between forward and backward
   int pins = 0;                      // explicit gathers that hold it
