@@ -275,6 +275,7 @@ def cpu_device_parts(*, thread_num: int, cpus: Sequence[int]) -> Any:
     """
     The CPU as the device of an engine, with threads for its optimizer.
     """
+
 def cpus_of_rank(local_rank: int, local_world_size: int) -> list[int]:
     """
     This rank's contiguous share of the allowed CPUs.

@@ -1,0 +1,173 @@
+"""Step times of zerobench's stages beside DDP, FSDP2 and the floor, in one process group and one run.
+
+A plain loop without anything of ``zerobench compare`` around it, to hold that against:
+
+    torchrun --nproc_per_node N benchmarks/gpu_step.py MODEL:BATCH:SEQ:STEPS:MODE,MODE ...
+
+MODEL: gpt2 or llama-1.3b, as transformers builds them. MODE: floor (forward and backward alone, bf16 parameters), zero0
+to zero3, zero3keep (gathered between forward and backward), ddp (autocast), fsdp2; with ``-block`` behind it every
+block is compiled. Prints a JSON line a mode: three windows' mean milliseconds a step, milliseconds until the host is
+through with a step that it starts on an idle device, and peak GB of torch's allocator and of the device.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerobench
+from zerobench import models
+
+NAMES = {"gpt2": "hf:gpt2", "llama-1.3b": "llama-1.3b"}
+WARMUP_STEPS = 8
+WINDOWS = 3
+HOST_STEPS = 4
+Run = Callable[[], object]
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 2)
+
+
+def floor(model: nn.Module, batch: dict[str, Any]) -> tuple[Run, Run, Run]:
+    model.bfloat16()
+    parameters = list(model.parameters())
+
+    def forward_backward() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        model(**batch).loss.backward()
+
+    return forward_backward, lambda: None, lambda: None
+
+
+def ours(model: nn.Module, batch: dict[str, Any], name: str) -> tuple[Run, Run, Run]:
+    engine = zerobench.initialize(
+        model,
+        config={
+            "stage": int(name[4]),
+            "precision": "bf16",
+            "reshard_after_forward": not name.endswith("keep"),
+            "optimizer": {"lr": 1e-5},
+        },
+    )
+    return lambda: engine.backward(engine(**batch).loss), engine.step, engine.close
+
+
+def peer(model: nn.Module, batch: dict[str, Any], name: str, *, compiled: bool) -> tuple[Run, Run, Run]:
+    network: nn.Module = model
+    autocast = name == "ddp"
+    if name == "ddp":
+        network = nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, static_graph=not compiled
+        )
+    else:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for block in blocks_of(model):
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def forward_backward() -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = network(**batch).loss
+        loss.backward()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return forward_backward, step, lambda: None
+
+
+def prepare(
+    model_name: str, mode: str, batch_size: int, seq_length: int, device: torch.device
+) -> tuple[Run, Run, Run]:
+    name, _, compiled = mode.partition("-")
+    with device:
+        model = models.build(models.resolve(NAMES[model_name], {}), seed=0)
+    ids = torch.randint(0, 32000, (batch_size, seq_length), device=device)
+    if compiled:
+        for block in blocks_of(model):
+            if name.startswith("zero"):
+                block.forward = torch.compile(block.forward)  # hooks stay outside
+            else:
+                block.compile()
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if name == "floor":
+        return floor(model, batch)
+    if name.startswith("zero"):
+        return ours(model, batch, name)
+    return peer(model, batch, name, compiled=bool(compiled))
+
+
+def measure(model_name: str, mode: str, batch_size: int, seq_length: int, steps: int) -> dict[str, Any]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch._dynamo.reset()
+    device = torch.device("cuda", torch.cuda.current_device())
+    free_before = torch.cuda.mem_get_info()[0]
+    forward_backward, step, close = prepare(model_name, mode, batch_size, seq_length, device)
+
+    def run(step_num: int) -> float:
+        torch.cuda.synchronize()
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(step_num):
+            forward_backward()
+            step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start_s) / step_num * 1e3
+
+    run(WARMUP_STEPS)
+    windows = [run(steps) for _ in range(WINDOWS)]
+    host_s = 0.0
+    for _ in range(HOST_STEPS):
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        forward_backward()
+        step()
+        host_s += time.perf_counter() - start_s
+    torch.cuda.synchronize()
+    found = {
+        "model": model_name,
+        "mode": mode,
+        "gpus": dist.get_world_size(),
+        "batch_size": batch_size,
+        "seq_length": seq_length,
+        "step_ms": [round(value, 2) for value in windows],
+        "host_ms": round(host_s / HOST_STEPS * 1e3, 2),
+        "torch_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "device_used_gb": round((free_before - torch.cuda.mem_get_info()[0]) / 1e9, 2),
+    }
+    close()
+    return found
+
+
+def main() -> None:
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    for argument in sys.argv[1:]:
+        model_name, batch_size, seq_length, steps, modes = argument.split(":")
+        for mode in modes.split(","):
+            found = measure(model_name, mode, int(batch_size), int(seq_length), int(steps))
+            if dist.get_rank() == 0:
+                print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
