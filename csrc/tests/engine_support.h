@@ -132,6 +132,7 @@ class ToyRank {
     for (const std::size_t unit : units) unit_backward(unit);
     for (const std::size_t parameter : parameters_of(kRoot)) give_gradient(parameter);
     engine_->end_backward();
+    EXPECT_EQ(lanes_ ? lanes_->gradient_num() : 0U, 0U) << "gradients are held that were packed long ago";
     ++micro_step_;
   }
 

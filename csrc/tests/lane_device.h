@@ -85,12 +85,16 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
   // Memory as torch's allocator gives it for the compute lane: when its owner lets go, later work there gets it.
   std::shared_ptr<std::byte> allocate_in_compute(std::size_t bytes) {
     auto memory = make_memory(bytes);
+    ++gradient_num_;
     races_.allocated(memory.get(), bytes, "a gradient");
     std::byte* const data = memory.get();
     return {data, [device = weak_from_this(), memory = std::move(memory), bytes](std::byte*) {
               if (const auto alive = device.lock()) alive->reuse_in_compute(memory, bytes);
             }};
   }
+
+  // Blocks of it that have owners.
+  std::size_t gradient_num() const { return gradient_num_; }
 
   // Runs lanes, and lets the peers run, until it is true.
   void run_until(const std::function<bool()>& is_reached) {
@@ -160,13 +164,16 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
     put_in(lane, "add", {written(destination, destination_dtype, numel), read(source, source_dtype, numel)},
            [=, this] { kernels_.add(destination, destination_dtype, source, source_dtype, numel); });
   }
+  // The items run in any order.
   void pack(Lane lane, std::span<const PackItem> items) override {
+    std::vector<PackItem> shuffled(items.begin(), items.end());
+    std::shuffle(shuffled.begin(), shuffled.end(), random_);
     std::vector<Touched> touched;
     for (const PackItem& item : items) {
       touched.push_back(written(item.destination, item.destination_dtype, item.numel));
       if (item.source != nullptr) touched.push_back(read(item.source, item.source_dtype, item.numel));
     }
-    put_in(lane, "pack", touched, [this, held = std::vector<PackItem>(items.begin(), items.end())] {
+    put_in(lane, "pack", touched, [this, held = std::move(shuffled)] {
       for (const PackItem& item : held) {
         if (item.source == nullptr) {
           std::memset(item.destination, 0, item.numel * dtype_bytes(item.destination_dtype));
@@ -246,6 +253,7 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
     freed_.push_back(memory);  // what is put in may still touch it, if the caller is wrong
   }
   void reuse_in_compute(const std::shared_ptr<std::byte>& memory, std::size_t bytes) {
+    --gradient_num_;
     const std::size_t actor = index_of(Lane::kCompute);
     join(clocks_[actor], clocks_[kHost]);
     ++clocks_[actor][actor];
@@ -308,6 +316,7 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
   std::shared_ptr<Peers> peers_;
   RaceDetector races_;
   std::array<Clock, kActorNum> clocks_{};
+  std::size_t gradient_num_ = 0;
   std::array<std::deque<Item>, kLaneNum> lanes_;
   std::vector<std::shared_ptr<std::byte>> freed_;  // until the lanes are empty
 };
