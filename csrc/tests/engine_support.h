@@ -41,6 +41,7 @@ struct ToyOptions {
   DType reduce_dtype = DType::kFloat32;
   std::size_t prefetch_bytes = SIZE_MAX;  // SIZE_MAX is the default budget
   bool reshard_after_forward = true;
+  std::size_t publish_bytes = 0;  // every unit alone
   LossScaleOptions loss_scale;
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   // Schedules of devices with lanes to run on; 0 is the CPU.
@@ -90,6 +91,7 @@ class ToyRank {
         .prefetch_bytes = options.prefetch_bytes == SIZE_MAX ? 0 : options.prefetch_bytes,
         .default_prefetch = options.prefetch_bytes == SIZE_MAX,
         .reshard_after_forward = options.reshard_after_forward,
+        .publish_bytes = options.publish_bytes,
         .loss_scale = options.loss_scale};
     engine_ =
         std::make_unique<Engine>(engine_options, std::move(model), parts_, std::move(gather_), std::move(reduce_));

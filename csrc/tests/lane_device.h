@@ -259,6 +259,7 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
     ++clocks_[actor][actor];
     races_.touch(actor, clocks_[actor], "whatever gets freed memory next", {memory.get(), bytes, true});
     races_.forget(memory.get());
+    freed_.push_back(memory);
     lanes_[actor].push_back({"reuse", [memory, bytes] {
                                std::memset(memory.get(), 0xFF, bytes);
                                return true;

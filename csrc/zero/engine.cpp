@@ -12,9 +12,6 @@
 namespace zb {
 namespace {
 
-// Small units are published together, since starting a collective costs the host more than moving a few MiB.
-constexpr std::size_t kPublishBytes = std::size_t{64} << 20;
-
 std::size_t largest_unit_bytes(const std::vector<Unit>& units) {
   std::size_t largest = 0;
   for (const Unit& unit : units) {
@@ -442,18 +439,19 @@ void Engine::update(std::span<const AdamHyperparameters> groups) {
   for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, 1.0F));
   const bool publishes = state_sharded() && !parameters_sharded();
   published_.clear();
-  // Behind the norm; and behind all that reads the parameters that are about to change.
+  // Behind the norm; and behind all that reads the parameters that are about to change, the last step's gathers too of
+  // units that were not used since.
+  for (Unit& unit : units_) wait_published(unit);
   device().wait(update_lane(), pending_.arrived);
   device().wait(update_lane(), device().mark(Lane::kCompute));
   std::vector<Unit*> ready;
   std::size_t ready_bytes = 0;
   for (Unit& unit : units_) {
-    wait_published(unit);
     update_unit(unit, rows);
     if (!publishes) continue;
     ready.push_back(&unit);
     ready_bytes += unit.gather_bytes;
-    if (ready_bytes < kPublishBytes) continue;
+    if (ready_bytes < options_.publish_bytes) continue;
     publish(ready);
     ready.clear();
     ready_bytes = 0;

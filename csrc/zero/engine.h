@@ -37,6 +37,9 @@ struct EngineOptions {
   std::size_t prefetch_bytes = 0;  // unsharded units started ahead of use
   bool default_prefetch = true;    // one largest non-root unit, instead of prefetch_bytes
   bool reshard_after_forward = true;
+  // Stages 1 and 2 gather updated units together up to this size, since starting a collective costs the host more than
+  // moving a few MiB.
+  std::size_t publish_bytes = std::size_t{64} << 20;
   LossScaleOptions loss_scale;
 };
 
