@@ -245,10 +245,10 @@ def test_streams_and_memcpy_move_what_they_say() -> None:
     a, b, destination = torch.arange(numel).float(), torch.ones(numel), torch.zeros(numel)
     core.stream_triad(destination, a, b, factor=2.0, pool=pool)
     assert torch.equal(destination, a + 2.0)
-    core.memcpy(destination, b)
+    core.memcpy_each([destination], [b])
     assert torch.equal(destination, b)
     with pytest.raises(ValueError, match="elements"):
-        core.memcpy(destination, torch.zeros(3))
+        core.memcpy_each([destination], [torch.zeros(3]))
     columns = [[1.0] * numel] * 4
     for low_dtype, per_element in ((None, 26), (torch.bfloat16, 28)):
         runner = State(columns, torch.bfloat16, low_dtype, (0,) * 5).runner(hyperparameters())
