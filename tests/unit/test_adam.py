@@ -248,7 +248,7 @@ def test_streams_and_memcpy_move_what_they_say() -> None:
     core.memcpy_each([destination], [b])
     assert torch.equal(destination, b)
     with pytest.raises(ValueError, match="elements"):
-        core.memcpy_each([destination], [torch.zeros(3]))
+        core.memcpy_each([destination], [torch.zeros(3)])
     columns = [[1.0] * numel] * 4
     for low_dtype, per_element in ((None, 26), (torch.bfloat16, 28)):
         runner = State(columns, torch.bfloat16, low_dtype, (0,) * 5).runner(hyperparameters())
