@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,11 @@ SMALL = [
     "--num-layers", "2", "--hidden-size", "32", "--batch-size", "2", "--seq-length", "32", "--num-steps", "2",
     "--warmup-steps", "1",
 ]  # fmt: skip
+
+
+# A shell's background jobs ignore Ctrl-C and pass that on to all that they start; the commands tested here must not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass
