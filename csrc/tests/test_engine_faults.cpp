@@ -297,6 +297,19 @@ TEST_P(EngineDisagreement, ARankThatThrowsEndsTheOthersToo) {
   }
 }
 
+TEST_P(EngineDisagreement, WhatAnAbortedCollectiveLeavesIsNotRead) {
+  const std::vector<std::exception_ptr> errors = try_ranks(options(), [](ToyRank& toy) {
+    toy.train_step();
+    if (toy.rank() == 1) throw StateError("rank 1 is out of data");
+    const auto visit = [](std::size_t, const float* values) { EXPECT_TRUE(std::isfinite(values[0])); };
+    for (int round = 0; round < 2; ++round) toy.engine().read_full_state(FullState::kExpAvg, visit);
+    toy.train_step();
+  });
+  for (const std::exception_ptr& error : errors) {
+    EXPECT_NE(message_of(error).find("rank 1 is out of data"), std::string::npos) << message_of(error);
+  }
+}
+
 TEST_P(EngineDisagreement, AnEngineMayBeClosedInTheMiddleOfABackward) {
   run_ranks(options(), [](ToyRank& toy) {
     toy.train();
