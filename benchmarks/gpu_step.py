@@ -7,7 +7,12 @@ A plain loop without anything of ``zerobench compare`` around it, to hold that a
 MODEL: gpt2 or llama-1.3b, as transformers builds them. MODE: floor (forward and backward alone, bf16 parameters), zero0
 to zero3, zero3keep (gathered between forward and backward), ddp (autocast), fsdp2; with ``-block`` behind it every
 block is compiled. Prints a JSON line a mode: three windows' mean milliseconds a step, milliseconds until the host is
-through with a step that it starts on an idle device, and peak GB of torch's allocator and of the device.
+through with a step that it starts on an idle device, and peak GB of torch's allocator and of the device. Beside them
+the medians of the last window's single steps by CUDA events, taken over ranks in two ways: from last rank's end to last
+rank's end (``median_ms``, as in result files), and the slowest rank of each step (``slowest_median_ms``), which counts
+what ranks run ahead of each other and fall back. What the sampler of ``compare`` costs shows beside
+
+    python -m zerobench.bench.sampler samples.jsonl UUID ... &
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +33,7 @@ from torch import nn
 
 import zerobench
 from zerobench import models
+from zerobench.bench.assess import step_times_of_all
 
 NAMES = {"gpt2": "hf:gpt2", "llama-1.3b": "llama-1.3b"}
 WARMUP_STEPS = 8
@@ -121,18 +129,24 @@ def measure(model_name: str, mode: str, batch_size: int, seq_length: int, steps:
     free_before = torch.cuda.mem_get_info()[0]
     forward_backward, step, close = prepare(model_name, mode, batch_size, seq_length, device)
 
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+
     def run(step_num: int) -> float:
         torch.cuda.synchronize()
         dist.barrier()
         start_s = time.perf_counter()
-        for _ in range(step_num):
+        events[0].record()
+        for index in range(step_num):
             forward_backward()
             step()
+            events[min(index + 1, steps)].record()
         torch.cuda.synchronize()
         return (time.perf_counter() - start_s) / step_num * 1e3
 
     run(WARMUP_STEPS)
     windows = [run(steps) for _ in range(WINDOWS)]
+    ranks: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, [begin.elapsed_time(end) for begin, end in pairwise(events)])
     host_s = 0.0
     for _ in range(HOST_STEPS):
         torch.cuda.synchronize()
@@ -148,6 +162,8 @@ def measure(model_name: str, mode: str, batch_size: int, seq_length: int, steps:
         "batch_size": batch_size,
         "seq_length": seq_length,
         "step_ms": [round(value, 2) for value in windows],
+        "median_ms": round(median(step_times_of_all(ranks)), 2),
+        "slowest_median_ms": round(median(map(max, *ranks) if len(ranks) > 1 else ranks[0]), 2),
         "host_ms": round(host_s / HOST_STEPS * 1e3, 2),
         "torch_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
         "device_used_gb": round((free_before - torch.cuda.mem_get_info()[0]) / 1e9, 2),

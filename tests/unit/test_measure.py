@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import math
+import os
+import weakref
 
 import pytest
 
@@ -12,6 +16,7 @@ from zerobench.bench.intervals import Activity
 from zerobench.bench.job import DeviceMemory, Window
 from zerobench.bench.meters import CpuMeter, Meter, split_steps
 from zerobench.bench.result import Row, Settings
+from zerobench.bench.worker import Channel
 from zerobench.strategies.base import StrategySettings
 from zerobench.strategies.single import SingleStrategy
 
@@ -50,6 +55,45 @@ def test_the_window_times_every_step_and_keeps_every_loss(strategy, meter) -> No
     assert all(time_ms > 0 for time_ms in times_ms)
     assert all(4 < float(loss) < 7 for loss in losses)  # about ln 256 at first
     assert ticks == [("measurement", step) for step in (1, 2, 3, 4)]
+
+
+def test_the_collector_searches_only_what_the_window_makes(strategy, meter) -> None:
+    class Node:
+        pass
+
+    def cycle() -> weakref.ref[Node]:
+        node = Node()
+        node.itself = node
+        return weakref.ref(node)
+
+    frozen_before = gc.get_freeze_count()
+    old = cycle()
+    with measure.only_new_garbage():
+        assert old() is None
+        assert gc.get_freeze_count() > frozen_before and gc.isenabled()
+        made = cycle()
+        gc.collect()
+        assert made() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_message_in_a_window_is_rare_and_the_first_comes_before_it(strategy, meter) -> None:
+    read, write = os.pipe()
+    channel = Channel(write, device="cpu")
+    for step in range(1000):
+        channel.tick("measurement", step)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        steps = [json.loads(line)["body"]["step"] for line in pipe]
+    assert steps[0] == 0 and len(steps) < 5
+
+    ticks: list[tuple[str, int]] = []
+    steps = batches(4)
+    measure.measure(
+        strategy, meter=meter, warmup=steps[:1], window=steps[1:3], validation=[], profile=steps[3:],
+        tick=lambda phase, step: ticks.append((phase, step)),
+    )  # fmt: skip
+    assert ticks[:3] == [("measurement", 0), ("measurement", 1), ("measurement", 2)]
 
 
 def test_phases_come_from_a_pass_of_their_own(strategy, meter) -> None:
@@ -153,18 +197,25 @@ def empty_row() -> Row:
     return Row(name="r", strategy="ddp", status="ok", settings=settings)
 
 
-def test_a_step_lasts_as_long_as_its_slowest_rank() -> None:
+def test_a_step_lasts_from_the_last_ranks_end_to_the_last_ranks_end() -> None:
     row = empty_row()
     assess.apply_windows(
         row, [window([10.0, 30.0, 20.0], [1.0, 2.0, 3.0]), window([20.0, 10.0, 20.0], [3.0, 4.0, 5.0])]
     )
     assert row.step_time_ms is not None
-    assert row.step_time_ms.samples == [20.0, 30.0, 20.0]
-    assert row.step_time_ms.median == 20.0
+    # Ends: 10, 40, 60 and 20, 30, 50.
+    assert row.step_time_ms.samples == [20.0, 20.0, 20.0]
     assert row.loss == [2.0, 3.0, 4.0]
     # world_size x batch_size x grad_accum sequences in 20 ms.
     assert row.samples_per_s == pytest.approx(2 * 4 * 3 / 0.020)
     assert row.tokens_per_s == pytest.approx(64 * 2 * 4 * 3 / 0.020)
+
+
+def test_ranks_that_take_turns_at_being_late_are_as_fast_as_ranks_that_do_not() -> None:
+    turns = [[29.0, 21.0] * 4, [21.0, 29.0] * 4]
+    assert sum(assess.step_times_of_all(turns)) == 8 * 25.0  # and not 8 x 29
+    assert assess.step_times_of_all([[25.0] * 8, [25.0] * 8]) == [25.0] * 8
+    assert assess.step_times_of_all([[10.0] * 3, [12.0] * 3]) == [12.0] * 3
 
 
 def test_memory_is_the_largest_rank_and_phases_are_the_mean() -> None:

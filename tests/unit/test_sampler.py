@@ -130,7 +130,30 @@ def test_a_machine_without_gpus_says_why() -> None:
     assert seen.gpus == () and seen.reason == "this machine has no NVIDIA driver"
     nvml = Nvml()
     assert nvml.problem
-    assert nvml.facts("x") == nvml.driver_facts() == {} and nvml.sample("x") is None
+    assert nvml.facts("x") == nvml.driver_facts() == {}
+    assert nvml.sample("x") is None and nvml.processes("x") is None
+    nvml.close()
+
+
+class FewProcesses(Nvml):
+    """Counts how often it is asked for the processes on a GPU."""
+
+    asked = 0
+
+    def processes(self, uuid: str) -> list[int] | None:
+        self.asked += 1
+        return [os.getpid()] if uuid == "a" else None
+
+
+def test_processes_are_listed_once_a_second() -> None:
+    nvml = FewProcesses()
+    processes = sampler.ProcessList(nvml, ["a", "b"], command=os.getppid())
+    found = [processes.entries() for _ in range(100)]
+    assert nvml.asked == 2
+    assert found[0] == found[-1] == {
+        "a": {"pids": [os.getpid()], "shared": False},
+        "b": {"pids": None, "shared": None},
+    }  # fmt: skip
     nvml.close()
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -111,7 +112,7 @@ def relative(value: float, expected: float) -> float:
 
 def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     """Figures of the measured window over all ranks; a further repeat adds its samples and raises the peaks."""
-    samples = [max(step) for step in zip(*(window.step_times_ms for window in windows), strict=True)]
+    samples = step_times_of_all([window.step_times_ms for window in windows])
     earlier = row.step_time_ms.samples if row.step_time_ms else []
     row.step_time_ms = summarise([*earlier, *samples])
     settings = row.settings
@@ -146,6 +147,14 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     }
     settings.threads_per_rank = windows[0].threads
     settings.communicator = windows[0].communicator
+
+
+def step_times_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """From the moment in which the last rank ended a step to the moment in which the last one ended the next. Each
+    rank's time counts from the beginning of its own window, so the sum is the slowest rank's window; the slowest rank
+    of every single step would count what ranks run ahead of each other and fall back as time of the step."""
+    ends = [max(step) for step in zip(*(accumulate(times) for times in ranks), strict=True)]
+    return [end - begin for begin, end in pairwise([0.0, *ends])]
 
 
 def largest(values: Sequence[int | None]) -> int | None:

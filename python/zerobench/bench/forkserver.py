@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -177,6 +178,7 @@ def main() -> None:
         importlib.import_module(name)
     if sys.modules["torch"].cuda.is_initialized():
         sys.exit("importing torch initialised CUDA, so no rank that is forked from here could use a GPU")
+    gc.freeze()  # a rank's collector would write to every page that it shares with this process
     ForkServer(control).serve()
 
 

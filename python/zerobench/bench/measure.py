@@ -3,8 +3,10 @@ validation, then a profiled pass whose clocks do not disturb the window that the
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -25,18 +27,19 @@ def measure(
     tick: Tick,
 ) -> Window:
     """Train and time. Batches are made and placed beforehand, so that reading data is in nobody's time. Collective."""
-    for step, batches in enumerate(warmup):
-        if step == len(warmup) - 1:
-            meter.settle()  # before the last one, so that the window begins on a device that is busy as in training
+    for step, batches in enumerate(warmup[:-1]):
         strategy.step(batches)
         tick("warm-up", step + 1)
-    if not warmup:
-        meter.settle()
-    strategy.reset_counters()
-    host_peak_was_reset = reset_peak_host_bytes()
-    began_s = time.time()
-    step_times_ms, losses = timed_window(strategy, window, meter, tick)
-    ended_s = time.time()
+    with only_new_garbage():
+        meter.settle()  # before the last step, so that the window begins on a device that is busy as in training
+        for batches in warmup[-1:]:
+            strategy.step(batches)
+        tick("measurement", 0)  # the message of a new phase, before anything is timed
+        strategy.reset_counters()
+        host_peak_was_reset = reset_peak_host_bytes()
+        began_s = time.time()
+        step_times_ms, losses = timed_window(strategy, window, meter, tick)
+        ended_s = time.time()
     # Peaks end with the window: what follows is no training. Training would hold one step's batches at a time.
     memory = meter.memory()
     waiting_bytes = waiting_batch_bytes([*warmup, *window, *profile], validation=validation)
@@ -64,6 +67,18 @@ def measure(
         threads=torch.get_num_threads(),
         communicator=strategy.communicator(),
     )
+
+
+@contextlib.contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """Python's collector looks at nothing that was made before. Steps still free the cycles that they make, and none of
+    them waits until libraries, compiled code and the model were searched."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def waiting_batch_bytes(steps: Steps, *, validation: Sequence[Batch]) -> int:

@@ -76,7 +76,6 @@ class Nvml:
         library = self._library
         rates = self._ask("nvmlDeviceGetUtilizationRates", handle)
         memory = self._memory(handle)
-        processes = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
         return {
             "utilisation_pct": None if rates is None else int(rates.gpu),
             "used_bytes": None if memory is None else int(memory.used),
@@ -84,8 +83,13 @@ class Nvml:
             "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", handle, library.NVML_CLOCK_SM),
             "memory_clock_mhz": self._ask("nvmlDeviceGetClockInfo", handle, library.NVML_CLOCK_MEM),
             "temperature_c": self._ask("nvmlDeviceGetTemperature", handle, library.NVML_TEMPERATURE_GPU),
-            "pids": None if processes is None else [int(process.pid) for process in processes],
         }
+
+    def processes(self, uuid: str) -> list[int] | None:
+        """Ids of the processes that compute on it."""
+        handle = self._handle(uuid)
+        found = None if handle is None else self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
+        return None if found is None else [int(process.pid) for process in found]
 
     def _handle(self, uuid: str) -> Any:
         if self._library is None:

@@ -20,7 +20,7 @@ class _Model(BaseModel):
 
 
 class StepTime(_Model):
-    """Optimizer step times over the measured window: per step, the slowest rank's."""
+    """Optimizer step times over the measured window, from the last rank's end of a step to the last of the next."""
 
     median: float
     mad: float

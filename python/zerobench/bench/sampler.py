@@ -23,7 +23,9 @@ from zerobench.bench.machine import memory_used_bytes
 from zerobench.bench.nvml import Nvml
 from zerobench.bench.result import Sampled
 
-GPU_INTERVAL_S = 0.1
+# A reading keeps the driver busy for a few ms; so seldom that a median of steps does not know of it.
+GPU_INTERVAL_S = 0.25
+PROCESSES_INTERVAL_S = 1.0
 HOST_INTERVAL_S = 0.5
 DRIVER_PERIOD_S = 0.2  # the driver's utilisation covers about this long before it is read
 BUSY_PCT = 10
@@ -139,13 +141,34 @@ def is_shared(pids: Sequence[int] | None, whose: Callable[[int], bool | None]) -
     return any(one is False for one in known)
 
 
-def take_sample(nvml: Nvml, uuids: Sequence[str], *, command: int) -> Sample:
+class ProcessList:
+    """Who is on the GPUs, asked for once a second and remembered in between."""
+
+    def __init__(self, nvml: Nvml, uuids: Sequence[str], *, command: int) -> None:
+        self._nvml = nvml
+        self._uuids = uuids
+        self._command = command
+        self._next_s = 0.0
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """By GPU: "pids", None where the driver does not list them, and whether a process is not ours ("shared")."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + PROCESSES_INTERVAL_S
+            for uuid in self._uuids:
+                pids = self._nvml.processes(uuid)
+                shared = is_shared(pids, lambda pid: _is_descendant(pid, self._command))
+                self._found[uuid] = {"pids": pids, "shared": shared}
+        return self._found
+
+
+def take_sample(nvml: Nvml, processes: ProcessList, uuids: Sequence[str]) -> Sample:
+    on_gpus = processes.entries()
     gpus: list[dict[str, Any] | None] = []
     for uuid in uuids:
         entry = nvml.sample(uuid)
-        if entry is not None:
-            entry["shared"] = is_shared(entry["pids"], lambda pid: _is_descendant(pid, command))
-        gpus.append(entry)
+        gpus.append(None if entry is None else {**entry, **on_gpus[uuid]})
     return {
         "time_s": round(time.time(), 3),
         "cpu_pct": _cpu_pct(),
@@ -184,11 +207,12 @@ def main() -> None:
     os.nice(5)
     nvml = Nvml()
     _cpu_pct()  # from now on
+    processes = ProcessList(nvml, uuids, command=command)
     interval_s = GPU_INTERVAL_S if uuids and nvml.problem is None else HOST_INTERVAL_S
     with Path(path).open("a") as file:
         while os.getppid() == command:
             start_s = time.monotonic()
-            file.write(json.dumps(take_sample(nvml, uuids, command=command)) + "\n")
+            file.write(json.dumps(take_sample(nvml, processes, uuids)) + "\n")
             file.flush()
             time.sleep(max(interval_s - (time.monotonic() - start_s), 0.01))
 

@@ -30,7 +30,7 @@ from zerobench.bench.tolerances import tolerance_precision
 from zerobench.errors import CommunicationError, OutOfMemoryError
 from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
 
-TICK_INTERVAL_S = 0.1
+TICK_INTERVAL_S = 0.5
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
 
 
@@ -56,7 +56,7 @@ class Channel:
             self.send("error", describe_error(error, self.phase, device=self._device))
 
     def tick(self, phase: str, step: int) -> None:
-        """A sign of life, at most ten a second within a phase so that no step notices."""
+        """A sign of life, at most two a second within a phase so that no step notices."""
         now = time.monotonic()
         if phase == self.phase and now < self._next_tick_s:
             return
