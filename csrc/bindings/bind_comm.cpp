@@ -11,6 +11,7 @@
 #include "bindings/bindings.h"
 #include "bindings/capsules.h"
 
+#include "comm/buffer.h"
 #include "comm/c10d_communicator.h"
 #include "comm/c10d_dtype.h"
 #include "comm/communicator.h"
@@ -34,13 +35,21 @@ struct OwnedCommunicator {
 struct PythonBuffer {
   std::shared_ptr<RegisteredBuffer> value;
 
-  at::Tensor tensor(const std::string& dtype_text) const {
+  at::Tensor tensor(const std::string& dtype_text, std::optional<int> rank) const {
     const DType dtype = dtype_from_name(dtype_text);
     const auto numel = static_cast<std::int64_t>(value->bytes() / dtype_bytes(dtype));
     // Without an index, torch asks the driver on which device the address lies.
     const auto options =
         at::TensorOptions().dtype(scalar_type(dtype)).device(value->is_on_device() ? at::kCUDA : at::kCPU);
-    return at::from_blob(value->data(), {numel}, [keep = value](void*) {}, options);
+    return at::from_blob(rank ? part_of(*rank) : value->data(), {numel}, [keep = value](void*) {}, options);
+  }
+
+  std::byte* part_of(int rank) const {
+    const auto* const buffer = dynamic_cast<const Buffer*>(value.get());
+    ZB_EXPECT(buffer != nullptr && rank >= 0 && rank < buffer->parts().world_size,
+              "this buffer has no part of rank " + std::to_string(rank) +
+                  " in this process's memory: only shared buffers of the shm communicator have those of all ranks");
+    return buffer->data_of(rank);
   }
 };
 
@@ -168,8 +177,8 @@ void bind_comm(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<PythonBuffer>(m, "RegisteredBuffer", "Memory that collectives may name.")
       .def_property_readonly("bytes", [](const PythonBuffer& b) { return b.value->bytes(); })
-      .def("tensor", &PythonBuffer::tensor, py::arg("dtype"),
-           "The whole buffer as a flat torch tensor that keeps it alive.");
+      .def("tensor", &PythonBuffer::tensor, py::arg("dtype"), py::kw_only(), py::arg("rank") = py::none(),
+           "The whole buffer, or another rank's part of it, as a flat torch tensor that keeps it alive.");
   py::class_<Work, WorkPtr>(m, "Work", "A started collective.")
       .def("test", &Work::test, Release())
       .def(

@@ -5,7 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <string>
@@ -13,6 +15,9 @@
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
 #endif
 
 namespace zb::shm {
@@ -33,6 +38,42 @@ MappingRegistry& mapping_registry() {
 
 std::string errno_text(int error_number) { return std::generic_category().message(error_number); }
 
+std::size_t round_up_to_huge_page(std::size_t value) {
+  return (value + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+}
+
+// Maps with a huge page to spare and gives the ends back: only where address and file offset agree modulo a huge page
+// can huge pages be mapped.
+std::byte* map_file(const FileDescriptor& memfd, std::size_t bytes) {
+  const std::size_t spare_bytes = bytes >= kHugePageBytes ? kHugePageBytes : 0;
+  const std::size_t wide_bytes = round_up_to_page(bytes) + spare_bytes;
+  void* wide = ::mmap(nullptr, wide_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (wide == MAP_FAILED) throw_out_of_memory(bytes, "mmap of shared memory: " + errno_text(errno));
+  const auto address = reinterpret_cast<std::uintptr_t>(wide);
+  const std::size_t head_bytes = spare_bytes == 0 ? 0 : round_up_to_huge_page(address) - address;
+  auto* const begin = static_cast<std::byte*>(wide) + head_bytes;
+  if (head_bytes > 0) ::munmap(wide, head_bytes);
+  if (head_bytes < spare_bytes) ::munmap(begin + round_up_to_page(bytes), spare_bytes - head_bytes);
+  if (::mmap(begin, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd.get(), 0) == MAP_FAILED) {
+    const int error_number = errno;
+    ::munmap(begin, round_up_to_page(bytes));
+    throw_out_of_memory(bytes, "mmap of shared memory: " + errno_text(error_number));
+  }
+  return begin;
+}
+
+// Huge pages for those that begin in this part of the mapping, also where the system gives none to shared memory by
+// itself (transparent_hugepage/shmem_enabled is `never` by default). One small page each is there first: a range
+// without any cannot be collapsed, and one that is full would be copied. Best effort: what stays small works too.
+void collapse_to_huge_pages(const Mapping& mapping, std::size_t offset_bytes, std::size_t bytes) noexcept {
+  const std::size_t end_bytes = std::min(round_up_to_huge_page(offset_bytes + bytes), mapping.bytes());
+  for (std::size_t begin = round_up_to_huge_page(offset_bytes);
+       begin < offset_bytes + bytes && begin + kHugePageBytes <= end_bytes; begin += kHugePageBytes) {
+    if (populate(mapping.data() + begin, page_bytes()) != 0) return;
+    if (::madvise(mapping.data() + begin, kHugePageBytes, MADV_COLLAPSE) != 0) return;
+  }
+}
+
 }  // namespace
 
 std::size_t page_bytes() noexcept {
@@ -52,10 +93,7 @@ std::shared_ptr<Mapping> Mapping::of_file(const FileDescriptor& memfd, std::size
   std::erase_if(registry.mappings, [](const auto& entry) { return entry.second.expired(); });
   std::weak_ptr<Mapping>& known = registry.mappings[{status.st_dev, status.st_ino}];
   if (auto mapping = known.lock()) return mapping;
-  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd.get(), 0);
-  if (data == MAP_FAILED) throw_out_of_memory(bytes, "mmap of shared memory: " + errno_text(errno));
-  if (bytes >= kHugePageBytes) ::madvise(data, bytes, MADV_HUGEPAGE);  // where the system allows it for shared memory
-  std::shared_ptr<Mapping> mapping(new Mapping(static_cast<std::byte*>(data), bytes, status.st_ino));
+  std::shared_ptr<Mapping> mapping(new Mapping(map_file(memfd, bytes), bytes, status.st_ino));
   known = mapping;
   return mapping;
 }
@@ -76,6 +114,7 @@ FileDescriptor create_memfd(std::size_t bytes) {
 
 int populate_file(const FileDescriptor& memfd, const Mapping& mapping, std::size_t offset_bytes,
                   std::size_t bytes) noexcept {
+  collapse_to_huge_pages(mapping, offset_bytes, bytes);
   const int error_number = populate(mapping.data() + offset_bytes, bytes);
   if (error_number != EINVAL) return error_number;
   return ::posix_fallocate(memfd.get(), static_cast<off_t>(offset_bytes), static_cast<off_t>(bytes));

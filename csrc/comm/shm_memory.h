@@ -24,6 +24,7 @@ class Mapping {
   ~Mapping();
 
   std::byte* data() const noexcept { return data_; }
+  std::size_t bytes() const noexcept { return bytes_; }
   std::uint64_t id() const noexcept { return id_; }  // the memfd's inode, so it is the same on all ranks
 
  private:
@@ -36,7 +37,8 @@ class Mapping {
 
 // A memfd of this size with holes, sealed against resizing. Throws OutOfMemoryError.
 FileDescriptor create_memfd(std::size_t bytes);
-// Gives every page of a part of the mapping memory now, see zb::populate. Returns 0 or an errno.
+// Gives every page of a part of the mapping memory now, huge pages where the kernel has them; see zb::populate. Returns
+// 0 or an errno.
 int populate_file(const FileDescriptor& memfd, const Mapping& mapping, std::size_t offset_bytes,
                   std::size_t bytes) noexcept;
 

@@ -67,9 +67,9 @@ class RegisteredBuffer:
     """
     Memory that collectives may name.
     """
-    def tensor(self, dtype: str) -> torch.Tensor:
+    def tensor(self, dtype: str, *, rank: int | None = None) -> torch.Tensor:
         """
-        The whole buffer as a flat torch tensor that keeps it alive.
+        The whole buffer, or another rank's part of it, as a flat torch tensor that keeps it alive.
         """
     @property
     def bytes(self) -> int: ...

@@ -5,12 +5,14 @@ Sizes count as in nccl-tests: of the whole buffer on one rank, whatever the worl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from zerobench.bench.micro.ranks import core_of
 
 FLOAT_BYTES = 4
 _PERIOD = 251  # prime and below 2^8: sums of so small integers are exact in float
@@ -90,34 +92,46 @@ class GlooSide(Side):
 class MemcpySide(Side):
     """The machine's limit: memcpy over the memory that the collective reads and writes, and nothing else.
 
-    `shared` is memory that all ranks map, with the buffers of each rank in it as the collective has them, so that the
-    copies fetch the lines that the collective must fetch: those of other ranks, which for all_reduce have just been
-    written by another core. all_gather and all_reduce: from where it reads to where it writes. reduce_scatter, which
-    reads more than it writes: one half of what it touches to the other.
+    The buffers of all ranks lie in shared memory as the collective has them, so that the copies fetch the lines that
+    the collective must fetch: those of other ranks, which for all_reduce have just been written by another core.
+    all_gather and all_reduce copy from where they read to where they write. reduce_scatter, which reads more than it
+    writes: one half of what it touches to the other. Where ranks share cores, one rank a core copies for all of its
+    core, so that a call touches the whole working set and no switch of processes is in its time.
     """
 
-    def __init__(self, case: Case, core: Any, shared: torch.Tensor, rank: int) -> None:
-        ranks, shard = case.world_size, case.shard_numel
-        block_numel = working_set_bytes(case) // FLOAT_BYTES
-        blocks = [shared[peer * block_numel :][:block_numel] for peer in range(ranks)]
-        blocks[rank].fill_(1.0)
-        peers = [(rank + i) % ranks for i in range(ranks)]
-
-        def slice_of(block: int, index: int) -> torch.Tensor:
-            return blocks[block][index * shard :][:shard]
-
-        if case.collective == "all_gather":  # a source of one shard, then the destination
-            pairs = [(slice_of(rank, 1 + peer), slice_of(peer, 0)) for peer in peers]
-        elif case.collective == "reduce_scatter":  # a source of n shards, then the destination
-            touched = [slice_of(peer, rank) for peer in peers] + [slice_of(rank, ranks)]
-            halves = [half for piece in touched for half in piece[: shard // 2 * 2].view(2, -1)]
-            pairs = list(zip(halves[: ranks + 1], halves[ranks + 1 :], strict=True))
-        else:
-            pairs = [(slice_of(rank, rank), slice_of(peer, rank)) for peer in peers[1:]]
-            pairs += [(slice_of(rank, peer), slice_of(peer, peer)) for peer in peers[1:]]
+    def __init__(self, case: Case, core: Any, comm: Any, *, core_num: int) -> None:
+        buffer = comm.allocate(working_set_bytes(case), shared=True)
+        blocks = [buffer.tensor("float32", rank=peer) for peer in range(case.world_size)]
+        blocks[comm.rank].fill_(1.0)
+        cores = [
+            core_of(rank, world_size=case.world_size, core_num=core_num) for rank in range(case.world_size)
+        ]
+        neighbours = [rank for rank, core in enumerate(cores) if core == cores[comm.rank]]
+        copied = neighbours if neighbours[0] == comm.rank else []
+        pairs = [pair for rank in copied for pair in copies_of(case, blocks, rank)]
         destinations, sources = [to for to, _ in pairs], [source for _, source in pairs]
-        self.copied_bytes = 2 * sum(source.nbytes for source in sources)
+        self.copied_bytes = 2 * sum(source.nbytes for _, source in copies_of(case, blocks, comm.rank))
         self.run = lambda: core.memcpy_each(destinations, sources)
+
+
+def copies_of(
+    case: Case, blocks: Sequence[torch.Tensor], rank: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(destination, source) of what one rank copies in MemcpySide; `blocks` are the working sets of all ranks."""
+    ranks, shard = case.world_size, case.shard_numel
+    peers = [(rank + i) % ranks for i in range(ranks)]
+
+    def slice_of(block: int, index: int) -> torch.Tensor:
+        return blocks[block][index * shard :][:shard]
+
+    if case.collective == "all_gather":  # a source of one shard, then the destination
+        return [(slice_of(rank, 1 + peer), slice_of(peer, 0)) for peer in peers]
+    if case.collective == "reduce_scatter":  # a source of n shards, then the destination
+        touched = [slice_of(peer, rank) for peer in peers] + [slice_of(rank, ranks)]
+        halves = [half for piece in touched for half in piece[: shard // 2 * 2].view(2, -1)]
+        return list(zip(halves[: ranks + 1], halves[ranks + 1 :], strict=True))
+    pairs = [(slice_of(rank, rank), slice_of(peer, rank)) for peer in peers[1:]]
+    return pairs + [(slice_of(rank, peer), slice_of(peer, peer)) for peer in peers[1:]]
 
 
 def working_set_bytes(case: Case) -> int:

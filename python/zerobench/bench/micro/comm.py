@@ -6,7 +6,6 @@ The part that runs in the command imports no torch before its ranks start; the p
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import struct
 import tempfile
@@ -29,7 +28,7 @@ from zerobench.bench.micro.output import (
     ratio_json,
     size_text,
 )
-from zerobench.bench.micro.ranks import Message, RankPlace, Ranks
+from zerobench.bench.micro.ranks import Message, RankPlace, Ranks, bind_crowded_rank
 from zerobench.bench.micro.sampling import as_json, calls_per_sample, rotated, seconds_per_call, speed_ratio
 from zerobench.errors import ConfigError, Error
 from zerobench.report.stats import Ratio, median
@@ -88,11 +87,6 @@ class CommOptions:
             sizes.append(sizes[-1] * 4)
         return sizes
 
-    def shared_bytes(self, world_size: int) -> int:
-        """Room for one rank's buffers of the largest case: source and destination, in whole pages."""
-        largest = max(size for _, size in self.cases(world_size))
-        return -(-(largest + -(-largest // world_size)) // mmap.PAGESIZE) * mmap.PAGESIZE
-
     def cases(self, world_size: int) -> list[tuple[str, int]]:
         """(collective, size in bytes), latencies first. Sizes are rounded up to whole floats on every rank."""
         line = 4 * world_size
@@ -102,8 +96,8 @@ class CommOptions:
 
 NOTES = (
     "Times are medians over the pairs of the slowest rank's time; vs gloo and of limit are medians of the ratios of "
-    "each pair with their 95 % interval; the limit is memcpy over the same working set, by all ranks at once and from "
-    "the memory that the collective reads, times the bytes that the algorithm must touch"
+    "each pair with their 95 % interval; the limit is memcpy over the same working set, one rank a core at once "
+    "and from the memory that the collective reads, times the bytes that the algorithm must touch"
 )
 
 
@@ -133,8 +127,7 @@ def measure_world(
     options: CommOptions, world_size: int, scratch: str, notes: Console
 ) -> list[dict[str, Any]]:
     cases = options.cases(world_size)
-    shared = mmap.mmap(-1, world_size * options.shared_bytes(world_size))
-    target = partial(run_rank, cases=cases, options=options, shared=shared)
+    target = partial(run_rank, cases=cases, options=options)
     answers: list[dict[int, Message]] = [{} for _ in cases]
     # The bar's thread starts after the ranks were forked.
     with Ranks(target, world_size=world_size, scratch=scratch) as ranks, new_progress(notes) as bar:
@@ -188,7 +181,11 @@ def comm_row(
 
 def comm_table(rows: Iterable[dict[str, Any]], world_size: int) -> TextTable:
     cores = cpus_usable()
-    crowded = "" if world_size <= cores else f" (more than the {cores} cores: latencies include scheduling)"
+    crowded = (
+        ""
+        if world_size <= cores
+        else f" (more than the {cores} cores, bound to them in equal shares: latencies include scheduling)"
+    )
     table = TextTable(
         title=f"{world_size} ranks, float32{crowded}",
         columns=(
@@ -227,15 +224,16 @@ def run_rank(
     *,
     cases: Sequence[tuple[str, int]],
     options: CommOptions,
-    shared: mmap.mmap,
 ) -> None:
     import torch
     import torch.distributed as dist
 
     from zerobench import _native
 
+    core_num = cpus_usable()
+    bind_crowded_rank(place)
     core = _native.load()
-    torch.set_num_threads(max(1, cpus_usable() // place.world_size))
+    torch.set_num_threads(max(1, core_num // place.world_size))
     os.environ.setdefault(
         "GLOO_SOCKET_IFNAME", "lo"
     )  # gloo else resolves the host's name, which laptops often cannot
@@ -253,7 +251,7 @@ def run_rank(
         timeout_s=options.timeout_s,
     )
     for index, (collective, size_bytes) in enumerate(cases):
-        message = measure_case(collective, size_bytes, comm, core, send, options.repeats, shared)
+        message = measure_case(collective, size_bytes, comm, core, send, options.repeats, core_num=core_num)
         send({"case": index, **message})
     comm.barrier()
     dist.destroy_process_group()
@@ -267,10 +265,9 @@ def measure_case(
     core: Any,
     send: Callable[[Message], None],
     repeats: int,
-    shared: mmap.mmap,
+    *,
+    core_num: int,
 ) -> Message:
-    import torch
-
     from zerobench.bench.micro import collectives
 
     case = collectives.Case(collective=collective, size_bytes=size_bytes, world_size=comm.world_size)
@@ -279,8 +276,7 @@ def measure_case(
         GLOO: collectives.GlooSide(case),
     }
     if size_bytes > LATENCY_BYTES * comm.world_size:
-        memory = torch.frombuffer(shared, dtype=torch.float32)
-        sides[MEMCPY] = collectives.MemcpySide(case, core, memory, comm.rank)
+        sides[MEMCPY] = collectives.MemcpySide(case, core, comm, core_num=core_num)
     wrong = {SHM: 0, GLOO: 0}
     check(case, sides, comm, wrong)
     if collective == "all_reduce":  # in place: sums of zeros stay what they are however often they are summed
@@ -292,7 +288,7 @@ def measure_case(
     if comm.rank == 0:
         send(tick)
     times_s: dict[str, list[float]] = {name: [] for name in sides}
-    # Copies need no other rank: without an end in common, ranks that share a core would each be timed as if alone.
+    # Copies need no other rank: without an end in common, each would be timed as if alone.
     ends = {MEMCPY: comm.barrier}
     for index in range(repeats):
         for name in rotated(list(sides), index):

@@ -34,6 +34,20 @@ class RankPlace:
     store_file: str  # of torch.distributed
 
 
+def core_of(rank: int, *, world_size: int, core_num: int) -> int:
+    """Which core's share of the ranks this one belongs to; each has a core of its own where there are enough."""
+    return rank * min(core_num, world_size) // world_size
+
+
+def bind_crowded_rank(place: RankPlace) -> None:
+    """Where ranks outnumber CPUs, gives each CPU its share of them, as MPI launchers do: left alone, the scheduler moves
+    such ranks about, and three of them share a core while one has its own."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if place.world_size > len(cpus):
+        core = core_of(place.rank, world_size=place.world_size, core_num=len(cpus))
+        os.sched_setaffinity(0, {cpus[core]})
+
+
 Target = Callable[[RankPlace, Callable[[Message], None]], None]
 
 
