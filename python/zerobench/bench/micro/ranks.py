@@ -40,8 +40,10 @@ def core_of(rank: int, *, world_size: int, core_num: int) -> int:
 
 
 def bind_crowded_rank(place: RankPlace) -> None:
-    """Where ranks outnumber CPUs, gives each CPU its share of them, as MPI launchers do: left alone, the scheduler moves
-    such ranks about, and three of them share a core while one has its own."""
+    """Where ranks outnumber CPUs, gives each CPU its share of them, as MPI launchers do.
+
+    Left alone, the scheduler moves such ranks about, and now and then three share a core while one has its own.
+    """
     cpus = sorted(os.sched_getaffinity(0))
     if place.world_size > len(cpus):
         core = core_of(place.rank, world_size=place.world_size, core_num=len(cpus))
