@@ -49,6 +49,9 @@ RUNS = [(name, case) for case in CASES for name in RIGHT] + [
     ("fsdp2_keep", "bf16-accum4-clip"),
     ("ddp_compress", "bf16"),
     ("ddp_compress", "fp16-accum2-clip"),
+    ("ddp_master", "bf16"),
+    ("ddp_master", "bf16-accum4-clip"),
+    ("ddp_master", "fp16-accum2-clip"),
 ]
 FAULTY = [f"faulty:{fault.__name__}" for fault in FAULTS]
 FAULT_CASES = ["fp32", "bf16", "fp16-accum2-clip"]
@@ -278,6 +281,7 @@ def test_memory_by_category(ranks, references):
     assert memory("ddp", "bf16") == replicated
     low = {"parameters": 2 * numel, "gradients": (2 + 4) * numel, "master": 4 * numel}
     assert memory("single", "bf16") == replicated | low
+    assert memory("ddp_master", "bf16") == replicated | low
     # Every first dimension of this model is even, so two shards need no padding.
     sharded = {key: value // 2 for key, value in replicated.items()}
     assert memory("fsdp2", "fp32") == sharded
@@ -297,6 +301,7 @@ def test_communication_bytes(ranks):
     # What stays gathered is gathered once, and what is compressed is half as long.
     assert ranks[0]["fsdp2_keep", "fp32"]["communication_bytes"] == steps * 4 * (numel + numel) // 2
     assert ranks[0]["ddp_compress", "bf16"]["communication_bytes"] == steps * 2 * numel
+    assert ranks[0]["ddp_master", "bf16-accum4-clip"]["communication_bytes"] == steps * 2 * numel
 
 
 @pytest.mark.parametrize(("name", "case"), [run for run in RUNS if run[0] not in PLAIN])
@@ -331,6 +336,7 @@ def test_dtypes_say_what_runs(ranks, references):
     assert roles("fsdp2", "fp16-accum2-clip") == ("float16", "float16", "float16", "float32", "float32")
     assert roles("zero3", "bf16") == roles("single", "bf16")
     assert roles("ddp", "bf16") == ("float32", "bfloat16", "float32", "float32", "float32")
+    assert roles("ddp_master", "bf16") == roles("single", "bf16")
     assert roles("ddp_compress", "bf16") == ("float32", "bfloat16", "bfloat16", "float32", "float32")
 
 

@@ -275,15 +275,17 @@ def test_defaults_follow_the_device() -> None:
     assert defaults_on("cpu", gpu_num=0, cpu_num=1).world_size == 1
     gpus = defaults_on("cuda", gpu_num=8, cpu_num=2, installed=lambda package: False)
     assert (gpus.model, gpus.precision, gpus.world_size) == ("gpt2", "bf16", 8)
-    assert gpus.strategies == ("zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
+    assert gpus.strategies == (
+        "compute_only", "zero0", "zero1", "zero2", "zero3", "ddp", "ddp_master", "fsdp2",
+    )  # fmt: skip
 
 
 def test_installed_peers_join_the_defaults() -> None:
     asked = []
     found = defaults_on("cuda", gpu_num=1, cpu_num=1, installed=lambda package: asked.append(package) or True)
     assert asked == ["deepspeed", "megatron_fsdp"]
-    assert found.strategies[:6] == ("zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
-    assert all(stage_of(name) is not None for name in found.strategies[6:])
+    assert found.strategies[7] == "fsdp2"
+    assert found.strategies[8:] and all(stage_of(name) is not None for name in found.strategies[8:])
 
 
 def test_the_device_is_chosen_by_what_torch_sees() -> None:

@@ -274,6 +274,14 @@ def test_default_baseline_is_ddp_then_single() -> None:
     assert {row.baseline for row in results.rows if row.status == "ok"} == {rows["single"].name}
 
 
+def test_the_default_baseline_in_low_precision_is_ddp_with_the_dtypes_of_the_others() -> None:
+    rows = sample_rows()
+    rows["ddp"].comparable = False
+    rows["zero0"].strategy = "ddp_master"
+    results = finished(list(rows.values()))
+    assert {row.baseline for row in results.rows if row.comparable} == {rows["zero0"].name}
+
+
 def test_named_baseline() -> None:
     rows = sample_rows()
     results = finished(list(rows.values()), "zero0")

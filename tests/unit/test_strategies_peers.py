@@ -30,7 +30,7 @@ def on_gpus(**fields):
 def test_every_peer_of_gpus_has_a_name_and_a_stage():
     assert set(strategies.available()) == {
         "single", "zero0", "zero1", "zero2", "zero3", "compute_only",
-        "ddp", "ddp_compress", "fsdp1", "fsdp2", "fsdp2_keep",
+        "ddp", "ddp_compress", "ddp_master", "fsdp1", "fsdp2", "fsdp2_keep",
         *DEEPSPEED, *DEEPCOMPILE, *MEGATRON,
     }  # fmt: skip
     assert [strategies.get(name).stage for name in DEEPSPEED] == [0, 1, 2, 3]
@@ -52,7 +52,7 @@ def test_peers_of_gpus_are_skipped_on_cpu_with_a_reason(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["single", "compute_only", "zero1", "ddp", "ddp_compress", "fsdp2", "fsdp2_keep"]
+    "name", ["single", "compute_only", "zero1", "ddp", "ddp_compress", "ddp_master", "fsdp2", "fsdp2_keep"]
 )
 def test_what_torch_brings_is_skipped_nowhere(name):
     assert strategies.get(name).unsupported(make_settings(precision="bf16")) is None
@@ -63,6 +63,7 @@ def test_what_torch_brings_is_skipped_nowhere(name):
     ("name", "fields", "words"),
     [
         ("ddp_compress", {"precision": "fp32"}, "ddp is the same"),
+        ("ddp_master", {"precision": "fp32"}, "ddp is the same"),
         ("deepspeed3", {"device": "cuda", "compile": "block"}, "use --compile whole"),
         ("deepcompile3", {"device": "cuda", "compile": "block"}, "use --compile whole"),
         ("mfsdp3", {"device": "cuda", "compile": "whole"}, "use --compile block"),

@@ -13,7 +13,8 @@ from zerobench.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 _ON_CPU = ("single", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
-_ON_GPUS = ("zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
+# The floor comes first, and DDP twice: as most of its users have it, and with the dtypes of the other rows.
+_ON_GPUS = ("compute_only", "zero0", "zero1", "zero2", "zero3", "ddp", "ddp_master", "fsdp2")
 _FURTHER_PEERS = {"deepspeed": "deepspeed", "mfsdp": "megatron_fsdp"}  # by the package that they need
 
 

@@ -20,7 +20,8 @@ _REPLICATED = {
     2: (True, False, False),
     3: (False, False, False),
 }
-_NOT_SHARDED = ("single", "ddp", "ddp_compress")
+_FP32_PARAMETERS = ("ddp", "ddp_compress")
+_NOT_SHARDED = ("single", "ddp", "ddp_compress", "ddp_master")
 # Bytes a parameter of what the reference needs: to train on its device (parameters and gradients in low precision,
 # fp32 sums of gradients, masters and moments), and fp32 copies on the host (first and last parameters, gradients,
 # moments, updates, a file).
@@ -33,7 +34,7 @@ def least_rank_bytes(configuration: Configuration) -> int:
     """Bytes of parameters, gradients and optimizer state that one rank cannot do without."""
     settings = configuration.settings
     count = models.parameter_count(models.ModelConfig.model_validate(configuration.model))
-    low = settings.precision != "fp32" and not configuration.strategy.startswith("ddp")
+    low = settings.precision != "fp32" and configuration.strategy not in _FP32_PARAMETERS
     parts = (2, 2, 12) if low else (4, 4, 8)
     if configuration.strategy == "compute_only":
         return count * (parts[0] + parts[1])

@@ -25,7 +25,7 @@ from .words import bytes_text, count_text, join_words, memory_unit, ms_text
 NEAR_FASTEST = 1.10  # memory is worth giving up this much time
 NOTABLE_SAVING_PCT = 2.0
 WORTH_SHARDING = 0.95  # sharding that leaves more than this of the peak has bought nothing
-_REPLICATED = ("single", "ddp", "zero0")
+_REPLICATED = ("single", "ddp", "ddp_compress", "ddp_master", "zero0")
 
 
 def advise(results: Results) -> list[str]:

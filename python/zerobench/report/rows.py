@@ -10,7 +10,8 @@ from zerobench.bench.result import Results, Row, Settings
 from .stats import ratio_error
 
 GB = 1e9
-DEFAULT_BASELINES = ("ddp", "single")
+# In low precision ddp keeps fp32 parameters and is not comparable: ddp_master has the dtypes of most rows.
+DEFAULT_BASELINES = ("ddp", "ddp_master", "single")
 FLOOR = "compute_only"  # forward and backward alone: a limit to hold rows against, not a way to train
 NOISE_SIGMAS = 2.0  # medians closer than this many standard errors of their ratio tie
 
@@ -206,7 +207,7 @@ def _same_point(row: Row, other: Row) -> bool:
 def finish_rows(results: Results, baseline: str | None = None) -> None:
     """Fills the columns that compare rows: relative and its uncertainty, speedup, memory change, baseline, the share of
     the floor, and tokens/s per GB of peak. Only ok rows count. `baseline` names a strategy or a row; by default ddp,
-    else single.
+    else ddp_master, else single.
 
     May be called after every row; what it fills depends on the set of rows alone, not on their order."""
     for rows in by_workload(results.rows):

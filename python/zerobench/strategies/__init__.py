@@ -23,6 +23,7 @@ _PLACES = {
     "compute_only": "zerobench.strategies.compute_only:ComputeOnlyStrategy",
     "ddp": "zerobench.strategies.ddp:DDPStrategy",
     "ddp_compress": "zerobench.strategies.ddp:DDPCompressStrategy",
+    "ddp_master": "zerobench.strategies.ddp:DDPMasterStrategy",
     "fsdp1": "zerobench.strategies.fsdp1:FSDP1Strategy",
     "fsdp2": "zerobench.strategies.fsdp2:FSDP2Strategy",
     "fsdp2_keep": "zerobench.strategies.fsdp2:FSDP2KeepStrategy",

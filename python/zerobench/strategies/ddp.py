@@ -1,4 +1,5 @@
-"""DistributedDataParallel; bf16 and fp16 as its users have them: fp32 parameters under autocast."""
+"""DistributedDataParallel; bf16 and fp16 as its users have them: fp32 parameters under autocast, or low precision
+parameters beside fp32 masters."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerobench.strategies.base import Dtypes, StrategySettings
 from zerobench.strategies.peer import PeerStrategy
-from zerobench.strategies.shared import precision_dtype
+from zerobench.strategies.shared import cast_parameters, precision_dtype, storage_bytes
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -108,6 +109,79 @@ class DDPCompressStrategy(DDPStrategy):
 
     def _reduce_dtype(self) -> torch.dtype:
         return precision_dtype(self.settings)
+
+
+class DDPMasterStrategy(DDPStrategy):
+    """DDP of a model whose parameters have the precision's dtype, beside fp32 masters that AdamW updates: the dtypes of
+    engines that keep masters. Micro-batches accumulate in the gradients' own dtype, as DDP does it."""
+
+    name = "ddp_master"
+
+    @classmethod
+    def unsupported(cls, settings: StrategySettings) -> str | None:
+        if settings.precision == "fp32":
+            return "ddp_master has no low precision beside its masters in fp32: ddp is the same"
+        return super().unsupported(settings)
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        self._masters = {
+            name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()
+        }
+        cast_parameters(model, precision_dtype(self.settings))
+        return super()._wrap(model)
+
+    def _trained(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Pairs of what forward reads and its master."""
+        pairs = zip(self._ddp.module.parameters(), self._masters.values(), strict=True)
+        return [(parameter, master) for parameter, master in pairs if parameter.requires_grad]
+
+    def _optimized(self) -> list[nn.Parameter]:
+        return [master for _, master in self._trained()]
+
+    def _update(self, *, norm: bool) -> tuple[torch.Tensor | None, bool | None]:
+        pairs = self._trained()
+        arrived = [(p.grad, master) for p, master in pairs if p.grad is not None]
+        for _, master in arrived:
+            master.grad = torch.empty_like(master)
+        torch._foreach_copy_(
+            [m.grad for _, m in arrived if m.grad is not None], [grad for grad, _ in arrived]
+        )
+        self._gradient_bytes = storage_bytes(p.grad for pair in pairs for p in pair)
+        found = super()._update(norm=norm)
+        with torch.no_grad():
+            torch._foreach_copy_([p for p, _ in pairs], [master for _, master in pairs])
+        return found
+
+    def _after_step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._ddp.zero_grad(set_to_none=self.settings.grad_accum == 1)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def _reduce_dtype(self) -> torch.dtype:
+        return precision_dtype(self.settings)
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return self._masters
+
+    def dtypes(self) -> Dtypes:
+        low = str(precision_dtype(self.settings)).removeprefix("torch.")
+        return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
+
+    def memory_bytes(self) -> dict[str, dict[str, int]]:
+        device = super().memory_bytes()["device"]
+        return {
+            "device": {
+                **device,
+                "parameters": storage_bytes(self._ddp.parameters()),
+                "master": device["parameters"],
+            }
+        }
+
+    def close(self) -> None:
+        del self._masters
+        super().close()
 
 
 def _all_reduce_mean(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -96,8 +96,11 @@ class PeerStrategy(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module: ...
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        return make_adamw(trained, self.settings.optimizer)
+        return make_adamw(self._optimized(), self.settings.optimizer)
+
+    def _optimized(self) -> list[nn.Parameter]:
+        """What AdamW updates."""
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
         return make_grad_scaler(self.settings)
@@ -157,7 +160,7 @@ class PeerStrategy(Strategy):
 
     def _clip(self, clip: float | None) -> torch.Tensor:
         """The global norm of the gradients, which are clipped to ``clip`` where there is one."""
-        parameters = [p for p in self._model.parameters() if p.grad is not None]
+        parameters = [p for p in self._optimized() if p.grad is not None]
         total_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         if clip is not None:
             clip_grads_with_norm_(parameters, clip, total_norm)
