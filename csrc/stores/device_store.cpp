@@ -1,4 +1,5 @@
 // The device store: optimizer state in device memory beside the parameters, updated in place.
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,9 @@ struct Shard {
   DeviceBuffer master;  // empty for fp32 parameters
   DeviceBuffer exp_avg;
   DeviceBuffer exp_avg_sq;
+  Lane changed_in = Lane::kCompute;    // lane of the last change of the state
+  MarkPtr changed;                     // behind it; made when asked for where that is the compute lane
+  std::array<bool, kLaneNum> knows{};  // lanes that stand behind it
 };
 
 void check_segments(const ShardSpec& spec) {
@@ -60,14 +64,16 @@ class DeviceStore final : public Store {
     }
     shard.exp_avg = DeviceBuffer(device(), bytes, ledger_, Category::kExpAvg);
     shard.exp_avg_sq = DeviceBuffer(device(), bytes, ledger_, Category::kExpAvgSq);
+    change_in(shard, Lane::kCompute);
     shards_.push_back(std::move(shard));
     return shards_.size() - 1;
   }
 
   void start_update(std::size_t index, const ShardUpdate& update) override {
     Shard& shard = at(index);
+    const bool has_parameters = update.parameters != nullptr || keeps_master(shard.param_dtype);
     ZB_EXPECT(
-        shard.numel == 0 || (update.gradient != nullptr && update.parameters != nullptr && update.step != nullptr),
+        shard.numel == 0 || (update.gradient != nullptr && has_parameters && update.step != nullptr),
         "an update of shard " + std::to_string(index) + " needs its gradient, its parameters and the step's scalars");
     for (const Segment& segment : shard.segments) {
       ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
@@ -78,25 +84,38 @@ class DeviceStore final : public Store {
     for (const Segment& segment : shard.segments) {
       runs_.push_back({segment_span(shard, update, segment), update.rows[static_cast<std::size_t>(segment.row)]});
     }
+    stand_behind(shard, update.lane);
     if (!runs_.empty()) parts_.adam->update(update.lane, runs_, update.step);
+    change_in(shard, update.lane);
   }
 
-  void wait_update(std::size_t index) override { at(index); }
+  void wait_update(std::size_t index, Lane lane) override { stand_behind(at(index), lane); }
+
+  void fetch_parameters(std::size_t index, Lane lane, void* destination) override {
+    Shard& shard = at(index);
+    expect_master(shard);
+    stand_behind(shard, lane);
+    device().cast(lane, destination, shard.param_dtype, shard.master.data(), DType::kFloat32, shard.numel);
+  }
 
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
     const DeviceBuffer& state = state_of(index, kind, destination.size());
+    stand_behind(at(index), Lane::kCompute);
     device().copy(Lane::kCompute, destination.data(), state.data(), destination.size_bytes());
   }
 
   void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
     const DeviceBuffer& state = state_of(index, kind, source.size());
+    stand_behind(at(index), Lane::kCompute);
     device().copy(Lane::kCompute, state.data(), source.data(), source.size_bytes());
+    change_in(at(index), Lane::kCompute);
   }
 
  private:
   static AdamSpan segment_span(const Shard& shard, const ShardUpdate& update, const Segment& segment) {
     const bool master_is_parameters = shard.param_dtype == DType::kFloat32;
-    void* parameters = element(update.parameters, shard.param_dtype, segment.begin);
+    void* parameters =
+        update.parameters == nullptr ? nullptr : element(update.parameters, shard.param_dtype, segment.begin);
     return {.master = master_is_parameters ? static_cast<float*>(parameters) : shard.master.as<float>() + segment.begin,
             .exp_avg = shard.exp_avg.as<float>() + segment.begin,
             .exp_avg_sq = shard.exp_avg_sq.as<float>() + segment.begin,
@@ -105,6 +124,19 @@ class DeviceStore final : public Store {
             .low_precision = master_is_parameters ? nullptr : parameters,
             .low_precision_dtype = shard.param_dtype,
             .numel = segment.end - segment.begin};
+  }
+
+  // Where every rank updates everything in the compute lane, nobody asks and no mark is made.
+  void change_in(Shard& shard, Lane lane) {
+    shard.changed_in = lane;
+    shard.changed = lane == Lane::kCompute ? nullptr : device().mark(lane);
+    shard.knows = {};
+    shard.knows[static_cast<std::size_t>(lane)] = true;
+  }
+  void stand_behind(Shard& shard, Lane lane) {
+    if (std::exchange(shard.knows[static_cast<std::size_t>(lane)], true)) return;
+    if (shard.changed == nullptr) shard.changed = device().mark(shard.changed_in);
+    device().wait(lane, shard.changed);
   }
 
   Device& device() { return *parts_.device; }
@@ -121,9 +153,13 @@ class DeviceStore final : public Store {
                                         " elements, the other side of the copy has " + std::to_string(numel));
     if (kind == StateKind::kExpAvg) return shard.exp_avg;
     if (kind == StateKind::kExpAvgSq) return shard.exp_avg_sq;
-    ZB_EXPECT_STATE(shard.param_dtype != DType::kFloat32,
-                    "fp32 parameters are their own master; read or write the parameters instead");
+    expect_master(shard);
     return shard.master;
+  }
+
+  void expect_master(const Shard& shard) const {
+    ZB_EXPECT_STATE(keeps_master(shard.param_dtype),
+                    "fp32 parameters are their own master; read or write the parameters instead");
   }
 
   Ledger* ledger_;

@@ -27,28 +27,74 @@ struct ShardSpec {
   std::vector<Segment> segments;  // relative to the shard
 };
 
-// One update of one shard. All pointers are device memory, ready for `lane`.
-struct ShardUpdate {
-  Lane lane = Lane::kCompute;      // that the update is put into
-  const void* gradient = nullptr;  // numel elements, reduced, not yet scaled
-  DType gradient_dtype = DType::kFloat32;
-  void* parameters = nullptr;  // the shard's parameters in param_dtype; fp32 parameters are the master themselves
-  std::span<const AdamScalars> rows;  // by segment row; grad_factor is not read
-  const StepScalars* step = nullptr;
+// A shard's reduced gradient in device memory.
+struct ShardGradient {
+  const void* data = nullptr;  // numel elements, not yet scaled
+  DType dtype = DType::kFloat32;
+  MarkPtr ready = nullptr;  // behind which it is there
 };
 
+// One update of one shard. Pointers are device memory, ready for `lane`, but for the scalars on the host. `rows` need
+// not outlive the call; all else stays as it is until the shard's update was waited for.
+struct ShardUpdate {
+  Lane lane = Lane::kCompute;      // that the update is put into, or starts behind
+  const void* gradient = nullptr;  // numel elements, reduced, not yet scaled
+  DType gradient_dtype = DType::kFloat32;
+  // The shard's parameters in param_dtype, which are the master where the store keeps none. Null where they are fetched
+  // from the store (fetch_parameters) instead.
+  void* parameters = nullptr;
+  std::span<const AdamScalars> rows;  // by segment row; grad_factor is not read
+  const StepScalars* step = nullptr;
+  const StepScalars* step_on_host = nullptr;  // the same in pinned memory
+  MarkPtr step_arrived = nullptr;             // behind which they are there
+};
+
+// [Note: updates that are issued later]
+// A store whose updates run on host threads cannot put them into a lane at once. Its start_update only begins one, and
+// wait_update blocks the host until what is left of it stands in a lane. So the engine waits as late as it can: when a
+// unit is first used after the step. A store whose updates are issued at once never blocks there.
+//
+// Calls come from one thread at a time. The destructor returns when nothing of the store is under way any more.
 class Store {
  public:
   virtual ~Store() = default;
   virtual Tier tier() const noexcept = 0;
+  // Whether start_update puts the whole update into its lane.
+  virtual bool issues_at_once() const noexcept { return true; }
+  // Whether the store holds a master of parameters of this dtype. Else they are fp32 and their own master.
+  virtual bool keeps_master(DType param_dtype) const noexcept { return param_dtype != DType::kFloat32; }
+
   // Registers a shard whose parameters currently hold `initial` (numel floats of device memory, the fp32 values before
-  // any rounding). Returns the shard's index. For fp32 parameters no master is made.
+  // any rounding, read in the compute lane). Returns the shard's index.
   virtual std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) = 0;
-  // Start and wait of one shard's update; parameters are current for its lane after wait.
+
+  // The shard's gradient for the next update is there: what the store wants to do before the norm is known may begin.
+  // It stays as it is until that update was waited for, or drop_gradients was called.
+  virtual void offer_gradient(std::size_t shard, const ShardGradient& gradient) {
+    static_cast<void>(shard);
+    static_cast<void>(gradient);
+  }
+  // No update follows on the gradients that were offered: what is put into `lane` later may write where they lie.
+  virtual void drop_gradients(Lane lane) { static_cast<void>(lane); }
+
+  // Starts an update, behind the last one of the shard. Whatever reads the shard's parameters stands before the lane's
+  // present point.
   virtual void start_update(std::size_t shard, const ShardUpdate& update) = 0;
-  virtual void wait_update(std::size_t shard) = 0;
-  // Copies a state out of or into the store (numel floats of device memory), in the compute lane. kMaster of fp32
-  // parameters raises StateError: read the parameters.
+  // Whether wait_update would not block.
+  virtual bool is_issued(std::size_t shard) const {
+    static_cast<void>(shard);
+    return true;
+  }
+  // What is put into `lane` later sees what the last update made of the parameters, and may write to its gradient. May
+  // block the host until the update was issued.
+  virtual void wait_update(std::size_t shard, Lane lane) = 0;
+
+  // Writes the shard's parameters as the last update (or write_state) left them, rounded to nearest even, into numel
+  // elements of device memory, in this lane. Only where the store keeps a master. May block like wait_update.
+  virtual void fetch_parameters(std::size_t shard, Lane lane, void* destination) = 0;
+
+  // Copies a state out of or into the store (numel floats of device memory), in the compute lane and behind the last
+  // update. kMaster where the store keeps none raises StateError: read the parameters.
   virtual void read_state(std::size_t shard, StateKind kind, std::span<float> destination) = 0;
   virtual void write_state(std::size_t shard, StateKind kind, std::span<const float> source) = 0;
 };

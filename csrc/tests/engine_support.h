@@ -43,6 +43,7 @@ struct ToyOptions {
   bool reshard_after_forward = true;
   std::size_t publish_bytes = 0;  // every unit alone
   LossScaleOptions loss_scale;
+  std::function<std::unique_ptr<Store>(Ledger*, const DeviceParts&)> make_store = make_device_store;
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   // Schedules of devices with lanes to run on; 0 is the CPU.
   std::uint32_t lane_schedule_num = 0;
@@ -92,7 +93,8 @@ class ToyRank {
         .default_prefetch = options.prefetch_bytes == SIZE_MAX,
         .reshard_after_forward = options.reshard_after_forward,
         .publish_bytes = options.publish_bytes,
-        .loss_scale = options.loss_scale};
+        .loss_scale = options.loss_scale,
+        .make_store = options.make_store};
     engine_ =
         std::make_unique<Engine>(engine_options, std::move(model), parts_, std::move(gather_), std::move(reduce_));
   }

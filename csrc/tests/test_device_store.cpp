@@ -93,7 +93,7 @@ void expect_updates_like_scalar(DType param_dtype, DType gradient_dtype, std::si
                                 .parameters = parameters.data(),
                                 .rows = rows,
                                 .step = &kStep});
-    store->wait_update(shard);
+    store->wait_update(shard, Lane::kCompute);
     ASSERT_EQ(parameters.first_difference(expected_parameters), -1) << "step " << step;
   }
   EXPECT_EQ(state_of(*store, shard, StateKind::kExpAvg), exp_avg);
@@ -128,7 +128,7 @@ TEST(DeviceStore, ASkippedStepChangesNothing) {
   const std::vector<float> gradient = ordinary_floats(kNumel, 2);
   store->start_update(shard,
                       {.gradient = gradient.data(), .parameters = parameters.data(), .rows = rows, .step = &skipped});
-  store->wait_update(shard);
+  store->wait_update(shard, Lane::kCompute);
   EXPECT_EQ(parameters.first_difference(before), -1);
   EXPECT_EQ(state_of(*store, shard, StateKind::kMaster), master);
   EXPECT_EQ(state_of(*store, shard, StateKind::kExpAvg), std::vector<float>(kNumel, 0.0F));
@@ -155,7 +155,7 @@ TEST(DeviceStore, EmptyShardsAreFine) {
   const std::unique_ptr<Store> store = make_device_store(&ledger, parts);
   const std::size_t shard = store->add_shard({.numel = 0, .param_dtype = DType::kBFloat16, .segments = {}}, {});
   store->start_update(shard, {});
-  store->wait_update(shard);
+  store->wait_update(shard, Lane::kCompute);
   store->read_state(shard, StateKind::kMaster, {});
   EXPECT_EQ(ledger.total(Tier::kDevice).current_bytes, 0);
 }
@@ -180,7 +180,7 @@ TEST(DeviceStore, RejectsWhatCannotBe) {
   EXPECT_THROW(store->write_state(shard, StateKind::kMaster, values), StateError);
   EXPECT_THROW(store->read_state(shard, StateKind::kExpAvg, std::span(values).first(3)), ArgumentError);
   EXPECT_THROW(store->read_state(shard + 1, StateKind::kExpAvg, values), ArgumentError);
-  EXPECT_THROW(store->wait_update(shard + 1), ArgumentError);
+  EXPECT_THROW(store->wait_update(shard + 1, Lane::kCompute), ArgumentError);
   const std::vector<AdamScalars> rows = some_rows(1);
   const auto update = [&](const void* gradient, std::size_t row_num, const StepScalars* step) {
     store->start_update(

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "engine_support.h"
+#include "late_store.h"
 
 namespace zb {
 namespace {
@@ -71,6 +72,55 @@ TEST_P(EngineLanes, EndAsTheCpuDoes) {
       same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); });
       if (HasFailure()) return;
     }
+  }
+}
+
+// Updates that are issued only when somebody waits for them change nothing.
+TEST_P(EngineLanes, ALateStoreEndsAsTheDeviceStoreDoes) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    ToyOptions with = options();
+    with.param_dtype = with.reduce_dtype = dtype;
+    with.accumulation_steps = dtype == DType::kFloat32 ? 2 : 1;
+    with.clip = dtype == DType::kBFloat16 ? 0.5 : 0.0;
+    with.loss_scale = {.enabled = dtype == DType::kFloat16, .initial_scale = 64.0};
+    ToyOptions on_cpu = with;
+    on_cpu.lane_schedule_num = 0;
+    const Values expected = same_on_all(on_cpu, [&](ToyRank& toy) { return walk(toy, with); });
+    with.make_store = test::make_late_store;
+    EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected);
+    if (HasFailure()) return;
+  }
+}
+
+// Gradients that a store was offered are gone when their backward is repeated, and where a step raises.
+TEST_P(EngineLanes, ALateStoreForgetsGradientsThatAreDropped) {
+  ToyOptions with = options();
+  with.make_store = test::make_late_store;
+  Reference reference(world_size());
+  for (const long micro_step : {0, 2, 4}) {
+    reference.backward(micro_step);
+    reference.step();
+  }
+  for (std::uint32_t number = 0; number < with.lane_schedule_num; ++number) {
+    test::run_in_lanes(with, number, [&](ToyRank& toy) {
+      toy.train();
+      toy.forward(kUnits);
+      toy.engine().begin_backward(true);
+      for (const std::size_t unit : kReversed) toy.unit_backward(unit);
+      toy.engine().abort_backward();
+      toy.set_micro_step(2);
+      toy.train();
+      if (toy.rank() == 0) toy.spoil(2);
+      toy.train();
+      toy.spoil(SIZE_MAX);
+      toy.set_micro_step(4);
+      toy.forward(kUnits);
+      toy.backward(kReversed);
+      EXPECT_THROW(toy.start_step(), NonFiniteGradientError);
+      toy.set_micro_step(4);
+      toy.train();
+      EXPECT_EQ(toy.state(FullState::kMaster), reference.master);
+    });
   }
 }
 

@@ -29,7 +29,7 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
       reduce_communicator_(std::move(reduce_communicator)),
       policy_(stage_policy(options.stage, reduce_communicator_->world_size())),
       parts_(std::move(parts)),
-      store_(make_device_store(&ledger_, parts_)),
+      store_(options.make_store(&ledger_, parts_)),
       scaler_(options.loss_scale) {
   ZB_EXPECT(options.accumulation_steps >= 1, "gradient_accumulation_steps must be at least 1");
   ZB_EXPECT(model.bindings.size() == model.parameters.size(), "every parameter needs a binding");
@@ -38,10 +38,13 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
   reduce_communicator_->serve_while_blocked(*gather_communicator_);
   units_ = make_units(model.unit_names, model.root_unit, model.parameters, world_size(), parameters_);
   prefetch_bytes_ = options.default_prefetch ? largest_unit_bytes(units_) : options.prefetch_bytes;
-  gathers_ = std::make_unique<GatherScheduler>(device(), *gather_communicator_, &ledger_, units_, parameters_, clock_,
-                                               parameters_sharded(), options.reshard_after_forward, prefetch_bytes_);
+  unpublished_ = units_.size();
+  gathers_ =
+      std::make_unique<GatherScheduler>(device(), *gather_communicator_, *store_, &ledger_, units_, parameters_, clock_,
+                                        parameters_sharded(), options.reshard_after_forward, prefetch_bytes_);
   reduces_ = std::make_unique<ReduceScheduler>(device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_,
-                                               policy_.gradients, parameters_sharded());
+                                               policy_.gradients, parameters_sharded(),
+                                               [this](Unit& unit) { offer_gradients(unit); });
   for (Unit& unit : units_) build_unit(unit, model);
   build_norms();
   gathers_->reserve_slots();
@@ -52,6 +55,7 @@ Engine::~Engine() {
   {
     const Drain drain(device());
   }
+  store_.reset();  // ends what its threads have under way
   // Slots go with the engine; parameters must not point there any more, and units give theirs back before the pools go.
   for (Unit& unit : units_) {
     unit.gather_slot.reset();
@@ -111,7 +115,7 @@ void Engine::build_flat(FlatBuffer& flat) {
                                                             Category::kParameters)};
     device().cast(Lane::kCompute, flat.shard_parameters.data(), flat.param_dtype, values + rank_offset, DType::kFloat32,
                   layout.shard_numel());
-    flat.updated = device().mark(Lane::kCompute);
+    flat.written = device().mark(Lane::kCompute);
   } else {
     const bool gathered = several && state_sharded() && flat.trainable;
     flat.full_parameters = {gather_communicator_->allocate(flat.full_parameter_bytes(),
@@ -183,20 +187,25 @@ void Engine::begin_forward(bool train) {
 }
 
 void Engine::end_forward() {
-  enter([&] { gathers_->end_pass(); });
+  enter([&] {
+    publish_through(units_.size());  // peers may use what this rank did not
+    gathers_->end_pass();
+  });
 }
 
 void Engine::abandon_forward() {
   enter([&] {
     if (!gathers_->in_pass() || gathers_->pass_kind() == PassKind::kBackward) return;
     if (gathers_->pass_kind() == PassKind::kTrainForward) reduces_->abandon_forward();
+    publish_through(units_.size());
     gathers_->end_pass();
   });
 }
 
 void Engine::pre_forward(std::size_t unit) {
   enter([&] {
-    wait_published(units_[unit]);
+    publish_through(unit);
+    wait_updated(units_[unit]);
     // Recomputation inside a backward is not a use of its own.
     if (!reduces_->in_backward() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kTrainForward) {
       reduces_->count_use(unit);
@@ -238,6 +247,8 @@ void Engine::finish_backward_if_done(std::size_t index) {
 void Engine::begin_backward(bool last) {
   enter([&] {
     gathers_->begin_pass(PassKind::kBackward);
+    drop_offers();
+    if (!store_->issues_at_once()) finish_updates();  // the last ones still read the gradients that are written now
     reduces_->begin_backward(last);
     for (std::size_t index = 0; index < units_.size(); ++index) {
       // No hook asks for the root's parameters; an earlier backward may have resharded them.
@@ -281,234 +292,15 @@ void Engine::abort_backward() {
   });
 }
 
-// What a rank tells the others before a step. Followed by the order in which its units became complete (uint32).
-struct Engine::RankReport {
-  std::int64_t steps_tried;
-  std::int64_t window_backwards;
-};
-
-// Tells the others about this step.
-void Engine::exchange_reports() {
-  finish_reports();
-  std::vector<std::uint32_t> order(reduces_->completion_order().begin(), reduces_->completion_order().end());
-  order.resize(reduces_->reduced_unit_num(), 0);
-  const std::size_t order_bytes = order.size() * sizeof(std::uint32_t);
-  const RankReport header{steps_tried_, reduces_->window_backwards()};
-  reports_.mine.resize(sizeof(header) + order_bytes);
-  std::memcpy(reports_.mine.data(), &header, sizeof(header));
-  std::memcpy(reports_.mine.data() + sizeof(header), order.data(), order_bytes);
-  reports_.all.resize(reports_.mine.size() * static_cast<std::size_t>(world_size()));
-  reports_.work = reduce_communicator_->start_exchange(reports_.mine, reports_.all, "step");
-  if (!device().is_async()) finish_reports();
-}
-
-// Compares the ranks' reports on a step and adopts rank 0's order of completion.
-void Engine::finish_reports() {
-  if (!reports_.work) return;
-  {
-    const CommunicationClock::Scope timed(clock_);
-    std::exchange(reports_.work, nullptr)->wait();
-  }
-  RankReport header;
-  std::memcpy(&header, reports_.mine.data(), sizeof(header));
-  for (int other = 0; other < world_size(); ++other) {
-    RankReport report;
-    std::memcpy(&report, reports_.all.data() + static_cast<std::size_t>(other) * reports_.mine.size(), sizeof(report));
-    if (report.steps_tried == header.steps_tried && report.window_backwards == header.window_backwards) continue;
-    const std::string reason =
-        "rank " + std::to_string(other) + " brings gradients of " + std::to_string(report.window_backwards) +
-        " backwards to its step " + std::to_string(report.steps_tried + 1) + " and rank " + std::to_string(rank()) +
-        " of " + std::to_string(header.window_backwards) + " to its step " + std::to_string(header.steps_tried + 1) +
-        "; a rank that lost its gradients to an exception cannot step with the others";
-    reduce_communicator_->abort(reason);
-    throw CommunicationError(reason, other);
-  }
-  std::vector<std::uint32_t> order((reports_.mine.size() - sizeof(header)) / sizeof(std::uint32_t));
-  std::memcpy(order.data(), reports_.all.data() + sizeof(header), order.size() * sizeof(std::uint32_t));
-  reduces_->adopt_order(std::vector<std::size_t>(order.begin(), order.end()));
-}
-
-// Puts the norm, the factor and the skip flag of this step into device memory, and on their way to the host.
-void Engine::combine_norm() {
-  Communicator& communicator = *reduce_communicator_;
-  const Lane lane = communicator.lane();
-  if (world_size() > 1) {
-    const CommunicationClock::Scope timed(clock_);
-    communicator
-        .start_all_gather({.source = own_sums_,
-                           .destination = all_sums_,
-                           .shard_bytes = trainable_flats_.size() * sizeof(double),
-                           .label = "gradient norm"})
-        ->wait(lane);
-  }
-  auto* scalars = norm_.as<StepScalars>();
-  device().combine_norm(lane, {.partial_sums = reinterpret_cast<const double*>(all_sums_.data()),
-                               .rank_num = static_cast<std::size_t>(world_size()),
-                               .flat_num = trainable_flats_.size(),
-                               .divisor = static_cast<double>(world_size()) *
-                                          static_cast<double>(reduces_->window_backwards()) * scaler_.scale(),
-                               .clip = options_.clip,
-                               .flat_sums = reinterpret_cast<double*>(scalars + 1),
-                               .scalars = scalars});
-  device().copy_to_pinned(lane, norm_on_host_.get(), norm_.data(), norm_.bytes());
-  pending_ = {device().mark(lane), true};
-}
-
-// Learns how the last step ended.
-void Engine::settle_step() {
-  if (!pending_.is_pending) return;
-  device().synchronize(pending_.arrived);
-  pending_ = {};
-  check_communicators();
-  StepScalars scalars;
-  std::memcpy(&scalars, norm_on_host_.get(), sizeof(scalars));
-  outcome_ = {.applied = scalars.is_skipped == 0, .grad_norm = scalars.norm};
-  if (outcome_.applied) {
-    ++steps_applied_;
-    scaler_.step_succeeded();
-    return;
-  }
-  scaler_.step_overflowed();
-  if (scaler_.enabled()) return;
-  const auto* sums = reinterpret_cast<const double*>(norm_on_host_.get() + sizeof(scalars));
-  std::size_t position = 0;
-  for (const Unit& unit : units_) {
-    for (const FlatBuffer& flat : unit.flats) {
-      if (!flat.trainable || std::isfinite(sums[position++])) continue;
-      throw NonFiniteGradientError("the gradient of unit '" + unit.name + "' is not finite in step " +
-                                   std::to_string(steps_tried_) +
-                                   "; nothing was updated. Lower the learning rate, clip gradients, or check the data");
-    }
-  }
-}
-
-void Engine::step(std::span<const AdamHyperparameters> groups) {
-  enter([&] {
-    ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass(), "step() was called inside a forward or backward");
-    ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
-                    "step() was called inside engine.gather(); leave the block first");
-    ZB_EXPECT_STATE(reduces_->window_backwards() > 0,
-                    "step() was called without gradients; call engine.backward(loss) first (after an exception, "
-                    "repeat forward and backward)");
-    check_bindings();
-    {
-      const ScopeExit clear([this] {
-        reduces_->clear_window();
-        ++steps_tried_;
-      });
-      settle_step();
-      exchange_reports();
-      combine_norm();
-      gathers_->release_all();
-      update(groups);
-    }
-    if (!device().is_async()) settle_step();
-  });
-}
-
-StepOutcome Engine::outcome() {
-  return enter([&] {
-    settle_step();
-    return outcome_;
-  });
-}
-
-double Engine::loss_scale() {
-  if (!scaler_.enabled()) return scaler_.scale();
-  return enter([&] {
-    settle_step();
-    return scaler_.scale();
-  });
-}
-
-long Engine::steps_applied() {
-  return enter([&] {
-    settle_step();
-    return steps_applied_;
-  });
-}
-
 void Engine::set_compute_stream(void* stream) {
   const std::lock_guard lock(mutex_);
   device().set_compute_stream(stream);
 }
 
-// In the order of the next forward, so that its first units are there first.
-void Engine::update(std::span<const AdamHyperparameters> groups) {
-  std::vector<AdamScalars> rows;
-  for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, 1.0F));
-  const bool publishes = state_sharded() && !parameters_sharded();
-  published_.clear();
-  // Behind the norm; and behind all that reads the parameters that are about to change, the last step's gathers too of
-  // units that were not used since.
-  for (Unit& unit : units_) wait_published(unit);
-  device().wait(update_lane(), pending_.arrived);
-  device().wait(update_lane(), device().mark(Lane::kCompute));
-  std::vector<Unit*> ready;
-  std::size_t ready_bytes = 0;
-  for (Unit& unit : units_) {
-    update_unit(unit, rows);
-    if (!publishes) continue;
-    ready.push_back(&unit);
-    ready_bytes += unit.gather_bytes;
-    if (ready_bytes < options_.publish_bytes) continue;
-    publish(ready);
-    ready.clear();
-    ready_bytes = 0;
-  }
-  if (!ready.empty()) publish(ready);
-  // Where operations do not run beside the caller they are done here, and the next forward finds them done.
-  if (!gather_communicator_->runs_in_background()) {
-    const CommunicationClock::Scope timed(clock_);
-    for (Unit& unit : units_) wait_published(unit);
-  }
-}
-
-void Engine::update_unit(Unit& unit, std::span<const AdamScalars> rows) {
-  const bool sharded = state_sharded();
-  for (FlatBuffer& flat : unit.flats) {
-    if (!flat.trainable) continue;
-    store_->start_update(flat.store_shard,
-                         {.lane = update_lane(),
-                          .gradient = sharded ? flat.shard_gradients.data() : flat.full_gradients.data(),
-                          .gradient_dtype = flat.reduce_dtype,
-                          .parameters = sharded ? flat.shard_parameters.data() : flat.full_parameters.data(),
-                          .rows = rows,
-                          .step = norm_.as<StepScalars>()});
-    store_->wait_update(flat.store_shard);
-    if (parameters_sharded()) flat.updated = device().mark(update_lane());
-  }
-  if (sharded) unit.updated = device().mark(update_lane());
-}
-
-// Stages 1 and 2: every rank's updated shards of these units go to all ranks, in one group.
-void Engine::publish(const std::vector<Unit*>& units) {
-  Communicator& communicator = *gather_communicator_;
-  const CommunicationClock::Scope timed(clock_);
-  device().wait(communicator.lane(), device().mark(update_lane()));
-  const CollectiveGroup group(communicator);
-  for (Unit* unit : units) {
-    for (const FlatBuffer& flat : unit->flats) {
-      if (!flat.trainable) continue;
-      unit->publishing.push_back(communicator.start_all_gather({.source = flat.shard_parameters,
-                                                                .destination = flat.full_parameters,
-                                                                .shard_bytes = flat.shard_parameter_bytes(),
-                                                                .label = flat.label}));
-      published_.push_back(unit->publishing.back());
-    }
-  }
-}
-
-void Engine::wait_published(Unit& unit) {
-  device().wait(Lane::kCompute, std::exchange(unit.updated, nullptr));
-  for (const WorkPtr& work : unit.publishing) work->wait();
-  unit.publishing.clear();
-}
-
 void Engine::quiesce() noexcept {
   const std::lock_guard lock(mutex_);
   try {
-    for (Unit& unit : units_) wait_published(unit);
+    finish_updates();
     for (const WorkPtr& work : published_) work->wait_source_free();
   } catch (const std::exception&) {
     // Whoever was reading has failed, or will at its next call.

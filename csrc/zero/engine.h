@@ -2,7 +2,8 @@
 //
 // Knows no torch: parameters come as ParameterBinding, gradients as pointers. Calls are serialised by a mutex; hooks
 // call from autograd's threads. Collective calls (construction, forwards and backwards of stage 3, step, full states,
-// gathers) must be made equally often on every rank.
+// gathers) must be made equally often on every rank; at stages 1 and 2 also the first forward after a step, where the
+// store does not issue updates at once.
 #pragma once
 
 #include <cstddef>
@@ -41,6 +42,8 @@ struct EngineOptions {
   // moving a few MiB.
   std::size_t publish_bytes = std::size_t{64} << 20;
   LossScaleOptions loss_scale;
+  // Where optimizer state lives.
+  std::function<std::unique_ptr<Store>(Ledger*, const DeviceParts&)> make_store = make_device_store;
 };
 
 struct EngineModel {
@@ -161,17 +164,28 @@ class Engine {
   void finish_reports();
   void combine_norm();
   void settle_step();
+  void offer_gradients(Unit& unit);
+  void drop_offers();
   void update(std::span<const AdamHyperparameters> groups);
   void update_unit(Unit& unit, std::span<const AdamScalars> rows);
-  void publish(const std::vector<Unit*>& units);
-  void wait_published(Unit& unit);
+  void publish_small_together(std::size_t end);
+  void publish_through(std::size_t unit);
+  void publish_before(std::size_t end);
+  void wait_updated(Unit& unit);
+  void finish_updates();
   void write_back(Unit& unit, int modifier_rank);
   void write_back_flat(FlatBuffer& flat, const std::byte* values);
   bool parameters_sharded() const { return policy_.parameters == Placement::kSharded; }
   bool state_sharded() const { return policy_.state == Placement::kSharded; }
-  // Sharded state is updated beside the next forward, whose units wait for their own parameters. Where every rank
-  // updates everything, parameters stay readable right after a step.
-  Lane update_lane() const { return state_sharded() ? reduce_communicator_->lane() : Lane::kCompute; }
+  std::byte* update_gradient(const FlatBuffer& flat) const {
+    return (state_sharded() ? flat.shard_gradients : flat.full_gradients).data();
+  }
+  bool publishes() const { return state_sharded() && !parameters_sharded(); }
+  // Sharded state is updated beside the next forward, whose units wait for their own parameters; so is what a store
+  // does not issue at once. Elsewhere parameters stay readable right after a step.
+  Lane update_lane() const {
+    return state_sharded() || !store_->issues_at_once() ? reduce_communicator_->lane() : Lane::kCompute;
+  }
 
   // The ranks' reports on a step. Where the device works in lanes they are read one step later, so that no rank's host
   // waits for another's.
@@ -203,6 +217,8 @@ class Engine {
   std::unique_ptr<GatherScheduler> gathers_;
   std::unique_ptr<ReduceScheduler> reduces_;
   LossScaler scaler_;
+  bool has_offered_ = false;        // gradients that the store has and no update follows on yet
+  std::size_t unpublished_ = 0;     // stages 1 and 2: the first unit whose updated parameters have yet to be published
   std::vector<WorkPtr> published_;  // all-gathers of the last step, whose sources peers may still read
   // Device memory (docs/decisions/engine.md, The norm): the sums of squares of this rank and of all, and what comes of
   // them, which is also copied to the host: scalars, then a double a flat.

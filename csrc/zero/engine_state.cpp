@@ -29,7 +29,7 @@ void Engine::read_full_state(FullState kind,
                              const std::function<void(std::size_t parameter, const float* values)>& visit) {
   enter([&] {
     Communicator& communicator = *reduce_communicator_;
-    for (Unit& unit : units_) wait_published(unit);
+    finish_updates();
     std::vector<float> on_host;
     for (const Unit& unit : units_) {
       for (const FlatBuffer& flat : unit.flats) {
@@ -90,6 +90,7 @@ void Engine::broadcast(std::byte* data, std::size_t bytes) {
 }
 
 void Engine::gather(const std::vector<std::size_t>& units) {
+  enter([&] { finish_updates(); });
   quiesce();  // the caller may write
   enter([&] { gathers_->gather(units); });
 }
@@ -135,7 +136,7 @@ void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
   if (parameters_sharded()) {
     device().copy(Lane::kCompute, flat.shard_parameters.data(), values + shard_begin * element_bytes,
                   flat.shard_parameter_bytes());
-    flat.updated = device().mark(Lane::kCompute);
+    flat.written = device().mark(Lane::kCompute);
   }
   if (!flat.trainable || flat.param_dtype == DType::kFloat32) return;
   const std::size_t numel = state_sharded() ? flat.layout.shard_numel() : flat.layout.padded_numel();

@@ -40,11 +40,12 @@ std::string_view pass_kind_name(PassKind kind) noexcept {
   return kNames[static_cast<std::size_t>(kind)];
 }
 
-GatherScheduler::GatherScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
-                                 std::vector<Parameter>& parameters, CommunicationClock& clock, bool sharded,
-                                 bool reshard, std::size_t prefetch_bytes)
+GatherScheduler::GatherScheduler(Device& device, Communicator& communicator, Store& store, Ledger* ledger,
+                                 std::vector<Unit>& units, std::vector<Parameter>& parameters,
+                                 CommunicationClock& clock, bool sharded, bool reshard, std::size_t prefetch_bytes)
     : device_(device),
       communicator_(communicator),
+      store_(store),
       clock_(clock),
       units_(units),
       parameters_(parameters),
@@ -129,7 +130,7 @@ void GatherScheduler::prefetch() {
   while (cursor_ < order.size()) {
     const std::size_t next = order[cursor_];
     const std::size_t bytes = units_[next].gather_bytes;
-    if (present(next) || prefetched_bytes_ + bytes > prefetch_bytes_) return;
+    if (present(next) || prefetched_bytes_ + bytes > prefetch_bytes_ || !is_issued(units_[next])) return;
     start_gather(next);
     prefetched_.push_back({cursor_, next});
     prefetched_bytes_ += bytes;
@@ -147,9 +148,18 @@ void GatherScheduler::drop_prefetched_before(std::size_t position) {
   }
 }
 
+// Whether the unit's gather would not have to wait for the store.
+bool GatherScheduler::is_issued(const Unit& unit) const {
+  return std::all_of(unit.flats.begin(), unit.flats.end(),
+                     [&](const FlatBuffer& flat) { return !flat.trainable || store_.is_issued(flat.store_shard); });
+}
+
 std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& slot) {
   std::vector<WorkPtr> works;
-  for (FlatBuffer& flat : unit.flats) device_.wait(communicator_.lane(), std::exchange(flat.updated, nullptr));
+  for (FlatBuffer& flat : unit.flats) {
+    device_.wait(communicator_.lane(), std::exchange(flat.written, nullptr));
+    if (flat.trainable) store_.wait_update(flat.store_shard, communicator_.lane());
+  }
   const CollectiveGroup group(communicator_);
   for (const FlatBuffer& flat : unit.flats) {
     works.push_back(communicator_.start_all_gather({.source = flat.shard_parameters,

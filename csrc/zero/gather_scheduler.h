@@ -23,6 +23,7 @@
 
 #include "comm/communicator.h"
 #include "memory/ledger.h"
+#include "stores/store.h"
 #include "zero/clock.h"
 #include "zero/slot_pool.h"
 #include "zero/unit.h"
@@ -37,7 +38,7 @@ class GatherScheduler {
  public:
   // `sharded` false (stages 0 to 2, or one rank) makes every call but the bookkeeping of uses a no-op.
   // `reshard` false keeps units unsharded between forward and backward.
-  GatherScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+  GatherScheduler(Device& device, Communicator& communicator, Store& store, Ledger* ledger, std::vector<Unit>& units,
                   std::vector<Parameter>& parameters, CommunicationClock& clock, bool sharded, bool reshard,
                   std::size_t prefetch_bytes);
 
@@ -70,6 +71,7 @@ class GatherScheduler {
   };
   struct Message;
 
+  bool is_issued(const Unit& unit) const;
   bool present(std::size_t unit) const { return units_[unit].parameter_state != ParameterState::kSharded; }
   std::vector<WorkPtr> start_into(Unit& unit, const SlotLease& slot);
   void start_gather(std::size_t unit);
@@ -87,6 +89,7 @@ class GatherScheduler {
 
   Device& device_;
   Communicator& communicator_;
+  Store& store_;
   CommunicationClock& clock_;
   std::vector<Unit>& units_;
   std::vector<Parameter>& parameters_;

@@ -24,7 +24,8 @@ constexpr auto kPollInterval = std::chrono::microseconds(20);
 
 ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                                  std::vector<Parameter>& parameters, CommunicationClock& clock,
-                                 GradientPlacement placement, bool gathers_beside)
+                                 GradientPlacement placement, bool gathers_beside,
+                                 std::function<void(Unit&)> on_reduced)
     : device_(device),
       communicator_(communicator),
       ledger_(ledger),
@@ -33,6 +34,7 @@ ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Led
       clock_(clock),
       placement_(placement),
       gathers_beside_(gathers_beside),
+      on_reduced_(std::move(on_reduced)),
       slots_(device, communicator, ledger, BufferRole::kShared, Category::kGradientSlots,
              {.first = Lane::kCompute, .last = communicator.lane()}),
       staging_(device, communicator, ledger, BufferRole::kPrivate, Category::kStaging,
@@ -393,6 +395,7 @@ void ReduceScheduler::finish(std::size_t index) {
   // In lanes this costs the host nothing and hides behind the rest of backward; a CPU rank would wait for its peers.
   if (device_.is_async() && last_) start_replicate(unit, replicating_);
   unit.set_gradient_state(GradientState::kReduced);
+  if (last_ && (device_.is_async() || !replicates())) on_reduced_(unit);
 }
 
 void ReduceScheduler::settle() {
@@ -421,7 +424,7 @@ void ReduceScheduler::settle() {
 
 // Stage 0: every rank's reduced shards go to all ranks.
 void ReduceScheduler::start_replicate(Unit& unit, std::vector<WorkPtr>& works) {
-  if (placement_ != GradientPlacement::kReplicated || communicator_.world_size() == 1) return;
+  if (!replicates()) return;
   const CollectiveGroup group(communicator_);
   for (const FlatBuffer& flat : unit.flats) {
     if (!flat.trainable) continue;
@@ -439,6 +442,8 @@ void ReduceScheduler::replicate() {
   for (const WorkPtr& work : replicating_) work->wait(communicator_.lane());
   if (!replicating_.empty()) last_work_ = replicating_.back();
   replicating_.clear();
+  if (device_.is_async() || !replicates()) return;
+  for (const std::size_t index : order_) on_reduced_(units_[index]);
 }
 
 void ReduceScheduler::end_backward() {

@@ -23,6 +23,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -38,10 +39,11 @@ namespace zb {
 
 class ReduceScheduler {
  public:
-  // `gathers_beside`: backwards gather parameters too.
+  // `gathers_beside`: backwards gather parameters too. `on_reduced` is called when a unit's gradients for the next
+  // update are there for what is put into the communicator's lane.
   ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                   std::vector<Parameter>& parameters, CommunicationClock& clock, GradientPlacement placement,
-                  bool gathers_beside);
+                  bool gathers_beside, std::function<void(Unit&)> on_reduced);
 
   // Makes the slots, and staging shards where micro-batches accumulate. Collective.
   void reserve_slots(long accumulation_steps);
@@ -75,6 +77,9 @@ class ReduceScheduler {
 
  private:
   bool persistent() const noexcept { return placement_ != GradientPlacement::kShardedEachMicroBatch; }
+  bool replicates() const noexcept {
+    return placement_ == GradientPlacement::kReplicated && communicator_.world_size() > 1;
+  }
   bool reduces_now() const noexcept { return !persistent() || last_; }
   std::byte* gradient_base(const Unit& unit, const FlatBuffer& flat) const;
   void resume_accumulation();
@@ -106,6 +111,7 @@ class ReduceScheduler {
   CommunicationClock& clock_;
   GradientPlacement placement_;
   bool gathers_beside_;
+  std::function<void(Unit&)> on_reduced_;
   SlotPool slots_;
   SlotPool staging_;
 

@@ -81,7 +81,7 @@ struct FlatBuffer {
   Region shard_gradients;   // this rank's reduced piece
   std::size_t store_shard = 0;
   double* sum_of_squares = nullptr;  // device memory: of shard_gradients, once reduced
-  MarkPtr updated;                   // behind the last update of shard_parameters, until a gather has waited for it
+  MarkPtr written;  // behind a change of shard_parameters by others than the store, until a gather has waited for it
 
   std::size_t full_parameter_bytes() const { return layout.padded_numel() * dtype_bytes(param_dtype); }
   std::size_t shard_parameter_bytes() const { return layout.shard_numel() * dtype_bytes(param_dtype); }
@@ -118,7 +118,6 @@ struct Unit {
   ParameterState parameter_state = ParameterState::kUnsharded;
   SlotLease gather_slot;
   std::vector<WorkPtr> gathering;
-  MarkPtr updated;  // sharded state: behind the unit's last update, until the compute lane has waited for it
   std::vector<WorkPtr> publishing;   // stages 1 and 2: all-gathers of updated parameters that nobody has waited for yet
   bool needed_for_backward = false;  // kept unsharded between forward and backward
   int pins = 0;                      // explicit gathers that hold it

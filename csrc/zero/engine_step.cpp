@@ -1,0 +1,269 @@
+// The step: what ranks tell each other, the norm, the updates, and how updated parameters reach those who use them.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "common/error.h"
+#include "common/scope_exit.h"
+#include "zero/engine.h"
+
+namespace zb {
+
+// What a rank tells the others before a step. Followed by the order in which its units became complete (uint32).
+struct Engine::RankReport {
+  std::int64_t steps_tried;
+  std::int64_t window_backwards;
+};
+
+// Tells the others about this step.
+void Engine::exchange_reports() {
+  finish_reports();
+  std::vector<std::uint32_t> order(reduces_->completion_order().begin(), reduces_->completion_order().end());
+  order.resize(reduces_->reduced_unit_num(), 0);
+  const std::size_t order_bytes = order.size() * sizeof(std::uint32_t);
+  const RankReport header{steps_tried_, reduces_->window_backwards()};
+  reports_.mine.resize(sizeof(header) + order_bytes);
+  std::memcpy(reports_.mine.data(), &header, sizeof(header));
+  std::memcpy(reports_.mine.data() + sizeof(header), order.data(), order_bytes);
+  reports_.all.resize(reports_.mine.size() * static_cast<std::size_t>(world_size()));
+  reports_.work = reduce_communicator_->start_exchange(reports_.mine, reports_.all, "step");
+  if (!device().is_async()) finish_reports();
+}
+
+// Compares the ranks' reports on a step and adopts rank 0's order of completion.
+void Engine::finish_reports() {
+  if (!reports_.work) return;
+  {
+    const CommunicationClock::Scope timed(clock_);
+    std::exchange(reports_.work, nullptr)->wait();
+  }
+  RankReport header;
+  std::memcpy(&header, reports_.mine.data(), sizeof(header));
+  for (int other = 0; other < world_size(); ++other) {
+    RankReport report;
+    std::memcpy(&report, reports_.all.data() + static_cast<std::size_t>(other) * reports_.mine.size(), sizeof(report));
+    if (report.steps_tried == header.steps_tried && report.window_backwards == header.window_backwards) continue;
+    const std::string reason =
+        "rank " + std::to_string(other) + " brings gradients of " + std::to_string(report.window_backwards) +
+        " backwards to its step " + std::to_string(report.steps_tried + 1) + " and rank " + std::to_string(rank()) +
+        " of " + std::to_string(header.window_backwards) + " to its step " + std::to_string(header.steps_tried + 1) +
+        "; a rank that lost its gradients to an exception cannot step with the others";
+    reduce_communicator_->abort(reason);
+    throw CommunicationError(reason, other);
+  }
+  std::vector<std::uint32_t> order((reports_.mine.size() - sizeof(header)) / sizeof(std::uint32_t));
+  std::memcpy(order.data(), reports_.all.data() + sizeof(header), order.size() * sizeof(std::uint32_t));
+  reduces_->adopt_order(std::vector<std::size_t>(order.begin(), order.end()));
+}
+
+// Puts the norm, the factor and the skip flag of this step into device memory, and on their way to the host.
+void Engine::combine_norm() {
+  Communicator& communicator = *reduce_communicator_;
+  const Lane lane = communicator.lane();
+  if (world_size() > 1) {
+    const CommunicationClock::Scope timed(clock_);
+    communicator
+        .start_all_gather({.source = own_sums_,
+                           .destination = all_sums_,
+                           .shard_bytes = trainable_flats_.size() * sizeof(double),
+                           .label = "gradient norm"})
+        ->wait(lane);
+  }
+  auto* scalars = norm_.as<StepScalars>();
+  device().combine_norm(lane, {.partial_sums = reinterpret_cast<const double*>(all_sums_.data()),
+                               .rank_num = static_cast<std::size_t>(world_size()),
+                               .flat_num = trainable_flats_.size(),
+                               .divisor = static_cast<double>(world_size()) *
+                                          static_cast<double>(reduces_->window_backwards()) * scaler_.scale(),
+                               .clip = options_.clip,
+                               .flat_sums = reinterpret_cast<double*>(scalars + 1),
+                               .scalars = scalars});
+  device().copy_to_pinned(lane, norm_on_host_.get(), norm_.data(), norm_.bytes());
+  pending_ = {device().mark(lane), true};
+}
+
+// Learns how the last step ended.
+void Engine::settle_step() {
+  if (!pending_.is_pending) return;
+  device().synchronize(pending_.arrived);
+  pending_ = {};
+  check_communicators();
+  StepScalars scalars;
+  std::memcpy(&scalars, norm_on_host_.get(), sizeof(scalars));
+  outcome_ = {.applied = scalars.is_skipped == 0, .grad_norm = scalars.norm};
+  if (outcome_.applied) {
+    ++steps_applied_;
+    scaler_.step_succeeded();
+    return;
+  }
+  scaler_.step_overflowed();
+  if (scaler_.enabled()) return;
+  const auto* sums = reinterpret_cast<const double*>(norm_on_host_.get() + sizeof(scalars));
+  std::size_t position = 0;
+  for (const Unit& unit : units_) {
+    for (const FlatBuffer& flat : unit.flats) {
+      if (!flat.trainable || std::isfinite(sums[position++])) continue;
+      throw NonFiniteGradientError("the gradient of unit '" + unit.name + "' is not finite in step " +
+                                   std::to_string(steps_tried_) +
+                                   "; nothing was updated. Lower the learning rate, clip gradients, or check the data");
+    }
+  }
+}
+
+void Engine::step(std::span<const AdamHyperparameters> groups) {
+  enter([&] {
+    ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass(), "step() was called inside a forward or backward");
+    ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
+                    "step() was called inside engine.gather(); leave the block first");
+    ZB_EXPECT_STATE(reduces_->window_backwards() > 0,
+                    "step() was called without gradients; call engine.backward(loss) first (after an exception, "
+                    "repeat forward and backward)");
+    check_bindings();
+    {
+      const ScopeExit clear([this] {
+        reduces_->clear_window();
+        ++steps_tried_;
+      });
+      settle_step();
+      finish_updates();
+      exchange_reports();
+      combine_norm();
+      gathers_->release_all();
+      update(groups);
+    }
+    if (!device().is_async()) settle_step();
+  });
+}
+
+StepOutcome Engine::outcome() {
+  return enter([&] {
+    settle_step();
+    return outcome_;
+  });
+}
+
+double Engine::loss_scale() {
+  if (!scaler_.enabled()) return scaler_.scale();
+  return enter([&] {
+    settle_step();
+    return scaler_.scale();
+  });
+}
+
+long Engine::steps_applied() {
+  return enter([&] {
+    settle_step();
+    return steps_applied_;
+  });
+}
+
+// A store that does not issue updates at once may begin with a unit before the norm is known.
+void Engine::offer_gradients(Unit& unit) {
+  if (store_->issues_at_once()) return;
+  const MarkPtr ready = device().mark(reduce_communicator_->lane());
+  for (const FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    store_->offer_gradient(flat.store_shard,
+                           {.data = update_gradient(flat), .dtype = flat.reduce_dtype, .ready = ready});
+  }
+  has_offered_ = true;
+}
+
+void Engine::drop_offers() {
+  if (std::exchange(has_offered_, false)) store_->drop_gradients(Lane::kCompute);
+}
+
+// In the order of the next forward, so that its first units are there first.
+void Engine::update(std::span<const AdamHyperparameters> groups) {
+  std::vector<AdamScalars> rows;
+  for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, 1.0F));
+  published_.clear();
+  // Behind the norm, and behind all that reads the parameters that are about to change.
+  device().wait(update_lane(), pending_.arrived);
+  device().wait(update_lane(), device().mark(Lane::kCompute));
+  has_offered_ = false;
+  if (publishes()) unpublished_ = 0;
+  for (std::size_t index = 0; index < units_.size(); ++index) {
+    update_unit(units_[index], rows);
+    if (store_->issues_at_once()) publish_small_together(index + 1);
+  }
+  // Where operations do not run beside the caller they are done here, and the next forward finds them done.
+  if (!gather_communicator_->runs_in_background() && store_->issues_at_once()) {
+    const CommunicationClock::Scope timed(clock_);
+    for (Unit& unit : units_) wait_updated(unit);
+  }
+}
+
+void Engine::update_unit(Unit& unit, std::span<const AdamScalars> rows) {
+  const auto* scalars = reinterpret_cast<const StepScalars*>(norm_on_host_.get());
+  for (FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    store_->start_update(flat.store_shard,
+                         {.lane = update_lane(),
+                          .gradient = update_gradient(flat),
+                          .gradient_dtype = flat.reduce_dtype,
+                          .parameters = (state_sharded() ? flat.shard_parameters : flat.full_parameters).data(),
+                          .rows = rows,
+                          .step = norm_.as<StepScalars>(),
+                          .step_on_host = scalars,
+                          .step_arrived = pending_.arrived});
+  }
+}
+
+// Units before `end` are updated: they are published, small ones together.
+void Engine::publish_small_together(std::size_t end) {
+  std::size_t bytes = 0;
+  for (std::size_t index = unpublished_; index < end; ++index) bytes += units_[index].gather_bytes;
+  if (bytes >= options_.publish_bytes || end == units_.size()) publish_before(end);
+}
+
+// Up to this unit, in the same order on all ranks; and what lies behind it as far as it costs no wait.
+void Engine::publish_through(std::size_t unit) {
+  const auto is_issued = [&](const FlatBuffer& flat) { return !flat.trainable || store_->is_issued(flat.store_shard); };
+  while (unpublished_ < units_.size()) {
+    const std::vector<FlatBuffer>& flats = units_[unpublished_].flats;
+    if (unpublished_ > unit && !std::all_of(flats.begin(), flats.end(), is_issued)) return;
+    publish_before(unpublished_ + 1);
+  }
+}
+
+// Stages 1 and 2: every rank's updated shards of the next units go to all ranks, in one group.
+void Engine::publish_before(std::size_t end) {
+  Communicator& communicator = *gather_communicator_;
+  const CommunicationClock::Scope timed(clock_);
+  const std::size_t begin = std::exchange(unpublished_, std::max(unpublished_, end));
+  for (std::size_t index = begin; index < end; ++index) {
+    for (const FlatBuffer& flat : units_[index].flats) {
+      if (flat.trainable) store_->wait_update(flat.store_shard, communicator.lane());
+    }
+  }
+  const CollectiveGroup group(communicator);
+  for (std::size_t index = begin; index < end; ++index) {
+    Unit& unit = units_[index];
+    for (const FlatBuffer& flat : unit.flats) {
+      if (!flat.trainable) continue;
+      unit.publishing.push_back(communicator.start_all_gather({.source = flat.shard_parameters,
+                                                               .destination = flat.full_parameters,
+                                                               .shard_bytes = flat.shard_parameter_bytes(),
+                                                               .label = flat.label}));
+      published_.push_back(unit.publishing.back());
+    }
+  }
+}
+
+// The compute lane stands behind the unit's last update.
+void Engine::wait_updated(Unit& unit) {
+  for (const FlatBuffer& flat : unit.flats) {
+    if (flat.trainable) store_->wait_update(flat.store_shard, Lane::kCompute);
+  }
+  for (const WorkPtr& work : unit.publishing) work->wait();
+  unit.publishing.clear();
+}
+
+void Engine::finish_updates() {
+  publish_through(units_.size());
+  for (Unit& unit : units_) wait_updated(unit);
+}
+
+}  // namespace zb
