@@ -46,7 +46,7 @@ PYTHON_ORDER = [
     {"bench"},
     {"report"},
     {"estimate"},
-    {"cli"},
+    {"cli", "cli_compare", "cli_values"},
     {"__main__"},
 ]
 # Where the list above says too little: all that these may import of zerobench.

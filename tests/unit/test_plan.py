@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,8 @@ from zerobench.bench.defaults import choose_device, defaults_on
 from zerobench.bench.given import given_ranks, slurm_first_host
 from zerobench.bench.gpus import Gpu, VisibleGpus
 from zerobench.bench.names import rerun_command, stage_of
-from zerobench.bench.plan import CompareOptions, Configuration, make_plan
+from zerobench.bench.options import CompareOptions
+from zerobench.bench.plan import Configuration, make_plan
 from zerobench.errors import ConfigError, DataError, Error
 
 SMALL = {"data": "synthetic", "strategies": ("zero0", "ddp"), "seq_lengths": (64,)}
@@ -40,6 +42,11 @@ def test_names_tell_what_a_row_is() -> None:
         ({"clips": (1.0,)}, "zs0_fp32_ranks2_bs4_sl64_clip1"),
         ({"clips": (0.5,), "checkpointing": True}, "zs0_fp32_ranks2_bs4_sl64_clip0.5_ckpt"),
         ({"precisions": ("bf16",), "world_sizes": (3,)}, "zs0_bf16_ranks3_bs4_sl64"),
+        ({"offloads": ("cpu_optimizer",)}, "zs0_fp32_ranks2_bs4_sl64_offload-cpu_optimizer"),
+        (
+            {"offloads": ("cpu_full",), "offload_ratios": (0.25,), "optimizer_in_backward": (True,)},
+            "zs0_fp32_ranks2_bs4_sl64_offload-cpu_full_ratio0.25_inbackward",
+        ),
     ],
 )
 def test_settings_that_are_not_the_default_are_in_the_name(options, name) -> None:
@@ -112,6 +119,17 @@ def test_settings_are_resolved() -> None:
         ({"seq_lengths": (100_000,)}, "max_seq_length"),
         ({"hidden_sizes": (65,)}, "num_heads"),
         ({"strategies": ()}, "at least one strategy"),
+        ({"offloads": ("gpu",)}, "none, cpu_optimizer, cpu_full, nvme"),
+        ({"offloads": ("cpu_full",), "offload_ratios": (1.5,)}, "--offload-ratio 1.5"),
+        ({"offload_ratios": (0.5,)}, "add --offload"),
+        ({"host_memory_gib": 1.0}, "add --offload"),
+        ({"offloads": ("cpu_full",), "host_memory_gib": -1.0}, "--host-memory-gib -1"),
+        ({"device_memory_gib": 0.0}, "--device-memory-gib 0"),
+        ({"bind": "cores"}, "none, numa"),
+        ({"offloads": ("nvme",)}, "add --nvme-path"),
+        ({"nvme_paths": (Path("/"),)}, "add --offload nvme"),
+        ({"offloads": ("nvme",), "nvme_paths": (Path("/no/such/folder"),)}, "No such file"),
+        ({"offloads": ("nvme",), "nvme_paths": (Path("/proc"),)}, "--nvme-path /proc"),
         ({"baseline": "dpp"}, "'ddp'"),
         ({"data": "/no/such/file"}, "no such file"),
     ],
@@ -181,11 +199,13 @@ def test_stages_share_a_checksum_where_the_design_promises_it() -> None:
     assert configuration(world_sizes=(4,)).checksum_group() != stage0.checksum_group()
 
 
-def test_the_rerun_command_gives_the_same_row() -> None:
+def test_the_rerun_command_gives_the_same_row(tmp_path) -> None:
     row = configuration(
         models=("gpt2",), num_layers=(2,), model_options={"tied_embeddings": False}, strategies=("zero2",),
         world_sizes=(3,), grad_accums=(2,), clips=(0.5,), precisions=("bf16",), seed=7, num_steps=3, warmup_steps=1,
-        checkpointing=True, learning_rate=0.01, compiles=("block",), dropout=0.1,
+        checkpointing=True, learning_rate=0.01, compiles=("block",), dropout=0.1, offloads=("nvme",),
+        offload_ratios=("auto",), nvme_paths=(tmp_path, tmp_path / ".."), host_memory_gib=1.5, device_memory_gib=40.0,
+        bind="numa", optimizer_in_backward=(True,),
     )  # fmt: skip
     words = shlex.split(rerun_command(row, CompareOptions(learning_rate=0.01, verify_layers=1)))
     assert words[1:4] == ["-m", "zerobench", "compare"]
@@ -196,6 +216,17 @@ def test_the_rerun_command_gives_the_same_row() -> None:
     assert [given[key] for key in ("--device", "--compile", "--verify-layers")] == ["cpu", "block", "1"]
     assert {"num_layers=2", "tied_embeddings=false", "dropout=0.1"} <= set(words)
     assert "--checkpointing" in words
+    asked = ["--offload", "--offload-ratio", "--host-memory-gib", "--device-memory-gib", "--bind"]
+    assert [given[key] for key in [*asked, "--optimizer-in-backward"]] == [
+        "nvme",
+        "auto",
+        "1.5",
+        "40",
+        "numa",
+        "on",
+    ]
+    first = words.index("--nvme-path")
+    assert words[first + 1 : first + 3] == [str(tmp_path), f"{tmp_path}/.."]
 
 
 def write_config(tmp_path, **keys):
@@ -243,11 +274,11 @@ def test_a_wrong_configuration_file_is_named(tmp_path, keys, said) -> None:
 def test_what_cannot_fit_is_found_before_it_starts() -> None:
     row = configuration(models=("gpt2-xl",), strategies=("ddp",))
     count = row.settings.parameter_count or 0
-    assert fit.least_rank_bytes(row) == 16 * count
+    assert fit.least_rank_bytes(row) == fit.Need(device=16 * count)
     sharded = configuration(models=("gpt2-xl",), strategies=("zero3",))
-    assert fit.least_rank_bytes(sharded) == pytest.approx(8 * count, rel=1e-6)
+    assert fit.least_rank_bytes(sharded).device == pytest.approx(8 * count, rel=1e-6)
     reason = fit.why_too_large(row, rank_memory_bytes=1 << 30)
-    assert reason is not None and "--rank-memory-gib" in reason
+    assert reason is not None and "--rank-memory-gib" in reason.reason
     assert fit.why_too_large(configuration(), rank_memory_bytes=1 << 30) is None
 
 
@@ -351,7 +382,7 @@ def test_what_cannot_fit_a_gpu_is_found_before_it_starts() -> None:
     small = [gpu.model_copy(update={"total_bytes": 8 << 30}) for gpu in GPUS]
     row = configuration(**ON_GPUS, models=("gpt2-xl",), strategies=("ddp",))
     reason = fit.why_too_large(row, rank_memory_bytes=None, gpus=small)
-    assert reason is not None and "GPU 0 has 8.00" in reason
+    assert reason is not None and "GPU 0 has 8.00" in reason.reason
     assert fit.why_too_large(row, rank_memory_bytes=None, gpus=GPUS) is None
     found = fit.verification_model(row.model, rank_memory_bytes=None, gpus=small)
     assert 1 <= found["num_layers"] < 48

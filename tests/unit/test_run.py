@@ -10,8 +10,9 @@ from zerobench.bench.assess import ReferenceRun, apply_outcome, first_row
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.job import DeviceMemory, Report, Window
 from zerobench.bench.launch import Launcher, Outcome, environment_of
+from zerobench.bench.options import CompareOptions
 from zerobench.bench.output import OutputFolder
-from zerobench.bench.plan import CompareOptions, make_plan
+from zerobench.bench.plan import make_plan
 from zerobench.bench.result import RowDtypes
 from zerobench.bench.run import Comparison
 

@@ -9,7 +9,8 @@ import torch
 
 from zerobench.bench import assess, verify
 from zerobench.bench.job import Report, TensorDeviation, Verification
-from zerobench.bench.plan import CompareOptions, make_plan
+from zerobench.bench.options import CompareOptions
+from zerobench.bench.plan import make_plan
 from zerobench.bench.result import Deviation, Results, Row, RowDtypes, Settings
 from zerobench.bench.tolerances import TOLERANCES, exceeded, tolerance_precision
 from zerobench.errors import Error, VerificationError

@@ -147,6 +147,8 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     }
     settings.threads_per_rank = windows[0].threads
     settings.communicator = windows[0].communicator
+    bindings = [window.binding for window in windows if window.binding is not None]
+    row.binding = bindings or None
 
 
 def step_times_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:

@@ -4,7 +4,8 @@ parameters come on top, so what passes here may still run out of memory, but wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from zerobench import models
 from zerobench.bench.gpus import Gpu
@@ -27,55 +28,84 @@ _NOT_SHARDED = ("single", "ddp", "ddp_compress", "ddp_master")
 # moments, updates, a file).
 _REFERENCE_DEVICE_BYTES = 20
 _REFERENCE_HOST_BYTES = 24
+_OFFLOADED_HOST_BYTES = (
+    20  # masters, moments, gradients and parameters of an offloading row that is compared with it
+)
 _FILLED = 0.9  # of a GPU, at most, before activations
 
 
-def least_rank_bytes(configuration: Configuration) -> int:
-    """Bytes of parameters, gradients and optimizer state that one rank cannot do without."""
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes that one rank cannot do without, by tier; what may lie in either counts in none."""
+
+    device: int
+    host: int = 0
+
+
+class TooLarge(NamedTuple):
+    reason: str
+    tier: Literal["device", "host"]
+
+
+def least_rank_bytes(configuration: Configuration) -> Need:
+    """Of parameters, gradients and optimizer state. Gradients of offloaded state leave the device as they come."""
     settings = configuration.settings
     count = models.parameter_count(models.ModelConfig.model_validate(configuration.model))
     low = settings.precision != "fp32" and configuration.strategy not in _FP32_PARAMETERS
     parts = (2, 2, 12) if low else (4, 4, 8)
     if configuration.strategy == "compute_only":
-        return count * (parts[0] + parts[1])
+        return Need(device=count * (parts[0] + parts[1]))
     unknown = 0 if configuration.strategy in _NOT_SHARDED else 3
     replicated = _REPLICATED[unknown if configuration.stage is None else configuration.stage]
-    return sum(
+    parameters, gradients, state = (
         count * part // (1 if whole else settings.world_size)
         for part, whole in zip(parts, replicated, strict=True)
     )
+    if settings.offload == "none":
+        return Need(device=parameters + gradients + state)
+    if settings.offload == "nvme" or settings.offload_ratio == "auto":
+        return Need(device=parameters)
+    gone = int(state * (1.0 if settings.offload_ratio is None else settings.offload_ratio))
+    if settings.offload == "cpu_full":
+        return Need(device=state - gone, host=gone + parameters)
+    return Need(device=parameters + state - gone, host=gone)
 
 
 def why_too_large(
     configuration: Configuration, *, rank_memory_bytes: int | None, gpus: Sequence[Gpu] = ()
-) -> str | None:
+) -> TooLarge | None:
     """One sentence when the configuration cannot fit on this host or on one of ``gpus``, else None."""
-    rank_bytes, ranks = least_rank_bytes(configuration), configuration.settings.world_size
+    settings = configuration.settings
+    need, ranks = least_rank_bytes(configuration), settings.world_size
+    on_gpus = settings.device == "cuda"
+    on_host = need.host if on_gpus else need.device + need.host  # CPU ranks have the host's memory for both
+    host_ranks = min(ranks, len(gpus)) if on_gpus else ranks
     what = "parameters, gradients and optimizer state"
-    if configuration.settings.device == "cuda":
-        return _why_too_large_for_gpu(rank_bytes, gpus, what)
-    if rank_memory_bytes is not None and rank_bytes > rank_memory_bytes:
-        return (
-            f"{what} alone need {rank_bytes / GIB:.2f} GiB on each rank and --rank-memory-gib allows "
-            f"{rank_memory_bytes / GIB:.2f}: not started"
+    limits: list[tuple[int, float, str, Literal["device", "host"]]] = []
+    if settings.device_memory_gib is not None:
+        limit = settings.device_memory_gib * GIB
+        limits.append((need.device, limit, "on each rank and --device-memory-gib allows", _tier(on_gpus)))
+    smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None)
+    if on_gpus and smallest is not None:
+        limits.append(
+            (need.device, smallest.total_bytes, f"on each rank and GPU {smallest.index} has", "device")
         )
+    if rank_memory_bytes is not None:
+        limits.append((on_host, rank_memory_bytes, "on each rank and --rank-memory-gib allows", "host"))
+    if settings.host_memory_gib is not None:
+        limit = settings.host_memory_gib * GIB
+        limits.append((need.host * host_ranks, limit, "of host memory and --host-memory-gib allows", "host"))
     available = memory_available_bytes()
-    if rank_bytes * ranks > available:
-        return (
-            f"{what} alone need {rank_bytes * ranks / GIB:.2f} GiB for {ranks} ranks and the host has "
-            f"{available / GIB:.2f} GiB available: not started"
-        )
+    limits.append((on_host * host_ranks, available, f"for {ranks} ranks and the host has available", "host"))
+    for needed, limit, sentence, tier in limits:
+        if needed > limit:
+            text = f"{what} alone need {needed / GIB:.2f} GiB {sentence} {limit / GIB:.2f}: not started"
+            return TooLarge(text, tier)
     return None
 
 
-def _why_too_large_for_gpu(rank_bytes: int, gpus: Sequence[Gpu], what: str) -> str | None:
-    smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None)
-    if smallest is None or rank_bytes <= smallest.total_bytes:
-        return None
-    return (
-        f"{what} alone need {rank_bytes / GIB:.2f} GiB on each rank and GPU {smallest.index} has "
-        f"{smallest.total_bytes / GIB:.2f}: not started"
-    )
+def _tier(on_gpus: bool) -> Literal["device", "host"]:
+    return "device" if on_gpus else "host"
 
 
 def verification_model(
@@ -84,21 +114,23 @@ def verification_model(
     rank_memory_bytes: int | None,
     gpus: Sequence[Gpu] = (),
     layers: int | None = None,
+    offloads: bool = False,
 ) -> dict[str, Any]:
     """The model itself, or the same with fewer layers where the reference would not fit or ``layers`` asks for it.
-    Dropout is off, since every strategy draws other masks."""
+    Dropout is off, since every strategy draws other masks. ``offloads``: a row to compare keeps state on the host."""
     config = models.ModelConfig.model_validate(dict(model)).model_copy(update={"dropout": 0.0})
     config = with_layers(config, min(layers or config.num_layers, config.num_layers))
     available = memory_available_bytes()
     host_bytes = available if rank_memory_bytes is None else min(available, rank_memory_bytes)
+    host_bytes_each = _REFERENCE_HOST_BYTES + (_OFFLOADED_HOST_BYTES if offloads else 0)
     device_bytes = min((gpu.total_bytes for gpu in gpus), default=None)
 
     def fits(config: models.ModelConfig) -> bool:
         count = models.parameter_count(config)
         if device_bytes is None:  # the device's memory is the host's
-            return count * (_REFERENCE_DEVICE_BYTES + _REFERENCE_HOST_BYTES) <= host_bytes
+            return count * (_REFERENCE_DEVICE_BYTES + host_bytes_each) <= host_bytes
         on_device = count * _REFERENCE_DEVICE_BYTES <= _FILLED * device_bytes
-        return on_device and count * _REFERENCE_HOST_BYTES <= host_bytes
+        return on_device and count * host_bytes_each <= host_bytes
 
     while config.num_layers > 1 and not fits(config):
         config = with_layers(config, config.num_layers // 2)

@@ -107,6 +107,7 @@ class Window(_Message):
     compiled_graphs: float | None = None  # per step
     threads: int
     communicator: str | None = None
+    binding: str | None = None  # the node and the cores that the rank was bound to
 
 
 class Report(_Message):

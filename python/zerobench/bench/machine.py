@@ -114,7 +114,7 @@ def machine_facts(gpus: Sequence[Gpu] = ()) -> dict[str, Any]:
         "architecture": platform.machine(),
         "isa": [flag for flag in _ISA_FLAGS if flag in flags],
         "cpus_of_host": os.cpu_count(),
-        "affinity": _ranges(sorted(os.sched_getaffinity(0))),
+        "affinity": ranges_text(sorted(os.sched_getaffinity(0))),
         "cpu_quota": cpu_quota(),
         "numa_nodes": _numa_nodes(),
         "memory_available_bytes": memory_available_bytes(),
@@ -203,7 +203,7 @@ def _numa_nodes() -> dict[str, str]:
     return {node.name: _read(node / "cpulist") for node in nodes}
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges_text(numbers: list[int]) -> str:
     """[0, 1, 2, 5] as 0-2,5."""
     parts: list[list[int]] = []
     for number in numbers:

@@ -143,7 +143,7 @@ class CudaMeter(Meter):
         return [begin.elapsed_time(end) for begin, end in pairwise(self._events)]
 
     def memory(self) -> DeviceMemory:
-        outside = max(self._outside_bytes() - self._context_bytes, 0)
+        outside = self.outside_bytes()
         allocated_peak = torch.cuda.max_memory_allocated()
         return DeviceMemory(
             peak_bytes=allocated_peak + outside,
@@ -152,6 +152,10 @@ class CudaMeter(Meter):
             torch_reserved_peak_bytes=torch.cuda.max_memory_reserved(),
             outside_torch_bytes=outside,
         )
+
+    def outside_bytes(self) -> int:
+        """On the device now and outside torch's allocator, without the bare context."""
+        return max(self._outside_bytes() - self._context_bytes, 0)
 
     def _outside_bytes(self) -> int:
         """Used on the device, by anyone, less what torch's allocator took from the driver."""

@@ -16,7 +16,8 @@ from zerobench.models.hf_config import overridable
 from zerobench.strategies.base import OptimizerSettings
 
 if TYPE_CHECKING:
-    from zerobench.bench.plan import CompareOptions, Configuration, Draft
+    from zerobench.bench.options import CompareOptions
+    from zerobench.bench.plan import Configuration, Draft
 
 OURS = ("zero0", "zero1", "zero2", "zero3")
 _STAGED = re.compile(r"(?:zero|deepspeed|deepcompile|mfsdp)([0-3])")
@@ -61,6 +62,7 @@ def base_name(strategy: str, settings: Settings, *, several_models: bool) -> str
         parts.append("ckpt")
     if settings.compile != "none":
         parts.append(f"compile-{settings.compile}")
+    parts += placement_parts(settings)
     if several_models:
         config = settings.model_config_resolved
         model = re.sub(r"[^\w.-]", "-", settings.model.rpartition("/")[2])
@@ -68,6 +70,21 @@ def base_name(strategy: str, settings: Settings, *, several_models: bool) -> str
     if settings.config_file is not None:
         parts.append(re.sub(r"[^\w.-]", "-", Path(settings.config_file).stem))
     return "_".join(parts)
+
+
+def placement_parts(settings: Settings) -> list[str]:
+    parts = []
+    if settings.offload != "none":
+        parts.append(f"offload-{settings.offload}")
+    if settings.offload_ratio is not None:
+        parts.append(f"ratio{number(settings.offload_ratio)}")
+    if settings.optimizer_in_backward:
+        parts.append("inbackward")
+    return parts
+
+
+def number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def short_name(strategy: str) -> str:
@@ -97,6 +114,7 @@ def rerun_command(configuration: Configuration, options: CompareOptions) -> str:
         words += ["--checkpointing"]
     if settings.compile != "none":
         words += ["--compile", settings.compile]
+    words += placement_words(settings)
     if settings.tf32:
         words += ["--tf32"]
     if options.verify_layers is not None:
@@ -108,6 +126,25 @@ def rerun_command(configuration: Configuration, options: CompareOptions) -> str:
     if options.rank_memory_gib is not None:
         words += ["--rank-memory-gib", f"{options.rank_memory_gib:g}"]
     return shlex.join(words)
+
+
+def placement_words(settings: Settings) -> list[str]:
+    words = []
+    if settings.offload != "none":
+        words += ["--offload", settings.offload]
+    if settings.offload_ratio is not None:
+        words += ["--offload-ratio", number(settings.offload_ratio)]
+    if settings.nvme_paths:
+        words += ["--nvme-path", *settings.nvme_paths]
+    if settings.host_memory_gib is not None:
+        words += ["--host-memory-gib", f"{settings.host_memory_gib:g}"]
+    if settings.optimizer_in_backward:
+        words += ["--optimizer-in-backward", "on"]
+    if settings.device_memory_gib is not None:
+        words += ["--device-memory-gib", f"{settings.device_memory_gib:g}"]
+    if settings.bind != "none":
+        words += ["--bind", settings.bind]
+    return words
 
 
 def own_fields(name: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -7,60 +7,20 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from zerobench import data, models, strategies
+from zerobench import data, models
 from zerobench.bench.configs import read_row
-from zerobench.bench.gpus import Gpu
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.names import OURS, stage_of, unique_names
+from zerobench.bench.options import OWN_ATTENTION, CompareOptions, Ratio, check_options
 from zerobench.bench.result import Settings
-from zerobench.bench.tolerances import TOLERANCES, VERIFY_STEPS
+from zerobench.bench.tolerances import VERIFY_STEPS
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import OptimizerSettings
-
-COMPILE_MODES = ("none", "block", "whole")
-ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
-OWN_ATTENTION = "sdpa"  # of our presets
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """What the command line asks for. Lists span the grid."""
-
-    models: Sequence[str] = ("tiny",)
-    num_layers: Sequence[int | None] = (None,)
-    hidden_sizes: Sequence[int | None] = (None,)
-    model_options: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
-    strategies: Sequence[str] = ()
-    device: str = "cpu"
-    gpus: Sequence[Gpu] = ()  # that torch sees, where the device is cuda
-    world_sizes: Sequence[int] = (2,)
-    batch_sizes: Sequence[int] = (4,)
-    seq_lengths: Sequence[int] = (128,)
-    grad_accums: Sequence[int] = (1,)
-    precisions: Sequence[str] = ("fp32",)
-    clips: Sequence[float | None] = (None,)
-    checkpointing: bool = False
-    compiles: Sequence[str] = ("none",)
-    attention: str | None = None  # None: what the model has
-    dropout: float | None = None
-    tf32: bool = False
-    verify_layers: int | None = None
-    num_steps: int = 20
-    warmup_steps: int = 5
-    repeats: int = 1
-    data: str = "stdlib"
-    seed: int = 0
-    timeout_s: float = 300.0
-    rank_memory_gib: float | None = None
-    baseline: str | None = None
-    config_files: Sequence[Path] = ()
-    learning_rate: float = OptimizerSettings.lr
 
 
 class Configuration(BaseModel):
@@ -147,88 +107,18 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
 Draft = tuple[str, Settings, dict[str, Any]]
 
 
-def check_options(options: CompareOptions, *, given_world_size: int | None) -> None:
-    positive = {
-        "--batch-size": options.batch_sizes,
-        "--seq-length": options.seq_lengths,
-        "--grad-accum": options.grad_accums,
-        "--world-size": options.world_sizes,
-        "--num-steps": [options.num_steps],
-        "--repeats": [options.repeats],
-        "--timeout": [options.timeout_s],
-        "--clip": [clip for clip in options.clips if clip is not None],
-        "--lr": [options.learning_rate],
-    }
-    if options.rank_memory_gib is not None:
-        positive["--rank-memory-gib"] = [options.rank_memory_gib]
-    if options.verify_layers is not None:
-        positive["--verify-layers"] = [options.verify_layers]
-    for option, values in positive.items():
-        for value in values:
-            if not value > 0:
-                raise ConfigError(f"{option} {value:g} is impossible: use a value above zero")
-    if options.warmup_steps < 0:
-        raise ConfigError(f"--warmup-steps {options.warmup_steps} is impossible: use zero or more")
-    for name in options.strategies:
-        strategies.check(name)
-        if ":" in name:
-            strategies.get(
-                name
-            )  # a place of one's own is wrong more often than a name; costs the import of torch
-    known: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-        "precision": (options.precisions, list(TOLERANCES)),
-        "compile mode": (options.compiles, COMPILE_MODES),
-        "attention": ([options.attention] if options.attention else [], ATTENTIONS),
-    }
-    for what, (asked, choices) in known.items():
-        for choice in asked:
-            if choice not in choices:
-                raise ConfigError(f"unknown {what} {choice!r}: use one of {', '.join(choices)}")
-    check_device(options, given_world_size=given_world_size)
-    if given_world_size is not None and list(options.world_sizes) != [given_world_size]:
-        raise ConfigError(
-            f"--world-size {','.join(map(str, options.world_sizes))} differs from the {given_world_size} ranks that "
-            "torchrun or srun started: leave it out"
-        )
-
-
-def check_device(options: CompareOptions, *, given_world_size: int | None) -> None:
-    if options.device == "cpu":
-        if options.tf32:
-            raise ConfigError("--tf32 is a mode of GPUs: leave it out on CPU ranks")
-        return
-    if options.tf32 and "fp32" not in options.precisions:
-        raise ConfigError("--tf32 is about fp32 matrix products: add --precision fp32, or leave it out")
-    if options.rank_memory_gib is not None:
-        raise ConfigError("--rank-memory-gib limits CPU ranks: leave it out on GPUs")
-    largest = max(options.world_sizes, default=1)
-    if given_world_size is None and largest > len(options.gpus):
-        raise ConfigError(
-            f"--world-size {largest} needs a GPU for each rank and torch sees {len(options.gpus)}: use at most as many"
-        )
-
-
 def grid(options: CompareOptions) -> list[Draft]:
     """Settings in the order of the options, strategies innermost, so that rows to compare stand and run together."""
     drafts: list[Draft] = []
     axes: tuple[Sequence[Any], ...] = (
         options.models, options.num_layers, options.hidden_sizes, options.precisions, options.seq_lengths,
         options.batch_sizes, options.grad_accums, options.clips, options.world_sizes, options.compiles,
-        options.strategies,
+        options.offloads, options.offload_ratios, options.optimizer_in_backward, options.strategies,
     )  # fmt: skip
     for (
-        model,
-        layers,
-        hidden,
-        precision,
-        seq,
-        batch,
-        accum,
-        clip,
-        world_size,
-        mode,
+        model, layers, hidden, precision, seq, batch, accum, clip, world_size, mode, offload, ratio, in_backward,
         strategy,
-    ) in itertools.product(*axes):
+    ) in itertools.product(*axes):  # fmt: skip
         settings = resolve_settings(
             options,
             resolve_model(options, model, {"num_layers": layers, "hidden_size": hidden}),
@@ -239,6 +129,7 @@ def grid(options: CompareOptions) -> list[Draft]:
             grad_accum=accum,
             clip=clip,
             compile=mode,
+            **placement(options, strategy, offload=offload, ratio=ratio, in_backward=in_backward),
         )
         draft: Draft = (strategy, settings, {})
         if draft not in drafts:  # what runs alone is the same row at every world size
@@ -251,6 +142,23 @@ def ranks_of(strategy: str, world_size: int, *, device: str) -> int:
     ranks as the rows that it stands under."""
     alone = strategy == "single" or (strategy == "compute_only" and device == "cuda")
     return 1 if alone else world_size
+
+
+def placement(
+    options: CompareOptions, strategy: str, *, offload: str, ratio: Ratio | None, in_backward: bool
+) -> dict[str, Any]:
+    """Where state lives and when it is updated. The reference and the floor stand under rows of every placement and
+    have one themselves."""
+    if strategy in ("single", "compute_only"):
+        offload, in_backward = "none", False
+    offloaded = offload != "none"
+    return {
+        "offload": offload,
+        "offload_ratio": ratio if offloaded else None,
+        "nvme_paths": [str(path.absolute()) for path in options.nvme_paths] if offload == "nvme" else [],
+        "host_memory_gib": options.host_memory_gib if offloaded else None,
+        "optimizer_in_backward": in_backward,
+    }
 
 
 def resolve_model(options: CompareOptions, name: str, sizes: dict[str, int | None]) -> models.ModelConfig:
@@ -297,6 +205,8 @@ def resolve_settings(options: CompareOptions, config: models.ModelConfig, **chos
         verify_steps=VERIFY_STEPS,
         seed=options.seed,
         data=options.data,
+        device_memory_gib=options.device_memory_gib,
+        bind=options.bind,
         threads_per_rank=max(1, cpus_usable() // chosen["world_size"]),
         optimizer=chosen.pop("optimizer", asdict(OptimizerSettings(lr=options.learning_rate))),
         **chosen,

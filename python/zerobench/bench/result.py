@@ -44,6 +44,12 @@ class Settings(_Model):
     seq_length: int
     grad_accum: int
     offload: str = "none"
+    offload_ratio: float | Literal["auto"] | None = None  # share of the optimizer state; null: all of it
+    nvme_paths: list[str] = Field(default_factory=list)
+    host_memory_gib: float | None = None  # all ranks of a host, for what is offloaded
+    optimizer_in_backward: bool = False
+    device_memory_gib: float | None = None  # that a rank may use of its device
+    bind: str = "none"  # "numa": each rank runs on cores of its node
     compile: str = "none"
     device: str = "cpu"
     attention: str | None = None  # how the model computes attention
@@ -157,6 +163,7 @@ class Row(_Model):
     compiled_graphs: float | None = None  # executed per step
     sampled: Sampled | None = None
     communication_bytes: int | None = None  # per rank and step
+    binding: list[str] | None = None  # by rank: the node and the cores that it was bound to
     started: str | None = None  # ISO 8601 UTC
     duration_s: float | None = None
     log: str | None = None  # path relative to the output folder

@@ -40,6 +40,18 @@ from zerobench.report.rows import FLOOR
 
 GIB = 1 << 30
 SAMPLER_START_S = 10.0
+# Settings that must not change any result, so the reference runs without them.
+_OF_NO_REFERENCE = {
+    "checkpointing": False,
+    "compile": "none",
+    "offload": "none",
+    "offload_ratio": None,
+    "nvme_paths": [],
+    "host_memory_gib": None,
+    "device_memory_gib": None,
+    "optimizer_in_backward": False,
+    "bind": "none",
+}
 
 
 def run_comparison(
@@ -170,8 +182,7 @@ class Comparison:
         if too_large is None and self.needs_reference(configuration):
             reference = self.reference_of(configuration, display)
         if too_large is not None:
-            row.status, row.error = "oom", too_large
-            row.oom_tier = "device" if self.gpus else "host"
+            row.status, row.error, row.oom_tier = "oom", too_large.reason, too_large.tier
             display.skip()
         elif reference is not None and reference.error is not None:
             row.error = f"cannot be verified, since the reference did not run: {reference.error}"
@@ -270,8 +281,7 @@ class Comparison:
             name=f"reference of {configuration.name}",
             kind="reference",
             strategy="single",
-            # Without what must not change anything.
-            settings=configuration.settings.model_copy(update={"checkpointing": False, "compile": "none"}),
+            settings=configuration.settings.model_copy(update=_OF_NO_REFERENCE),
             model=model,
             verify_model=model,
             num_ranks=1,
@@ -287,6 +297,11 @@ class Comparison:
             rank_memory_bytes=self.rank_memory_bytes,
             gpus=self.gpus,
             layers=self.plan.options.verify_layers,
+            offloads=any(
+                other.settings.offload != "none"
+                and other.reference_group() == configuration.reference_group()
+                for other in self.plan.configurations
+            ),
         )
 
     def job(

@@ -5,68 +5,34 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import json
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel
 from torch import nn
 
 from zerobench import data, models, strategies
 from zerobench.bench import measure, verify
-from zerobench.bench.job import Job, Progress, RankError, Report, Skipped, Window
+from zerobench.bench.binding import Binding, bind_rank
+from zerobench.bench.channel import Channel
+from zerobench.bench.job import Job, Report, Skipped, Window
+from zerobench.bench.limits import GIB, DeviceLimit
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.meters import Meter, open_meter
 from zerobench.bench.result import RowDtypes
 from zerobench.bench.tolerances import tolerance_precision
-from zerobench.errors import CommunicationError, OutOfMemoryError
 from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
 
-TICK_INTERVAL_S = 0.5
-_CUDA_ERROR_MEMORY_ALLOCATION = 2
 
-
-class Channel:
-    """The pipe to the command."""
-
-    def __init__(self, fd: int, *, device: str) -> None:
-        self._fd = fd
-        self._device = device
-        self._next_tick_s = 0.0
-        self.phase = "start"
-        self._failed = False
-
-    def send(self, kind: str, body: BaseModel) -> None:
-        view = memoryview(json.dumps({"kind": kind, "body": body.model_dump(mode="json")}).encode() + b"\n")
-        while view:
-            view = view[os.write(self._fd, view) :]
-
-    def fail(self, error: BaseException) -> None:
-        """Say what ended this rank, once and at once: closing comes after, and peers that notice it complain too."""
-        if not self._failed:
-            self._failed = True
-            self.send("error", describe_error(error, self.phase, device=self._device))
-
-    def tick(self, phase: str, step: int) -> None:
-        """A sign of life, at most two a second within a phase so that no step notices."""
-        now = time.monotonic()
-        if phase == self.phase and now < self._next_tick_s:
-            return
-        self.phase, self._next_tick_s = phase, now + TICK_INTERVAL_S
-        self.send("progress", Progress(phase=phase, step=step))
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Place:
-    """Where this rank is, from the environment that launchers set."""
+    """Where this rank is, from the environment that launchers set, and the cores that it was bound to."""
 
     rank: int
     world_size: int
@@ -74,6 +40,7 @@ class Place:
     local_world_size: int
     rendezvous: str
     ports: tuple[str, ...]  # one a pass
+    binding: Binding | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Place:
@@ -106,38 +73,17 @@ def run_rank(request: dict[str, Any], *, report_fd: int) -> int:
     return 0
 
 
-def describe_error(error: BaseException, phase: str, *, device: str) -> RankError:
-    lines = str(error).strip().splitlines() or ["no message"]
-    return RankError(
-        type=type(error).__name__,
-        message=lines[0],
-        phase=phase,
-        out_of_memory=exhausted_tier(error, device=device),
-        communication=isinstance(error, CommunicationError | torch.distributed.DistError),
-        at_s=time.time(),
-    )
-
-
-def exhausted_tier(error: BaseException, *, device: str) -> Literal["device", "host"] | None:
-    """Whose memory ran out, if any did. What CPU ranks call their device is the host's."""
-    of_device = isinstance(error, torch.OutOfMemoryError | OutOfMemoryError) or (
-        isinstance(error, torch.AcceleratorError)
-        and getattr(error, "error_code", None) == _CUDA_ERROR_MEMORY_ALLOCATION
-    )
-    if of_device:
-        return "device" if device == "cuda" else "host"
-    return "host" if isinstance(error, MemoryError) else None
-
-
 def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
     meter = open_meter(job.settings.device, local_rank=place.local_rank)
     if job.settings.device == "cuda":
         torch.set_float32_matmul_precision("high" if job.settings.tf32 else "highest")
+    place.binding = bound(job, place)
     torch.set_num_threads(threads_of(job, place))
     torch.manual_seed(job.settings.seed)
     channel.tick("load", 0)
     strategy_class = strategies.get(job.strategy)
-    reason = strategy_class.unsupported(strategy_settings(job, place))
+    asked = strategy_settings(job, place)
+    reason = strategy_class.unplaced(asked) or strategy_class.unsupported(asked)
     if reason is None and job.verify and not strategy_class.updates:
         reason = f"{job.strategy} never changes parameters, so there is nothing to verify it by"
     if reason is not None:
@@ -157,9 +103,20 @@ def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
 def threads_of(job: Job, place: Place) -> int:
     """This rank's share of the host's cores. The reference takes as many as each of the ranks that it stands for, since
     the order of some sums, and so their rounding, depends on the number of threads."""
+    if place.binding is not None:
+        return len(place.binding.cpus)
     if job.kind == "reference" and job.settings.threads_per_rank is not None:
         return job.settings.threads_per_rank
     return max(1, cpus_usable() // place.local_world_size)
+
+
+def bound(job: Job, place: Place) -> Binding | None:
+    if job.settings.bind == "none":
+        return None
+    uuids: list[str] = []
+    if job.settings.device == "cuda":
+        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(place.local_world_size)]
+    return bind_rank(place.local_rank, local_world_size=place.local_world_size, gpu_uuids=uuids)
 
 
 def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) -> StrategySettings:
@@ -185,8 +142,19 @@ def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) ->
         deterministic=deterministic,
         device=settings.device,
         compile=settings.compile,
+        offload=settings.offload,
+        offload_ratio=settings.offload_ratio,
+        nvme_paths=tuple(settings.nvme_paths),
+        host_memory_bytes=bytes_of(settings.host_memory_gib, shared_by=place.local_world_size),
+        device_memory_bytes=bytes_of(settings.device_memory_gib),
+        optimizer_in_backward=settings.optimizer_in_backward,
+        cpus=None if place.binding is None else place.binding.cpus,
         options=job.options,
     )
+
+
+def bytes_of(gib: float | None, *, shared_by: int = 1) -> int | None:
+    return None if gib is None else round(gib * GIB) // shared_by
 
 
 @contextlib.contextmanager
@@ -195,18 +163,22 @@ def open_strategy(
     settings: StrategySettings,
     build: Callable[[], nn.Module],
     channel: Channel,
-) -> Iterator[Strategy]:
-    """A built strategy, closed at the end; what went wrong inside wins over what goes wrong while closing."""
+    meter: Meter,
+) -> Iterator[tuple[Strategy, DeviceLimit]]:
+    """A built strategy under its limit of memory, closed at the end; what went wrong inside wins over what goes wrong
+    while closing."""
     strategy = strategy_class(settings)
-    try:
-        strategy.build(build)
-        yield strategy
-    except BaseException as error:
-        channel.fail(error)
-        with contextlib.suppress(Exception):
-            strategy.close()
-        raise
-    strategy.close()
+    with DeviceLimit(settings.device_memory_bytes, meter) as limit:
+        try:
+            strategy.build(build)
+            limit.count_outside()
+            yield strategy, limit
+        except BaseException as error:
+            channel.fail(error)
+            with contextlib.suppress(Exception):
+                strategy.close()
+            raise
+        strategy.close()
 
 
 def model_factory(config: Mapping[str, Any], seed: int) -> Callable[[], nn.Module]:
@@ -251,7 +223,7 @@ def verified(
     reference_file = Path(job.reference_file) if job.reference_file else None
     _, of_step = open_batches(job, settings, job.verify_model)
     build = model_factory(job.verify_model, job.settings.seed)
-    with open_strategy(strategy_class, settings, build, channel) as strategy:
+    with open_strategy(strategy_class, settings, build, channel, meter) as (strategy, _):
         channel.tick("verification", 0)
         initial = strategy.full_parameters() if job.kind == "reference" else {}
         evidence = verify.gather_evidence(
@@ -291,7 +263,7 @@ def measured(
     )
     validation = meter.place([held_out])[0]
     build = model_factory(job.model, job.settings.seed)
-    with open_strategy(strategy_class, settings, build, channel) as strategy:
+    with open_strategy(strategy_class, settings, build, channel, meter) as (strategy, limit):
         channel.tick("warm-up", 0)
         window = measure.measure(
             strategy,
@@ -302,4 +274,6 @@ def measured(
             profile=steps[warmup_steps + num_steps :],
             tick=channel.tick,
         )
+        limit.judge(window.memory)
+        window.binding = None if place.binding is None else str(place.binding)
         return window, row_dtypes(strategy, job)

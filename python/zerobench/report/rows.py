@@ -23,6 +23,12 @@ SETTING_WORDS = {
     "seq_length": "seq",
     "grad_accum": "accum",
     "offload": "offload",
+    "offload_ratio": "ratio",
+    "nvme_paths": "NVMe paths",
+    "host_memory_gib": "host GiB",
+    "optimizer_in_backward": "in backward",
+    "device_memory_gib": "device GiB",
+    "bind": "bind",
     "compile": "compile",
     "attention": "attention",
     "dropout": "dropout",
@@ -39,6 +45,7 @@ SETTING_WORDS = {
     "threads_per_rank": "threads/rank",
     "config_file": "config",
 }
+_KNOWN_AFTER_A_RUN = ("communicator", "threads_per_rank")  # a row that did not run says nothing about them
 # Settings that make a row another task: rates across them are not ranked against each other.
 WORKLOAD_KEYS = ("model", "seq_length", "precision", "data")
 # Settings in which a row and its baseline must agree, besides batch and world size.
@@ -120,10 +127,15 @@ def varying_settings(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     free: list[str] = []
     tied: list[str] = []
     for key in keys:
-        if len({repr(flat.get(key)) for flat in flats}) < 2:
+        known = [
+            (row, flat)
+            for row, flat in zip(rows, flats, strict=True)
+            if key not in _KNOWN_AFTER_A_RUN or row.step_time_ms is not None
+        ]
+        if len({repr(flat.get(key)) for _, flat in known}) < 2:
             continue
         seen: dict[str, set[str]] = {}
-        for row, flat in zip(rows, flats, strict=True):
+        for row, flat in known:
             seen.setdefault(row.strategy, set()).add(repr(flat.get(key)))
         (free if any(len(values) > 1 for values in seen.values()) else tied).append(key)
     if any(key == "model" for key in free):  # a model's name stands for its configuration
@@ -142,6 +154,8 @@ def setting_text(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " and ".join(map(setting_text, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -184,6 +198,8 @@ def _find_baseline(row: Row, rows: Sequence[Row], wanted: str | None) -> Row | N
         same_size,
         key=lambda other: (
             other.settings.compile != row.settings.compile,
+            other.settings.offload not in (row.settings.offload, "none"),
+            other.settings.offload != row.settings.offload,
             _batch(other) != _batch(row),
             other.name,
         ),

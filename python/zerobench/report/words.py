@@ -100,6 +100,9 @@ def _versions_text(versions: dict[str, str]) -> str:
 _LEADING = ("model", "precision", "world_size", "batch_size", "seq_length", "grad_accum")
 _OFF = {
     "offload": "none",
+    "nvme_paths": (),
+    "optimizer_in_backward": False,
+    "bind": "none",
     "compile": "none",
     "dropout": 0.0,
     "clip": None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, "torch.Tensor"]
 """Keyword arguments of the model's forward: ``input_ids`` and ``labels``, both (batch_size, seq_length) int64."""
+
+
+OFFLOADS = ("none", "cpu_optimizer", "cpu_full", "nvme")
+"""What leaves the device: nothing; optimizer state, to host memory; parameters too; optimizer state, to NVMe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,15 @@ class StrategySettings:
     compile: str = (
         "none"  # torch.compile of nothing ("none"), each repeated block ("block") or the model ("whole")
     )
+    offload: str = "none"  # one of OFFLOADS
+    offload_ratio: float | Literal["auto"] | None = (
+        None  # share of the optimizer state that leaves the device; None: all
+    )
+    nvme_paths: tuple[str, ...] = ()
+    host_memory_bytes: int | None = None  # of this rank, for what is offloaded; None: what the host has
+    device_memory_bytes: int | None = None  # that this rank may use of its GPU; None: all of it
+    optimizer_in_backward: bool = False
+    cpus: tuple[int, ...] | None = None  # that this rank is bound to, where it is
     options: Mapping[str, object] = field(
         default_factory=dict
     )  # of a configuration file (--config): zerobench's keys for ours, DeepSpeed's for DeepSpeed
@@ -91,6 +104,16 @@ class Strategy(ABC):
     @classmethod
     def unsupported(cls, settings: StrategySettings) -> str | None:
         """Why these settings cannot run (row status ``skipped``), or None. Called before anything is built."""
+        return None
+
+    @classmethod
+    def unplaced(cls, settings: StrategySettings) -> str | None:
+        """Why state cannot live where the settings ask, or not be updated when they ask (row status ``skipped``). A
+        strategy that can do more than this overrides it."""
+        if settings.offload != "none":
+            return f"{cls.name} keeps all of its state on its device"
+        if settings.optimizer_in_backward:
+            return f"{cls.name} updates in its optimizer step, never during backward"
         return None
 
     @abstractmethod

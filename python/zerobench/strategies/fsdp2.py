@@ -10,9 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
-from zerobench.strategies.base import Batch, Dtypes
+from zerobench.strategies.base import Batch, Dtypes, StrategySettings
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.shared import precision_dtype
@@ -25,6 +31,27 @@ class FSDP2Strategy(PeerStrategy):
     stage = 3
     reshard_after_forward: ClassVar[bool] = True
 
+    @classmethod
+    def unplaced(cls, settings: StrategySettings) -> str | None:
+        if settings.offload == "cpu_optimizer":
+            return "FSDP2 offloads parameters, gradients and optimizer together: use --offload cpu_full"
+        if settings.offload == "nvme":
+            return "FSDP2 offloads to host memory only: use --offload cpu_full"
+        if settings.offload == "cpu_full" and settings.offload_ratio is not None:
+            return "FSDP2 offloads all of its state or none: leave --offload-ratio out"
+        if settings.optimizer_in_backward:
+            return "FSDP2 has no optimizer step during backward"
+        if settings.offload != "none" and settings.device == "cuda" and settings.precision == "fp16":
+            return (
+                "torch's GradScaler would scale on the GPU what FSDP2's offload keeps on the host: use bf16"
+            )
+        return None
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if self.settings.offload == "none":
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.settings.device == "cuda")
+
     def _wrap(self, model: nn.Module) -> nn.Module:
         dtype = precision_dtype(self.settings)
         policy = MixedPrecisionPolicy()
@@ -32,10 +59,11 @@ class FSDP2Strategy(PeerStrategy):
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         self._full_numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
         mesh = init_device_mesh(self.settings.device, (self.settings.world_size,))
+        shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": self._offload_policy()}
         for block in repeated_blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **shared)
         # The root's parameters are needed first in backward, so they stay gathered after forward.
-        self._root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._root: FSDPModule = fully_shard(model, reshard_after_forward=False, **shared)
         self._groups: list[FSDPModule] = [
             module for module in model.modules() if isinstance(module, FSDPModule)
         ]
@@ -49,10 +77,20 @@ class FSDP2Strategy(PeerStrategy):
 
     def _held_gradient_bytes(self) -> int:
         sharded = super()._held_gradient_bytes()
-        if self.settings.grad_accum == 1:
+        if self.settings.grad_accum == 1 or self.settings.offload != "none":
             return sharded
-        # Micro-batches before the last leave full gradients behind, which FSDP keeps out of parameter.grad.
-        return max(sharded, self._full_numel * precision_dtype(self.settings).itemsize)
+        return max(sharded, self._accumulated_bytes())
+
+    def _accumulated_bytes(self) -> int:
+        """Micro-batches before the last leave full gradients behind, which FSDP keeps out of parameter.grad."""
+        full_bytes = self._full_numel * precision_dtype(self.settings).itemsize
+        return full_bytes if self.settings.grad_accum > 1 else 0
+
+    def memory_bytes(self) -> dict[str, dict[str, int]]:
+        held = super().memory_bytes()
+        if self.settings.offload == "none":
+            return held
+        return {"host": held["device"], "device": {"gradients": self._accumulated_bytes()}}
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())

@@ -1,0 +1,70 @@
+"""The pipe by which a rank tells the command how it fares, and what an error is called there."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Literal
+
+import torch
+from pydantic import BaseModel
+
+from zerobench.bench.job import Progress, RankError
+from zerobench.errors import CommunicationError, OutOfMemoryError
+
+TICK_INTERVAL_S = 0.5
+_CUDA_ERROR_MEMORY_ALLOCATION = 2
+
+
+class Channel:
+    """The pipe to the command."""
+
+    def __init__(self, fd: int, *, device: str) -> None:
+        self._fd = fd
+        self._device = device
+        self._next_tick_s = 0.0
+        self.phase = "start"
+        self._failed = False
+
+    def send(self, kind: str, body: BaseModel) -> None:
+        view = memoryview(json.dumps({"kind": kind, "body": body.model_dump(mode="json")}).encode() + b"\n")
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    def fail(self, error: BaseException) -> None:
+        """Say what ended this rank, once and at once: closing comes after, and peers that notice it complain too."""
+        if not self._failed:
+            self._failed = True
+            self.send("error", describe_error(error, self.phase, device=self._device))
+
+    def tick(self, phase: str, step: int) -> None:
+        """A sign of life, at most two a second within a phase so that no step notices."""
+        now = time.monotonic()
+        if phase == self.phase and now < self._next_tick_s:
+            return
+        self.phase, self._next_tick_s = phase, now + TICK_INTERVAL_S
+        self.send("progress", Progress(phase=phase, step=step))
+
+
+def describe_error(error: BaseException, phase: str, *, device: str) -> RankError:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return RankError(
+        type=type(error).__name__,
+        message=lines[0],
+        phase=phase,
+        out_of_memory=exhausted_tier(error, device=device),
+        communication=isinstance(error, CommunicationError | torch.distributed.DistError),
+        at_s=time.time(),
+    )
+
+
+def exhausted_tier(error: BaseException, *, device: str) -> Literal["device", "host"] | None:
+    """Whose memory ran out, if any did. What CPU ranks call their device is the host's."""
+    of_device = isinstance(error, torch.OutOfMemoryError | OutOfMemoryError) or (
+        isinstance(error, torch.AcceleratorError)
+        and getattr(error, "error_code", None) == _CUDA_ERROR_MEMORY_ALLOCATION
+    )
+    if of_device:
+        return "device" if device == "cuda" else "host"
+    return "host" if isinstance(error, MemoryError) else None

@@ -1,0 +1,163 @@
+"""What the command line asks of a comparison, checked before any work. Imports no torch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from zerobench import strategies
+from zerobench.bench.gpus import Gpu
+from zerobench.bench.tolerances import TOLERANCES
+from zerobench.errors import ConfigError
+from zerobench.strategies.base import OFFLOADS, OptimizerSettings
+
+COMPILE_MODES = ("none", "block", "whole")
+BINDINGS = ("none", "numa")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+OWN_ATTENTION = "sdpa"  # of our presets
+
+Ratio = float | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """What the command line asks for. Lists span the grid."""
+
+    models: Sequence[str] = ("tiny",)
+    num_layers: Sequence[int | None] = (None,)
+    hidden_sizes: Sequence[int | None] = (None,)
+    model_options: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
+    strategies: Sequence[str] = ()
+    device: str = "cpu"
+    gpus: Sequence[Gpu] = ()  # that torch sees, where the device is cuda
+    world_sizes: Sequence[int] = (2,)
+    batch_sizes: Sequence[int] = (4,)
+    seq_lengths: Sequence[int] = (128,)
+    grad_accums: Sequence[int] = (1,)
+    precisions: Sequence[str] = ("fp32",)
+    clips: Sequence[float | None] = (None,)
+    checkpointing: bool = False
+    compiles: Sequence[str] = ("none",)
+    offloads: Sequence[str] = ("none",)
+    offload_ratios: Sequence[Ratio | None] = (None,)
+    optimizer_in_backward: Sequence[bool] = (False,)
+    nvme_paths: Sequence[Path] = ()
+    host_memory_gib: float | None = None
+    device_memory_gib: float | None = None
+    bind: str = "none"
+    attention: str | None = None  # None: what the model has
+    dropout: float | None = None
+    tf32: bool = False
+    verify_layers: int | None = None
+    num_steps: int = 20
+    warmup_steps: int = 5
+    repeats: int = 1
+    data: str = "stdlib"
+    seed: int = 0
+    timeout_s: float = 300.0
+    rank_memory_gib: float | None = None
+    baseline: str | None = None
+    config_files: Sequence[Path] = ()
+    learning_rate: float = OptimizerSettings.lr
+
+
+def check_options(options: CompareOptions, *, given_world_size: int | None) -> None:
+    positive = {
+        "--batch-size": options.batch_sizes,
+        "--seq-length": options.seq_lengths,
+        "--grad-accum": options.grad_accums,
+        "--world-size": options.world_sizes,
+        "--num-steps": [options.num_steps],
+        "--repeats": [options.repeats],
+        "--timeout": [options.timeout_s],
+        "--clip": [clip for clip in options.clips if clip is not None],
+        "--lr": [options.learning_rate],
+    }
+    for option, value in (
+        ("--rank-memory-gib", options.rank_memory_gib),
+        ("--host-memory-gib", options.host_memory_gib),
+        ("--device-memory-gib", options.device_memory_gib),
+        ("--verify-layers", options.verify_layers),
+    ):
+        if value is not None:
+            positive[option] = [value]
+    for option, values in positive.items():
+        for wrong in (value for value in values if not value > 0):
+            raise ConfigError(f"{option} {wrong:g} is impossible: use a value above zero")
+    if options.warmup_steps < 0:
+        raise ConfigError(f"--warmup-steps {options.warmup_steps} is impossible: use zero or more")
+    for name in options.strategies:
+        strategies.check(name)
+        if ":" in name:
+            strategies.get(
+                name
+            )  # a place of one's own is wrong more often than a name; costs the import of torch
+    known: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+        "precision": (options.precisions, list(TOLERANCES)),
+        "compile mode": (options.compiles, COMPILE_MODES),
+        "offload": (options.offloads, OFFLOADS),
+        "--bind": ([options.bind], BINDINGS),
+        "attention": ([options.attention] if options.attention else [], ATTENTIONS),
+    }
+    for what, (asked, choices) in known.items():
+        for choice in asked:
+            if choice not in choices:
+                raise ConfigError(f"unknown {what} {choice!r}: use one of {', '.join(choices)}")
+    check_offload(options)
+    check_device(options, given_world_size=given_world_size)
+    if given_world_size is not None and list(options.world_sizes) != [given_world_size]:
+        raise ConfigError(
+            f"--world-size {','.join(map(str, options.world_sizes))} differs from the {given_world_size} ranks that "
+            "torchrun or srun started: leave it out"
+        )
+
+
+def check_device(options: CompareOptions, *, given_world_size: int | None) -> None:
+    if options.device == "cpu":
+        if options.tf32:
+            raise ConfigError("--tf32 is a mode of GPUs: leave it out on CPU ranks")
+        return
+    if options.tf32 and "fp32" not in options.precisions:
+        raise ConfigError("--tf32 is about fp32 matrix products: add --precision fp32, or leave it out")
+    if options.rank_memory_gib is not None:
+        raise ConfigError("--rank-memory-gib limits CPU ranks: leave it out on GPUs")
+    largest = max(options.world_sizes, default=1)
+    if given_world_size is None and largest > len(options.gpus):
+        raise ConfigError(
+            f"--world-size {largest} needs a GPU for each rank and torch sees {len(options.gpus)}: use at most as many"
+        )
+
+
+def check_offload(options: CompareOptions) -> None:
+    """What only offloaded rows read must find one, and folders must take files."""
+    for ratio in options.offload_ratios:
+        if isinstance(ratio, float) and not 0 <= ratio <= 1:
+            raise ConfigError(f"--offload-ratio {ratio:g} is impossible: use a share from 0 to 1, or auto")
+    if options.config_files:
+        return  # they may offload
+    if set(options.offloads) == {"none"}:
+        for option, given in (
+            ("--offload-ratio", any(ratio is not None for ratio in options.offload_ratios)),
+            ("--host-memory-gib", options.host_memory_gib is not None),
+        ):
+            if given:
+                raise ConfigError(f"{option} is about offloaded state: add --offload, or leave it out")
+    if "nvme" in options.offloads and not options.nvme_paths:
+        raise ConfigError("--offload nvme needs a folder on the disk to use: add --nvme-path")
+    if "nvme" not in options.offloads and options.nvme_paths:
+        raise ConfigError("--nvme-path is where state on NVMe goes: add --offload nvme, or leave it out")
+    for path in options.nvme_paths:
+        check_folder(path)
+
+
+def check_folder(path: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--nvme-path {path} cannot take files ({error.strerror or error}): give a folder to write to"
+        ) from None

@@ -1,0 +1,75 @@
+"""Offload as a dimension of the grid, limits of memory, ranks bound to nodes: what runs, what is said of the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import SMALL
+
+
+@pytest.fixture(scope="module")
+def placed(shared_command):
+    bind = ["--bind", "numa"] if Path("/sys/devices/system/node/node0").exists() else []
+    result = shared_command.run(
+        "compare", *SMALL, "--strategies", "single,ddp,fsdp2", "--offload", "none,cpu_full,nvme", "--nvme-path", ".",
+        "--host-memory-gib", "1", "--precision", "bf16", *bind, "--output-dir", "out",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((shared_command.folder / "out" / "results.json").read_text())["rows"]
+    return {(row["strategy"], row["settings"]["offload"]): row for row in rows}, result
+
+
+def test_what_cannot_be_placed_is_skipped_with_the_reason(placed) -> None:
+    rows, result = placed
+    assert {point: row["status"] for point, row in rows.items()} == {
+        ("single", "none"): "ok",
+        ("ddp", "none"): "ok",
+        ("ddp", "cpu_full"): "skipped",
+        ("ddp", "nvme"): "skipped",
+        ("fsdp2", "none"): "ok",
+        ("fsdp2", "cpu_full"): "ok",
+        ("fsdp2", "nvme"): "skipped",
+    }
+    assert rows["ddp", "cpu_full"]["error"] == "ddp keeps all of its state on its device"
+    assert "use --offload cpu_full" in rows["fsdp2", "nvme"]["error"]
+    assert "use --offload cpu_full" in result.stdout
+
+
+def test_offloaded_state_is_on_the_host_and_right(placed) -> None:
+    rows, _ = placed
+    row, plain = rows["fsdp2", "cpu_full"], rows["fsdp2", "none"]
+    assert row["name"] == "fsdp2_bf16_ranks2_bs2_sl32_offload-cpu_full"
+    assert row["settings"]["host_memory_gib"] == 1 and plain["settings"]["host_memory_gib"] is None
+    assert row["memory_bytes"]["host"] == plain["memory_bytes"]["device"]
+    assert row["deviation"]["reference"] == "single"
+    assert row["checksum"] == plain["checksum"]
+    assert row["loss"] == plain["loss"]
+
+
+def test_ranks_are_bound_and_the_row_says_where(placed) -> None:
+    rows, _ = placed
+    row = rows["fsdp2", "none"]
+    if row["settings"]["bind"] == "none":
+        pytest.skip("the kernel lists no NUMA nodes here")
+    assert len(row["binding"]) == 2 and all(text.startswith("node ") for text in row["binding"])
+
+
+def test_what_needs_more_than_the_device_limit_is_oom(command) -> None:
+    result = command.run(
+        "compare", "--num-layers", "2", "--hidden-size", "32", "--batch-size", "16", "--seq-length", "128",
+        "--num-steps", "2", "--warmup-steps", "1", "--strategies", "single,zero0", "--device-memory-gib", "0.002",
+        "--output-dir", "out",
+    )  # fmt: skip
+    rows = command.rows()
+    assert {name: row["status"] for name, row in rows.items()} == {"single": "oom", "zero0": "oom"}, (
+        result.stderr
+    )
+    assert "--device-memory-gib allows 0.002" in rows["zero0"]["error"]
+    assert result.returncode == 1  # none is ok
+
+
+def test_a_folder_that_takes_no_files_is_refused(command) -> None:
+    result = command.run("compare", "--offload", "nvme", "--nvme-path", "/proc")
+    assert result.returncode == 2 and "--nvme-path /proc" in result.stderr
