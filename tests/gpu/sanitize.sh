@@ -10,9 +10,10 @@ shift || true
 mkdir -p "$out"
 failed=0
 for tool in "$@"; do
-  # Only kernels of the module are instrumented: torch's own are NVIDIA's and PyTorch's to check, and many.
+  # Only kernels of the module are instrumented: torch's own are NVIDIA's and PyTorch's to check, and many. Calls that
+  # report an error are not findings: some tests run out of memory on purpose.
   timeout "${ZEROBENCH_FILE_TIMEOUT_S:-900}" compute-sanitizer --tool "$tool" --target-processes all \
-    --kernel-name kernel_substring=N2zb --error-exitcode 77 \
+    --report-api-errors no --kernel-name kernel_substring=N2zb --error-exitcode 77 \
     python3 -m pytest -n 0 -q -p no:cacheprovider \
     tests/gpu/test_kernels.py tests/gpu/test_adam_cuda.py tests/gpu/test_device.py >"$out/$tool.log" 2>&1
   code=$?

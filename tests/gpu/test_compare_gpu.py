@@ -115,7 +115,9 @@ def test_gpu_rows_carry_times_phases_and_utilisation(one_gpu) -> None:
         assert all(time_ms > 0 for time_ms in row["step_time_ms"]["samples"])
         assert len(row["loss"]) == 200
         phases = row["phases_ms"]
-        assert {"forward", "backward", "optimizer", "exposed_communication", "host_bound"} <= phases.keys()
+        # compute_only has no optimizer step.
+        optimizer = {"optimizer"} if row["strategy"] != "compute_only" else set()
+        assert phases.keys() >= {"forward", "backward", "exposed_communication", "host_bound"} | optimizer
         assert all(value >= 0 for value in phases.values())
         assert phases["forward"] > 0 and phases["backward"] > 0
         # A profiled step is longer than a timed one, and of its order.
@@ -213,12 +215,13 @@ def meter() -> CudaMeter:
 def test_events_time_what_the_device_does(meter) -> None:
     meter.settle()
     meter.start()
-    for cycles in (1_000_000, 10_000_000):
+    # Long against what the host needs to put them in.
+    for cycles in (50_000_000, 200_000_000):
         torch.cuda._sleep(cycles)
         meter.mark()
     short_ms, long_ms = meter.stop()
-    assert long_ms == pytest.approx(10 * short_ms, rel=0.5)
-    assert 0.1 < short_ms < 10
+    assert long_ms == pytest.approx(4 * short_ms, rel=0.25)
+    assert 10 < short_ms < 100
 
 
 def test_memory_of_others_than_torch_is_counted(meter) -> None:
