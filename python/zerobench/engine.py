@@ -78,6 +78,8 @@ class Engine:
         self._stepped = False
         self._stream = 0
         self._handles: list[Any] = []
+        self._unit_handles: list[Any] = []
+        self._awaited_at_once: list[int] = []
         self._begin_failed = False
         self._error_before_forward: BaseException | None = None
         self._materialise = materialise
@@ -174,6 +176,26 @@ class Engine:
             raise
         self._micro_step = 0
         self._stepped = True
+
+    def compile(self, **options: Any) -> None:
+        """Compile the model's forward as a whole; ``options`` are those of torch.compile. Call it between steps.
+
+        From then on a forward begins when all parameters have arrived, and no hook lies inside it that would end a
+        graph. To have parameters arrive while earlier blocks compute, and gradients reduced while backward runs,
+        compile each block's ``forward`` before ``initialize`` instead.
+
+        Raises ConfigError where parameters are sharded (stage 3), since a graph has no place to gather them.
+        """
+        if self._core.parameters_sharded:
+            raise ConfigError(
+                "stage 3 gathers parameters between units, which one graph of the whole model has no place for: "
+                "compile each block's forward before zerobench.initialize, or use stage 0, 1 or 2"
+            )
+        for handle in self._unit_handles:
+            handle.remove()
+        self._unit_handles.clear()
+        self._awaited_at_once = list(range(1, len(self._units.names)))
+        self.module.forward = torch.compile(self.module.forward, **options)  # hooks on the model stay outside
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""
@@ -283,9 +305,10 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._unit_handles):
             handle.remove()
         self._handles.clear()
+        self._unit_handles.clear()
         self._core.close()
         self._close_communicators()
         self._close_communicators = _nothing
@@ -405,10 +428,10 @@ class Engine:
             if index == 0:
                 continue
             hook = self._pre_forward_hook(index)
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=sharded))
+            self._unit_handles.append(module.register_forward_pre_hook(hook, with_kwargs=sharded))
             if sharded:  # elsewhere nothing happens behind a unit's forward
                 hook = self._post_forward_hook(index)
-                self._handles.append(module.register_forward_hook(hook, always_call=True))
+                self._unit_handles.append(module.register_forward_hook(hook, always_call=True))
         self._handles.append(root.register_forward_hook(self._end_forward, always_call=True))
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -421,6 +444,8 @@ class Engine:
             raise
         try:
             self._core.pre_forward(0)
+            for unit in self._awaited_at_once:
+                self._core.pre_forward(unit)
         except BaseException:
             self._core.abandon_forward()
             raise

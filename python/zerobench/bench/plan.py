@@ -62,7 +62,7 @@ class Configuration(BaseModel):
 
     def checksum_group(self) -> str | None:
         """Configurations with the same text must end with equal parameters, bit for bit (DESIGN, placement)."""
-        if self.strategy not in OURS or self.settings.grad_accum != 1 or self.settings.compile == "whole":
+        if self.strategy not in OURS or self.settings.grad_accum != 1:
             return None
         return _digest(
             {

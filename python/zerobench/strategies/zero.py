@@ -64,10 +64,14 @@ class ZeroStrategy(Strategy):
         self._determinism = Determinism(self.settings)
         self._compiler = Compiler(self.settings)
         model = prepare_model(model_factory, self.settings)
-        self._compiler.apply(model)
+        whole = self.settings.compile == "whole"
+        if not whole:
+            self._compiler.apply(model)
         self._engine = zerobench.initialize(
             model=model, config=engine_config(self.settings, stage=self.stage)
         )
+        if whole:
+            self._engine.compile(backend=self._compiler.backend)
         self._communication_ms = 0.0
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
