@@ -54,7 +54,7 @@ class FSDP1Strategy(PeerStrategy):
     def _make_scaler(self) -> torch.amp.GradScaler | None:
         if precision_dtype(self.settings) != torch.float16:
             return None
-        return ShardedGradScaler(device="cuda", **LOSS_SCALE)  # ranks agree on an overflow in any shard
+        return _FusedShardedGradScaler(device="cuda", **LOSS_SCALE)
 
     def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
         return nullcontext() if is_last else self._fsdp.no_sync()
@@ -88,3 +88,16 @@ class FSDP1Strategy(PeerStrategy):
             for name, parameter in self._named_parameters().items()
         }
         return Pieces(moments, self._shapes, torch_device(self.settings)).full_fp32()
+
+
+class _FusedShardedGradScaler(ShardedGradScaler):
+    """Ranks agree on an overflow in any shard, and fused Adam takes the answer: torch gives it as a vector of one
+    element, which cannot be subtracted from the optimizer's scalar step counts (torch 2.11)."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
+            "found_inf_per_device"
+        ]
+        for device in found:
+            found[device] = found[device].reshape(())

@@ -41,6 +41,8 @@ class MegatronFSDPStrategy(PeerStrategy):
             return "Megatron-FSDP has no loss scaling: use bf16 or fp32"
         if settings.compile == "whole":
             return "Megatron-FSDP's hooks stand between blocks: use --compile block"
+        if settings.world_size == 1 and cls.stage > 1:
+            return f"on one rank Megatron-FSDP shows no gradients at stage {cls.stage}, so they cannot be verified"
         return missing_package("megatron_fsdp", MEGATRON_FSDP)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
