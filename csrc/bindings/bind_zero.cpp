@@ -35,11 +35,10 @@ struct ParameterArgument {
 // The engine with what ties it to torch.
 class BoundEngine {
  public:
-  BoundEngine(int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
-              const LossScaleOptions& loss_scale, std::vector<std::string> unit_names, std::size_t root_unit,
+  BoundEngine(const EngineOptions& options, std::vector<std::string> unit_names, std::size_t root_unit,
               const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
-              const py::object& reduce_communicator, bool reshard_after_forward, const std::string& device,
-              DeviceParts parts, const py::object& materialise) {
+              const py::object& reduce_communicator, const std::string& device, DeviceParts parts,
+              const py::object& materialise) {
     EngineModel model;
     model.unit_names = std::move(unit_names);
     model.root_unit = root_unit;
@@ -70,13 +69,6 @@ class BoundEngine {
         }
       };
     }
-    const EngineOptions options{.stage = zero_stage_from_int(stage),
-                                .accumulation_steps = accumulation_steps,
-                                .clip = clip,
-                                .prefetch_bytes = prefetch_bytes.value_or(0),
-                                .default_prefetch = !prefetch_bytes.has_value(),
-                                .reshard_after_forward = reshard_after_forward,
-                                .loss_scale = loss_scale};
     auto gather = take_communicator(gather_communicator);
     auto reduce = take_communicator(reduce_communicator);
     const py::gil_scoped_release release;
@@ -299,6 +291,20 @@ void bind_zero(py::module_& m) {
            }),
            py::kw_only(), py::arg("enabled"), py::arg("dynamic"), py::arg("initial_scale"), py::arg("growth_factor"),
            py::arg("backoff_factor"), py::arg("growth_interval_steps"), py::arg("min_scale"));
+  py::class_<EngineOptions>(m, "EngineOptions", "How an engine keeps and moves its state.")
+      .def(py::init([](int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
+                       bool reshard_after_forward, bool keep_parameter_shards, const LossScaleOptions& loss_scale) {
+             return EngineOptions{.stage = zero_stage_from_int(stage),
+                                  .accumulation_steps = accumulation_steps,
+                                  .clip = clip,
+                                  .prefetch_bytes = prefetch_bytes.value_or(0),
+                                  .default_prefetch = !prefetch_bytes.has_value(),
+                                  .reshard_after_forward = reshard_after_forward,
+                                  .keep_parameter_shards = keep_parameter_shards,
+                                  .loss_scale = loss_scale};
+           }),
+           py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
+           py::arg("reshard_after_forward"), py::arg("keep_parameter_shards"), py::arg("loss_scale"));
   m.def(
       "cpu_device_parts",
       [](std::size_t thread_num, std::vector<int> cpus) {
@@ -307,20 +313,17 @@ void bind_zero(py::module_& m) {
       py::kw_only(), py::arg("thread_num"), py::arg("cpus"),
       "The CPU as the device of an engine, with threads for its optimizer.");
   py::class_<BoundEngine> engine(m, "Engine", "One rank's ZeRO engine (csrc/zero/engine.h).");
-  engine.def(py::init([](int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
-                         const LossScaleOptions& loss_scale, std::vector<std::string> unit_names, std::size_t root_unit,
+  engine.def(py::init([](const EngineOptions& options, std::vector<std::string> unit_names, std::size_t root_unit,
                          const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
-                         const py::object& reduce_communicator, bool reshard_after_forward, const std::string& device,
-                         const py::object& parts, const py::object& materialise) {
-               return std::make_unique<BoundEngine>(stage, accumulation_steps, clip, prefetch_bytes, loss_scale,
-                                                    std::move(unit_names), root_unit, parameters, gather_communicator,
-                                                    reduce_communicator, reshard_after_forward, device,
+                         const py::object& reduce_communicator, const std::string& device, const py::object& parts,
+                         const py::object& materialise) {
+               return std::make_unique<BoundEngine>(options, std::move(unit_names), root_unit, parameters,
+                                                    gather_communicator, reduce_communicator, device,
                                                     in_capsule<DeviceParts>(parts), materialise);
              }),
-             py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
-             py::arg("loss_scale"), py::arg("unit_names"), py::arg("root_unit"), py::arg("parameters"),
-             py::arg("gather_communicator"), py::arg("reduce_communicator"), py::arg("reshard_after_forward"),
-             py::arg("device"), py::arg("parts"), py::arg("materialise"),
+             py::kw_only(), py::arg("options"), py::arg("unit_names"), py::arg("root_unit"), py::arg("parameters"),
+             py::arg("gather_communicator"), py::arg("reduce_communicator"), py::arg("device"), py::arg("parts"),
+             py::arg("materialise"),
              "device is torch's name of where parameters live; parts is a capsule that makes the engine compute there; "
              "materialise(unit), or None, is called before a unit is built and returns tensors by parameter index.");
   bind_engine_training(engine);

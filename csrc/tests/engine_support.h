@@ -41,6 +41,7 @@ struct ToyOptions {
   DType reduce_dtype = DType::kFloat32;
   std::size_t prefetch_bytes = SIZE_MAX;  // SIZE_MAX is the default budget
   bool reshard_after_forward = true;
+  bool keep_parameter_shards = false;
   std::size_t publish_bytes = 0;  // every unit alone
   LossScaleOptions loss_scale;
   std::function<std::unique_ptr<Store>(Ledger*, const DeviceParts&)> make_store = make_device_store;
@@ -92,6 +93,7 @@ class ToyRank {
         .prefetch_bytes = options.prefetch_bytes == SIZE_MAX ? 0 : options.prefetch_bytes,
         .default_prefetch = options.prefetch_bytes == SIZE_MAX,
         .reshard_after_forward = options.reshard_after_forward,
+        .keep_parameter_shards = options.keep_parameter_shards,
         .publish_bytes = options.publish_bytes,
         .loss_scale = options.loss_scale,
         .make_store = options.make_store};

@@ -67,6 +67,7 @@ TEST_P(EngineLanes, EndAsTheCpuDoes) {
       with.clip = accumulation_steps == 1 ? 0.5 : 0.0;
       with.loss_scale = {.enabled = dtype == DType::kFloat16, .initial_scale = 64.0};
       with.reshard_after_forward = dtype != DType::kFloat32;
+      with.keep_parameter_shards = dtype == DType::kFloat16;
       with.publish_bytes = accumulation_steps == 1 ? 0 : 2048;
       with.prefetch_bytes = dtype == DType::kFloat16 ? 0 : dtype == DType::kBFloat16 ? 1U << 20U : SIZE_MAX;
       same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); });

@@ -39,6 +39,10 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
   units_ = make_units(model.unit_names, model.root_unit, model.parameters, world_size(), parameters_);
   prefetch_bytes_ = options.default_prefetch ? largest_unit_bytes(units_) : options.prefetch_bytes;
   unpublished_ = units_.size();
+  if (parameters_sharded() && !options.keep_parameter_shards) {
+    const auto keeps_master = [this](DType param_dtype) { return store_->keeps_master(param_dtype); };
+    for (Unit& unit : units_) unit.fetch_parameters_of(keeps_master);
+  }
   gathers_ =
       std::make_unique<GatherScheduler>(device(), *gather_communicator_, *store_, &ledger_, units_, parameters_, clock_,
                                         parameters_sharded(), options.reshard_after_forward, prefetch_bytes_);
@@ -110,13 +114,13 @@ void Engine::build_flat(FlatBuffer& flat) {
         ->wait();
   }
 
-  if (parameters_sharded()) {
+  if (parameters_sharded() && !flat.is_fetched) {
     flat.shard_parameters = {gather_communicator_->allocate(flat.shard_parameter_bytes(), BufferRole::kShared, &ledger_,
                                                             Category::kParameters)};
     device().cast(Lane::kCompute, flat.shard_parameters.data(), flat.param_dtype, values + rank_offset, DType::kFloat32,
                   layout.shard_numel());
     flat.written = device().mark(Lane::kCompute);
-  } else {
+  } else if (!parameters_sharded()) {
     const bool gathered = several && state_sharded() && flat.trainable;
     flat.full_parameters = {gather_communicator_->allocate(flat.full_parameter_bytes(),
                                                            gathered ? BufferRole::kShared : BufferRole::kPrivate,

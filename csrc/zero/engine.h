@@ -38,6 +38,9 @@ struct EngineOptions {
   std::size_t prefetch_bytes = 0;  // unsharded units started ahead of use
   bool default_prefetch = true;    // one largest non-root unit, instead of prefetch_bytes
   bool reshard_after_forward = true;
+  // Stage 3 with low-precision parameters: their shards are kept beside the masters, instead of rounded before each
+  // gather.
+  bool keep_parameter_shards = false;
   // Stages 1 and 2 gather updated units together up to this size, since starting a collective costs the host more than
   // moving a few MiB.
   std::size_t publish_bytes = std::size_t{64} << 20;
@@ -173,6 +176,7 @@ class Engine {
   void publish_before(std::size_t end);
   void wait_updated(Unit& unit);
   void finish_updates();
+  void read_own_parameters(const FlatBuffer& flat, std::span<float> values);
   void write_back(Unit& unit, int modifier_rank);
   void write_back_flat(FlatBuffer& flat, const std::byte* values);
   bool parameters_sharded() const { return policy_.parameters == Placement::kSharded; }

@@ -36,9 +36,9 @@ void Engine::read_full_state(FullState kind,
         const FlatLayout& layout = flat.layout;
         const bool moments = kind == FullState::kExpAvg || kind == FullState::kExpAvgSq;
         if (moments && !flat.trainable) continue;
-        // fp32 parameters and frozen ones are their own masters.
+        // Parameters of which the store keeps none, and frozen ones, are their own masters.
         const bool from_store =
-            moments || (kind == FullState::kMaster && flat.trainable && flat.param_dtype != DType::kFloat32);
+            moments || (kind == FullState::kMaster && flat.trainable && store_->keeps_master(flat.param_dtype));
         const bool sharded = from_store ? state_sharded() : parameters_sharded();
         const std::size_t own_numel = sharded ? layout.shard_numel() : layout.padded_numel();
         Region own{communicator.allocate(own_numel * sizeof(float),
@@ -50,9 +50,7 @@ void Engine::read_full_state(FullState kind,
         if (from_store) {
           store_->read_state(flat.store_shard, state_kind(kind), own_values);
         } else {
-          device().cast(Lane::kCompute, own_values.data(), DType::kFloat32,
-                        sharded ? flat.shard_parameters.data() : flat.full_parameters.data(), flat.param_dtype,
-                        own_numel);
+          read_own_parameters(flat, own_values);
         }
         if (sharded) {
           full = {communicator.allocate(layout.padded_numel() * sizeof(float), BufferRole::kPrivate, &ledger_,
@@ -72,6 +70,21 @@ void Engine::read_full_state(FullState kind,
       }
     }
   });
+}
+
+// This rank's piece, or all where parameters are replicated.
+void Engine::read_own_parameters(const FlatBuffer& flat, std::span<float> values) {
+  const auto cast_from = [&](const std::byte* parameters) {
+    device().cast(Lane::kCompute, values.data(), DType::kFloat32, parameters, flat.param_dtype, values.size());
+  };
+  if (!flat.is_fetched) {
+    cast_from((parameters_sharded() ? flat.shard_parameters : flat.full_parameters).data());
+    return;
+  }
+  const DeviceBuffer fetched(device(), flat.shard_parameter_bytes(), &ledger_, Category::kStaging);
+  const Drain drain(device());
+  store_->fetch_parameters(flat.store_shard, Lane::kCompute, fetched.data());
+  cast_from(fetched.data());
 }
 
 void Engine::broadcast(std::byte* data, std::size_t bytes) {
@@ -133,12 +146,12 @@ void Engine::write_back(Unit& unit, int modifier_rank) {
 void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
   const std::size_t element_bytes = dtype_bytes(flat.param_dtype);
   const std::size_t shard_begin = static_cast<std::size_t>(rank()) * flat.layout.shard_numel();
-  if (parameters_sharded()) {
+  if (parameters_sharded() && !flat.is_fetched) {
     device().copy(Lane::kCompute, flat.shard_parameters.data(), values + shard_begin * element_bytes,
                   flat.shard_parameter_bytes());
     flat.written = device().mark(Lane::kCompute);
   }
-  if (!flat.trainable || flat.param_dtype == DType::kFloat32) return;
+  if (!flat.trainable || !store_->keeps_master(flat.param_dtype)) return;
   const std::size_t numel = state_sharded() ? flat.layout.shard_numel() : flat.layout.padded_numel();
   const DeviceBuffer state(device(), numel * sizeof(float), &ledger_, Category::kStaging);
   const DeviceBuffer rounded(device(), numel * element_bytes, &ledger_, Category::kStaging);

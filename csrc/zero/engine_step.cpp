@@ -199,15 +199,15 @@ void Engine::update_unit(Unit& unit, std::span<const AdamScalars> rows) {
   const auto* scalars = reinterpret_cast<const StepScalars*>(norm_on_host_.get());
   for (FlatBuffer& flat : unit.flats) {
     if (!flat.trainable) continue;
-    store_->start_update(flat.store_shard,
-                         {.lane = update_lane(),
-                          .gradient = update_gradient(flat),
-                          .gradient_dtype = flat.reduce_dtype,
-                          .parameters = (state_sharded() ? flat.shard_parameters : flat.full_parameters).data(),
-                          .rows = rows,
-                          .step = norm_.as<StepScalars>(),
-                          .step_on_host = scalars,
-                          .step_arrived = pending_.arrived});
+    const Region& parameters = state_sharded() ? flat.shard_parameters : flat.full_parameters;
+    store_->start_update(flat.store_shard, {.lane = update_lane(),
+                                            .gradient = update_gradient(flat),
+                                            .gradient_dtype = flat.reduce_dtype,
+                                            .parameters = flat.is_fetched ? nullptr : parameters.data(),
+                                            .rows = rows,
+                                            .step = norm_.as<StepScalars>(),
+                                            .step_on_host = scalars,
+                                            .step_arrived = pending_.arrived});
   }
 }
 

@@ -52,6 +52,7 @@ GatherScheduler::GatherScheduler(Device& device, Communicator& communicator, Sto
       sharded_(sharded),
       reshard_(reshard),
       prefetch_bytes_(prefetch_bytes),
+      ledger_(ledger),
       slots_(device, communicator, ledger, BufferRole::kPrivate, Category::kGatherSlots,
              {.first = communicator.lane(), .last = Lane::kCompute}),
       preferred_slot_(units.size(), 0) {}
@@ -70,6 +71,25 @@ void GatherScheduler::reserve_slots() {
   for (std::size_t index = 0; index < units_.size(); ++index) {
     const std::size_t bytes = units_[index].gather_bytes;
     if (bytes > 0) preferred_slot_[index] = seen[bytes]++ % slots_.slot_num(bytes);
+  }
+  reserve_staging();
+}
+
+// In a lane one shard is read before the next is fetched. Elsewhere peers read it when they come to wait for the unit:
+// as many as units can be under way keep a rank from waiting for them.
+void GatherScheduler::reserve_staging() {
+  std::map<std::size_t, std::pair<std::size_t, std::size_t>> classes;  // units, and units under way at once
+  for (const Unit& unit : units_) {
+    if (unit.fetch_bytes == 0) continue;
+    auto& [unit_num, ahead] = classes[unit.fetch_bytes];
+    ++unit_num;
+    ahead = communicator_.runs_in_background() ? 0 : std::max(ahead, prefetch_bytes_ / unit.gather_bytes);
+  }
+  for (const auto& [bytes, numbers] : classes) {
+    std::vector<StagingShard>& shards = staging_[bytes].shards;
+    while (shards.size() < std::min(numbers.first, 1 + numbers.second)) {
+      shards.push_back({{communicator_.allocate(bytes, BufferRole::kShared, ledger_, Category::kStaging)}, {}});
+    }
   }
 }
 
@@ -154,18 +174,35 @@ bool GatherScheduler::is_issued(const Unit& unit) const {
                      [&](const FlatBuffer& flat) { return !flat.trainable || store_.is_issued(flat.store_shard); });
 }
 
+// See [Note: staging shards]. Null where nothing of the unit is fetched.
+GatherScheduler::StagingShard* GatherScheduler::fetch(const Unit& unit) {
+  if (unit.fetch_bytes == 0) return nullptr;
+  StagingClass& size_class = staging_.at(unit.fetch_bytes);
+  StagingShard& staging = size_class.shards[size_class.turn++ % size_class.shards.size()];
+  for (const WorkPtr& work : staging.readers) work->wait_source_free(communicator_.lane());
+  staging.readers.clear();
+  for (const FlatBuffer& flat : unit.flats) {
+    if (!flat.is_fetched) continue;
+    store_.fetch_parameters(flat.store_shard, communicator_.lane(), staging.region.data() + flat.fetch_offset_bytes);
+  }
+  return &staging;
+}
+
 std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& slot) {
   std::vector<WorkPtr> works;
+  StagingShard* const staging = fetch(unit);
   for (FlatBuffer& flat : unit.flats) {
     device_.wait(communicator_.lane(), std::exchange(flat.written, nullptr));
     if (flat.trainable) store_.wait_update(flat.store_shard, communicator_.lane());
   }
   const CollectiveGroup group(communicator_);
   for (const FlatBuffer& flat : unit.flats) {
-    works.push_back(communicator_.start_all_gather({.source = flat.shard_parameters,
-                                                    .destination = slot.region().at(flat.gather_offset_bytes),
-                                                    .shard_bytes = flat.shard_parameter_bytes(),
-                                                    .label = flat.label}));
+    works.push_back(communicator_.start_all_gather(
+        {.source = flat.is_fetched ? staging->region.at(flat.fetch_offset_bytes) : flat.shard_parameters,
+         .destination = slot.region().at(flat.gather_offset_bytes),
+         .shard_bytes = flat.shard_parameter_bytes(),
+         .label = flat.label}));
+    if (flat.is_fetched) staging->readers.push_back(works.back());
   }
   return works;
 }

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -34,6 +35,11 @@ enum class PassKind : std::uint8_t { kTrainForward, kEvalForward, kBackward };
 inline constexpr std::size_t kPassKindNum = 3;
 std::string_view pass_kind_name(PassKind kind) noexcept;
 
+// [Note: staging shards]
+// Where the store keeps a master of low-precision parameters, their shard is not kept beside it: it is fetched from the
+// store into a staging shard just before each gather, in the gather's lane. Staging shards are taken in turn, and
+// gathers are started in one order on all ranks, so a gather's sources are the same buffer on all. One is written again
+// when the peers have read it.
 class GatherScheduler {
  public:
   // `sharded` false (stages 0 to 2, or one rank) makes every call but the bookkeeping of uses a no-op.
@@ -42,7 +48,7 @@ class GatherScheduler {
                   std::vector<Parameter>& parameters, CommunicationClock& clock, bool sharded, bool reshard,
                   std::size_t prefetch_bytes);
 
-  // Makes the slots. Collective.
+  // Makes slots and staging shards. Collective.
   void reserve_slots();
 
   void begin_pass(PassKind kind);
@@ -70,9 +76,19 @@ class GatherScheduler {
     std::size_t unit;
   };
   struct Message;
+  struct StagingShard {
+    Region region;
+    std::vector<WorkPtr> readers;  // gathers that peers may still read it in
+  };
+  struct StagingClass {
+    std::vector<StagingShard> shards;
+    std::size_t turn = 0;
+  };
 
   bool is_issued(const Unit& unit) const;
   bool present(std::size_t unit) const { return units_[unit].parameter_state != ParameterState::kSharded; }
+  void reserve_staging();
+  StagingShard* fetch(const Unit& unit);
   std::vector<WorkPtr> start_into(Unit& unit, const SlotLease& slot);
   void start_gather(std::size_t unit);
   void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need
@@ -96,8 +112,10 @@ class GatherScheduler {
   bool sharded_;
   bool reshard_;
   std::size_t prefetch_bytes_;
+  Ledger* ledger_;
   SlotPool slots_;
-  std::vector<std::size_t> preferred_slot_;  // by unit
+  std::vector<std::size_t> preferred_slot_;      // by unit
+  std::map<std::size_t, StagingClass> staging_;  // by size
 
   std::vector<std::vector<std::size_t>> sequences_{kPassKindNum};
   bool in_pass_ = false;

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -73,10 +74,12 @@ struct FlatBuffer {
   std::string label;                    // for errors: the unit's name
 
   std::size_t gather_offset_bytes = 0;    // within the unit's gather slot
+  std::size_t fetch_offset_bytes = 0;     // within the unit's staging shard, where is_fetched
   std::size_t gradient_offset_bytes = 0;  // within the unit's gradient slot
 
   Region full_parameters;   // replicated parameters
-  Region shard_parameters;  // this rank's piece: a slice of full_parameters, or a buffer of its own
+  Region shard_parameters;  // this rank's piece: a slice of full_parameters, or a buffer of its own; or none:
+  bool is_fetched = false;  // the store gives this rank's piece before each gather
   Region full_gradients;    // where full gradients persist
   Region shard_gradients;   // this rank's reduced piece
   std::size_t store_shard = 0;
@@ -113,6 +116,7 @@ struct Unit {
   std::vector<FlatBuffer> flats;
   std::size_t gather_bytes = 0;    // size of a gather slot
   std::size_t gradient_bytes = 0;  // size of a gradient slot; 0 when nothing is trainable
+  std::size_t fetch_bytes = 0;     // size of a staging shard; 0 when nothing is fetched
   std::size_t trainable_parameters = 0;
 
   ParameterState parameter_state = ParameterState::kUnsharded;
@@ -137,6 +141,8 @@ struct Unit {
   bool complete = false;                // all gradients of this backward are there
 
   bool has_frozen() const;
+  // Those of its flats are fetched from the store whose master it keeps.
+  void fetch_parameters_of(const std::function<bool(DType param_dtype)>& keeps_master);
   bool has_trainable() const { return trainable_parameters > 0; }
   void set_parameter_state(ParameterState next);
   void set_gradient_state(GradientState next);

@@ -171,9 +171,9 @@ class LossScaleOptions:
         min_scale: float,
     ) -> None: ...
 
-class Engine:
+class EngineOptions:
     """
-    One rank's ZeRO engine (csrc/zero/engine.h).
+    How an engine keeps and moves its state.
     """
     def __init__(
         self,
@@ -182,13 +182,24 @@ class Engine:
         accumulation_steps: int,
         clip: float,
         prefetch_bytes: int | None,
+        reshard_after_forward: bool,
+        keep_parameter_shards: bool,
         loss_scale: LossScaleOptions,
+    ) -> None: ...
+
+class Engine:
+    """
+    One rank's ZeRO engine (csrc/zero/engine.h).
+    """
+    def __init__(
+        self,
+        *,
+        options: EngineOptions,
         unit_names: Sequence[str],
         root_unit: int,
         parameters: Sequence[ParameterArgument],
         gather_communicator: Communicator,
         reduce_communicator: Communicator,
-        reshard_after_forward: bool,
         device: str,
         parts: Any,
         materialise: Any,

@@ -75,6 +75,11 @@ class Config(_Section):
     reshard_after_forward: bool = Field(
         True, description="false keeps the parameters of stage 3 gathered between forward and backward"
     )
+    keep_parameter_shards: bool = Field(
+        False,
+        description="true keeps low-precision shards of stage 3 beside the fp32 masters, instead of rounding them "
+        "before each gather: less work, more memory",
+    )
     units: Literal["auto"] | list[str] = "auto"
     prefetch_bytes: int | None = Field(
         default=None,

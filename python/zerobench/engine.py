@@ -88,20 +88,24 @@ class Engine:
         communicators = topology_module.make_communicators(core, config, self.topology, self._place.device)
         self.communicator = communicators.kind
         self._close_communicators = communicators.close
-        scale = config.loss_scale
         self._core_types = core
         self._core = core.Engine(
-            stage=config.stage,
-            accumulation_steps=config.gradient_accumulation_steps,
-            clip=config.gradient_clipping or 0.0,
-            prefetch_bytes=config.prefetch_bytes,
-            loss_scale=core.LossScaleOptions(enabled=config.scales_loss(), **scale.model_dump()),
+            options=core.EngineOptions(
+                stage=config.stage,
+                accumulation_steps=config.gradient_accumulation_steps,
+                clip=config.gradient_clipping or 0.0,
+                prefetch_bytes=config.prefetch_bytes,
+                reshard_after_forward=config.reshard_after_forward,
+                keep_parameter_shards=config.keep_parameter_shards,
+                loss_scale=core.LossScaleOptions(
+                    enabled=config.scales_loss(), **config.loss_scale.model_dump()
+                ),
+            ),
             unit_names=self._units.names,
             root_unit=0,
             parameters=arguments,
             gather_communicator=communicators.gather,
             reduce_communicator=communicators.reduce,
-            reshard_after_forward=config.reshard_after_forward,
             device=self._place.name,
             parts=self._place.parts(),
             materialise=self._materialise_unit if materialise else None,

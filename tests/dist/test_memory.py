@@ -62,6 +62,10 @@ CASES = {
     "tiny, bf16": zoo.Case(tiny, tokens, config={"precision": "bf16"}),
     "tiny, prefetch": zoo.Case(tiny, tokens, config={"prefetch_bytes": 450_000}),
     "tiny, no prefetch": zoo.Case(tiny, tokens, config={"prefetch_bytes": 0}),
+    "tiny, bf16, prefetch": zoo.Case(tiny, tokens, config={"precision": "bf16", "prefetch_bytes": 230_000}),
+    "tiny, bf16, kept": zoo.Case(
+        tiny, tokens, config={"precision": "bf16", "keep_parameter_shards": True}
+    ),
     "tiny, accumulation": zoo.Case(tiny, tokens, plan="FBFBFB", config={"gradient_accumulation_steps": 3}),
     "blocks": zoo.CASES["blocks"],
     "blocks, bf16 in fp32": zoo.CASES["bf16 reduced in fp32"],
@@ -99,33 +103,54 @@ def expected_units(engine, world_size: int) -> list[tuple[int, int]]:
             assert unit[key] == total
 
 
-def formula(
-    units: list[dict], *, stage: int, world_size: int, accumulation: int, prefetch_bytes: int | None
-) -> dict:
+def staging_shards(units: list[dict], ahead: int) -> int:
+    """Bytes of the shards that stage 3 fetches from masters before gathers."""
+    classes: dict[int, list[int]] = {}
+    for unit in units:
+        fetched = [
+            flat["shard_numel"] * BYTES[flat["param_dtype"]] for flat in unit["flats"] if is_fetched(flat)
+        ]
+        if fetched:
+            classes.setdefault(sum(fetched), []).append(unit["gather_bytes"])
+    return sum(f * min(len(gathers), 1 + ahead // min(gathers)) for f, gathers in classes.items())
+
+
+def is_fetched(flat: dict) -> bool:
+    return flat["trainable"] and flat["param_dtype"] != "float32"
+
+
+def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> dict:
     """docs/memory.md."""
     if world_size == 1:
         stage = 0
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    keeps = stage < 3 or config.get("keep_parameter_shards", False)
     flats = [flat for unit in units for flat in unit["flats"]]
     trained = [flat for flat in flats if flat["trainable"]]
     size = {0: "padded_numel", 1: "shard_numel"}
     states = sum(4 * flat[size[stage >= 1]] for flat in trained)
     result = dict.fromkeys(CATEGORIES, 0)
-    result["parameters"] = sum(flat[size[stage == 3]] * BYTES[flat["param_dtype"]] for flat in flats)
+    result["parameters"] = sum(
+        flat[size[stage == 3]] * BYTES[flat["param_dtype"]]
+        for flat in flats
+        if keeps or not is_fetched(flat)
+    )
     result["gradients"] = sum(flat[size[stage >= 2]] * BYTES[flat["reduce_dtype"]] for flat in trained)
     result["master"] = sum(4 * flat[size[stage >= 1]] for flat in trained if flat["param_dtype"] != "float32")
     result["exp_avg"] = result["exp_avg_sq"] = states
     if stage == 3:
-        ahead = prefetch_bytes
+        ahead = config.get("prefetch_bytes")
         if ahead is None:
             ahead = max((unit["gather_bytes"] for unit in units if not unit["is_root"]), default=0)
         classes = Counter(unit["gather_bytes"] for unit in units if unit["gather_bytes"])
         result["gather_slots"] = sum(g * min(num, 1 + ahead // g) for g, num in classes.items())
+        result["staging"] = 0 if keeps else staging_shards(units, ahead)
     if stage >= 2:
         classes = Counter(unit["gradient_bytes"] for unit in units if unit["gradient_bytes"])
         result["gradient_slots"] = sum(d * min(num, 2) for d, num in classes.items())
         if accumulation > 1:
             classes = Counter(flat["shard_numel"] * BYTES[flat["reduce_dtype"]] for flat in trained)
-            result["staging"] = sum(s * min(num, 2) for s, num in classes.items())
+            result["staging"] += sum(s * min(num, 2) for s, num in classes.items())
     sums = 8 * len(trained)  # of squares: this rank's, all ranks', and over the ranks behind the step's scalars
     result["staging"] += sums * (2 + (world_size if world_size > 1 else 0)) + 16
     return result
@@ -175,8 +200,7 @@ def test_peaks_equal_the_formula(measured, world_size, name, stage):
             facts["units"],
             stage=stage,
             world_size=world_size,
-            accumulation=config.get("gradient_accumulation_steps", 1),
-            prefetch_bytes=config.get("prefetch_bytes"),
+            config=config,
         )
         assert expected in facts["windows"], (expected, facts["windows"])
         for window in facts["windows"]:
