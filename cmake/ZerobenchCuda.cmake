@@ -89,8 +89,11 @@ else()
     set(ZEROBENCH_CUDA_REASON "nccl.h and libnccl.so.2 were not found")
   else()
     set(ZEROBENCH_CUDA_MODULE ON)
-    set(ZEROBENCH_CUDA_REASON
-      "ZEROBENCH_CUDA=${cuda_wanted}, nvcc ${ZEROBENCH_NVCC_VERSION} and NCCL ${ZEROBENCH_NCCL_VERSION} were found")
+    set(nvcc_origin "")
+    if(nvcc_path MATCHES "/nvidia/cu[0-9]+/bin/nvcc$")
+      set(nvcc_origin " (of the package nvidia-cuda-nvcc)")
+    endif()
+    set(ZEROBENCH_CUDA_REASON "ZEROBENCH_CUDA=${cuda_wanted}, nvcc ${ZEROBENCH_NVCC_VERSION}${nvcc_origin} and NCCL ${ZEROBENCH_NCCL_VERSION} were found")
   endif()
   if(cuda_wanted STREQUAL "on" AND NOT ZEROBENCH_CUDA_MODULE)
     message(FATAL_ERROR "ZEROBENCH_CUDA=on, but ${ZEROBENCH_CUDA_REASON}: install a CUDA toolkit and the package "
