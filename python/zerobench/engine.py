@@ -85,7 +85,9 @@ class Engine:
         self._materialise = materialise
         arguments = self._parameter_arguments(core)
         self._place = placement.choose(model, config, self.topology)
+        used_bytes = self._place.used_bytes()
         communicators = topology_module.make_communicators(core, config, self.topology, self._place.device)
+        self._communicator_bytes = max(self._place.used_bytes() - used_bytes, 0)
         self.communicator = communicators.kind
         self._close_communicators = communicators.close
         self._core_types = core
@@ -288,8 +290,13 @@ class Engine:
         return dict(self._dtypes)
 
     def memory_bytes(self, *, peak: bool = True) -> dict[str, dict[str, int]]:
-        """The ledger: {tier: {category: bytes}} of this rank, each category's peak or (``peak=False``) now."""
-        return self._core.ledger.bytes(peak=peak)
+        """The ledger: {tier: {category: bytes}} of this rank, each category's peak or (``peak=False``) now.
+
+        On CUDA "communicators" is what the device held more after connecting than before, by the driver's count."""
+        tiers = self._core.ledger.bytes(peak=peak)
+        if self._communicator_bytes:
+            tiers.setdefault("device", {})["communicators"] = self._communicator_bytes
+        return tiers
 
     def communication_bytes(self) -> int:
         """Bytes this rank moved in collectives since ``reset_counters`` (docs/metrics.md)."""

@@ -28,6 +28,10 @@ class Place(ABC):
     def stream(self) -> int:
         """The native handle of the stream that the caller computes on now."""
 
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Memory in use on a device of its own, by anyone; 0 where the device's memory is the host's."""
+
 
 class CpuPlace(Place):
     """This rank's share of the CPUs."""
@@ -49,6 +53,9 @@ class CpuPlace(Place):
     def stream(self) -> int:
         return 0
 
+    def used_bytes(self) -> int:
+        return 0
+
 
 class CudaPlace(Place):
     """One CUDA device."""
@@ -65,6 +72,10 @@ class CudaPlace(Place):
 
     def stream(self) -> int:
         return torch.cuda.current_stream(self._index).cuda_stream
+
+    def used_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._index)
+        return total - free
 
 
 def choose(model: nn.Module, config: Config, topology: Topology) -> Place:

@@ -202,6 +202,10 @@ def test_two_gpus_compiled_by_block(tmp_path) -> None:
     # The ledger counts what the engine holds; all of it lies within what was measured.
     held = rows["zero3"]["memory_bytes"]["device"]
     assert sum(held.values()) <= rows["zero3"]["peak_device_bytes"]
+    assert held["communicators"] > 1 << 20
+    assert rows["compute_only"]["activation_bytes"] > 1 << 20
+    assert rows["compute_only"]["memory_explained_pct"] is None
+    assert 80 < rows["zero3"]["memory_explained_pct"] < 120  # a small model: what libraries load weighs much
 
 
 # The meter of a rank, in this process

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from zerobench import data, models
+from zerobench import data, models, strategies
 from zerobench.bench import assess, measure
 from zerobench.bench.intervals import Activity
 from zerobench.bench.job import DeviceMemory, Window
@@ -150,6 +150,37 @@ def test_the_window_begins_on_a_busy_device_and_nothing_waits_in_it(strategy) ->
     assert calls == [
         "step", "settle", "step", "start", "step", "mark", "step", "mark", "stop", "memory", "profile",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_categories_and_activations_explain_the_peak(precision) -> None:
+    def measured(name: str) -> Window:
+        settings = StrategySettings(
+            rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous=f"explain-{os.getpid()}",
+            precision=precision, batch_size=2, seq_length=SEQ_LENGTH,
+        )  # fmt: skip
+        meter = CpuMeter()
+        trained = strategies.get(name)(settings)
+        trained.build(lambda: models.build(models.resolve("tiny", {"num_layers": 2}), 0))
+        steps = batches(4)
+        try:
+            return measure.measure(
+                trained, meter=meter, warmup=steps[:2], window=steps[2:3], validation=[], profile=steps[3:],
+                tick=lambda phase, step: None,
+            )  # fmt: skip
+        finally:
+            trained.close()
+
+    floor = measured("compute_only")
+    assert floor.activation_bytes is not None and floor.activation_bytes > 0
+    # The window's own peak has gradients in it, at most all of them.
+    held = floor.memory_bytes["device"]
+    beyond = floor.memory.peak_bytes - held["parameters"] - floor.activation_bytes
+    assert 0 <= beyond <= held["gradients"]
+    row = measured("zero2")
+    assert row.activation_bytes is None
+    explained = sum(row.memory_bytes["device"].values()) + floor.activation_bytes
+    assert explained == pytest.approx(row.memory.peak_bytes, rel=1e-3)
 
 
 def spin(begin: float, end: float) -> Activity:

@@ -282,6 +282,21 @@ def test_the_default_baseline_in_low_precision_is_ddp_with_the_dtypes_of_the_oth
     assert {row.baseline for row in results.rows if row.comparable} == {rows["zero0"].name}
 
 
+def test_memory_is_explained_by_categories_and_the_activations_of_the_floor() -> None:
+    rows = sample_rows()
+    floor = rows["zero0"]
+    floor.strategy, floor.activation_bytes = "compute_only", 400
+    explained = rows["zero3"]
+    explained.memory_bytes = {"device": {"parameters": 300, "staging": 290}, "host": {"staging": 10_000}}
+    explained.peak_device_bytes = 1000
+    finished(list(rows.values()))
+    assert explained.memory_explained_pct == pytest.approx(99.0)
+    assert floor.memory_explained_pct is None
+    floor.settings.batch_size += 1  # other activations
+    finished(list(rows.values()))
+    assert explained.memory_explained_pct is None
+
+
 def test_named_baseline() -> None:
     rows = sample_rows()
     results = finished(list(rows.values()), "zero0")

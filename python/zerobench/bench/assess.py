@@ -133,6 +133,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     row.allocated_device_bytes = largest([memory.allocated_bytes for memory in memories])
     row.compiled_graphs = windows[0].compiled_graphs
     row.communication_bytes = largest([window.communication_bytes for window in windows])
+    row.activation_bytes = largest([window.activation_bytes for window in windows])
     row.memory_bytes = largest_by_category([window.memory_bytes for window in windows])
     phases = {phase for window in windows for phase in window.phases_ms}
     row.phases_ms = {
@@ -207,6 +208,7 @@ def settle_checksums(rows: Sequence[Row]) -> None:
 _FIGURES = (
     "step_time_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb", "relative", "relative_uncertainty",
     "speedup", "memory_change_pct", "baseline", "loss", "validation_loss", "memory_bytes", "peak_device_bytes",
+    "activation_bytes", "memory_explained_pct",
     "allocated_device_bytes", "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes",
     "device_used_peak_bytes", "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes",
     "compiled_graphs", "sampled", "mfu", "of_compute_only",

@@ -103,6 +103,7 @@ class Window(_Message):
     peak_host_bytes: int | None
     communication_bytes: int | None  # per step
     memory_bytes: dict[str, dict[str, int]]
+    activation_bytes: int | None = None
     phases_ms: dict[str, float]
     compiled_graphs: float | None = None  # per step
     threads: int

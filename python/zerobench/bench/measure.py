@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from zerobench.bench.job import Window
+from zerobench.bench.job import DeviceMemory, Window
 from zerobench.bench.meters import Meter, Steps, Tick
 from zerobench.strategies.base import Batch, Strategy
 
@@ -41,14 +41,13 @@ def measure(
         step_times_ms, losses = timed_window(strategy, window, meter, tick)
         ended_s = time.time()
     # Peaks end with the window: what follows is no training. Training would hold one step's batches at a time.
-    memory = meter.memory()
     waiting_bytes = waiting_batch_bytes([*warmup, *window, *profile], validation=validation)
-    memory.peak_bytes -= waiting_bytes
-    memory.allocated_bytes -= waiting_bytes
+    memory = step_memory(meter, waiting_bytes=waiting_bytes)
     peak_host = peak_host_bytes() if host_peak_was_reset else None
     moved_bytes = strategy.communication_bytes()
     memory_bytes = strategy.memory_bytes()
     compiled_graphs = strategy.compiled_graphs()
+    activation_bytes = activations(strategy, window[-1], meter, waiting_bytes=waiting_bytes)
     tick("validation", 0)
     validation_loss = strategy.evaluate(validation) if validation else None
     phases_ms = meter.profile(strategy, profile, tick)
@@ -62,6 +61,7 @@ def measure(
         peak_host_bytes=peak_host,
         communication_bytes=None if moved_bytes is None else round(moved_bytes / len(window)),
         memory_bytes=memory_bytes,
+        activation_bytes=activation_bytes,
         phases_ms=phases_ms,
         compiled_graphs=compiled_graphs,
         threads=torch.get_num_threads(),
@@ -79,6 +79,30 @@ def only_new_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def step_memory(meter: Meter, *, waiting_bytes: int) -> DeviceMemory:
+    """Of the window that was just stopped, without batches that wait for their step."""
+    memory = meter.memory()
+    memory.peak_bytes -= waiting_bytes
+    memory.allocated_bytes -= waiting_bytes
+    return memory
+
+
+def activations(
+    strategy: Strategy, batches: Sequence[Batch], meter: Meter, *, waiting_bytes: int
+) -> int | None:
+    """The peak of a forward and backward beside parameters and gradients, where the strategy makes it by itself."""
+    if strategy.updates:
+        return None
+    meter.settle()
+    meter.start()
+    if not strategy.step_without_gradients(batches):
+        return None
+    meter.mark()
+    meter.stop()
+    peak_bytes = step_memory(meter, waiting_bytes=waiting_bytes).peak_bytes
+    return max(peak_bytes - strategy.memory_bytes()["device"]["parameters"], 0)
 
 
 def waiting_batch_bytes(steps: Steps, *, validation: Sequence[Batch]) -> int:

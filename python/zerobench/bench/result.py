@@ -149,7 +149,13 @@ class Row(_Model):
     checksum: str | None = None  # of the full parameters after verification
     deviation: Deviation | None = None
     memory_bytes: dict[str, dict[str, int]] | None = None  # {tier: {category: bytes}}
+    activation_bytes: int | None = (
+        None  # of forward and backward, beside parameters and gradients; compute_only
+    )
     peak_device_bytes: int | None = None  # largest over ranks
+    memory_explained_pct: float | None = (
+        None  # of that peak: the categories on the device, and the floor's activations
+    )
     allocated_device_bytes: int | None = None  # at the end
     torch_allocated_peak_bytes: int | None = None  # by torch's allocator, on CUDA
     torch_reserved_peak_bytes: int | None = None

@@ -42,6 +42,7 @@ CATEGORY_COLOURS = {
     "exp_avg": "#D55E00",
     "exp_avg_sq": "#CC79A7",
     "staging": "#555555",
+    "communicators": "#117733",
 }
 REST = "activations and all else"
 NOT_SPLIT = "phases not measured"

@@ -222,8 +222,8 @@ def _same_point(row: Row, other: Row) -> bool:
 
 def finish_rows(results: Results, baseline: str | None = None) -> None:
     """Fills the columns that compare rows: relative and its uncertainty, speedup, memory change, baseline, the share of
-    the floor, and tokens/s per GB of peak. Only ok rows count. `baseline` names a strategy or a row; by default ddp,
-    else ddp_master, else single.
+    the floor, how much of the memory is explained, and tokens/s per GB of peak. Only ok rows count. `baseline` names a
+    strategy or a row; by default ddp, else ddp_master, else single.
 
     May be called after every row; what it fills depends on the set of rows alone, not on their order."""
     for rows in by_workload(results.rows):
@@ -231,31 +231,49 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
         for row in rows:
             row.relative = row.relative_uncertainty = row.speedup = row.memory_change_pct = None
             row.tokens_per_s_per_peak_gb = row.of_compute_only = row.baseline = None
+            row.memory_explained_pct = None
             rate = step_rate(row)
             if row.status != "ok" or rate is None:
                 continue
             if row.peak_device_bytes:
                 row.tokens_per_s_per_peak_gb = rate / (row.peak_device_bytes / GB)
-            row.of_compute_only = _share_of_floor(row, rows)
+            floor = _floor_of(row, rows)
+            row.of_compute_only = _share_of_floor(row, floor)
+            row.memory_explained_pct = _memory_explained_pct(row, floor)
             if not is_ranked(row) or best is None:
                 continue
             _fill_relative(row, best)
             _fill_against_baseline(row, _find_baseline(row, rows, wanted))
 
 
-def _share_of_floor(row: Row, rows: Sequence[Row]) -> float | None:
-    """How much of the step is the model's own forward and backward: the floor's step time over this row's."""
-    if row.strategy == FLOOR:
-        return None
+def _floor_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The row of the model's own forward and backward at the same settings."""
     for floor in rows:
         if floor.strategy != FLOOR or floor.status != "ok" or floor.step_time_ms is None:
             continue
         if floor.settings.device == "cpu" and floor.settings.world_size != row.settings.world_size:
             continue  # fewer ranks have more of the cores each
         if all(getattr(floor.settings, key) == getattr(row.settings, key) for key in _FLOOR_POINT):
-            assert row.step_time_ms is not None
-            return floor.step_time_ms.median / row.step_time_ms.median
+            return floor
     return None
+
+
+def _share_of_floor(row: Row, floor: Row | None) -> float | None:
+    """How much of the step is the model's own forward and backward: the floor's step time over this row's."""
+    if floor is None or row.strategy == FLOOR:
+        return None
+    assert row.step_time_ms is not None and floor.step_time_ms is not None
+    return floor.step_time_ms.median / row.step_time_ms.median
+
+
+def _memory_explained_pct(row: Row, floor: Row | None) -> float | None:
+    """How much of the peak its categories and the activations that the floor needs add up to."""
+    if floor is None or row.strategy == FLOOR:
+        return None
+    if floor.activation_bytes is None or row.memory_bytes is None or not row.peak_device_bytes:
+        return None
+    held = sum(row.memory_bytes.get("device", {}).values())
+    return 100.0 * (held + floor.activation_bytes) / row.peak_device_bytes
 
 
 def _fill_relative(row: Row, best: Row) -> None:

@@ -125,6 +125,11 @@ class Strategy(ABC):
         """Forward and backward over ``grad_accum`` micro-batches, one optimizer step. ``norm`` asks for ``grad_norm``
         and ``applied``, for which the host may have to wait; without it no step waits for the device."""
 
+    def step_without_gradients(self, micro_batches: Sequence[Batch]) -> bool:
+        """Forward and backward that drop each gradient when it arrives, so that the peak of their memory is activations
+        beside parameters. False where there is no such step: the strategy keeps gradients or shares them."""
+        return False
+
     @abstractmethod
     def evaluate(self, batches: Sequence[Batch]) -> float | None:
         """Mean loss over this rank's batches without gradients, None where a peer cannot. Collective as forward is."""

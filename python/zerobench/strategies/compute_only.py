@@ -24,6 +24,10 @@ from zerobench.strategies.shared import (
 )
 
 
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
 class ComputeOnlyStrategy(Strategy):
     """Every rank computes its own batches and forgets the gradients: what a step costs before anything is shared.
 
@@ -57,6 +61,19 @@ class ComputeOnlyStrategy(Strategy):
         self._model.zero_grad(set_to_none=True)
         self._compiler.count_step()
         return mean_of(losses)
+
+    def step_without_gradients(self, micro_batches: Sequence[Batch]) -> bool:
+        handles = [
+            parameter.register_post_accumulate_grad_hook(_drop)
+            for parameter in self._parameters.values()
+            if parameter.requires_grad
+        ]
+        try:
+            self._run(micro_batches, clock=NoClock())
+        finally:
+            for handle in handles:
+                handle.remove()
+        return True
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         with self._compiler.eagerly():
