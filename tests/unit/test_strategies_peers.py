@@ -18,6 +18,7 @@ from zerobench.strategies import requirements, shared
 from zerobench.strategies.deepspeed import MAX_BUCKET_NUMEL, bucket_numel, deepspeed_config
 
 DEEPSPEED = [f"deepspeed{stage}" for stage in range(4)]
+SUPER = "deepspeed3_super"
 DEEPCOMPILE = [f"deepcompile3{passes}" for passes in ("", "_prefetch", "_selective", "_both")]
 MEGATRON = [f"mfsdp{stage}" for stage in (1, 2, 3)]
 DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
@@ -31,7 +32,7 @@ def test_every_peer_of_gpus_has_a_name_and_a_stage():
     assert set(strategies.available()) == {
         "single", "zero0", "zero1", "zero2", "zero3", "compute_only",
         "ddp", "ddp_compress", "ddp_master", "fsdp1", "fsdp2", "fsdp2_keep",
-        *DEEPSPEED, *DEEPCOMPILE, *MEGATRON,
+        *DEEPSPEED, SUPER, *DEEPCOMPILE, *MEGATRON,
     }  # fmt: skip
     assert [strategies.get(name).stage for name in DEEPSPEED] == [0, 1, 2, 3]
     assert [strategies.get(name).stage for name in (*MEGATRON, *DEEPCOMPILE)] == [1, 2, 3, 3, 3, 3, 3]

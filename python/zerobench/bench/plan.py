@@ -129,7 +129,7 @@ def grid(options: CompareOptions) -> list[Draft]:
             grad_accum=accum,
             clip=clip,
             compile=mode,
-            **placement(options, strategy, offload=offload, ratio=ratio, in_backward=in_backward),
+            **placement(options, strategy, offload=offload, ratio=ratio, in_backward=in_backward, clip=clip),
         )
         draft: Draft = (strategy, settings, {})
         if draft not in drafts:  # what runs alone is the same row at every world size
@@ -145,12 +145,20 @@ def ranks_of(strategy: str, world_size: int, *, device: str) -> int:
 
 
 def placement(
-    options: CompareOptions, strategy: str, *, offload: str, ratio: Ratio | None, in_backward: bool
+    options: CompareOptions,
+    strategy: str,
+    *,
+    offload: str,
+    ratio: Ratio | None,
+    in_backward: bool,
+    clip: float | None,
 ) -> dict[str, Any]:
     """Where state lives and when it is updated. The reference and the floor stand under rows of every placement and
-    have one themselves."""
+    have one themselves. SuperOffload cannot be told: it updates during backward unless it clips."""
     if strategy in ("single", "compute_only"):
         offload, in_backward = "none", False
+    if strategy == "deepspeed3_super":
+        in_backward = clip is None
     offloaded = offload != "none"
     return {
         "offload": offload,

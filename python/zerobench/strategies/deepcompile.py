@@ -27,6 +27,14 @@ class DeepCompile3Strategy(DeepSpeedStrategy):
     unshards_selectively: ClassVar[bool] = False
 
     @classmethod
+    def unplaced(cls, settings: StrategySettings) -> str | None:
+        if settings.offload != "none":
+            return (
+                "DeepCompile is compared with all state on the GPU: use deepspeed1, deepspeed2 or deepspeed3"
+            )
+        return super().unplaced(settings)
+
+    @classmethod
     def unsupported(cls, settings: StrategySettings) -> str | None:
         if settings.compile == "block":
             return "DeepCompile compiles the model as a whole: use --compile whole or leave it out"

@@ -16,6 +16,7 @@ from zerobench.errors import ConfigError
 from zerobench.strategies.base import Batch, Dtypes, OptimizerSettings, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
+from zerobench.strategies.deepspeed_offload import offload_options, unplaced
 from zerobench.strategies.deepspeed_state import (
     held_bytes,
     masters,
@@ -37,6 +38,7 @@ from zerobench.strategies.shared import (
     prepare_model,
     torch_device,
 )
+from zerobench.strategies.swap_folder import SwapFolder
 
 _NEVER = 10**9  # steps between lines of progress
 MIN_BUCKET_NUMEL, MAX_BUCKET_NUMEL = 5_000_000, 500_000_000
@@ -49,7 +51,13 @@ def bucket_numel(parameter_count: int) -> int:
 
 
 def deepspeed_config(
-    settings: StrategySettings, *, stage: int, parameter_count: int, deepcompile: bool = False
+    settings: StrategySettings,
+    *,
+    stage: int,
+    parameter_count: int,
+    deepcompile: bool = False,
+    super_offload: bool = False,
+    swap_folder: str | None = None,
 ) -> dict[str, Any]:
     """DeepSpeed's configuration: the settings, with ``settings.options`` (a DeepSpeed file) over them."""
     bucket = bucket_numel(parameter_count)
@@ -80,15 +88,23 @@ def deepspeed_config(
         config["optimizer"] = {"type": "AdamW", "params": adamw_parameters(settings.optimizer)}
     if settings.precision == "bf16":
         config["bf16"]["check_grad_overflow"] = False  # no other row waits to look for NaN before its step
-    if stage in (1, 2) and settings.clip is None and not settings.deterministic:
+    if (
+        stage in (1, 2)
+        and settings.offload == "none"
+        and settings.clip is None
+        and not settings.deterministic
+    ):
         config["zero_optimization"]["compute_grad_norm"] = False  # nobody asks for it in a timed step
-    return checked(merge(config, without_auto(settings.options)), config)
+    offload = offload_options(
+        settings, parameter_count=parameter_count, super_offload=super_offload, swap_folder=swap_folder
+    )
+    return checked(merge(merge(config, offload), without_auto(settings.options)), config)
 
 
 def fuses_with_torch(settings: StrategySettings, *, stage: int) -> bool:
     """Whether torch's fused AdamW is used, which needs no compiler. DeepSpeed's stage 0 flattens its masters, and fuses
-    over them, only for its own optimizer."""
-    return stage > 0 or settings.precision == "fp32"
+    over them, only for its own optimizer, and offloaded masters are updated by its own on the CPU."""
+    return settings.offload == "none" and (stage > 0 or settings.precision == "fp32")
 
 
 def adamw_parameters(optimizer: OptimizerSettings) -> dict[str, Any]:
@@ -136,6 +152,11 @@ class DeepSpeedStrategy(Strategy):
 
     stage: ClassVar[int]
     deepcompile: ClassVar[bool] = False
+    super_offload: ClassVar[bool] = False
+
+    @classmethod
+    def unplaced(cls, settings: StrategySettings) -> str | None:
+        return unplaced(settings, stage=cls.stage, super_offload=cls.super_offload)
 
     @classmethod
     def unsupported(cls, settings: StrategySettings) -> str | None:
@@ -147,7 +168,7 @@ class DeepSpeedStrategy(Strategy):
             return "DeepSpeed ZeRO-3 gathers inside blocks, module by module: use --compile whole"
         if cls.stage == 0 and settings.precision == "fp16":
             return "DeepSpeed's engine scales no loss at stage 0, though its fp16 optimizer unscales: use bf16 or fp32"
-        if not fuses_with_torch(settings, stage=cls.stage):
+        if cls.stage == 0 and not fuses_with_torch(settings, stage=cls.stage):
             return missing_compiler("DeepSpeed's FusedAdam, which its stage 0 needs,")
         return None
 
@@ -162,11 +183,16 @@ class DeepSpeedStrategy(Strategy):
         if self.settings.compile == "block":
             self._compiler.apply(model)
         initial = _copies(model) if self.settings.deterministic else None
+        self._swap_folder = (
+            SwapFolder(self.settings.nvme_paths[0]) if self.settings.offload == "nvme" else None
+        )
         config = deepspeed_config(
             self.settings,
             stage=self.stage,
             parameter_count=sum(p.numel() for p in model.parameters()),
             deepcompile=self.deepcompile,
+            super_offload=self.super_offload,
+            swap_folder=self._swap_folder.path if self._swap_folder else None,
         )
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -180,7 +206,7 @@ class DeepSpeedStrategy(Strategy):
         if initial is not None:  # DeepSpeed's masters start from the rounded parameters, other rows' do not
             set_masters(self._engine, initial)
         self._stepped = False
-        self._gradient_bytes: int | None = None
+        self._gradient_bytes: dict[str, int] = {}  # by tier
         self._compile()
 
     def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
@@ -205,8 +231,9 @@ class DeepSpeedStrategy(Strategy):
             self._engine.backward(loss)
             losses.append(loss.detach())
             clock.lap("backward")
-            if self._gradient_bytes is None and index == len(micro_batches) - 1:
-                self._gradient_bytes = held_bytes(self._engine)["gradients"]
+            if not self._gradient_bytes and index == len(micro_batches) - 1:
+                held = held_bytes(self._engine)
+                self._gradient_bytes = {tier: held[tier].get("gradients", 0) for tier in held}
             if norm and not hasattr(self._engine.optimizer, "_global_grad_norm"):  # stage 0 in fp32
                 grad_norm = get_total_norm(p.grad for p in self._engine.parameters() if p.grad is not None)
             self._engine.step()  # a no-op before the accumulation boundary
@@ -232,7 +259,10 @@ class DeepSpeedStrategy(Strategy):
         return moments(self._engine, stepped=self._stepped)
 
     def memory_bytes(self) -> dict[str, dict[str, int]]:
-        return {"device": {**held_bytes(self._engine), "gradients": self._gradient_bytes or 0}}
+        held = held_bytes(self._engine)
+        for tier, gradients in self._gradient_bytes.items():
+            held[tier]["gradients"] = gradients
+        return {tier: categories for tier, categories in held.items() if any(categories.values())}
 
     def communicator(self) -> str | None:
         return backend_of(torch_device(self.settings)) if self.settings.world_size > 1 else None
@@ -254,6 +284,8 @@ class DeepSpeedStrategy(Strategy):
         self._determinism.restore()
         self._engine.destroy()
         del self._engine
+        if self._swap_folder is not None:
+            self._swap_folder.close()
         self._lease.close()
         groups._release_process_group_references()  # else the next engine of this process would use dead groups
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
+from zerobench.strategies.deepspeed_partitions import gathered, set_partitions
 from zerobench.strategies.shared import full_fp32, storage_bytes
 
 
@@ -20,7 +21,7 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     """Full fp32 CPU copies by name. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    flat = _flat_masters(engine)
+    flat = gathered(engine.optimizer, None) if _offloads_stage3(engine) else _flat_masters(engine)
     found = {}
     for name, parameter in engine.module.named_parameters():
         master = flat.get(id(parameter))
@@ -34,6 +35,10 @@ def set_masters(engine: Any, full: Mapping[str, torch.Tensor]) -> None:
     """Copy full fp32 tensors into the masters. Collective."""
     from deepspeed.utils import safe_set_full_fp32_param
 
+    if _offloads_stage3(engine):
+        named = engine.module.named_parameters()
+        set_partitions(engine.optimizer, {id(parameter): full[name] for name, parameter in named})
+        return
     flat = _flat_masters(engine)
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
@@ -48,6 +53,8 @@ def moments(engine: Any, *, stepped: bool) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_optimizer_state
 
     flat = _flat_state(engine, "exp_avg")
+    if stepped and _offloads_stage3(engine):
+        flat = gathered(engine.optimizer, "exp_avg")
     found = {}
     for name, parameter in engine.module.named_parameters():
         moment = flat.get(id(parameter))
@@ -57,21 +64,32 @@ def moments(engine: Any, *, stepped: bool) -> dict[str, torch.Tensor]:
     return found
 
 
-def held_bytes(engine: Any) -> dict[str, int]:
-    """Bytes of this rank by category as they are now. "staging" are buckets of gradients on their way, where they stay:
-    stages 1 and 2 make theirs anew in every backward."""
+def held_bytes(engine: Any) -> dict[str, dict[str, int]]:
+    """Bytes of this rank by tier and category as they are now. "staging" are buckets of gradients on their way, where
+    they stay (stages 1 and 2 make theirs anew in every backward), and buffers of transfers."""
     optimizer = engine.optimizer
     parameters = list(engine.module.parameters())
-    buckets = getattr(optimizer, "ipg_buckets", {})
     held = {
-        "parameters": storage_bytes(getattr(p, "ds_tensor", p) for p in parameters),
-        "gradients": storage_bytes([*(p.grad for p in parameters), *_averaged_gradients(optimizer)]),
-        "master": storage_bytes(_master_buffers(optimizer)),
-        "exp_avg": storage_bytes(_states(optimizer, "exp_avg")),
-        "exp_avg_sq": storage_bytes(_states(optimizer, "exp_avg_sq")),
+        "parameters": [getattr(p, "ds_tensor", p) for p in parameters],
+        "gradients": [
+            *(p.grad for p in parameters),
+            *_averaged_gradients(optimizer),
+            *_host_gradients(optimizer),
+        ],
+        "master": list(_master_buffers(optimizer)),
+        "exp_avg": _states(optimizer, "exp_avg"),
+        "exp_avg_sq": _states(optimizer, "exp_avg_sq"),
+        "staging": list(_staging(optimizer)),
     }
-    staging = [tensor for bucket in buckets.values() for tensor in _tensors(getattr(bucket, "buffer", None))]
-    return {**held, "staging": storage_bytes(staging)} if staging else held
+    tiers: dict[str, dict[str, int]] = {"device": {}, "host": {}}
+    for category, tensors in held.items():
+        known = [tensor for tensor in tensors if tensor is not None]
+        for tier, on_host in (("device", False), ("host", True)):
+            found = storage_bytes(tensor for tensor in known if (tensor.device.type == "cpu") == on_host)
+            if found or (tier == "device" and category != "staging"):
+                tiers[tier][category] = found
+    swapped = _swapped_bytes(optimizer)
+    return {**tiers, **({"nvme": swapped} if swapped else {})}
 
 
 def undo_first_step(engine: Any) -> None:
@@ -134,6 +152,50 @@ def _averaged_gradients(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(gradients)
 
 
+def _host_gradients(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Where gradients of offloaded masters arrive."""
+    if not _offloads(optimizer):
+        return
+    yield from _tensors(getattr(optimizer, "grad_partitions_flat_buffer", None))
+    for master in _master_buffers(optimizer):
+        yield from _tensors(master.grad)
+
+
+def _staging(optimizer: Any) -> Iterator[torch.Tensor]:
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        yield from _tensors(getattr(bucket, "buffer", None))
+    yield from _tensors(getattr(optimizer, "temp_grad_buffer_for_cpu_offload", None))
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    if swapper is not None:
+        yield from _tensors(swapper.swap_buffer_manager.all_buffers)
+
+
+def _swapped_bytes(optimizer: Any) -> dict[str, int]:
+    """By category, of what has files."""
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    if swapper is None:
+        return {}
+    infos = list(swapper.swap_params_info.values())
+    master = sum(info.numel() for info in infos) * swapper.swap_element_size
+    with_states = sum(info.numel() for info in infos if info.has_state_tensors) * swapper.swap_element_size
+    gradients = sum(piece.length for info in infos for piece in info.swapped_gradients.values())
+    return {
+        "master": master,
+        "exp_avg": with_states,
+        "exp_avg_sq": with_states,
+        "gradients": gradients * swapper.swap_element_size,
+    }
+
+
+def _offloads(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False))
+
+
+def _offloads_stage3(engine: Any) -> bool:
+    """Stages 1 and 2 have their masters in one place, which DeepSpeed's own readers know."""
+    return bool(getattr(engine.optimizer, "offload_optimizer", False))
+
+
 def _master_buffers(optimizer: Any) -> Iterator[torch.Tensor]:
     for name in ("fp32_groups_flat", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
         yield from _tensors(getattr(optimizer, name, None))
@@ -143,8 +205,9 @@ def _master_buffers(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _states(optimizer: Any, key: str) -> list[torch.Tensor]:
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return [state[key] for state in inner.state.values() if key in state]
+    owners = [getattr(optimizer, "optimizer", optimizer), getattr(optimizer, "backup_optimizer", None)]
+    states = [state for owner in owners if owner is not None for state in owner.state.values()]
+    return [state[key] for state in states if key in state]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 
 # The same as the extras in pyproject.toml (a test compares them): the versions whose internals the readers know.
@@ -14,6 +15,13 @@ def missing_package(module: str, requirement: str) -> str | None:
     if importlib.util.find_spec(module) is not None:
         return None
     return f"{module} is not installed: pip install '{requirement}'"
+
+
+def missing_library(name: str, what: str, *, install: str) -> str | None:
+    """A C library that the linker must find, such as "aio"."""
+    if ctypes.util.find_library(name) is not None:
+        return None
+    return f"{what} needs lib{name}, which is not installed: install {install}"
 
 
 def missing_compiler(what: str) -> str | None:

@@ -1,0 +1,89 @@
+"""DeepSpeed's ZeRO-Offload, ZeRO-Infinity, Twin-Flow (ratio) and SuperOffload: what they are given, what they cannot do.
+Written against 0.19.8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zerobench.strategies.base import StrategySettings
+from zerobench.strategies.requirements import missing_compiler, missing_library
+
+_SUB_GROUPS = 20  # where DeepSpeed places or updates sub-groups one by one, so that a ratio is met within 5 %
+_MIN_SUB_GROUP_NUMEL, _MAX_SUB_GROUP_NUMEL = 1_000_000, 400_000_000
+_SWAPPED_SUB_GROUP_NUMEL = 200_000_000
+_SWAP_BUFFERS = 8  # parameters, gradients and two moments of the sub-group in work and of the next one
+_AIO = {
+    "block_size": 1 << 20,
+    "queue_depth": 32,
+    "intra_op_parallelism": 4,
+    "single_submit": False,
+    "overlap_events": True,
+}
+
+
+def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool) -> str | None:
+    """Why DeepSpeed cannot place or update its state as asked."""
+    offload = settings.offload
+    if super_offload:
+        if offload != "cpu_optimizer":
+            return "SuperOffload is a way to keep optimizer state on the host: use --offload cpu_optimizer"
+        if settings.precision == "fp16":
+            return "SuperOffload updates during backward, before gradients are unscaled: use bf16 or fp32"
+    elif settings.optimizer_in_backward:
+        return "of DeepSpeed only SuperOffload updates during backward: use deepspeed3_super without --clip"
+    if offload == "none":
+        return None
+    if stage == 0:
+        return "DeepSpeed offloads at stages 1 to 3: use deepspeed1, deepspeed2 or deepspeed3"
+    if stage != 3:
+        if offload == "cpu_full":
+            return (
+                f"stage {stage} keeps whole parameters on the GPU: use deepspeed3, or --offload cpu_optimizer"
+            )
+        if offload == "nvme":
+            return "DeepSpeed swaps to NVMe at stage 3 only: use deepspeed3"
+        if settings.offload_ratio is not None:
+            return "DeepSpeed's ratio is for stage 3 only: use deepspeed3, or leave --offload-ratio out"
+    if settings.offload_ratio == "auto":
+        return "DeepSpeed chooses no ratio by itself: give --offload-ratio a number"
+    if settings.host_memory_bytes is not None:
+        return "DeepSpeed takes no budget of host memory: leave --host-memory-gib out"
+    if offload == "nvme":
+        if settings.offload_ratio is not None:
+            return "DeepSpeed's ratio splits between GPU and host: use --offload cpu_optimizer with it"
+        if len(settings.nvme_paths) != 1:
+            return "DeepSpeed swaps to one folder: give one --nvme-path"
+        if reason := missing_library("aio", "DeepSpeed's swapping", install="libaio-dev"):
+            return reason
+    return missing_compiler("DeepSpeed's CPU Adam")
+
+
+def offload_options(
+    settings: StrategySettings, *, parameter_count: int, super_offload: bool, swap_folder: str | None
+) -> dict[str, Any]:
+    """What is added to DeepSpeed's configuration; nothing where nothing is offloaded."""
+    if settings.offload == "none":
+        return {}
+    optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    zero: dict[str, Any] = {"offload_optimizer": optimizer}
+    options: dict[str, Any] = {"zero_optimization": zero}
+    numel = parameter_count // settings.world_size
+    if settings.offload_ratio is not None:
+        optimizer["ratio"] = settings.offload_ratio
+    if super_offload:
+        optimizer["super_offload"] = True
+    if settings.offload_ratio is not None or super_offload:
+        zero["sub_group_size"] = min(max(numel // _SUB_GROUPS, _MIN_SUB_GROUP_NUMEL), _MAX_SUB_GROUP_NUMEL)
+    if settings.offload == "cpu_full":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if settings.offload == "nvme":
+        optimizer |= {
+            "device": "nvme",
+            "nvme_path": swap_folder,
+            "buffer_count": _SWAP_BUFFERS,
+            "pipeline_read": True,
+            "pipeline_write": False,  # fails an assertion in 0.19.8
+        }
+        zero["sub_group_size"] = _SWAPPED_SUB_GROUP_NUMEL
+        options["aio"] = dict(_AIO)
+    return options
