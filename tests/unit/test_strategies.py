@@ -209,7 +209,7 @@ def test_checksum_sees_every_bit_every_name_and_every_shape():
 
 def test_phases_add_up_and_exposed_time_is_taken_out_of_the_phase_it_fell_into():
     exposed_ms = iter([9.0, 0.0, 1e9, 0.0])  # what came before the clock, then each lap's
-    laps = clock.PhaseClock(lambda: next(exposed_ms))
+    laps = clock.PhaseClock({"exposed_communication": lambda: next(exposed_ms)})
     for phase in ("forward", "backward", "optimizer"):
         laps.lap(phase)
     assert laps.phases_ms["backward"] == 0.0  # never below zero, and no more exposed than the lap was long

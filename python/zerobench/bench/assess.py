@@ -13,7 +13,7 @@ from typing import Any
 from zerobench.bench.job import Report, Window
 from zerobench.bench.launch import Outcome
 from zerobench.bench.plan import Configuration
-from zerobench.bench.result import Deviation, Results, Row
+from zerobench.bench.result import Deviation, Results, Row, Transfers
 from zerobench.bench.tolerances import TOLERANCES, VERIFY_STEPS, describe, exceeded, tolerance_precision
 from zerobench.report.rows import FLOOR
 from zerobench.report.stats import summarise
@@ -29,6 +29,14 @@ class ReferenceRun:
     norm: float | None = None
     error: str | None = None
     why_fewer_layers: str = "since the reference of all would not fit"
+
+
+_MOVED = {
+    "to_host": "to_host_bytes",
+    "to_device": "to_device_bytes",
+    "nvme_read": "nvme_read_bytes",
+    "nvme_write": "nvme_written_bytes",
+}
 
 
 def first_row(configuration: Configuration, **known: Any) -> Row:
@@ -134,6 +142,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     row.compiled_graphs = windows[0].compiled_graphs
     row.communication_bytes = largest([window.communication_bytes for window in windows])
     row.activation_bytes = largest([window.activation_bytes for window in windows])
+    row.transfers = transfers_of(windows, step_s=step_s)
     row.memory_bytes = largest_by_category([window.memory_bytes for window in windows])
     phases = {phase for window in windows for phase in window.phases_ms}
     row.phases_ms = {
@@ -158,6 +167,23 @@ def step_times_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
     of every single step would count what ranks run ahead of each other and fall back as time of the step."""
     ends = [max(step) for step in zip(*(accumulate(times) for times in ranks), strict=True)]
     return [end - begin for begin, end in pairwise([0.0, *ends])]
+
+
+def transfers_of(windows: Sequence[Window], *, step_s: float) -> Transfers | None:
+    """Of the rank that moves most in each direction; limits of the slowest."""
+    found = [window.transfers for window in windows if window.transfers is not None]
+    if not found:
+        return None
+    row = Transfers(offload_ratio=found[0].offload_ratio, io_engine=found[0].io_engine)
+    for name in (*_MOVED.values(), "pinned_bytes", "pinned_requested_bytes"):
+        setattr(row, name, largest([getattr(one, name) for one in found]))
+    moved = {direction: getattr(row, name) for direction, name in _MOVED.items()}
+    row.achieved_gb_s = {
+        direction: bytes_ / step_s / 1e9 for direction, bytes_ in moved.items() if bytes_ is not None
+    } or None
+    directions = set.intersection(*(set(one.limit_gb_s) for one in found))
+    row.limit_gb_s = {name: min(one.limit_gb_s[name] for one in found) for name in sorted(directions)} or None
+    return row
 
 
 def largest(values: Sequence[int | None]) -> int | None:
@@ -211,7 +237,7 @@ _FIGURES = (
     "activation_bytes", "memory_explained_pct",
     "allocated_device_bytes", "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes",
     "device_used_peak_bytes", "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes",
-    "compiled_graphs", "sampled", "mfu", "of_compute_only",
+    "compiled_graphs", "transfers", "offload_practicality", "sampled", "mfu", "of_compute_only",
 )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ def row(
         raise ConfigError(
             f"{path}: train_batch_size depends on the number of ranks: give train_micro_batch_size_per_gpu instead"
         )
+    decided |= _placement(values)
     if "optimizer" in values:
         decided["optimizer"] = {**optimizer, **_hyperparameters(path, _section(values, "optimizer"))}
     return _strategy(path, values), decided, dict(values)
@@ -52,10 +53,37 @@ def _strategy(path: Path, values: Mapping[str, Any]) -> str:
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"{path}: zero_optimization.stage is {stage!r}: use 0, 1, 2 or 3")
     if not _section(values, "compile").get("deepcompile", False):
-        return f"deepspeed{stage}"
+        return (
+            "deepspeed3_super" if _offload(values, "optimizer").get("super_offload") else f"deepspeed{stage}"
+        )
     if stage != 3:
         raise ConfigError(f"{path}: compile.deepcompile is compared at zero_optimization.stage 3 only")
     return "deepcompile3_both"  # DeepSpeed's own choice of passes
+
+
+def _placement(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the file puts state; a file that says nothing of it leaves that to the options."""
+    if not {"offload_optimizer", "offload_param"} & _section(values, "zero_optimization").keys():
+        return {}
+    optimizer, parameters = _offload(values, "optimizer"), _offload(values, "param")
+    devices = optimizer.get("device", "none"), parameters.get("device", "none")
+    decided: dict[str, Any] = {"offload": "none", "offload_ratio": None, "nvme_paths": []}
+    if "nvme" in devices:
+        paths = {str(part["nvme_path"]) for part in (optimizer, parameters) if part.get("nvme_path")}
+        decided |= {"offload": "nvme", "nvme_paths": sorted(paths)}
+    elif devices[1] != "none":
+        decided["offload"] = "cpu_full"
+    elif devices[0] != "none":
+        decided["offload"] = "cpu_optimizer"
+    if optimizer.get("ratio", 1.0) < 1.0:
+        decided["offload_ratio"] = optimizer["ratio"]
+    if optimizer.get("super_offload"):
+        decided["optimizer_in_backward"] = not values.get("gradient_clipping")
+    return decided
+
+
+def _offload(values: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    return _section(_section(values, "zero_optimization"), f"offload_{what}")
 
 
 def _hyperparameters(path: Path, section: Mapping[str, Any]) -> dict[str, Any]:

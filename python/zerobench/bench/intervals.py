@@ -28,12 +28,18 @@ class Lap:
 
 
 EXPOSED = "exposed_communication"
+EXPOSED_OFFLOAD = "exposed_offload"
 HOST_BOUND = "host_bound"
 
 
 def is_communication(name: str) -> bool:
     """NCCL's kernels, and copies between devices."""
     return "nccl" in name.lower() or name.startswith("Memcpy PtoP")
+
+
+def is_transfer(name: str) -> bool:
+    """Copies between host and device."""
+    return name.startswith(("Memcpy HtoD", "Memcpy DtoH"))
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
@@ -70,18 +76,34 @@ def length_within(intervals: Iterable[Interval], begin: float, end: float) -> fl
     return sum(max(min(last, end) - max(first, begin), 0.0) for first, last in intervals)
 
 
-def split(activities: Sequence[Activity], laps: Sequence[Lap]) -> dict[str, float]:
+def split(activities: Sequence[Activity], laps: Sequence[Lap], *, offloads: bool = False) -> dict[str, float]:
     """Time by phase, and apart from the phases that it fell into: the time in which communication ran and nothing
     else did, and the time in which nothing ran at all, since the host had not yet asked for anything. All of it adds
-    up to the laps."""
+    up to the laps.
+
+    Where state is offloaded, copies between host and device are no computing: a stretch without kernels and
+    collectives in which one ran was a wait for offloaded state, since the copy is what ends such a wait."""
+    transfers = merged((a.begin, a.end) for a in activities if offloads and is_transfer(a.name))
     communication = merged((a.begin, a.end) for a in activities if is_communication(a.name))
-    compute = merged((a.begin, a.end) for a in activities if not is_communication(a.name))
+    compute = merged(
+        (a.begin, a.end)
+        for a in activities
+        if not is_communication(a.name) and not (offloads and is_transfer(a.name))
+    )
     exposed = subtracted(communication, compute)
+    step = [(laps[0].begin, laps[-1].end)] if laps else []
+    idle = subtracted(subtracted(step, compute), communication)
+    waits = [gap for gap in idle if length_within(transfers, *gap) > 0]
     phases = {lap.phase: 0.0 for lap in laps} | {EXPOSED: 0.0, HOST_BOUND: 0.0}
+    if offloads:
+        phases[EXPOSED_OFFLOAD] = 0.0
     for lap in laps:
         computing = length_within(compute, lap.begin, lap.end)
         communicating = length_within(exposed, lap.begin, lap.end)
+        waiting = length_within(waits, lap.begin, lap.end)
         phases[lap.phase] += computing
         phases[EXPOSED] += communicating
-        phases[HOST_BOUND] += max(lap.end - lap.begin - computing - communicating, 0.0)
+        if offloads:
+            phases[EXPOSED_OFFLOAD] += waiting
+        phases[HOST_BOUND] += max(lap.end - lap.begin - computing - communicating - waiting, 0.0)
     return phases

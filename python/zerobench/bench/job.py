@@ -91,6 +91,20 @@ class DeviceMemory(_Message):
     outside_torch_bytes: int | None = None
 
 
+class WindowTransfers(_Message):
+    """Of offloaded state over the measured window, bytes per step."""
+
+    to_host_bytes: int | None = None
+    to_device_bytes: int | None = None
+    nvme_read_bytes: int | None = None
+    nvme_written_bytes: int | None = None
+    pinned_bytes: int | None = None
+    pinned_requested_bytes: int | None = None
+    offload_ratio: float | None = None
+    io_engine: str | None = None
+    limit_gb_s: dict[str, float] = Field(default_factory=dict)  # by direction
+
+
 class Window(_Message):
     """One rank's measured window."""
 
@@ -105,6 +119,7 @@ class Window(_Message):
     memory_bytes: dict[str, dict[str, int]]
     activation_bytes: int | None = None
     phases_ms: dict[str, float]
+    transfers: WindowTransfers | None = None
     compiled_graphs: float | None = None  # per step
     threads: int
     communicator: str | None = None

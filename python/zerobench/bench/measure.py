@@ -13,6 +13,7 @@ import torch
 
 from zerobench.bench.job import DeviceMemory, Window
 from zerobench.bench.meters import Meter, Steps, Tick
+from zerobench.bench.transfers import of_window
 from zerobench.strategies.base import Batch, Strategy
 
 
@@ -46,6 +47,7 @@ def measure(
     peak_host = peak_host_bytes() if host_peak_was_reset else None
     moved_bytes = strategy.communication_bytes()
     memory_bytes = strategy.memory_bytes()
+    transfers = of_window(strategy.transfers(), step_num=len(window))
     compiled_graphs = strategy.compiled_graphs()
     activation_bytes = activations(strategy, window[-1], meter, waiting_bytes=waiting_bytes)
     tick("validation", 0)
@@ -63,6 +65,7 @@ def measure(
         memory_bytes=memory_bytes,
         activation_bytes=activation_bytes,
         phases_ms=phases_ms,
+        transfers=transfers,
         compiled_graphs=compiled_graphs,
         threads=torch.get_num_threads(),
         communicator=strategy.communicator(),

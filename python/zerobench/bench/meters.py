@@ -185,7 +185,8 @@ class CudaMeter(Meter):
                 found.append(strategy.profiled_step(batches))
                 tick("profile", index + 1)
             torch.cuda.synchronize()
-        return split_steps(device_activities(profiler), found)
+        offloads = strategy.settings.offload != "none"
+        return split_steps(device_activities(profiler), found, offloads=offloads)
 
 
 def device_activities(profiler: Any) -> list[Activity]:
@@ -198,7 +199,9 @@ def device_activities(profiler: Any) -> list[Activity]:
     ]
 
 
-def split_steps(activities: Sequence[Activity], steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def split_steps(
+    activities: Sequence[Activity], steps: Sequence[Mapping[str, float]], *, offloads: bool = False
+) -> dict[str, float]:
     """Milliseconds by phase, the median over steps but the first, of steps that each followed a head start kernel and
     timed their own laps. Where the profile saw none of them, phases are as the steps timed them, waits included."""
     starts = sorted(a.end for a in activities if _HEAD_START_KERNEL in a.name)
@@ -212,7 +215,9 @@ def split_steps(activities: Sequence[Activity], steps: Sequence[Mapping[str, flo
             laps.append(Lap(phase=phase, begin=begin, end=begin + elapsed_ms * 1e3))
             begin = laps[-1].end
         inside = [a for a in work if laps and a.end > laps[0].begin and a.begin < laps[-1].end]
-        found.append({phase: time_us / 1e3 for phase, time_us in split(inside, laps).items()})
+        found.append(
+            {phase: time_us / 1e3 for phase, time_us in split(inside, laps, offloads=offloads).items()}
+        )
     return median_phases(found[1:] or found)
 
 

@@ -121,6 +121,21 @@ class Sampled(_Model):
     shared_gpus: list[int] | None = None  # that another process used too
 
 
+class Transfers(_Model):
+    """Of offloaded state, per rank and step where it moves: the largest over ranks."""
+
+    to_host_bytes: int | None = None  # over the device's link
+    to_device_bytes: int | None = None
+    nvme_read_bytes: int | None = None
+    nvme_written_bytes: int | None = None  # wear
+    pinned_bytes: int | None = None  # page-locked host memory, as taken
+    pinned_requested_bytes: int | None = None
+    offload_ratio: float | None = None  # share of the optimizer state that is off the device
+    io_engine: str | None = None
+    achieved_gb_s: dict[str, float] | None = None  # bytes over the median step, by direction
+    limit_gb_s: dict[str, float] | None = None  # what link and files give alone, in this run, by direction
+
+
 class Row(_Model):
     name: str
     strategy: str
@@ -169,6 +184,8 @@ class Row(_Model):
     compiled_graphs: float | None = None  # executed per step
     sampled: Sampled | None = None
     communication_bytes: int | None = None  # per rank and step
+    transfers: Transfers | None = None  # where state is offloaded
+    offload_practicality: float | None = None  # step time of the row that offloads nothing over this row's
     binding: list[str] | None = None  # by rank: the node and the cores that it was bound to
     started: str | None = None  # ISO 8601 UTC
     duration_s: float | None = None

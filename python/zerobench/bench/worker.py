@@ -21,12 +21,13 @@ from zerobench import data, models, strategies
 from zerobench.bench import measure, verify
 from zerobench.bench.binding import Binding, bind_rank
 from zerobench.bench.channel import Channel
-from zerobench.bench.job import Job, Report, Skipped, Window
+from zerobench.bench.job import Job, Report, Skipped, Window, WindowTransfers
 from zerobench.bench.limits import GIB, DeviceLimit
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.meters import Meter, open_meter
 from zerobench.bench.result import RowDtypes
 from zerobench.bench.tolerances import tolerance_precision
+from zerobench.bench.transfers import link_limits
 from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
 
 
@@ -276,4 +277,9 @@ def measured(
         )
         limit.judge(window.memory)
         window.binding = None if place.binding is None else str(place.binding)
-        return window, row_dtypes(strategy, job)
+        dtypes = row_dtypes(strategy, job)
+    if job.settings.offload != "none":  # once all that the strategy held is free
+        window.transfers = window.transfers or WindowTransfers()
+        with contextlib.suppress(RuntimeError):  # of torch: no room for a probe is no fault of the row
+            window.transfers.limit_gb_s |= link_limits(meter.device)
+    return window, dtypes

@@ -53,6 +53,10 @@ _POINT = ("clip", "checkpointing")
 # Settings that a row shares with its floor, besides the workload.
 _FLOOR_POINT = ("batch_size", "grad_accum", "checkpointing", "compile", "dropout", "tf32")
 
+# Settings that an offloaded row shares with the row that it is held against: all but where state is and when it is
+# updated, which only offloaded rows may be able to choose.
+_PLAIN_POINT = ("world_size", "clip", *_FLOOR_POINT)
+
 
 def flat_settings(row: Row) -> dict[str, Any]:
     """Settings by dotted key, the resolved model configuration included; lists as tuples."""
@@ -231,7 +235,7 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
         for row in rows:
             row.relative = row.relative_uncertainty = row.speedup = row.memory_change_pct = None
             row.tokens_per_s_per_peak_gb = row.of_compute_only = row.baseline = None
-            row.memory_explained_pct = None
+            row.memory_explained_pct = row.offload_practicality = None
             rate = step_rate(row)
             if row.status != "ok" or rate is None:
                 continue
@@ -240,6 +244,7 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
             floor = _floor_of(row, rows)
             row.of_compute_only = _share_of_floor(row, floor)
             row.memory_explained_pct = _memory_explained_pct(row, floor)
+            row.offload_practicality = _practicality(row, rows)
             if not is_ranked(row) or best is None:
                 continue
             _fill_relative(row, best)
@@ -274,6 +279,21 @@ def _memory_explained_pct(row: Row, floor: Row | None) -> float | None:
         return None
     held = sum(row.memory_bytes.get("device", {}).values())
     return 100.0 * (held + floor.activation_bytes) / row.peak_device_bytes
+
+
+def _practicality(row: Row, rows: Sequence[Row]) -> float | None:
+    """Step time of the same row without offload over this row's."""
+    if row.settings.offload == "none":
+        return None
+    for plain in rows:
+        if plain.settings.offload != "none" or plain.strategy != row.strategy or plain.status != "ok":
+            continue
+        if plain.step_time_ms is not None and all(
+            getattr(plain.settings, key) == getattr(row.settings, key) for key in _PLAIN_POINT
+        ):
+            assert row.step_time_ms is not None
+            return plain.step_time_ms.median / row.step_time_ms.median
+    return None
 
 
 def _fill_relative(row: Row, best: Row) -> None:

@@ -91,6 +91,23 @@ class StepResult:
     applied: bool | None = True  # False when fp16 overflow skipped the update; None where nobody asked for it
 
 
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """What offloaded state cost this rank: bytes moved since ``reset_counters``, and what is held for moving them. None
+    where it cannot be told."""
+
+    to_host_bytes: int | None = None  # over the device's link
+    to_device_bytes: int | None = None
+    nvme_read_bytes: int | None = None
+    nvme_written_bytes: int | None = None
+    pinned_bytes: int | None = None  # page-locked host memory, as taken
+    pinned_requested_bytes: int | None = None
+    offload_ratio: float | None = None  # share of the optimizer state that is off the device
+    io_engine: str | None = None  # what reads and writes files
+    nvme_read_limit_gb_s: float | None = None  # of the same files without the store, in this run
+    nvme_write_limit_gb_s: float | None = None
+
+
 class Strategy(ABC):
     """One way to train, in one rank's process."""
 
@@ -155,6 +172,10 @@ class Strategy(ABC):
 
     def communication_bytes(self) -> int | None:
         """Bytes this rank moved in collectives since ``reset_counters`` (accounting of docs/metrics.md), else None."""
+        return None
+
+    def transfers(self) -> Transfers | None:
+        """What offloaded state cost since ``reset_counters``; None where nothing is offloaded, or nothing known."""
         return None
 
     def compiled_graphs(self) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,15 +16,16 @@ class NoClock:
 
 
 class PhaseClock:
-    """Host time by phase. ``take_exposed_ms`` gives the communication time that no computation hid since its
-    last call; it moves from the phase that it fell into to a phase of its own, so that the phases add up."""
+    """Host time by phase. The readers in ``exposed`` give the time since their last call that this rank only waited for
+    communication, offloaded state or a disk; it moves from the phase that it fell into to a phase of its own, by the
+    reader's name, so that the phases add up."""
 
-    def __init__(self, take_exposed_ms: Callable[[], float] | None = None) -> None:
+    def __init__(self, exposed: Mapping[str, Callable[[], float]] | None = None) -> None:
         self.phases_ms = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        self._take_exposed_ms = take_exposed_ms
-        if take_exposed_ms is not None:
-            self.phases_ms["exposed_communication"] = 0.0
-            take_exposed_ms()
+        self._exposed = dict(exposed or {})
+        for name, take_ms in self._exposed.items():
+            self.phases_ms[name] = 0.0
+            take_ms()
         self._last_s = time.perf_counter()
 
     def lap(self, phase: str) -> None:
@@ -32,9 +33,9 @@ class PhaseClock:
         now_s = time.perf_counter()
         elapsed_ms = (now_s - self._last_s) * 1e3
         self._last_s = now_s
-        if self._take_exposed_ms is not None:
-            exposed_ms = min(self._take_exposed_ms(), elapsed_ms)
-            self.phases_ms["exposed_communication"] += exposed_ms
+        for name, take_ms in self._exposed.items():
+            exposed_ms = min(take_ms(), elapsed_ms)
+            self.phases_ms[name] += exposed_ms
             elapsed_ms -= exposed_ms
         self.phases_ms[phase] += elapsed_ms
 
@@ -76,7 +77,7 @@ Clock = NoClock | PhaseClock | DevicePhaseClock
 
 
 def phase_clock(
-    device: torch.device, take_exposed_ms: Callable[[], float] | None = None
+    device: torch.device, exposed: Mapping[str, Callable[[], float]] | None = None
 ) -> PhaseClock | DevicePhaseClock:
-    """The clock of a profiled step. Exposed communication on CUDA is a profiler's to tell, which sees every stream."""
-    return DevicePhaseClock() if device.type == "cuda" else PhaseClock(take_exposed_ms)
+    """The clock of a profiled step. What is exposed on CUDA is a profiler's to tell, which sees every stream."""
+    return DevicePhaseClock() if device.type == "cuda" else PhaseClock(exposed)

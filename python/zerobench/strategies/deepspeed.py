@@ -98,7 +98,12 @@ def deepspeed_config(
     offload = offload_options(
         settings, parameter_count=parameter_count, super_offload=super_offload, swap_folder=swap_folder
     )
-    return checked(merge(merge(config, offload), without_auto(settings.options)), config)
+    config = merge(config, offload)
+    found = checked(merge(config, without_auto(settings.options)), config)
+    for section in ("offload_optimizer", "offload_param"):  # a file's folder holds ours
+        if swap_folder is not None and "nvme_path" in found["zero_optimization"].get(section, {}):
+            found["zero_optimization"][section]["nvme_path"] = swap_folder
+    return found
 
 
 def fuses_with_torch(settings: StrategySettings, *, stage: int) -> bool:

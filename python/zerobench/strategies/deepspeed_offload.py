@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-Offload, ZeRO-Infinity, Twin-Flow (ratio) and SuperOffload: what they are given, what they cannot do.
+"""DeepSpeed's ZeRO-Offload, ZeRO-Infinity, Twin-Flow (ratio) and SuperOffload: what they are given, and cannot do.
 Written against 0.19.8."""
 
 from __future__ import annotations

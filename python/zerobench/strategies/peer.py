@@ -196,7 +196,8 @@ class PeerStrategy(Strategy):
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         device = torch_device(self.settings)
-        clock = phase_clock(device, self._take_exposed_ms() if device.type == "cpu" else None)
+        take_ms = self._take_exposed_ms()
+        clock = phase_clock(device, {"exposed_communication": take_ms} if take_ms else None)
         self._run(micro_batches, norm=False, clock=clock)
         return clock.phases_ms
 

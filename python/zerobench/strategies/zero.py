@@ -133,7 +133,7 @@ class ZeroStrategy(Strategy):
         self._communication_ms = 0.0
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
-        clock = phase_clock(torch_device(self.settings), self._take_exposed_ms)
+        clock = phase_clock(torch_device(self.settings), {"exposed_communication": self._take_exposed_ms})
         self._run(micro_batches, clock=clock)
         return clock.phases_ms
 

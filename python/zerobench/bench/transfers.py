@@ -1,0 +1,70 @@
+"""What offloaded state cost: from a strategy's counters to a row, beside what link and files give alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zerobench.bench.job import WindowTransfers
+from zerobench.strategies.base import Transfers
+
+TO_HOST, TO_DEVICE, BOTH = "to_host", "to_device", "both_ways"
+_PROBE_BYTES = 256 << 20
+_PROBE_COPIES = 4
+
+
+def of_window(found: Transfers | None, *, step_num: int) -> WindowTransfers | None:
+    """A strategy's counters as figures of one step."""
+    if found is None:
+        return None
+
+    def per_step(value: int | None) -> int | None:
+        return None if value is None else round(value / step_num)
+
+    limits = {"nvme_read": found.nvme_read_limit_gb_s, "nvme_write": found.nvme_write_limit_gb_s}
+    return WindowTransfers(
+        to_host_bytes=per_step(found.to_host_bytes),
+        to_device_bytes=per_step(found.to_device_bytes),
+        nvme_read_bytes=per_step(found.nvme_read_bytes),
+        nvme_written_bytes=per_step(found.nvme_written_bytes),
+        pinned_bytes=found.pinned_bytes,
+        pinned_requested_bytes=found.pinned_requested_bytes,
+        offload_ratio=found.offload_ratio,
+        io_engine=found.io_engine,
+        limit_gb_s={name: value for name, value in limits.items() if value is not None},
+    )
+
+
+def link_limits(device: torch.device) -> dict[str, float]:
+    """GB/s of large copies between pinned memory and a GPU: each way alone, and in each direction while both run. Empty
+    on CPU ranks, which have no link. All ranks measure at about the same time, as they train."""
+    if device.type != "cuda":
+        return {}
+    host = [torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    to_host, to_device = (there[0], host[0]), (host[1], there[1])
+    return {
+        TO_HOST: _copies_gb_s([to_host]),
+        TO_DEVICE: _copies_gb_s([to_device]),
+        BOTH: _copies_gb_s([to_host, to_device]),
+    }
+
+
+def _copies_gb_s(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Of each (source, target), copied on streams of their own; the first round warms up."""
+    streams = [torch.cuda.Stream() for _ in pairs]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for timed in (False, True):
+        torch.cuda.synchronize()
+        begin.record()
+        for stream, (source, target) in zip(streams, pairs, strict=True):
+            stream.wait_event(begin)
+            with torch.cuda.stream(stream):
+                for _ in range(_PROBE_COPIES if timed else 1):
+                    target.copy_(source, non_blocking=True)
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        end.record()
+    torch.cuda.synchronize()
+    return _PROBE_COPIES * _PROBE_BYTES / (begin.elapsed_time(end) / 1e3) / 1e9

@@ -1,0 +1,250 @@
+"""The columns of the comparison's table: titles, units and texts of cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zerobench.bench.result import Row
+
+from .rows import (
+    FLOOR,
+    checksum_marks,
+    dtype_text,
+    flat_settings,
+    row_labels,
+    setting_text,
+    setting_word,
+    varying_settings,
+)
+from .words import memory_unit
+
+ABSENT = "-"
+ALWAYS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column: two header rows (what, unit), a cell per row, and when it goes. Lower `keep` goes first."""
+
+    title: str
+    unit: str
+    cells: list[str]
+    keep: int
+    group: str = ""  # columns that come and go together
+    left: bool = False
+    folds: bool = True  # text that may break where even the last columns do not fit
+
+    def lines(self, plain: Callable[[str], str]) -> list[str]:
+        """Header rows and cells, numbers aligned right (rich strips the blanks that stand for a missing ± part)."""
+        texts = [plain(text) for text in (self.title, self.unit, *self.cells)]
+        width = 0 if self.left else max(len(text) for text in texts)
+        return [text.rjust(width) for text in texts]
+
+    def empty(self) -> bool:
+        return all(cell == ABSENT for cell in self.cells)
+
+
+def table_columns(rows: Sequence[Row]) -> list[Column]:
+    """Every column that a table may have, the least important last to be kept."""
+    # Right before fast: no speed and no memory is printed for a row whose parameters are wrong.
+    shown = [row if row.status == "ok" else None for row in rows]
+    base = _baseline_word(rows)
+    unit, unit_bytes = memory_unit(row.peak_device_bytes for row in shown if row is not None)
+    columns = [
+        *_name_columns(rows),
+        Column(title="status", unit="", cells=[row.status for row in rows], keep=ALWAYS, left=True),
+        Column(title="step", unit="ms ± MAD", cells=_step_cells(shown), keep=ALWAYS),
+        Column(title="tokens", unit="per s", cells=_cells(shown, _tokens_cell), keep=80),
+        Column(title="relative", unit="1 = fastest", cells=_cells(shown, _relative_cell), keep=90),
+        Column(title="of", unit=FLOOR, cells=_cells(shown, _floor_cell), keep=85),
+        Column(title="MFU", unit="%", cells=_cells(shown, _mfu_cell), keep=65),
+        Column(title="speedup", unit=f"vs {base}", cells=_cells(shown, _speedup_cell), keep=50),
+        Column(
+            title="peak",
+            unit=unit,
+            cells=_cells(shown, lambda row: _bytes_cell(row.peak_device_bytes, unit_bytes)),
+            keep=ALWAYS,
+        ),
+        Column(title="memory", unit=f"vs {base}", cells=_cells(shown, _change_cell), keep=60),
+        Column(title="of row", unit="all on device", cells=_cells(shown, _practicality_cell), keep=75),
+        *_tier_columns(shown),
+        *_transfer_columns(shown),
+        Column(title="power", unit="W/GPU", cells=_cells(shown, _power_cell), keep=25),
+        Column(title="graphs", unit="a step", cells=_cells(shown, _graphs_cell), keep=40),
+        Column(title="update", unit="deviation", cells=_deviation_cells(rows), keep=70),
+        Column(title="dtypes", unit="p/c/r/m/s", cells=_dtype_cells(rows), keep=30, left=True),
+    ]
+    return columns + _phase_columns(shown)
+
+
+def _name_columns(rows: Sequence[Row]) -> list[Column]:
+    """The strategy and the settings in which rows differ; or the rows' names, where those do not tell rows apart."""
+    labels = row_labels(rows)
+    if labels == [row.name for row in rows]:
+        return [Column(title="row", unit="", cells=labels, keep=ALWAYS, left=True)]
+    columns = [
+        Column(title="strategy", unit="", cells=[row.strategy for row in rows], keep=ALWAYS, left=True)
+    ]
+    for key in varying_settings(rows)[0]:
+        cells = [setting_text(flat_settings(row).get(key)) for row in rows]
+        numeric = all(cell.replace(".", "", 1).isdigit() for cell in cells)
+        columns.append(
+            Column(title=setting_word(key), unit="", cells=cells, keep=ALWAYS, left=not numeric, folds=False)
+        )
+    return columns
+
+
+def _cells(rows: Sequence[Row | None], text: Callable[[Row], str | None]) -> list[str]:
+    return [(text(row) if row is not None else None) or ABSENT for row in rows]
+
+
+def _decimals(values: Sequence[float]) -> int:
+    smallest = min((value for value in values if value > 0), default=1.0)
+    return 0 if smallest >= 1000 else 1 if smallest >= 10 else 2 if smallest >= 1 else 3
+
+
+def _step_cells(rows: Sequence[Row | None]) -> list[str]:
+    times = [row.step_time_ms if row is not None else None for row in rows]
+    decimals = _decimals([time.median for time in times if time is not None])
+    spread = max((len(f"{time.mad:.{decimals}f}") for time in times if time is not None), default=0)
+    return [
+        ABSENT if time is None else f"{time.median:.{decimals}f} ± {time.mad:>{spread}.{decimals}f}"
+        for time in times
+    ]
+
+
+def _tokens_cell(row: Row) -> str | None:
+    if row.tokens_per_s is None:
+        return None
+    decimals = 0 if row.tokens_per_s >= 100 else 1
+    return f"{row.tokens_per_s:,.{decimals}f}" + ("" if row.comparable else " †")
+
+
+def _relative_cell(row: Row) -> str | None:
+    if row.relative is None:
+        return None
+    spread = row.relative_uncertainty
+    return f"{row.relative:.2f}" + (f" ± {spread:.2f}" if spread is not None else "       ")
+
+
+def _speedup_cell(row: Row) -> str | None:
+    return None if row.speedup is None else f"{row.speedup:.2f}x"
+
+
+def _change_cell(row: Row) -> str | None:
+    if row.memory_change_pct is None:
+        return None
+    return f"{row.memory_change_pct:+.0f} %" if abs(row.memory_change_pct) >= 0.5 else "0 %"
+
+
+def _floor_cell(row: Row) -> str | None:
+    return None if row.of_compute_only is None else f"{100 * row.of_compute_only:.1f} %"
+
+
+def _practicality_cell(row: Row) -> str | None:
+    return None if row.offload_practicality is None else f"{100 * row.offload_practicality:.0f} %"
+
+
+def _tier_columns(rows: Sequence[Row | None]) -> list[Column]:
+    """What offloaded rows hold off the device."""
+    columns = []
+    for tier, word in (("host", "on host"), ("nvme", "on NVMe")):
+        held = [
+            sum(((row.memory_bytes or {}).get(tier) or {}).values()) or None if row is not None else None
+            for row in rows
+        ]
+        unit, unit_bytes = memory_unit(held)
+        cells = [_bytes_cell(value, unit_bytes) or ABSENT for value in held]
+        columns.append(Column(title=word, unit=unit, cells=cells, keep=55))
+    return columns
+
+
+def _transfer_columns(rows: Sequence[Row | None]) -> list[Column]:
+    """Bytes that offloaded rows move in a step."""
+    columns = []
+    for name, word in (
+        ("to_host_bytes", "to host"),
+        ("to_device_bytes", "to device"),
+        ("nvme_read_bytes", "read"),
+        ("nvme_written_bytes", "written"),
+    ):
+        moved = [getattr(row.transfers, name) if row is not None and row.transfers else None for row in rows]
+        unit, unit_bytes = memory_unit(moved)
+        cells = [_bytes_cell(value, unit_bytes) or ABSENT for value in moved]
+        columns.append(Column(title=word, unit=f"{unit}/step", cells=cells, keep=22, group="transfers"))
+    return columns
+
+
+def _mfu_cell(row: Row) -> str | None:
+    return None if row.mfu is None else f"{row.mfu.pct:.1f}"
+
+
+def _power_cell(row: Row) -> str | None:
+    return None if row.sampled is None or row.sampled.power_w is None else f"{row.sampled.power_w:.0f}"
+
+
+def _graphs_cell(row: Row) -> str | None:
+    return None if row.compiled_graphs is None else f"{row.compiled_graphs:g}"
+
+
+def _bytes_cell(value: int | None, unit_bytes: int) -> str | None:
+    return None if value is None else f"{value / unit_bytes:,.1f}"
+
+
+def _baseline_word(rows: Sequence[Row]) -> str:
+    names = {row.baseline for row in rows if row.baseline}
+    words = {row.strategy for row in rows if row.name in names}
+    return words.pop() if len(words) == 1 else "baseline"
+
+
+def _deviation_cells(rows: Sequence[Row]) -> list[str]:
+    marks = checksum_marks(rows)
+    pad = any(marks)
+    cells = []
+    for row, mark in zip(rows, marks, strict=True):
+        update = row.deviation.update if row.deviation else None
+        if update is None and not mark:
+            cells.append(ABSENT)
+            continue
+        number = ABSENT if update is None else "0" if update == 0 else f"{update:.1e}"
+        cells.append(f"{number} {mark or ' '}" if pad else number)
+    return cells
+
+
+def _dtype_cells(rows: Sequence[Row]) -> list[str]:
+    texts = [dtype_text(row) for row in rows]
+    if len({text for text in texts if text}) < 2:
+        return [ABSENT] * len(rows)
+    return [text or ABSENT for text in texts]
+
+
+PHASE_WORDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optim.",
+    "exposed_communication": "comm.",
+    "host_bound": "host",
+    "exposed_offload": "offload",
+    "exposed_io": "I/O",
+}
+
+
+def _phase_columns(rows: Sequence[Row | None]) -> list[Column]:
+    phases = dict.fromkeys(phase for row in rows if row is not None for phase in row.phases_ms or {})
+    ordered = sorted(
+        phases, key=lambda phase: (list(PHASE_WORDS).index(phase) if phase in PHASE_WORDS else 99, phase)
+    )
+    values = [value for row in rows if row is not None for value in (row.phases_ms or {}).values()]
+    decimals = min(1, _decimals(values))
+    columns = []
+    for phase in ordered:
+        cells = [
+            ABSENT
+            if row is None or row.phases_ms is None or phase not in row.phases_ms
+            else f"{row.phases_ms[phase]:.{decimals}f}"
+            for row in rows
+        ]
+        word = PHASE_WORDS.get(phase, phase.replace("_", " "))
+        columns.append(Column(title=word, unit="ms", cells=cells, keep=20, group="phases"))
+    return columns

@@ -1,0 +1,185 @@
+"""Offload by peers: what they are given, what they are skipped for, and the folders that their files are in."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_strategies import make_settings
+from test_strategies_peers import DEFAULTS, on_gpus
+
+from zerobench import strategies
+from zerobench.bench.configs import read_row
+from zerobench.bench.options import CompareOptions
+from zerobench.bench.plan import make_plan
+from zerobench.strategies import requirements
+from zerobench.strategies.deepspeed import deepspeed_config
+from zerobench.strategies.swap_folder import SwapFolder
+
+EVERYWHERE = [name for name in strategies.available() if not name.startswith("zero")]
+
+
+@pytest.fixture(autouse=True)
+def compilers(monkeypatch):
+    """What a GPU machine has, so that the reasons are about the settings."""
+    monkeypatch.setattr("zerobench.strategies.deepspeed_offload.missing_compiler", lambda what: None)
+    monkeypatch.setattr("zerobench.strategies.deepspeed_offload.missing_library", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("offload", ["none", "cpu_optimizer", "cpu_full", "nvme"])
+def test_every_peer_runs_what_it_is_asked_for_or_says_why_not(name, offload):
+    runs = {
+        "none": set(EVERYWHERE) - {"deepspeed3_super"},
+        "cpu_optimizer": {"deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_super"},
+        "cpu_full": {"fsdp2", "fsdp2_keep", "deepspeed3"},
+        "nvme": {"deepspeed3"},
+    }
+    paths = ("/disk",) if offload == "nvme" else ()
+    reason = strategies.get(name).unplaced(on_gpus(offload=offload, nvme_paths=paths))
+    assert (reason is None) == (name in runs[offload])
+    assert reason is None or ("\n" not in reason and len(reason) > 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("ddp", {"optimizer_in_backward": True}, "never during backward"),
+        ("fsdp2", {"optimizer_in_backward": True}, "no optimizer step during backward"),
+        ("fsdp2", {"offload": "cpu_full", "offload_ratio": 0.5}, "--offload-ratio"),
+        ("fsdp2", {"offload": "cpu_full", "precision": "fp16"}, "GradScaler"),
+        ("deepspeed3", {"optimizer_in_backward": True}, "deepspeed3_super"),
+        ("deepspeed2", {"offload": "cpu_optimizer", "offload_ratio": 0.5}, "stage 3 only"),
+        ("deepspeed3", {"offload": "cpu_optimizer", "offload_ratio": "auto"}, "a number"),
+        ("deepspeed3", {"offload": "cpu_optimizer", "host_memory_bytes": 1}, "--host-memory-gib"),
+        ("deepspeed3", {"offload": "nvme", "nvme_paths": ("/a", "/b")}, "one --nvme-path"),
+        ("deepspeed3", {"offload": "nvme", "nvme_paths": ("/a",), "offload_ratio": 0.5}, "GPU and host"),
+        ("deepspeed3_super", {"offload": "cpu_optimizer", "precision": "fp16"}, "unscaled"),
+        ("deepcompile3", {"offload": "cpu_full"}, "DeepCompile"),
+    ],
+)
+def test_settings_that_a_peer_has_no_place_for_are_skipped_with_a_reason(name, fields, words):
+    base = {"device": "cuda", "precision": "bf16"}
+    assert words in strategies.get(name).unplaced(make_settings(**{**base, **fields}))
+
+
+def test_superoffload_updates_during_backward_unless_it_clips():
+    plan = make_plan(
+        CompareOptions(
+            data="synthetic", seq_lengths=(64,), strategies=("deepspeed3_super",), offloads=("cpu_optimizer",),
+            clips=(None, 1.0), optimizer_in_backward=(False, True),
+        )
+    )  # fmt: skip
+    found = [(c.settings.clip, c.settings.optimizer_in_backward) for c in plan.configurations]
+    assert found == [(None, True), (1.0, False)]
+
+
+def test_deepspeed_offloads_pinned_and_with_its_own_adam():
+    config = deepspeed_config(on_gpus(offload="cpu_optimizer"), stage=2, parameter_count=100_000_000)
+    zero = config["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert "offload_param" not in zero and "sub_group_size" not in zero
+    assert "compute_grad_norm" not in zero  # which 0.19.8 refuses with offload
+    assert config["optimizer"]["type"] == "AdamW"
+    full = deepspeed_config(on_gpus(offload="cpu_full"), stage=3, parameter_count=1)["zero_optimization"]
+    assert full["offload_param"] == full["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+
+
+def test_deepspeed_splits_in_sub_groups_that_can_meet_the_ratio():
+    settings = on_gpus(offload="cpu_optimizer", offload_ratio=0.25, world_size=2)
+    zero = deepspeed_config(settings, stage=3, parameter_count=400_000_000)["zero_optimization"]
+    assert zero["offload_optimizer"]["ratio"] == 0.25
+    assert zero["sub_group_size"] == 10_000_000  # a twentieth of a rank's share
+    super_zero = deepspeed_config(
+        on_gpus(offload="cpu_optimizer"), stage=3, parameter_count=400_000_000, super_offload=True
+    )["zero_optimization"]
+    assert super_zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "super_offload": True}
+
+
+def test_deepspeed_swaps_to_its_own_folder_also_where_a_file_names_one():
+    options = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
+    }
+    for given in ({}, options):
+        settings = on_gpus(offload="nvme", nvme_paths=("/disk",), options=given)
+        config = deepspeed_config(settings, stage=3, parameter_count=1, swap_folder="/disk/own")
+        section = config["zero_optimization"]["offload_optimizer"]
+        assert (section["device"], section["nvme_path"], section["pipeline_write"]) == (
+            "nvme",
+            "/disk/own",
+            False,
+        )
+        assert config["aio"]["intra_op_parallelism"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "strategy", "placed"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "deepspeed3", ("cpu_optimizer", None, [])),
+        ({"offload_optimizer": {"device": "none"}}, "deepspeed3", ("none", None, [])),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, "deepspeed3", ("cpu_optimizer", 0.3, [])),
+        (
+            {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            "deepspeed3",
+            ("cpu_full", None, []),
+        ),
+        (
+            {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}},
+            "deepspeed3",
+            ("nvme", None, ["/disk"]),
+        ),
+        (
+            {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+            "deepspeed3_super",
+            ("cpu_optimizer", None, []),
+        ),
+    ],
+)
+def test_a_deepspeed_file_that_offloads_is_a_row_that_says_so(tmp_path, sections, strategy, placed):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, **sections}}))
+    found, decided, _ = read_row(path, optimizer=DEFAULTS)
+    assert found == strategy
+    assert (decided["offload"], decided["offload_ratio"], decided["nvme_paths"]) == placed
+    assert decided.get("optimizer_in_backward", False) == (strategy == "deepspeed3_super")
+
+
+def test_a_missing_library_names_what_installs_it():
+    assert requirements.missing_library("c", "this", install="nothing") is None
+    reason = requirements.missing_library("no-such-thing", "Swapping", install="no-such-thing-dev")
+    assert reason == "Swapping needs libno-such-thing, which is not installed: install no-such-thing-dev"
+
+
+def test_swap_folders_go_with_their_run_and_those_of_killed_runs_with_the_next(tmp_path):
+    keep = tmp_path / "data"
+    keep.mkdir()
+    code = (
+        "import os, sys\n"
+        "from zerobench.strategies.swap_folder import SwapFolder\n"
+        "found = SwapFolder(sys.argv[1])\n"
+        "open(os.path.join(found.path, 'state.swp'), 'w').write('x' * 4096)\n"
+        "print(found.path, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    left = Path(killed.stdout.strip())
+    assert killed.returncode == -9 and (left / "state.swp").exists()
+    first = SwapFolder(str(tmp_path))
+    assert not left.exists()
+    second = SwapFolder(str(tmp_path))  # the first one's lives
+    assert first.path != second.path and Path(first.path).exists()
+    fd = os.open(first.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
+    for folder in (first, second):
+        (Path(folder.path) / "state.swp").write_text("x")
+        folder.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
