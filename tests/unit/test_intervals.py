@@ -76,6 +76,36 @@ def test_laps_of_one_phase_add_up() -> None:
     assert split([kernel(0, 10)], laps)["forward"] == 2
 
 
+def copy(begin: float, end: float, name: str = "Memcpy HtoD (Pinned -> Device)") -> Activity:
+    return kernel(begin, end, name)
+
+
+def test_waits_for_offloaded_state_end_with_a_copy() -> None:
+    activities = [
+        kernel(0, 10),
+        copy(4, 6, "Memcpy DtoH (Device -> Pinned)"),  # hidden
+        copy(18, 20),  # 10 to 20 the device waited for what it brings
+        kernel(20, 30),
+        nccl(30, 34),
+        copy(31, 33),  # beside a collective, which is what nothing hides
+        kernel(40, 44),  # 34 to 40 no copy ran: the host was late
+        copy(44, 50),
+    ]
+    laps = [Lap(phase="forward", begin=0, end=35), Lap(phase="optimizer", begin=35, end=50)]
+    phases = split(activities, laps, offloads=True)
+    assert phases == {
+        "forward": 20,
+        "optimizer": 4,
+        "exposed_communication": 4,
+        "exposed_offload": 10 + 6,
+        "host_bound": 1 + 5,
+    }
+    assert sum(phases.values()) == 50
+    # Where nothing is offloaded, copies are part of what is computed.
+    assert split(activities, laps)["forward"] == 20 + 2 + 2
+    assert "exposed_offload" not in split(activities, laps)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

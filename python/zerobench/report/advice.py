@@ -52,6 +52,7 @@ def _advise_on(rows: Sequence[Row]) -> list[str]:
         _fastest_text(ranked, labels),
         _memory_text(ranked, labels),
         *_sharding_texts(ranked, labels),
+        _offload_text(rows, labels),
         _basis_text(ranked),
     ]
     return [text for text in texts if text]
@@ -129,6 +130,36 @@ def _sharding_texts(rows: Sequence[Row], labels: dict[int, str]) -> list[str]:
             f"{labels[id(together)]} on {together.settings.world_size}."
         )
     return texts
+
+
+def _offload_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
+    """What the smallest offloaded row saves and costs against itself without offload; or that nothing else fits."""
+    moved = [
+        row for row in rows if is_ranked(row) and row.settings.offload != "none" and row.peak_device_bytes
+    ]
+    if not moved:
+        return ""
+    least = min(moved, key=lambda row: (row.peak_device_bytes or 0, row.relative or 0.0, row.name))
+    plain = [row for row in rows if row.strategy == least.strategy and row.settings.offload == "none"]
+    assert least.peak_device_bytes
+    peak = bytes_text(least.peak_device_bytes)
+    if least.offload_practicality is None:
+        if plain and all(row.status == "oom" for row in plain):
+            return f"{labels[id(least)]} fits, with a peak of {peak}, where {least.strategy} without offload does not."
+        return ""
+    kept = min(
+        (row for row in plain if row.peak_device_bytes and is_ranked(row)),
+        key=lambda row: row.peak_device_bytes or 0,
+        default=None,
+    )
+    if kept is None or not kept.peak_device_bytes:
+        return ""
+    saved = 100.0 * (1.0 - least.peak_device_bytes / kept.peak_device_bytes)
+    times = 1.0 / least.offload_practicality
+    return (
+        f"{labels[id(least)]} peaks at {peak}, {saved:.0f} % below {labels[id(kept)]}, for {times:.1f} times the step "
+        "time of it."
+    )
 
 
 def _basis_text(rows: Sequence[Row]) -> str:

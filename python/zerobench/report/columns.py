@@ -67,7 +67,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
             keep=ALWAYS,
         ),
         Column(title="memory", unit=f"vs {base}", cells=_cells(shown, _change_cell), keep=60),
-        Column(title="of row", unit="all on device", cells=_cells(shown, _practicality_cell), keep=75),
+        Column(title="of the row", unit="not offloaded", cells=_cells(shown, _practicality_cell), keep=75),
         *_tier_columns(shown),
         *_transfer_columns(shown),
         Column(title="power", unit="W/GPU", cells=_cells(shown, _power_cell), keep=25),

@@ -45,6 +45,7 @@ SETTING_WORDS = {
     "threads_per_rank": "threads/rank",
     "config_file": "config",
 }
+_FOLLOWING = ("parameter_count", "nvme_paths", "host_memory_gib")  # from the model, from offload
 _KNOWN_AFTER_A_RUN = ("communicator", "threads_per_rank")  # a row that did not run says nothing about them
 # Settings that make a row another task: rates across them are not ranked against each other.
 WORKLOAD_KEYS = ("model", "seq_length", "precision", "data")
@@ -127,7 +128,7 @@ def varying_settings(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Keys whose values differ between rows: (those that one strategy has several values of, those that only differ
     from strategy to strategy). Labels need the first kind only."""
     flats = [flat_settings(row) for row in rows]
-    keys = [key for key in dict.fromkeys(key for flat in flats for key in flat) if key != "parameter_count"]
+    keys = [key for key in dict.fromkeys(key for flat in flats for key in flat) if key not in _FOLLOWING]
     free: list[str] = []
     tied: list[str] = []
     for key in keys:

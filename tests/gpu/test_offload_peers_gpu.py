@@ -1,0 +1,191 @@
+"""Peers that offload, on GPUs, through the command: verified like every row, their memory by tier, limits of memory.
+
+The first DeepSpeed row compiles its CPU Adam, a minute or two. Rows whose package or compiler is missing are skipped by
+the command itself, and tests skip with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device on this machine", allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(900)
+SMALL = [
+    "--model", "tiny", "--num-layers", "4", "--hidden-size", "256", "--model-option", "num_heads=4",
+    "--batch-size", "8", "--seq-length", "128", "--precision", "bf16", "--num-steps", "6", "--warmup-steps", "2",
+]  # fmt: skip
+DEEPSPEED = ["deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_super"]
+PEERS = ["fsdp2", *DEEPSPEED]
+RUNS = {
+    "none": {"fsdp2", "deepspeed1", "deepspeed2", "deepspeed3"},
+    "cpu_optimizer": set(DEEPSPEED),
+    "cpu_full": {"fsdp2", "deepspeed3"},
+}
+NOT_HERE = (
+    "is not installed",
+    "there is no nvcc",
+    "there is no ninja",
+)  # of the machine, not of the settings
+
+Rows = dict[tuple[str, str], dict[str, Any]]
+
+
+def compare(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Rows]:
+    """Rows by strategy and offload."""
+    result = subprocess.run(
+        [sys.executable, "-m", "zerobench", "compare", *SMALL, "--output-dir", "out", *arguments],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "220"},
+        capture_output=True,
+        text=True,
+        timeout=840,
+    )
+    assert "Traceback" not in result.stdout + result.stderr
+    assert (folder / "out" / "results.json").exists(), result.stderr
+    rows = json.loads((folder / "out" / "results.json").read_text())["rows"]
+    return result, {(row["strategy"], row["settings"]["offload"]): row for row in rows}
+
+
+def ran(row: dict[str, Any]) -> dict[str, Any]:
+    """A row that is right; skips where this machine lacks what it needs."""
+    if row["status"] == "skipped" and any(text in row["error"] for text in NOT_HERE):
+        pytest.skip(row["error"])
+    assert row["status"] == "ok", row["error"]
+    return row
+
+
+@pytest.fixture(scope="module")
+def one_gpu(tmp_path_factory) -> Rows:
+    folder = tmp_path_factory.mktemp("one")
+    return compare(
+        folder,
+        "--world-size",
+        "1",
+        "--strategies",
+        ",".join(PEERS),
+        "--offload",
+        "none,cpu_optimizer,cpu_full",
+    )[1]
+
+
+@pytest.mark.parametrize("offload", RUNS)
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_trains_offloaded_or_says_why_not(one_gpu, name, offload) -> None:
+    row = one_gpu[name, offload]
+    if name not in RUNS[offload]:
+        assert row["status"] == "skipped" and "--offload" in row["error"]
+        return
+    assert ran(row)["deviation"]["reference"] == "single"
+    assert row["loss"][-1] > 0 and row["step_time_ms"]["median"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [(name, offload) for offload in ("cpu_optimizer", "cpu_full") for name in RUNS[offload]],
+)
+def test_offloaded_state_is_on_the_host(one_gpu, name, offload) -> None:
+    row = ran(one_gpu[name, offload])
+    count = row["settings"]["parameter_count"]
+    host, device = row["memory_bytes"]["host"], row["memory_bytes"].get("device", {})
+    for moments in ("exp_avg", "exp_avg_sq"):
+        assert host[moments] == pytest.approx(4 * count, rel=0.02)
+        assert not device.get(moments)
+    if offload == "cpu_full":
+        assert host["parameters"] >= 2 * count * 0.9
+    plain = one_gpu[name, "none"] if name != "deepspeed3_super" else one_gpu["deepspeed3", "none"]
+    if plain["status"] == "ok":
+        assert row["peak_device_bytes"] < plain["peak_device_bytes"]
+
+
+def test_rows_say_what_offload_costs(one_gpu) -> None:
+    row = ran(one_gpu["fsdp2", "cpu_full"])
+    assert 0 < row["offload_practicality"] <= 1.5
+    assert row["phases_ms"]["exposed_offload"] > 0
+    assert set(row["transfers"]["limit_gb_s"]) == {"to_host", "to_device", "both_ways"}
+    assert all(1 < limit < 1000 for limit in row["transfers"]["limit_gb_s"].values())
+    assert one_gpu["fsdp2", "none"]["transfers"] is None
+
+
+def test_clipping_and_accumulation(tmp_path) -> None:
+    _, rows = compare(
+        tmp_path, "--world-size", "1", "--strategies", "deepspeed2,deepspeed3,fsdp2",
+        "--offload", "cpu_optimizer,cpu_full", "--clip", "0.5", "--grad-accum", "2", "--batch-size", "4",
+    )  # fmt: skip
+    ran(rows["fsdp2", "cpu_full"])
+    for point in (
+        ("deepspeed2", "cpu_optimizer"),
+        ("deepspeed3", "cpu_optimizer"),
+        ("deepspeed3", "cpu_full"),
+    ):
+        ran(rows[point])
+
+
+def test_a_ratio_leaves_the_rest_on_the_gpu(tmp_path) -> None:
+    _, rows = compare(
+        tmp_path, "--world-size", "1", "--strategies", "deepspeed3,deepspeed3_super", "--offload", "cpu_optimizer",
+        "--offload-ratio", "0.5",
+    )  # fmt: skip
+    for name in ("deepspeed3", "deepspeed3_super"):
+        memory = ran(rows[name, "cpu_optimizer"])["memory_bytes"]
+        assert memory["host"]["exp_avg"] > 0 and memory["device"]["exp_avg"] > 0
+
+
+def test_state_on_nvme_comes_back_right_and_leaves_no_files(tmp_path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    file = tmp_path / "several.json"  # several sub-groups, so that the next is read while one is updated
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "sub_group_size": 1_000_000}}))
+    for number, rows_from in enumerate((["--strategies", "deepspeed3"], ["--config", str(file)])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _, rows = compare(
+            folder, "--world-size", "1", *rows_from, "--offload", "nvme", "--nvme-path", str(disk)
+        )
+        row = ran(rows["deepspeed3", "nvme"])
+        assert row["memory_bytes"]["nvme"]["exp_avg"] > 3 * row["settings"]["parameter_count"]
+        assert list(disk.iterdir()) == []
+
+
+def test_two_gpus(tmp_path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    _, rows = compare(
+        tmp_path, "--world-size", "2", "--strategies", ",".join(PEERS), "--offload", "cpu_optimizer,cpu_full",
+        "--clip", "1.0",
+    )  # fmt: skip
+    for offload in ("cpu_optimizer", "cpu_full"):
+        for name in RUNS[offload]:
+            ran(rows[name, offload])
+
+
+def test_a_limit_of_device_memory_is_as_a_smaller_gpu(tmp_path) -> None:
+    large = ["--batch-size", "64", "--seq-length", "512"]
+    limited = ["--world-size", "1", "--strategies", "ddp,zero0,zero3", "--device-memory-gib", "0.15"]
+    _, rows = compare(tmp_path, *large, *limited)
+    for name in ("ddp", "zero0", "zero3"):
+        row = rows[name, "none"]
+        assert (row["status"], row["oom_tier"]) == ("oom", "device"), (name, row["error"])
+    roomy = tmp_path / "roomy"
+    roomy.mkdir()
+    _, rows = compare(roomy, "--world-size", "1", "--strategies", "zero0", "--device-memory-gib", "8")
+    row = ran(rows["zero0", "none"])
+    assert row["settings"]["device_memory_gib"] == 8
+
+
+def test_ranks_are_bound_to_the_node_of_their_gpu(tmp_path) -> None:
+    _, rows = compare(tmp_path, "--world-size", "1", "--strategies", "zero1", "--bind", "numa")
+    row = rows["zero1", "none"]
+    if row["status"] != "ok":
+        assert "--bind numa" in row["error"]
+        pytest.skip(row["error"])
+    assert len(row["binding"]) == 1 and row["binding"][0].startswith("node ")

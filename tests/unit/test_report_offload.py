@@ -1,0 +1,170 @@
+"""What the report says of offloaded rows: tables, practicality, advice, plots.
+
+Run this file as a program to write its golden table anew after a wanted change, then read the difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_report_output import GOLDEN, sample
+
+from zerobench.bench.assess import transfers_of
+from zerobench.bench.job import DeviceMemory, Window, WindowTransfers
+from zerobench.bench.result import Results, Row, Transfers
+from zerobench.bench.transfers import link_limits, of_window
+from zerobench.report import advise, finish_rows, summarise, table_text
+from zerobench.report import plots as plots_module
+from zerobench.strategies.base import Transfers as Counted
+
+TABLE = GOLDEN / "table_offload_170.txt"
+WIDTH = 170
+
+
+def offloaded() -> Results:
+    """zero2 and zero3 with everything on the device, with their state on the host, and on NVMe."""
+    results = sample()
+    plain = [row for row in results.rows if row.strategy in ("zero2", "zero3", "ddp")]
+    for row in plain:
+        row.settings.device = "cuda"
+    results.rows = [
+        *plain,
+        *(moved(row, "cpu_optimizer", 1.6) for row in plain[:2]),
+        moved(plain[1], "nvme", 9.0),
+    ]
+    refused = plain[2].model_copy(deep=True)
+    refused.name, refused.settings.offload = "ddp_cpu", "cpu_optimizer"
+    refused.status, refused.error, refused.step_time_ms = (
+        "skipped",
+        "ddp keeps all of its state on its device",
+        None,
+    )
+    results.rows.append(refused)
+    finish_rows(results)
+    return results
+
+
+def moved(row: Row, offload: str, slower: float) -> Row:
+    row = row.model_copy(deep=True)
+    assert row.step_time_ms is not None and row.memory_bytes is not None and row.peak_device_bytes is not None
+    row.settings.offload = offload
+    row.settings.nvme_paths = ["/disk"] if offload == "nvme" else []
+    row.name = f"{row.name}_offload-{offload}"
+    row.step_time_ms = summarise([slower * sample for sample in row.step_time_ms.samples])
+    row.tokens_per_s = (row.tokens_per_s or 0) / slower
+    device = row.memory_bytes["device"]
+    gone = {key: device.pop(key) for key in ("master", "exp_avg", "exp_avg_sq")}
+    tier = "nvme" if offload == "nvme" else "host"
+    row.memory_bytes = {
+        "device": device,
+        tier: gone,
+        **({"host": {"staging": 4 << 20}} if tier == "nvme" else {}),
+    }
+    row.peak_device_bytes -= sum(gone.values())
+    written = sum(gone.values()) if tier == "nvme" else None
+    row.transfers = Transfers(
+        to_host_bytes=30 << 20,
+        to_device_bytes=20 << 20,
+        nvme_read_bytes=written,
+        nvme_written_bytes=written,
+        pinned_bytes=40 << 20,
+        offload_ratio=1.0,
+    )
+    row.phases_ms = {
+        **(row.phases_ms or {}),
+        "exposed_offload": 12.0,
+        **({"exposed_io": 80.0} if written else {}),
+    }
+    return row
+
+
+def by_point(results: Results) -> dict[tuple[str, str], Row]:
+    return {(row.strategy, row.settings.offload): row for row in results.rows}
+
+
+def test_golden_table() -> None:
+    text = table_text(offloaded(), width=WIDTH)
+    assert text == TABLE.read_text(encoding="utf-8")
+
+
+def test_practicality_is_against_the_same_row_with_all_on_the_device() -> None:
+    rows = by_point(offloaded())
+    assert rows["zero2", "cpu_optimizer"].offload_practicality == pytest.approx(1 / 1.6)
+    assert rows["zero3", "nvme"].offload_practicality == pytest.approx(1 / 9)
+    assert rows["zero3", "none"].offload_practicality is None
+    assert rows["ddp", "cpu_optimizer"].offload_practicality is None
+    other = offloaded()
+    for row in other.rows:
+        if row.settings.offload == "none":
+            row.settings.clip = 0.5
+    finish_rows(other)
+    assert all(row.offload_practicality is None for row in other.rows)
+
+
+def test_speedup_is_against_a_baseline_placed_alike_where_there_is_one() -> None:
+    results = offloaded()
+    finish_rows(results, baseline="zero2")
+    rows = by_point(results)
+    assert rows["zero3", "cpu_optimizer"].baseline == rows["zero2", "cpu_optimizer"].name
+    assert rows["zero3", "nvme"].baseline == rows["zero2", "none"].name
+
+
+def test_advice_says_what_offload_buys_and_costs() -> None:
+    text = " ".join(advise(offloaded()))
+    assert (
+        "zero3, offload cpu_optimizer peaks at 14.2 MiB, 27 % below zero3, offload none, for 1.6 times"
+        in text
+    )
+    alone = offloaded()
+    for row in alone.rows:
+        if row.settings.offload == "none":
+            row.status = "oom"
+    finish_rows(alone)
+    assert "where zero3 without offload does not" in " ".join(advise(alone))
+
+
+def test_memory_is_drawn_by_tier() -> None:
+    figure = plots_module.memory_figure(offloaded())
+    assert figure is not None
+    labels = [axes.get_xlabel() for axes in figure.axes]
+    assert [label.split(",")[0] for label in labels[:3]] == ["device memory", "host memory", "NVMe"]
+
+
+def window(step_ms: float, transfers: WindowTransfers | None) -> Window:
+    return Window(
+        step_times_ms=[step_ms], losses=[1.0], began_s=0, ended_s=1, validation_loss=None,
+        memory=DeviceMemory(peak_bytes=1, allocated_bytes=1), peak_host_bytes=None, communication_bytes=None,
+        memory_bytes={}, phases_ms={}, threads=1, transfers=transfers,
+    )  # fmt: skip
+
+
+def test_counters_become_figures_of_one_step() -> None:
+    counted = Counted(to_host_bytes=400, nvme_written_bytes=8, pinned_bytes=7, nvme_write_limit_gb_s=3.5)
+    found = of_window(counted, step_num=4)
+    assert found is not None
+    assert (found.to_host_bytes, found.to_device_bytes, found.nvme_written_bytes) == (100, None, 2)
+    assert (found.pinned_bytes, found.limit_gb_s) == (7, {"nvme_write": 3.5})
+    assert of_window(None, step_num=4) is None
+
+
+def test_a_row_moves_what_its_busiest_rank_moves() -> None:
+    ranks = [
+        WindowTransfers(to_host_bytes=4_000_000_000, limit_gb_s={"to_host": 50.0, "nvme_read": 3.0}),
+        WindowTransfers(to_host_bytes=2_000_000_000, limit_gb_s={"to_host": 40.0}),
+    ]
+    row = transfers_of([window(1.0, each) for each in ranks], step_s=2.0)
+    assert row is not None
+    assert row.to_host_bytes == 4_000_000_000 and row.to_device_bytes is None
+    assert row.achieved_gb_s == {"to_host": 2.0}
+    assert row.limit_gb_s == {"to_host": 40.0}  # of the slowest; no limit that only some know
+    assert transfers_of([window(1.0, None)], step_s=1.0) is None
+
+
+def test_cpu_ranks_have_no_link() -> None:
+    import torch
+
+    assert link_limits(torch.device("cpu")) == {}
+
+
+if __name__ == "__main__":
+    Path(TABLE).write_text(table_text(offloaded(), width=WIDTH), encoding="utf-8")
