@@ -8,6 +8,7 @@ namespace zb {
 void bind_common(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
+void bind_io(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
 void bind_zero(pybind11::module_& m);
 

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_core, m) {
   zb::bind_common(m);
   zb::bind_memory(m);
   zb::bind_optim(m);
+  zb::bind_io(m);
   zb::bind_comm(m);
   zb::bind_zero(m);
 }

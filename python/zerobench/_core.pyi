@@ -63,6 +63,58 @@ class AdamRunner:
         What a step and stream_mix read and write.
         """
 
+class IoBench:
+    """
+    Swap files with a pager over them, beside plain loops over the same files.
+    """
+    def __init__(
+        self, *, directories: Sequence[str], chunk_bytes: int, chunk_num: int, direct: bool = True
+    ) -> None: ...
+    def close(self) -> None:
+        """
+        Ends the pager and its engine.
+        """
+    def fill(self) -> None:
+        """
+        Writes every chunk once, with random bytes.
+        """
+    def open(self, *, engine: str, block_bytes: int, depth: int, frame_num: int) -> None:
+        """
+        A new pager of so many frames, with an engine of its own.
+        """
+    def run(self, mode: str, *, chunk_num: int) -> tuple[float, int]:
+        """
+        Takes chunks through the pager: read, write or both. Seconds and bytes moved.
+        """
+    def run_raw(
+        self, engine: str, *, mode: str, block_bytes: int, depth: int, chunk_num: int
+    ) -> tuple[float, int]:
+        """
+        The same bytes of the same files by a plain loop. Seconds and bytes moved.
+        """
+    @property
+    def chunk_bytes(self) -> int: ...
+    @property
+    def paths(self) -> list[str]: ...
+
+class IoRates:
+    """
+    What a path gives, in bytes per second; both: reads and writes together.
+    """
+    def __init__(
+        self, *, read_bytes_per_s: float, write_bytes_per_s: float, both_bytes_per_s: float
+    ) -> None: ...
+    def predict_s(self, *, read_bytes: float, written_bytes: float) -> float:
+        """
+        Seconds that the transfers of a step take.
+        """
+    @property
+    def both_bytes_per_s(self) -> float: ...
+    @property
+    def read_bytes_per_s(self) -> float: ...
+    @property
+    def write_bytes_per_s(self) -> float: ...
+
 class RegisteredBuffer:
     """
     Memory that collectives may name.
@@ -297,6 +349,11 @@ def install_counting_allocator() -> None:
     Counts torch's CPU tensors from now on, so that process_usage_peak_bytes covers them.
     """
 
+def io_uring_refusal() -> str | None:
+    """
+    Why io_uring is not usable here; None where it is.
+    """
+
 def make_c10d_communicator(group_name: str) -> Communicator:
     """
     Wraps a live CPU process group of torch.distributed by its group_name.
@@ -314,6 +371,19 @@ def memcpy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Te
     The C library's memcpy from each flat tensor to its destination, in this thread.
     """
 
+def probe_path(
+    directory: str,
+    *,
+    most_bytes: int = 1073741824,
+    seconds: float = 1.0,
+    engine: str = "io_uring",
+    block_bytes: int = 1048576,
+    depth: int = 32,
+) -> IoRates:
+    """
+    Measures a path with a file of its own, in about so many seconds.
+    """
+
 def process_usage_bytes() -> int:
     """
     Bytes of CPU tensors and engine buffers alive in this process.
@@ -327,6 +397,11 @@ def process_usage_peak_bytes() -> int:
 def release_communicator(communicator: Communicator) -> object:
     """
     Gives a communicator to another module, as a capsule.
+    """
+
+def remove_stale_swap_files(directory: str) -> int:
+    """
+    Removes what crashed runs left in the directory; returns how many files.
     """
 
 def reset_process_usage_peak() -> None: ...

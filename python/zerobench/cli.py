@@ -66,10 +66,12 @@ def info(
     """Facts about the machine and the installation."""
     from zerobench.bench.gpus import visible_gpus
     from zerobench.bench.machine import gpu_module_facts, machine_facts, version_facts
+    from zerobench.bench.storage import storage_facts
 
     seen = visible_gpus()
     facts = {"machine": machine_facts(seen.gpus), "versions": version_facts(gpus=True)}
     facts["machine"]["cuda_module"] = gpu_module_facts()
+    facts["machine"]["storage"] = storage_facts()
     if seen.reason:
         facts["machine"]["no_gpus"] = seen.reason
     if as_json:
@@ -115,8 +117,10 @@ def gather_files(arguments: Sequence[str]) -> list[str]:
 def main() -> None:
     """Every error that a user can cause ends in one line on stderr, and no traceback."""
     from zerobench.bench import micro
+    from zerobench.bench.micro import io_commands
 
     app.add_typer(micro.app, name="bench")
+    app.add_typer(io_commands.tune_app, name="tune")
     arguments = gather_files(sys.argv[1:]) or ["--help"]
     debug = "--debug" in arguments
     try:

@@ -1,0 +1,161 @@
+#include "io/block_queue.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "common/error.h"
+
+namespace zb {
+
+struct IoOperation {
+  std::size_t block_num = 0;  // not yet ended
+  std::exception_ptr error;
+  IoCallback on_end;
+  bool ended = false;
+};
+
+namespace {
+
+constexpr int kRetryNum = 100;
+// After a short O_DIRECT transfer the rest begins at a sector again.
+constexpr std::size_t kSectorBytes = 512;
+
+}  // namespace
+
+BlockQueue::BlockQueue(std::vector<IoFile> files, std::size_t block_bytes)
+    : files_(std::move(files)), block_bytes_(block_bytes) {
+  ZB_EXPECT(block_bytes_ > 0, "blocks need at least one byte");
+}
+
+IoTicket BlockQueue::push(std::span<const IoTransfer> transfers, IoCallback on_end) {
+  auto operation = std::make_shared<IoOperation>();
+  operation->on_end = std::move(on_end);
+  for (const IoTransfer& transfer : transfers) {
+    ZB_EXPECT(transfer.file < files_.size(), "the I/O engine has no file " + std::to_string(transfer.file));
+    operation->block_num += (transfer.bytes + block_bytes_ - 1) / block_bytes_;
+  }
+  ZB_EXPECT(operation->block_num > 0, "an I/O operation needs at least one byte");
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_) std::rethrow_exception(failure_);
+    ZB_EXPECT_STATE(!stopped_, "the I/O engine is closed");
+    for (const IoTransfer& transfer : transfers) {
+      for (std::size_t done = 0; done < transfer.bytes; done += block_bytes_) {
+        blocks_.push_back({{.direction = transfer.direction,
+                            .file = transfer.file,
+                            .offset = transfer.offset + done,
+                            .memory = transfer.memory + done,
+                            .bytes = std::min(block_bytes_, transfer.bytes - done)},
+                           operation,
+                           0});
+      }
+    }
+  }
+  pushed_.notify_all();
+  return operation;
+}
+
+void BlockQueue::wait(const IoTicket& ticket) {
+  std::unique_lock lock(mutex_);
+  ended_.wait(lock, [&] { return ticket->ended; });
+  if (ticket->error) std::rethrow_exception(ticket->error);
+}
+
+bool BlockQueue::ended(const IoTicket& ticket) {
+  const std::lock_guard lock(mutex_);
+  return ticket->ended;
+}
+
+std::optional<Block> BlockQueue::pop() {
+  if (blocks_.empty()) return std::nullopt;
+  Block block = std::move(blocks_.front());
+  blocks_.pop_front();
+  return block;
+}
+
+std::optional<Block> BlockQueue::try_take() {
+  const std::lock_guard lock(mutex_);
+  return pop();
+}
+
+std::optional<Block> BlockQueue::take() {
+  std::unique_lock lock(mutex_);
+  pushed_.wait(lock, [&] { return stopped_ || !blocks_.empty(); });
+  return pop();
+}
+
+std::exception_ptr BlockQueue::error_of(const Block& block, ssize_t result) const {
+  const bool reads = block.direction == Direction::kRead;
+  const std::string what = std::string(reads ? "read" : "write") + " of " + std::to_string(block.bytes) +
+                           " bytes at offset " + std::to_string(block.offset) + " of " + files_[block.file].path;
+  const int error_number = result < 0 ? static_cast<int>(-result) : EIO;
+  const std::string why = result < 0    ? std::strerror(error_number)
+                          : result == 0 ? (reads ? "the file ends there" : "nothing was written")
+                                        : "only " + std::to_string(result) + " bytes at a time were moved";
+  return std::make_exception_ptr(IoError(error_number, what + " failed (" + why + ")", files_[block.file].path));
+}
+
+std::optional<Block> BlockQueue::finish(Block block, ssize_t result) {
+  const bool again = result == -EINTR || result == -EAGAIN;
+  if (result > 0 && static_cast<std::size_t>(result) >= block.bytes) {
+    end_block(block, nullptr);
+    return std::nullopt;
+  }
+  const std::size_t moved = result > 0 ? static_cast<std::size_t>(result) / kSectorBytes * kSectorBytes : 0;
+  block.retry_num = moved > 0 ? 0 : block.retry_num + 1;
+  if ((result <= 0 && !again) || block.retry_num > kRetryNum) {
+    end_block(block, error_of(block, result));
+    return std::nullopt;
+  }
+  block.offset += moved;
+  block.memory += moved;
+  block.bytes -= moved;
+  return block;
+}
+
+void BlockQueue::end_block(const Block& block, std::exception_ptr error) {
+  IoOperation& operation = *block.operation;
+  {
+    const std::lock_guard lock(mutex_);
+    if (error && !operation.error) {
+      operation.error = error;
+      operation.block_num -= static_cast<std::size_t>(
+          std::erase_if(blocks_, [&](const Block& other) { return other.operation == block.operation; }));
+    }
+    if (--operation.block_num > 0) return;
+  }
+  if (operation.on_end) operation.on_end(operation.error);
+  {
+    const std::lock_guard lock(mutex_);
+    operation.ended = true;
+  }
+  ended_.notify_all();
+}
+
+void BlockQueue::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  pushed_.notify_all();
+}
+
+bool BlockQueue::stopped() {
+  const std::lock_guard lock(mutex_);
+  return stopped_ && blocks_.empty();
+}
+
+void BlockQueue::fail(std::exception_ptr error, std::span<Block> taken) {
+  std::deque<Block> waiting;
+  {
+    const std::lock_guard lock(mutex_);
+    failure_ = error;
+    waiting.swap(blocks_);
+  }
+  for (const Block& block : waiting) end_block(block, error);
+  for (const Block& block : taken) end_block(block, error);
+}
+
+}  // namespace zb

@@ -1,0 +1,63 @@
+// Moves bytes between files and memory in the background: io_uring, or a pool of threads with pread and pwrite.
+//
+// Started operations run without the caller's help and end in any order. A failed transfer is an IoError with path,
+// offset and byte count; short ones are continued. Thread-safe. The destructor waits for what was started.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "io/block_queue.h"
+#include "io/system.h"
+
+namespace zb {
+
+enum class EngineKind : std::uint8_t { kIoUring, kThreads };
+
+std::string_view engine_name(EngineKind kind) noexcept;  // "io_uring", "threads"
+EngineKind engine_from_name(std::string_view name);      // throws ArgumentError
+
+struct EngineOptions {
+  EngineKind kind = EngineKind::kIoUring;
+  bool allow_fallback = false;                     // io_uring refused: threads instead, and note() says so
+  std::size_t block_bytes = std::size_t{1} << 20;  // of one request
+  std::size_t depth = 32;                          // requests in flight; the threads engine has as many threads
+};
+
+class IoEngine {
+ public:
+  virtual ~IoEngine() = default;
+  IoTicket start(std::span<const IoTransfer> transfers, IoCallback on_end = {});
+  void wait(const IoTicket& ticket) { queue_.wait(ticket); }  // throws the operation's error
+  bool ended(const IoTicket& ticket) { return queue_.ended(ticket); }
+
+  EngineKind kind() const noexcept { return kind_; }
+  // Why it runs otherwise than asked for; empty where it does not.
+  const std::string& note() const noexcept { return note_; }
+
+ protected:
+  IoEngine(EngineKind kind, std::vector<IoFile> files, const EngineOptions& options)
+      : queue_(std::move(files), options.block_bytes), kind_(kind) {}
+  virtual void wake() {}  // blocks were pushed
+
+  BlockQueue queue_;
+  std::string note_;
+
+ private:
+  friend std::unique_ptr<IoEngine> make_engine(const EngineOptions&, std::vector<IoFile>,
+                                               std::span<const std::span<std::byte>>, System&);
+  EngineKind kind_;
+};
+
+// `memory` is what transfers will use, for registration; transfers of other memory work too. The files stay open, and
+// the memory mapped, while the engine lives. Throws IoError where the engine is not to be had.
+std::unique_ptr<IoEngine> make_engine(const EngineOptions& options, std::vector<IoFile> files,
+                                      std::span<const std::span<std::byte>> memory = {},
+                                      System& system = kernel_system());
+
+}  // namespace zb

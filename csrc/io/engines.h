@@ -1,0 +1,17 @@
+// The kinds of IoEngine, for make_engine alone.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "io/engine.h"
+
+namespace zb {
+
+std::unique_ptr<IoEngine> make_thread_engine(const EngineOptions& options, std::vector<IoFile> files, System& system);
+// Throws IoError where the kernel refuses.
+std::unique_ptr<IoEngine> make_uring_engine(const EngineOptions& options, std::vector<IoFile> files,
+                                            std::span<const std::span<std::byte>> memory, System& system);
+
+}  // namespace zb

@@ -1,0 +1,265 @@
+#include "io/pager.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "common/error.h"
+#include "common/scope_exit.h"
+#include "io/checksum.h"
+
+namespace zb {
+
+bool PagerPlan::is_resident(std::size_t chunk) const noexcept {
+  return (chunk + 1) * resident_num / chunk_num > chunk * resident_num / chunk_num;
+}
+
+PagerPlan plan_pager(std::size_t chunk_num, std::size_t memory_frames, std::size_t frame_num) {
+  ZB_EXPECT(frame_num >= 1, "chunks that swap need at least one frame");
+  if (chunk_num <= std::max(memory_frames, frame_num)) return {chunk_num, chunk_num, 0};
+  return {chunk_num, memory_frames > frame_num ? memory_frames - frame_num : 0, frame_num};
+}
+
+Pager::Pager(const PagerPlan& plan, std::vector<std::size_t> chunk_bytes, const SwapSpace& space, IoEngine& engine,
+             std::span<std::byte> memory, const PagerOptions& options)
+    : space_(space), engine_(engine), checksums_(options.checksums), swap_frame_num_(plan.frame_num) {
+  ZB_EXPECT(chunk_bytes.size() == plan.chunk_num, "the plan has another number of chunks");
+  ZB_EXPECT(space.slot_num() >= plan.swapped_num(), "the swap space has too few slots");
+  ZB_EXPECT(!options.on_disk || (plan.resident_num == 0 && !options.checksums),
+            "chunks that an earlier pager wrote must all be on disk, without checksums");
+  ZB_EXPECT(memory.size() >= plan.memory_frames() * space.slot_bytes(), "the pager's memory is too small");
+  for (std::size_t i = 0; i < plan.memory_frames(); ++i) {
+    frames_.push_back({.memory = memory.data() + i * space.slot_bytes()});
+  }
+  std::size_t slot = 0;
+  std::size_t resident_frame = plan.frame_num;
+  for (std::size_t i = 0; i < plan.chunk_num; ++i) {
+    ZB_EXPECT(chunk_bytes[i] > 0 && chunk_bytes[i] <= space.slot_bytes(),
+              "chunk " + std::to_string(i) + " must have 1 to " + std::to_string(space.slot_bytes()) + " bytes");
+    chunks_.push_back({.bytes = chunk_bytes[i]});
+    if (plan.is_resident(i)) {
+      std::memset(frames_[resident_frame].memory, 0, chunk_bytes[i]);
+      place(resident_frame++, i, State::kReady);
+    } else {
+      chunks_[i].slot = slot++;
+      chunks_[i].on_disk = options.on_disk;
+    }
+  }
+}
+
+Pager::~Pager() {
+  Lock lock(mutex_);
+  order_.clear();
+  changed_.wait(lock, [this] { return in_flight_num_ == 0; });
+}
+
+void Pager::set_order(const std::vector<std::size_t>& order) {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::size_t> places(chunks_.size(), kNone);
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    ZB_EXPECT(order[i] < chunks_.size() && places[order[i]] == kNone,
+              "an order names each chunk at most once, and chunk " + std::to_string(order[i]) + " is not such a one");
+    places[order[i]] = i;
+  }
+  for (std::size_t i = 0; i < chunks_.size(); ++i) chunks_[i].order = places[i];
+  order_ = order;
+  next_ = 0;
+  read_ahead();
+}
+
+std::span<std::byte> Pager::acquire(std::size_t index, Content content) {
+  Lock lock(mutex_);
+  ZB_EXPECT(index < chunks_.size(), "chunk " + std::to_string(index) + " is none of " + std::to_string(chunks_.size()));
+  Chunk& chunk = chunks_[index];
+  ZB_EXPECT_STATE(chunk.frame == kNone || frames_[chunk.frame].state != State::kHeld,
+                  "chunk " + std::to_string(index) + " is held already");
+  if (error_) std::rethrow_exception(error_);
+  const bool is_new = bring_in(lock, index, content);
+  frames_[chunk.frame].state = State::kHeld;
+  chunk.must_write = content == Content::kOverwritten;
+  if (chunk.order != kNone) next_ = (chunk.order + 1) % order_.size();
+  const std::span<std::byte> memory = memory_of(chunk);
+  const bool must_check = std::exchange(chunk.unchecked, false) && content == Content::kKept;
+  read_ahead();
+  lock.unlock();
+  if (is_new && content == Content::kKept) std::memset(memory.data(), 0, memory.size());
+  if (must_check && !check(index, memory)) {
+    lock.lock();
+    frames_[chunk.frame].state = State::kReady;
+    std::rethrow_exception(error_);
+  }
+  return memory;
+}
+
+// Returns with the chunk in a frame and nothing of it in flight; whether it has never been on disk nor in memory.
+bool Pager::bring_in(Lock& lock, std::size_t index, Content content) {
+  Chunk& chunk = chunks_[index];
+  ++chunk.acquirer_num;
+  const ScopeExit came([&] { --chunk.acquirer_num; });
+  for (;;) {
+    if (error_) std::rethrow_exception(error_);
+    if (chunk.frame != kNone) {
+      if (frames_[chunk.frame].state == State::kReady) return false;
+      wait_change(lock);
+      continue;
+    }
+    const std::size_t frame = take_frame(0);
+    if (frame != kNone) {
+      const bool reads = chunk.on_disk && content == Content::kKept;
+      place(frame, index, reads ? State::kReading : State::kReady);
+      if (!reads) return !chunk.on_disk;
+      transfer(Direction::kRead, frame);
+      continue;
+    }
+    const auto swapping = std::span(frames_).first(swap_frame_num_);
+    ZB_EXPECT_STATE(!std::ranges::all_of(swapping, [](const Frame& f) { return f.state == State::kHeld; }),
+                    "all " + std::to_string(swap_frame_num_) +
+                        " frames are held; release a chunk before acquiring another, or give the pager more memory");
+    ++frame_waiters_;
+    wait_change(lock);
+    --frame_waiters_;
+  }
+}
+
+void Pager::wait_change(Lock& lock) {
+  const auto begin = std::chrono::steady_clock::now();
+  changed_.wait(lock);
+  stats_.wait_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+bool Pager::check(std::size_t index, std::span<std::byte> memory) {
+  if (checksum(memory) == chunks_[index].checksum) return true;
+  const std::lock_guard lock(mutex_);
+  const Chunk& chunk = chunks_[index];
+  const IoTransfer first =
+      space_.transfers(Direction::kRead, chunk.slot, {memory.data(), space_.aligned(chunk.bytes)})[0];
+  const std::string path = space_.files()[first.file].path;
+  fail(std::make_exception_ptr(IoError(EBADMSG,
+                                       "chunk " + std::to_string(index) + " (" + std::to_string(chunk.bytes) +
+                                           " bytes, from offset " + std::to_string(first.offset) + " of " + path +
+                                           ") differs from what was written: the file or its device is corrupted",
+                                       path)));
+  return false;
+}
+
+void Pager::release(std::size_t index, Change change) {
+  Lock lock(mutex_);
+  ZB_EXPECT(index < chunks_.size(), "chunk " + std::to_string(index) + " is none of " + std::to_string(chunks_.size()));
+  Chunk& chunk = chunks_[index];
+  ZB_EXPECT_STATE(chunk.frame != kNone && frames_[chunk.frame].state == State::kHeld,
+                  "chunk " + std::to_string(index) + " is not held");
+  ZB_EXPECT_STATE(change == Change::kDirty || !chunk.must_write,
+                  "chunk " + std::to_string(index) + " was acquired to be overwritten and must be released dirty");
+  const bool writes = change == Change::kDirty && chunk.slot != kNone && !error_;
+  if (writes && checksums_) {
+    const std::span<std::byte> memory = memory_of(chunk);
+    lock.unlock();
+    const std::uint64_t sum = checksum(memory);
+    lock.lock();
+    chunk.checksum = sum;
+  }
+  frames_[chunk.frame].state = writes ? State::kWriting : State::kReady;
+  if (writes) transfer(Direction::kWrite, chunk.frame);
+  changed_.notify_all();
+  read_ahead();
+}
+
+void Pager::flush() {
+  Lock lock(mutex_);
+  while (in_flight_num_ > 0) wait_change(lock);
+  if (error_) std::rethrow_exception(error_);
+}
+
+PagerStats Pager::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+// How many acquisitions by the order come before the chunk's next one; those outside the order come last.
+std::size_t Pager::distance(std::size_t index) const {
+  const std::size_t place = chunks_[index].order;
+  if (place == kNone) return kNone;
+  return (place + order_.size() - next_) % order_.size();
+}
+
+// A free frame, or the one whose chunk is needed last and not within `least_distance`; none otherwise.
+std::size_t Pager::take_frame(std::size_t least_distance) {
+  std::size_t best = kNone;
+  std::size_t best_distance = 0;
+  for (std::size_t i = 0; i < swap_frame_num_; ++i) {
+    const Frame& frame = frames_[i];
+    if (frame.state == State::kFree) return i;
+    if (frame.state != State::kReady || chunks_[frame.chunk].acquirer_num > 0) continue;
+    const std::size_t needed = distance(frame.chunk);
+    if (needed >= least_distance && (best == kNone || needed > best_distance)) {
+      best = i;
+      best_distance = needed;
+    }
+  }
+  if (best != kNone) {
+    chunks_[frames_[best].chunk].frame = kNone;
+    frames_[best] = {.memory = frames_[best].memory};
+  }
+  return best;
+}
+
+void Pager::place(std::size_t frame, std::size_t chunk, State state) {
+  frames_[frame].state = state;
+  frames_[frame].chunk = chunk;
+  chunks_[chunk].frame = frame;
+}
+
+void Pager::transfer(Direction direction, std::size_t frame) {
+  const Chunk& chunk = chunks_[frames_[frame].chunk];
+  const std::size_t bytes = space_.aligned(chunk.bytes);
+  ++in_flight_num_;
+  try {
+    engine_.start(space_.transfers(direction, chunk.slot, {frames_[frame].memory, bytes}),
+                  [this, direction, frame](std::exception_ptr error) {
+                    const std::lock_guard lock(mutex_);
+                    on_end(direction, frame, std::move(error));
+                  });
+    (direction == Direction::kRead ? stats_.read_bytes : stats_.written_bytes) += bytes;
+  } catch (...) {
+    on_end(direction, frame, std::current_exception());
+  }
+}
+
+void Pager::on_end(Direction direction, std::size_t frame, std::exception_ptr error) {
+  --in_flight_num_;
+  Chunk& chunk = chunks_[frames_[frame].chunk];
+  frames_[frame].state = State::kReady;
+  if (error) {
+    fail(std::move(error));
+  } else {
+    chunk.on_disk = true;
+    chunk.unchecked = direction == Direction::kRead && checksums_;
+  }
+  changed_.notify_all();
+  read_ahead();
+}
+
+void Pager::read_ahead() {
+  if (error_ || order_.empty() || frame_waiters_ > 0) return;
+  for (std::size_t ahead = 0, found = 0; ahead < order_.size() && found < swap_frame_num_; ++ahead) {
+    const std::size_t index = order_[(next_ + ahead) % order_.size()];
+    const Chunk& chunk = chunks_[index];
+    if (chunk.slot == kNone || !chunk.on_disk) continue;
+    ++found;
+    if (chunk.frame != kNone) continue;
+    const std::size_t frame = take_frame(ahead + 1);
+    if (frame == kNone) return;
+    place(frame, index, State::kReading);
+    transfer(Direction::kRead, frame);
+    if (error_) return;
+  }
+}
+
+void Pager::fail(std::exception_ptr error) {
+  if (!error_) error_ = std::move(error);
+}
+
+}  // namespace zb

@@ -1,0 +1,123 @@
+// The io_uring engine: one thread owns the ring, hands over whatever waits in one call, and sleeps in the kernel.
+//
+// All requests come from that thread, since the kernel cancels those of a thread that ends, and runs completions in
+// the thread that submitted. Others wake it through an eventfd that the ring polls.
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "common/error.h"
+#include "io/engines.h"
+#include "io/ring.h"
+
+namespace zb {
+namespace {
+
+constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
+
+class UringEngine final : public IoEngine {
+ public:
+  UringEngine(const EngineOptions& options, std::vector<IoFile> files, std::span<const std::span<std::byte>> memory,
+              System& system)
+      : IoEngine(EngineKind::kIoUring, std::move(files), options), ring_(system, options.depth + 1) {
+    std::vector<int> fds;
+    for (const IoFile& file : queue_.files()) fds.push_back(file.fd);
+    ring_.register_files(fds);
+    if (!ring_.register_memory(memory)) {
+      const std::string text = "io_uring could not register its memory (the limit on locked memory is too low)";
+      if (!options.allow_fallback) throw_io(ENOMEM, text + "; raise it (ulimit -l) or allow the fallback", {});
+      note_ = text + ": plain memory instead";
+    }
+    slots_.resize(options.depth);
+    for (std::size_t i = options.depth; i > 0; --i) free_.push_back(i - 1);
+    wake_fd_ = ZB_SYS(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    thread_ = std::thread([this] { work(); });
+  }
+
+  ~UringEngine() override {
+    queue_.stop();
+    wake();
+    thread_.join();
+    ::close(wake_fd_);
+  }
+
+ private:
+  void wake() override {
+    const std::uint64_t one = 1;
+    static_cast<void>(!::write(wake_fd_, &one, sizeof(one)));  // fails only where it is readable anyway
+  }
+
+  void work() {
+    try {
+      ring_.prepare_poll(wake_fd_, kWakeTag);
+      while (fill() || !queue_.stopped()) {
+        ring_.submit(1);
+        reap();
+      }
+    } catch (...) {
+      std::vector<Block> taken = std::move(continued_);
+      for (std::optional<Block>& slot : slots_) {
+        if (slot) taken.push_back(std::move(*slot));
+      }
+      queue_.fail(std::current_exception(), taken);
+    }
+  }
+
+  // Prepares requests until the ring is full or nothing waits; whether any are in flight then.
+  bool fill() {
+    while (!free_.empty()) {
+      std::optional<Block> block;
+      if (continued_.empty()) {
+        block = queue_.try_take();
+      } else {
+        block = std::move(continued_.back());
+        continued_.pop_back();
+      }
+      if (!block) break;
+      const std::size_t slot = free_.back();
+      free_.pop_back();
+      ring_.prepare(block->direction, block->file, block->offset, block->memory,
+                    ring_.reach(block->memory, block->bytes), slot);
+      slots_[slot] = std::move(block);
+    }
+    return free_.size() < slots_.size();
+  }
+
+  void reap() {
+    std::uint64_t tag = 0;
+    std::int32_t result = 0;
+    while (ring_.next(tag, result)) {
+      if (tag == kWakeTag) {
+        std::uint64_t count = 0;
+        static_cast<void>(!::read(wake_fd_, &count, sizeof(count)));
+        ring_.prepare_poll(wake_fd_, kWakeTag);
+        continue;
+      }
+      const auto slot = static_cast<std::size_t>(tag);
+      std::optional<Block> rest = queue_.finish(*std::exchange(slots_[slot], std::nullopt), result);
+      free_.push_back(slot);
+      if (rest) continued_.push_back(std::move(*rest));
+    }
+  }
+
+  Ring ring_;
+  std::vector<std::optional<Block>> slots_;  // in flight, by tag
+  std::vector<std::size_t> free_;
+  std::vector<Block> continued_;  // what short transfers left
+  int wake_fd_ = -1;
+  std::thread thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<IoEngine> make_uring_engine(const EngineOptions& options, std::vector<IoFile> files,
+                                            std::span<const std::span<std::byte>> memory, System& system) {
+  return std::make_unique<UringEngine>(options, std::move(files), memory, system);
+}
+
+}  // namespace zb

@@ -1,0 +1,93 @@
+// The raw loops move every byte they claim, the probe stays within its bounds, and predictions follow the rates.
+#include <set>
+
+#include "io/probe.h"
+#include "io/raw_io.h"
+#include "io/swap_file.h"
+#include "io_support.h"
+
+namespace zb {
+namespace {
+
+using test::EmulatedRings;
+using test::FaultySystem;
+using test::Folder;
+
+TEST(RawIo, TouchesEveryBlockOnceInEachDirection) {
+  for (const EngineKind kind : {EngineKind::kIoUring, EngineKind::kThreads}) {
+    for (const IoMode mode : {IoMode::kRead, IoMode::kWrite, IoMode::kBoth}) {
+      EmulatedRings system;
+      const Folder folder;
+      const SwapFile a({.directory = folder.path(), .owner = "a", .bytes = 40960});
+      const SwapFile b({.directory = folder.path(), .owner = "b", .bytes = 40960});
+      std::mutex mutex;
+      std::multiset<std::pair<bool, std::uint64_t>> seen;
+      system.transfer_fault = [&](Direction direction, std::uint64_t offset, std::size_t bytes) -> ssize_t {
+        const std::lock_guard lock(mutex);
+        for (std::size_t at = 0; at < bytes; at += 4096) seen.insert({direction == Direction::kRead, offset + at});
+        return 0;
+      };
+      const HostBuffer memory(3 * 12288, "a test");
+      const IoFile files[] = {{a.fd(), a.path()}, {b.fd(), b.path()}};
+      EXPECT_GT(time_raw_io({kind, 12288, 3}, mode, files, 0, 40960, {memory.data(), memory.bytes()}, system), 0.0);
+      for (std::uint64_t offset = 0; offset < 40960; offset += 4096) {
+        EXPECT_EQ(seen.count({true, offset}), mode == IoMode::kWrite ? 0U : 2U);
+        EXPECT_EQ(seen.count({false, offset}), mode == IoMode::kRead ? 0U : 2U);
+      }
+    }
+  }
+}
+
+TEST(RawIo, AFailedTransferIsAnErrorWithItsPath) {
+  for (const EngineKind kind : {EngineKind::kIoUring, EngineKind::kThreads}) {
+    EmulatedRings system;
+    system.transfer_fault = [](Direction, std::uint64_t offset, std::size_t) -> ssize_t {
+      return offset == 8192 ? -EIO : 0;
+    };
+    const Folder folder;
+    const SwapFile file({.directory = folder.path(), .owner = "a", .bytes = 40960});
+    const IoFile files[] = {{file.fd(), file.path()}};
+    const HostBuffer memory(2 * 4096, "a test");
+    try {
+      time_raw_io({kind, 4096, 2}, IoMode::kWrite, files, 0, 40960, {memory.data(), memory.bytes()}, system);
+      FAIL() << "no error";
+    } catch (const IoError& error) {
+      EXPECT_EQ(error.path(), file.path());
+      EXPECT_NE(std::string(error.what()).find("offset 8192"), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST(Probe, MeasuresWithinItsFileAndLeavesNothing) {
+  const Folder folder;
+  std::atomic<std::uint64_t> reached{0};
+  FaultySystem system;
+  system.transfer_fault = [&](Direction, std::uint64_t offset, std::size_t bytes) -> ssize_t {
+    std::uint64_t seen = reached;
+    while (seen < offset + bytes && !reached.compare_exchange_weak(seen, offset + bytes)) {
+    }
+    return 0;
+  };
+  const IoRates rates = probe_path({.directory = folder.path(),
+                                    .owner = "probe",
+                                    .bytes = 32 << 20,
+                                    .seconds = 0.3,
+                                    .raw = {EngineKind::kThreads, 1 << 20, 4}},
+                                   system);
+  EXPECT_GT(rates.read_bytes_per_s, 0);
+  EXPECT_GT(rates.write_bytes_per_s, 0);
+  EXPECT_GT(rates.both_bytes_per_s, 0);
+  EXPECT_LE(reached, std::uint64_t{32} << 20);
+  EXPECT_EQ(folder.file_num(), 0U);
+}
+
+TEST(Probe, PredictsFromWhatIsMovedTogetherAndAlone) {
+  const IoRates rates{4e9, 2e9, 5e9};
+  EXPECT_DOUBLE_EQ(predict_io_s(rates, 10e9, 10e9), 4.0);
+  EXPECT_DOUBLE_EQ(predict_io_s(rates, 14e9, 10e9), 5.0);
+  EXPECT_DOUBLE_EQ(predict_io_s(rates, 10e9, 14e9), 6.0);
+  EXPECT_THROW(predict_io_s({}, 1, 1), ArgumentError);
+}
+
+}  // namespace
+}  // namespace zb

@@ -1,0 +1,116 @@
+"""The settings that `tune io` found for a path, in a file that later runs read. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zerobench.errors import ConfigError
+
+SCHEMA_VERSION = 1
+SLOW_BYTES_PER_S = 5e9  # a path below this is worth a warning
+
+
+class IoSettings(BaseModel):
+    """How to swap to one path, and what it gave when that was measured."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: str
+    block_bytes: int = Field(gt=0, multiple_of=4096)
+    depth: int = Field(gt=0)
+    read_bytes_per_s: float = Field(gt=0)
+    write_bytes_per_s: float = Field(gt=0)
+    both_bytes_per_s: float = Field(gt=0)
+    tuned: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.engine}, blocks of {self.block_bytes >> 10} KiB, depth {self.depth}"
+
+
+class SettingsFile(BaseModel):
+    """By resolved path."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: int = SCHEMA_VERSION
+    paths: dict[str, IoSettings] = {}
+
+
+def default_file() -> Path:
+    """In the user's configuration folder, as the XDG base directory specification has it."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".config"
+    return root / "zerobench" / "io.json"
+
+
+def read_settings(file: Path) -> SettingsFile:
+    """Empty where there is no such file."""
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        return SettingsFile()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error}): remove it or run `zerobench tune io` again"
+        ) from None
+    try:
+        settings = SettingsFile.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{file}: {where}: {first['msg']}; remove it or run `zerobench tune io` again"
+        ) from None
+    if settings.schema_version != SCHEMA_VERSION:
+        raise ConfigError(f"{file} is of another version: remove it or run `zerobench tune io` again")
+    return settings
+
+
+def settings_for(path: Path, *, file: Path | None = None) -> IoSettings | None:
+    """Those of the path itself or of the nearest folder above it that was tuned."""
+    known = read_settings(file or default_file()).paths
+    real = path.resolve()
+    for folder in (real, *real.parents):
+        if str(folder) in known:
+            return known[str(folder)]
+    return None
+
+
+def write_settings(path: Path, settings: IoSettings, *, file: Path) -> None:
+    """Adds to the file; readers see the old content or the new one, never half of it."""
+    content = read_settings(file)
+    content.paths[str(path.resolve())] = settings
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")
+        try:
+            with os.fdopen(descriptor, "w") as stream:
+                stream.write(content.model_dump_json(indent=1) + "\n")
+            os.replace(partial, file)
+        except BaseException:
+            os.unlink(partial)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be written ({error.strerror or error}): give another --settings"
+        ) from None
+
+
+def slow_path_warning(path: Path, settings: IoSettings, *, bytes_per_step: float = 0.0) -> str | None:
+    """A sentence where reads and writes together stay below 5 GB/s; with what that means for a step that moves so many
+    bytes, half of them each way."""
+    if settings.both_bytes_per_s >= SLOW_BYTES_PER_S:
+        return None
+    text = (
+        f"{path} gives {settings.both_bytes_per_s / 1e9:.2f} GB/s, reads and writes together, which is below "
+        f"{SLOW_BYTES_PER_S / 1e9:.0f} GB/s"
+    )
+    if not bytes_per_step:
+        return f"{text}: swapping may take longer than the step computes"
+    return f"{text}: the transfers of a step take about {bytes_per_step / settings.both_bytes_per_s:.1f} s"

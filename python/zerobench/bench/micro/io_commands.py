@@ -1,0 +1,136 @@
+"""`zerobench bench io` and `zerobench tune io`. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from zerobench.bench.micro import Output, Repeats, app, result_console, results_in, whole_numbers
+from zerobench.errors import ConfigError
+
+tune_app = typer.Typer(help="Finds the fastest settings for this machine and keeps them for later runs.")
+
+SizeGib = Annotated[
+    float | None,
+    typer.Option(
+        help="GiB of all files together; make it larger than the disk's own cache. Default: 8, less where a quarter "
+        "of the free space or ten seconds of writing are less."
+    ),
+]
+Settings = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of tuned settings. Default: zerobench/io.json in the user's configuration folder."
+    ),
+]
+ChunkMib = Annotated[float, typer.Option(help="MiB of a chunk, the unit that is swapped.")]
+
+
+def names(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def gib(value: float | None) -> int | None:
+    return None if value is None else int(value * (1 << 30))
+
+
+@app.command()
+def io(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Directories on the disks to measure; several are striped.")
+    ],
+    engines: Annotated[
+        str | None,
+        typer.Option(
+            help="A comma list of io_uring, threads. Default of this and the next two: what `tune io` found for the "
+            "first path, else both engines, 1 MiB and 4 MiB, 8 and 32."
+        ),
+    ] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option(help="Bytes of one request, multiples of 4096; a comma list.")
+    ] = None,
+    depth: Annotated[
+        str | None, typer.Option(help="Requests in flight (threads: as many threads); a comma list.")
+    ] = None,
+    modes: Annotated[str, typer.Option(help="A comma list of read, write, both.")] = "read,write,both",
+    chunk_mib: ChunkMib = 16.0,
+    size_gib: SizeGib = None,
+    settings: Settings = None,
+    sample_seconds: Annotated[float, typer.Option(help="Length of one sample, about.")] = 0.5,
+    repeats: Repeats = 7,
+    output: Output = None,
+) -> None:
+    """The swap engines beside the disk's own limit: plain loops over the same files.
+
+    Exit code: 0, or 1 when a transfer failed.
+    """
+    from zerobench.bench.io_settings import default_file, settings_for
+    from zerobench.bench.micro.io import IoOptions, run_io
+
+    console = result_console()
+    if engines is None and block_bytes is None and depth is None:
+        known = settings or default_file()
+        if tuned := settings_for(paths[0], file=known):
+            engines, block_bytes, depth = tuned.engine, str(tuned.block_bytes), str(tuned.depth)
+            console.print(f"# tuned settings of {known}", highlight=False, soft_wrap=True, markup=False)
+    elif settings is not None:
+        raise ConfigError(
+            "--settings gives engine, block and depth: give it without the options that do so too"
+        )
+    options = IoOptions(
+        paths=paths,
+        engines=names(engines or "io_uring,threads"),
+        block_bytes=whole_numbers("--block-bytes", block_bytes or "1048576,4194304"),
+        depths=whole_numbers("--depth", depth or "8,32"),
+        modes=names(modes),
+        chunk_bytes=int(chunk_mib * (1 << 20)),
+        file_bytes=gib(size_gib),
+        repeats=repeats,
+        sample_s=sample_seconds,
+    )
+    options.check()
+    with results_in(output) as file:
+        raise typer.Exit(run_io(options, output=file, console=console, notes=Console(stderr=True)))
+
+
+@tune_app.callback()
+def tune() -> None:
+    """Finds the fastest settings for this machine and keeps them for later runs."""
+
+
+@tune_app.command("io")
+def tune_io(
+    path: Annotated[Path, typer.Argument(help="The directory that state will be swapped to.")],
+    seconds: Annotated[float, typer.Option(help="Time for the search.")] = 30.0,
+    chunk_mib: ChunkMib = 16.0,
+    size_gib: SizeGib = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for the result. Default: zerobench/io.json in the user's configuration folder."
+        ),
+    ] = None,
+) -> None:
+    """Block size, depth and engine with which a path swaps fastest, kept in a file that later runs read.
+
+    Exit code: 0, or 1 when a transfer failed.
+    """
+    from zerobench.bench.io_settings import default_file, read_settings
+    from zerobench.bench.micro.io_tune import TuneOptions, run_tune_io
+
+    options = TuneOptions(
+        path=path,
+        seconds=seconds,
+        file_bytes=gib(size_gib),
+        chunk_bytes=int(chunk_mib * (1 << 20)),
+        settings_file=settings or default_file(),
+    )
+    options.check()
+    read_settings(options.settings_file)  # what cannot be added to is found before time is spent
+    try:
+        raise typer.Exit(run_tune_io(options, console=result_console(), notes=Console(stderr=True)))
+    except KeyboardInterrupt:
+        raise typer.Abort from None

@@ -1,0 +1,99 @@
+"""Facts about the places that state can be swapped to: devices, io_uring, GPUDirect Storage. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from zerobench import _native
+from zerobench.errors import ConfigError, Error
+
+NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
+
+
+def storage_facts() -> dict[str, Any]:
+    """What `info` says: whether the swap engines and GPUDirect Storage are to be had, and if not, why."""
+    try:
+        refusal = _native.load().io_uring_refusal()
+    except Error as error:
+        refusal = str(error)
+    return {
+        "io_uring": "usable" if refusal is None else refusal,
+        "gpu_direct_storage": gpu_direct_storage_text(),
+    }
+
+
+def gpu_direct_storage_text() -> str:
+    """Whether its driver and library are here. zerobench swaps through host memory, where the CPU updates."""
+    missing = []
+    if not NVIDIA_FS.exists():
+        missing.append("the nvidia-fs driver is not loaded")
+    if not has_cufile():
+        missing.append("the cuFile library is not installed")
+    return "driver and library present" if not missing else f"not available: {' and '.join(missing)}"
+
+
+def has_cufile() -> bool:
+    if ctypes.util.find_library("cufile") is not None:
+        return True
+    return any(next(Path(folder).glob("nvidia/*/lib/libcufile.so*"), None) for folder in sys.path if folder)
+
+
+def check_directories(paths: list[Path]) -> None:
+    """One clear line before anything is measured."""
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(f"{path} is no directory: give one on the disk to measure")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"{path} is not writable: give a directory that is")
+
+
+def free_bytes(path: Path) -> int:
+    return shutil.disk_usage(path).free
+
+
+def device_facts(path: Path) -> dict[str, Any]:
+    """The file system that holds a path, and the block device beneath it as far as the kernel tells."""
+    facts: dict[str, Any] = {"path": str(path), "file_system": file_system(path)}
+    device = os.stat(path).st_dev
+    folder = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    if not folder.is_dir():
+        return facts
+    disk = folder if (folder / "queue").is_dir() else folder.parent
+    facts["device"] = disk.name
+    facts["model"] = _text(disk / "device/model")
+    facts["write_cache"] = _text(disk / "queue/write_cache")
+    facts["rotational"] = _text(disk / "queue/rotational") == "1"
+    return facts
+
+
+def device_line(facts: dict[str, Any]) -> str:
+    if "device" not in facts:
+        return f"{facts['path']}: {facts['file_system']}"
+    model = f" ({facts['model']})" if facts["model"] else ""
+    return (
+        f"{facts['path']}: {facts['file_system']} on {facts['device']}{model}, {facts['write_cache']} cache"
+    )
+
+
+def file_system(path: Path) -> str:
+    """Its type: that of the longest mount point above the path."""
+    best, found = "", "unknown"
+    real = str(path.resolve())
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, point, kind, *_ = line.split(" ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, found = point, kind
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,138 @@
+"""The settings that a path was tuned to: kept whole, found from below, refused when they make no sense."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from zerobench.bench.io_settings import (
+    IoSettings,
+    default_file,
+    read_settings,
+    settings_for,
+    slow_path_warning,
+    write_settings,
+)
+from zerobench.bench.micro.io import IoSetting
+from zerobench.bench.micro.io_tune import MOST_IN_FLIGHT_BYTES, candidates_for, choose, search
+from zerobench.bench.storage import device_facts, device_line, file_system
+from zerobench.errors import ConfigError
+
+
+def settings(depth: int = 8, both: float = 6e9) -> IoSettings:
+    return IoSettings(
+        engine="threads",
+        block_bytes=1 << 20,
+        depth=depth,
+        read_bytes_per_s=3e9,
+        write_bytes_per_s=2e9,
+        both_bytes_per_s=both,
+        tuned="2026-01-01T00:00:00+00:00",
+    )
+
+
+def test_settings_are_found_from_the_folders_below(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "io.json"
+    disk, inner = tmp_path / "disk", tmp_path / "disk/a/b"
+    inner.mkdir(parents=True)
+    assert settings_for(inner, file=file) is None
+    write_settings(disk, settings(depth=8), file=file)
+    write_settings(tmp_path / "disk/a", settings(depth=16), file=file)
+    found = settings_for(inner, file=file)
+    assert found is not None and found.depth == 16
+    found = settings_for(disk, file=file)
+    assert found is not None and found.depth == 8
+    assert settings_for(tmp_path, file=file) is None
+    assert [path.name for path in file.parent.iterdir()] == ["io.json"]  # and no partial file
+
+
+def test_the_default_file_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert default_file() == tmp_path / "zerobench/io.json"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")  # to be ignored, as the specification says
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_file() == tmp_path / ".config/zerobench/io.json"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"paths": {"/x": {"engine": "threads"}}}', '{"schema_version": 2}', '{"other": 1}'],
+)
+def test_a_file_of_nonsense_is_refused_with_its_name(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "io.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"io\.json.*tune io"):
+        read_settings(file)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"/proc/nowhere/io\.json.*--settings"):
+        write_settings(tmp_path, settings(), file=Path("/proc/nowhere/io.json"))
+
+
+def _write_often(file: str, folder: str) -> None:
+    for depth in range(1, 60):
+        write_settings(Path(folder), settings(depth=depth), file=Path(file))
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "io.json"
+    write_settings(tmp_path, settings(), file=file)
+    writer = multiprocessing.get_context("spawn").Process(
+        target=_write_often, args=(str(file), str(tmp_path))
+    )
+    writer.start()
+    while writer.is_alive():
+        assert json.loads(file.read_text())["paths"]
+    writer.join()
+    assert writer.exitcode == 0
+
+
+def test_a_slow_path_is_worth_a_warning_with_the_time_it_takes(tmp_path: Path) -> None:
+    assert slow_path_warning(tmp_path, settings(both=5e9)) is None
+    text = slow_path_warning(tmp_path, settings(both=2e9), bytes_per_step=30e9)
+    assert text is not None and "2.00 GB/s" in text and "15.0 s" in text and str(tmp_path) in text
+
+
+def speed(setting: IoSetting) -> float:
+    """A disk that likes 16 requests of 1 MiB."""
+    return 1e9 / (1 + abs(setting.depth - 16) / 16 + abs(setting.block_bytes / (1 << 20) - 1))
+
+
+def test_candidates_begin_with_likely_ones_and_are_bounded() -> None:
+    found = candidates_for(["io_uring", "threads"])
+    assert len(found) == len(set(found))
+    assert all(each.block_bytes * each.depth <= MOST_IN_FLIGHT_BYTES for each in found)
+    assert {each.block_bytes * each.depth for each in found[:10]} == {16 << 20}
+    assert {each.engine for each in found} == {"io_uring", "threads"}
+
+
+def test_the_search_finds_the_fastest_and_measures_finalists_again() -> None:
+    calls = count()
+    best, rates = search(candidates_for(["threads"]), speed, lambda: (next(calls) < 60 for _ in range(80)))
+    assert (best.depth, best.block_bytes) == (16, 1 << 20)
+    assert len(rates) == len(candidates_for(["threads"]))
+    assert sorted(len(values) for values in rates.values())[-4:] > [1, 1, 1, 1]
+
+
+def test_a_search_without_time_still_chooses_something() -> None:
+    best, rates = search(candidates_for(["threads"]), speed, lambda: iter([False]))
+    assert list(rates) == [best]
+
+
+def test_of_equals_the_smallest_in_memory_is_taken() -> None:
+    small = IoSetting(engine="threads", block_bytes=1 << 20, depth=4)
+    large = IoSetting(engine="threads", block_bytes=1 << 20, depth=64)
+    assert choose({large: [1.0, 1.01], small: [0.99, 1.0]}) == small
+    assert choose({large: [1.0, 1.1], small: [0.9, 0.95]}) == large
+
+
+def test_a_path_is_described_by_its_file_system(tmp_path: Path) -> None:
+    assert file_system(Path("/proc")) == "proc"
+    facts = device_facts(tmp_path)
+    assert facts["file_system"] != "unknown"
+    assert str(tmp_path) in device_line(facts)
