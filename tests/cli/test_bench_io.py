@@ -78,7 +78,7 @@ def test_tune_keeps_what_it_found_and_bench_uses_it(command) -> None:
     ("arguments", "said"),
     [
         (["bench", "io", "nowhere"], "nowhere"),
-        (["bench", "io"], "PATHS"),
+        (["bench", "io"], "paths"),
         (["bench", "io", "disk", "--engines", "aio"], "'aio'"),
         (["bench", "io", "disk", "--modes", "both,append"], "'append'"),
         (["bench", "io", "disk", "--block-bytes", "1000"], "1000"),
