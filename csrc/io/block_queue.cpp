@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "common/error.h"
@@ -11,7 +10,7 @@ namespace zb {
 
 struct IoOperation {
   std::size_t block_num = 0;  // not yet ended
-  std::exception_ptr error;
+  IoFailurePtr failure;
   IoCallback on_end;
   bool ended = false;
 };
@@ -23,6 +22,19 @@ constexpr int kRetryNum = 100;
 constexpr std::size_t kSectorBytes = 512;
 
 }  // namespace
+
+void IoFailure::raise() const { throw IoError(error_number, what, path); }
+
+IoFailurePtr failure_of(const std::exception& error) {
+  // The text of a system_error ends with that of its code, which raise() appends again.
+  if (const auto* io = dynamic_cast<const IoError*>(&error)) {
+    std::string text = io->what();
+    const std::string tail = ": " + io->code().message();
+    if (text.ends_with(tail)) text.resize(text.size() - tail.size());
+    return std::make_shared<IoFailure>(IoFailure{io->code().value(), std::move(text), io->path()});
+  }
+  return std::make_shared<IoFailure>(IoFailure{EIO, error.what(), {}});
+}
 
 BlockQueue::BlockQueue(std::vector<IoFile> files, std::size_t block_bytes)
     : files_(std::move(files)), block_bytes_(block_bytes) {
@@ -39,7 +51,7 @@ IoTicket BlockQueue::push(std::span<const IoTransfer> transfers, IoCallback on_e
   ZB_EXPECT(operation->block_num > 0, "an I/O operation needs at least one byte");
   {
     const std::lock_guard lock(mutex_);
-    if (failure_) std::rethrow_exception(failure_);
+    if (failure_) failure_->raise();
     ZB_EXPECT_STATE(!stopped_, "the I/O engine is closed");
     for (const IoTransfer& transfer : transfers) {
       for (std::size_t done = 0; done < transfer.bytes; done += block_bytes_) {
@@ -60,7 +72,7 @@ IoTicket BlockQueue::push(std::span<const IoTransfer> transfers, IoCallback on_e
 void BlockQueue::wait(const IoTicket& ticket) {
   std::unique_lock lock(mutex_);
   ended_.wait(lock, [&] { return ticket->ended; });
-  if (ticket->error) std::rethrow_exception(ticket->error);
+  if (ticket->failure) ticket->failure->raise();
 }
 
 bool BlockQueue::ended(const IoTicket& ticket) {
@@ -86,15 +98,16 @@ std::optional<Block> BlockQueue::take() {
   return pop();
 }
 
-std::exception_ptr BlockQueue::error_of(const Block& block, ssize_t result) const {
+IoFailurePtr BlockQueue::failure_of_call(const Block& block, ssize_t result) const {
   const bool reads = block.direction == Direction::kRead;
   const std::string what = std::string(reads ? "read" : "write") + " of " + std::to_string(block.bytes) +
                            " bytes at offset " + std::to_string(block.offset) + " of " + files_[block.file].path;
   const int error_number = result < 0 ? static_cast<int>(-result) : EIO;
-  const std::string why = result < 0    ? std::strerror(error_number)
-                          : result == 0 ? (reads ? "the file ends there" : "nothing was written")
-                                        : "only " + std::to_string(result) + " bytes at a time were moved";
-  return std::make_exception_ptr(IoError(error_number, what + " failed (" + why + ")", files_[block.file].path));
+  const char* why = result < 0   ? ""
+                    : result > 0 ? " (too few bytes at a time)"
+                    : reads      ? " (the file ends there)"
+                                 : " (no byte was written)";
+  return std::make_shared<IoFailure>(IoFailure{error_number, what + " failed" + why, files_[block.file].path});
 }
 
 std::optional<Block> BlockQueue::finish(Block block, ssize_t result) {
@@ -106,7 +119,7 @@ std::optional<Block> BlockQueue::finish(Block block, ssize_t result) {
   const std::size_t moved = result > 0 ? static_cast<std::size_t>(result) / kSectorBytes * kSectorBytes : 0;
   block.retry_num = moved > 0 ? 0 : block.retry_num + 1;
   if ((result <= 0 && !again) || block.retry_num > kRetryNum) {
-    end_block(block, error_of(block, result));
+    end_block(block, failure_of_call(block, result));
     return std::nullopt;
   }
   block.offset += moved;
@@ -115,18 +128,18 @@ std::optional<Block> BlockQueue::finish(Block block, ssize_t result) {
   return block;
 }
 
-void BlockQueue::end_block(const Block& block, std::exception_ptr error) {
+void BlockQueue::end_block(const Block& block, const IoFailurePtr& failure) {
   IoOperation& operation = *block.operation;
   {
     const std::lock_guard lock(mutex_);
-    if (error && !operation.error) {
-      operation.error = error;
+    if (failure && !operation.failure) {
+      operation.failure = failure;
       operation.block_num -= static_cast<std::size_t>(
           std::erase_if(blocks_, [&](const Block& other) { return other.operation == block.operation; }));
     }
     if (--operation.block_num > 0) return;
   }
-  if (operation.on_end) operation.on_end(operation.error);
+  if (operation.on_end) operation.on_end(operation.failure);
   {
     const std::lock_guard lock(mutex_);
     operation.ended = true;
@@ -147,15 +160,15 @@ bool BlockQueue::stopped() {
   return stopped_ && blocks_.empty();
 }
 
-void BlockQueue::fail(std::exception_ptr error, std::span<Block> taken) {
+void BlockQueue::fail(const IoFailurePtr& failure, std::span<Block> taken) {
   std::deque<Block> waiting;
   {
     const std::lock_guard lock(mutex_);
-    failure_ = error;
+    failure_ = failure;
     waiting.swap(blocks_);
   }
-  for (const Block& block : waiting) end_block(block, error);
-  for (const Block& block : taken) end_block(block, error);
+  for (const Block& block : waiting) end_block(block, failure);
+  for (const Block& block : taken) end_block(block, failure);
 }
 
 }  // namespace zb

@@ -37,9 +37,19 @@ struct IoTransfer {
   std::size_t bytes = 0;
 };
 
-// Called once when all transfers of an operation have ended, in a thread of the engine, holding no lock of it. `error`
-// is the first one, or null. Must not throw; may start further transfers.
-using IoCallback = std::function<void(std::exception_ptr error)>;
+// What went wrong, kept as a value: an exception object shared by threads would be freed by any of them.
+struct IoFailure {
+  int error_number = 0;
+  std::string what;
+  std::string path;
+  [[noreturn]] void raise() const;  // as IoError
+};
+using IoFailurePtr = std::shared_ptr<const IoFailure>;  // null: none
+IoFailurePtr failure_of(const std::exception& error);
+
+// Called once when all transfers of an operation have ended, in a thread of the engine, holding no lock of it.
+// `failure` is the first one, or null. Must not throw; may start further transfers.
+using IoCallback = std::function<void(const IoFailurePtr& failure)>;
 
 struct IoOperation;
 using IoTicket = std::shared_ptr<IoOperation>;
@@ -69,14 +79,14 @@ class BlockQueue {
   void stop();
   bool stopped();
   // Ends all operations, and every later push, with this error.
-  void fail(std::exception_ptr error, std::span<Block> taken);
+  void fail(const IoFailurePtr& failure, std::span<Block> taken);
 
   const std::vector<IoFile>& files() const noexcept { return files_; }
 
  private:
   std::optional<Block> pop();
-  void end_block(const Block& block, std::exception_ptr error);
-  std::exception_ptr error_of(const Block& block, ssize_t result) const;
+  void end_block(const Block& block, const IoFailurePtr& failure);
+  IoFailurePtr failure_of_call(const Block& block, ssize_t result) const;
 
   std::vector<IoFile> files_;
   std::size_t block_bytes_;
@@ -85,7 +95,7 @@ class BlockQueue {
   std::condition_variable ended_;
   std::deque<Block> blocks_;
   bool stopped_ = false;
-  std::exception_ptr failure_;
+  IoFailurePtr failure_;
 };
 
 }  // namespace zb

@@ -76,7 +76,7 @@ std::span<std::byte> Pager::acquire(std::size_t index, Content content) {
   Chunk& chunk = chunks_[index];
   ZB_EXPECT_STATE(chunk.frame == kNone || frames_[chunk.frame].state != State::kHeld,
                   "chunk " + std::to_string(index) + " is held already");
-  if (error_) std::rethrow_exception(error_);
+  if (failure_) failure_->raise();
   const bool is_new = bring_in(lock, index, content);
   frames_[chunk.frame].state = State::kHeld;
   chunk.must_write = content == Content::kOverwritten;
@@ -89,7 +89,7 @@ std::span<std::byte> Pager::acquire(std::size_t index, Content content) {
   if (must_check && !check(index, memory)) {
     lock.lock();
     frames_[chunk.frame].state = State::kReady;
-    std::rethrow_exception(error_);
+    failure_->raise();
   }
   return memory;
 }
@@ -100,7 +100,7 @@ bool Pager::bring_in(Lock& lock, std::size_t index, Content content) {
   ++chunk.acquirer_num;
   const ScopeExit came([&] { --chunk.acquirer_num; });
   for (;;) {
-    if (error_) std::rethrow_exception(error_);
+    if (failure_) failure_->raise();
     if (chunk.frame != kNone) {
       if (frames_[chunk.frame].state == State::kReady) return false;
       wait_change(lock);
@@ -137,11 +137,11 @@ bool Pager::check(std::size_t index, std::span<std::byte> memory) {
   const IoTransfer first =
       space_.transfers(Direction::kRead, chunk.slot, {memory.data(), space_.aligned(chunk.bytes)})[0];
   const std::string path = space_.files()[first.file].path;
-  fail(std::make_exception_ptr(IoError(EBADMSG,
-                                       "chunk " + std::to_string(index) + " (" + std::to_string(chunk.bytes) +
-                                           " bytes, from offset " + std::to_string(first.offset) + " of " + path +
-                                           ") differs from what was written: the file or its device is corrupted",
-                                       path)));
+  fail(std::make_shared<IoFailure>(IoFailure{EBADMSG,
+                                             "chunk " + std::to_string(index) + " (" + std::to_string(chunk.bytes) +
+                                                 " bytes, from offset " + std::to_string(first.offset) + " of " + path +
+                                                 ") differs from what was written: the file or its device is corrupted",
+                                             path}));
   return false;
 }
 
@@ -153,7 +153,7 @@ void Pager::release(std::size_t index, Change change) {
                   "chunk " + std::to_string(index) + " is not held");
   ZB_EXPECT_STATE(change == Change::kDirty || !chunk.must_write,
                   "chunk " + std::to_string(index) + " was acquired to be overwritten and must be released dirty");
-  const bool writes = change == Change::kDirty && chunk.slot != kNone && !error_;
+  const bool writes = change == Change::kDirty && chunk.slot != kNone && !failure_;
   if (writes && checksums_) {
     const std::span<std::byte> memory = memory_of(chunk);
     lock.unlock();
@@ -170,7 +170,7 @@ void Pager::release(std::size_t index, Change change) {
 void Pager::flush() {
   Lock lock(mutex_);
   while (in_flight_num_ > 0) wait_change(lock);
-  if (error_) std::rethrow_exception(error_);
+  if (failure_) failure_->raise();
 }
 
 PagerStats Pager::stats() const {
@@ -218,22 +218,22 @@ void Pager::transfer(Direction direction, std::size_t frame) {
   ++in_flight_num_;
   try {
     engine_.start(space_.transfers(direction, chunk.slot, {frames_[frame].memory, bytes}),
-                  [this, direction, frame](std::exception_ptr error) {
+                  [this, direction, frame](const IoFailurePtr& failure) {
                     const std::lock_guard lock(mutex_);
-                    on_end(direction, frame, std::move(error));
+                    on_end(direction, frame, failure);
                   });
     (direction == Direction::kRead ? stats_.read_bytes : stats_.written_bytes) += bytes;
-  } catch (...) {
-    on_end(direction, frame, std::current_exception());
+  } catch (const std::exception& error) {
+    on_end(direction, frame, failure_of(error));
   }
 }
 
-void Pager::on_end(Direction direction, std::size_t frame, std::exception_ptr error) {
+void Pager::on_end(Direction direction, std::size_t frame, const IoFailurePtr& failure) {
   --in_flight_num_;
   Chunk& chunk = chunks_[frames_[frame].chunk];
   frames_[frame].state = State::kReady;
-  if (error) {
-    fail(std::move(error));
+  if (failure) {
+    fail(failure);
   } else {
     chunk.on_disk = true;
     chunk.unchecked = direction == Direction::kRead && checksums_;
@@ -243,7 +243,7 @@ void Pager::on_end(Direction direction, std::size_t frame, std::exception_ptr er
 }
 
 void Pager::read_ahead() {
-  if (error_ || order_.empty() || frame_waiters_ > 0) return;
+  if (failure_ || order_.empty() || frame_waiters_ > 0) return;
   for (std::size_t ahead = 0, found = 0; ahead < order_.size() && found < swap_frame_num_; ++ahead) {
     const std::size_t index = order_[(next_ + ahead) % order_.size()];
     const Chunk& chunk = chunks_[index];
@@ -254,12 +254,12 @@ void Pager::read_ahead() {
     if (frame == kNone) return;
     place(frame, index, State::kReading);
     transfer(Direction::kRead, frame);
-    if (error_) return;
+    if (failure_) return;
   }
 }
 
-void Pager::fail(std::exception_ptr error) {
-  if (!error_) error_ = std::move(error);
+void Pager::fail(const IoFailurePtr& failure) {
+  if (!failure_) failure_ = failure;
 }
 
 }  // namespace zb

@@ -8,7 +8,6 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -90,9 +89,9 @@ class Pager {
   std::size_t take_frame(std::size_t least_distance);
   void place(std::size_t frame, std::size_t chunk, State state);
   void transfer(Direction direction, std::size_t frame);
-  void on_end(Direction direction, std::size_t frame, std::exception_ptr error);
+  void on_end(Direction direction, std::size_t frame, const IoFailurePtr& failure);
   void read_ahead();
-  void fail(std::exception_ptr error);
+  void fail(const IoFailurePtr& failure);
 
   const SwapSpace& space_;
   IoEngine& engine_;
@@ -106,7 +105,7 @@ class Pager {
   std::size_t next_ = 0;  // place in the order after the chunk acquired last
   std::size_t in_flight_num_ = 0;
   std::size_t frame_waiters_ = 0;
-  std::exception_ptr error_;
+  IoFailurePtr failure_;
   PagerStats stats_;
 };
 

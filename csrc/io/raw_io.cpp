@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -62,7 +61,7 @@ void expect_whole(const Requests::Request& request, const IoFile& file, std::int
   const int error_number = result < 0 ? static_cast<int>(-result) : EIO;
   throw_io(error_number,
            "a transfer of " + std::to_string(request.bytes) + " bytes at offset " + std::to_string(request.offset) +
-               " of " + file.path + " failed (" + (result < 0 ? std::strerror(error_number) : "it was cut short") + ")",
+               " of " + file.path + (result < 0 ? " failed" : " was cut short"),
            file.path);
 }
 

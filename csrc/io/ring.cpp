@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <thread>
 #include <utility>
 
@@ -21,8 +20,7 @@ constexpr int kBusyAttempts = 5000;
 constexpr std::chrono::milliseconds kBusyPause{1};
 
 std::string refusal(int error_number) {
-  std::string text = "io_uring is not usable here: ";
-  text += std::strerror(error_number);
+  std::string text = "io_uring is not usable here";
   if (error_number == EPERM) text += " (kernel.io_uring_disabled, or the container's policy)";
   if (error_number == ENOSYS) text += " (the kernel is older than 5.5, or the container's policy)";
   return text + "; choose the threads engine or allow the fallback to it";

@@ -11,7 +11,6 @@
 #include <cctype>
 #include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <utility>
 #include <vector>
@@ -151,15 +150,12 @@ bool SwapFile::create(const SwapFileSpec& spec, int attempt) {
   const int fd = open_new(spec);
   if (fd == -EEXIST) return false;
   if (fd < 0) {
-    throw_io(-fd,
-             "no swap file can be made in " + spec.directory + " (" + std::strerror(-fd) +
-                 "); give a directory that exists and is writable",
+    throw_io(-fd, "no swap file can be made in " + spec.directory + "; give a directory that exists and is writable",
              spec.directory);
   }
   fd_ = fd;
   if (const int result = system_.flock(fd_, LOCK_EX); result < 0) {
-    throw_io(-result, path_ + " cannot be locked (" + std::strerror(-result) + "); choose a path that supports flock",
-             path_);
+    throw_io(-result, path_ + " cannot be locked; choose a path that supports flock", path_);
   }
   if (system_.link_num(fd_) > 0) return true;
   system_.close(std::exchange(fd_, -1));
@@ -181,9 +177,7 @@ void SwapFile::reserve(const SwapFileSpec& spec) {
                  " are needed and " + in_gib(had) + " are free (" + missing + "); free some or give another path",
              spec.directory);
   }
-  throw_io(-result,
-           spec.directory + " cannot reserve " + in_gib(spec.bytes) + " (" + std::strerror(-result) +
-               "); choose a file system with fallocate",
+  throw_io(-result, spec.directory + " cannot reserve " + in_gib(spec.bytes) + "; choose a file system with fallocate",
            spec.directory);
 }
 

@@ -59,12 +59,12 @@ class UringEngine final : public IoEngine {
         ring_.submit(1);
         reap();
       }
-    } catch (...) {
+    } catch (const std::exception& error) {
       std::vector<Block> taken = std::move(continued_);
       for (std::optional<Block>& slot : slots_) {
         if (slot) taken.push_back(std::move(*slot));
       }
-      queue_.fail(std::current_exception(), taken);
+      queue_.fail(failure_of(error), taken);
     }
   }
 

@@ -103,8 +103,8 @@ TEST_P(IoEngineTest, ManyOperationsFromManyThreadsAllEnd) {
         for (std::size_t i = 0; i < kPieceNum; ++i) {
           const std::size_t at = (thread * kPieceNum + i) * kPiece;
           const IoTransfer write{Direction::kWrite, 0, at, memory.data() + at, kPiece};
-          tickets.push_back(engine->start({&write, 1}, [&](std::exception_ptr error) {
-            EXPECT_FALSE(error);
+          tickets.push_back(engine->start({&write, 1}, [&](const IoFailurePtr& failure) {
+            EXPECT_FALSE(failure);
             ++callbacks;
           }));
         }
@@ -128,8 +128,8 @@ TEST_P(IoEngineTest, AnOperationMayBeStartedWhenAnotherEnds) {
   const auto engine = make({file.handle()}, 4096, 2);
   std::atomic<int> left{20};
   std::atomic<bool> ended{false};
-  std::function<void(std::exception_ptr)> next = [&](std::exception_ptr error) {
-    EXPECT_FALSE(error);
+  IoCallback next = [&](const IoFailurePtr& failure) {
+    EXPECT_FALSE(failure);
     if (--left == 0) {
       ended = true;
       return;
@@ -189,10 +189,10 @@ TEST_P(IoEngineTest, AFailedTransferIsAnErrorOfItsOperationAlone) {
   const File file(folder_.path(), "bad", 1 << 16);
   const HostBuffer memory(1 << 16, "a test");
   const auto engine = make({file.handle()}, 4096, 3);
-  std::exception_ptr seen;
+  IoFailurePtr seen;
   const IoTransfer bad{Direction::kWrite, 0, 0, memory.data(), 1 << 16};
   const IoTransfer good{Direction::kWrite, 0, 1 << 15, memory.data(), 1 << 14};
-  const IoTicket failing = engine->start({&bad, 1}, [&](std::exception_ptr error) { seen = error; });
+  const IoTicket failing = engine->start({&bad, 1}, [&](const IoFailurePtr& failure) { seen = failure; });
   engine->wait(engine->start({&good, 1}));
   try {
     engine->wait(failing);
