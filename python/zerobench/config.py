@@ -95,6 +95,9 @@ class Config(_Section):
         None, ge=1, description="optimizer threads of this rank; null is its share of CPUs"
     )
     pin_threads: bool = True
+    cpus: list[int] | None = Field(
+        None, min_length=1, description="CPUs of this rank's threads; null is its share of the process's"
+    )
     rank: int | None = Field(default=None, ge=0)
     world_size: int | None = Field(default=None, ge=1)
     local_rank: int | None = Field(default=None, ge=0)

@@ -41,7 +41,7 @@ class CpuPlace(Place):
 
     def __init__(self, config: Config, topology: Topology) -> None:
         core = _native.load()
-        cpus = core.cpus_of_rank(topology.local_rank, topology.local_world_size)
+        cpus = config.cpus or core.cpus_of_rank(topology.local_rank, topology.local_world_size)
         threads = config.threads or len(cpus)
         self._parts = core.cpu_device_parts(
             thread_num=threads, cpus=cpus if config.pin_threads and threads <= len(cpus) else []

@@ -15,12 +15,14 @@ from test_strategies_peers import DEFAULTS, on_gpus
 
 from zerobench import strategies
 from zerobench.bench.configs import read_row
+from zerobench.bench.limits import judge_host
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
 from zerobench.strategies import requirements
 from zerobench.strategies.deepspeed import deepspeed_config
 from zerobench.strategies.swap_folder import SwapFolder
 
+PLACED = {"host": {"exp_avg": 3, "master": 2}, "device": {"parameters": 100}}
 EVERYWHERE = [name for name in strategies.available() if not name.startswith("zero")]
 
 
@@ -56,7 +58,11 @@ def test_every_peer_runs_what_it_is_asked_for_or_says_why_not(name, offload):
         ("deepspeed3", {"optimizer_in_backward": True}, "deepspeed3_super"),
         ("deepspeed2", {"offload": "cpu_optimizer", "offload_ratio": 0.5}, "stage 3 only"),
         ("deepspeed3", {"offload": "cpu_optimizer", "offload_ratio": "auto"}, "a number"),
-        ("deepspeed3", {"offload": "cpu_optimizer", "host_memory_bytes": 1}, "--host-memory-gib"),
+        (
+            "deepspeed3",
+            {"offload": "nvme", "nvme_paths": ("/a",), "host_memory_bytes": 1},
+            "--host-memory-gib",
+        ),
         ("deepspeed3", {"offload": "nvme", "nvme_paths": ("/a", "/b")}, "one --nvme-path"),
         ("deepspeed3", {"offload": "nvme", "nvme_paths": ("/a",), "offload_ratio": 0.5}, "GPU and host"),
         ("deepspeed3_super", {"offload": "cpu_optimizer", "precision": "fp16"}, "unscaled"),
@@ -153,6 +159,13 @@ def test_a_missing_library_names_what_installs_it():
     assert requirements.missing_library("c", "this", install="nothing") is None
     reason = requirements.missing_library("no-such-thing", "Swapping", install="no-such-thing-dev")
     assert reason == "Swapping needs libno-such-thing, which is not installed: install no-such-thing-dev"
+
+
+def test_what_is_held_on_the_host_is_judged_by_its_budget():
+    judge_host(PLACED, 5)
+    judge_host(PLACED, None)
+    with pytest.raises(MemoryError, match="--host-memory-gib leaves a rank"):
+        judge_host(PLACED, 4)
 
 
 def test_swap_folders_go_with_their_run_and_those_of_killed_runs_with_the_next(tmp_path):

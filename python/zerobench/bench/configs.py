@@ -11,7 +11,7 @@ from zerobench import config as configuration
 from zerobench.bench import deepspeed_file
 from zerobench.errors import ConfigError
 
-_FROM_THE_LAUNCHER = ("rank", "world_size", "local_rank", "local_world_size", "rendezvous")
+_FROM_THE_LAUNCHER = ("rank", "world_size", "local_rank", "local_world_size", "rendezvous", "cpus")
 _PRECISION_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -34,7 +34,26 @@ def read_row(path: Path, *, optimizer: Mapping[str, Any]) -> tuple[str, dict[str
         decided["clip"] = config.gradient_clipping
     if "optimizer" in own:
         decided["optimizer"] = {**optimizer, **hyperparameters(path, config, own["optimizer"])}
-    return f"zero{config.stage}", decided, own
+    return f"zero{config.stage}", decided | placement(own), own
+
+
+def placement(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the file puts state and when it is updated; what it says nothing of is left to the options."""
+    decided: dict[str, Any] = {}
+    if "optimizer_in_backward" in own:
+        decided["optimizer_in_backward"] = own["optimizer_in_backward"]
+    if "offload_optimizer" not in own:
+        return decided
+    section = own["offload_optimizer"]
+    if section is None:
+        return {**decided, "offload": "none", "offload_ratio": None, "nvme_paths": []}
+    on_nvme = section.get("device") == "nvme"
+    decided |= {
+        "offload": "nvme" if on_nvme else "cpu_full" if own.get("offload_param") else "cpu_optimizer",
+        "offload_ratio": section.get("ratio"),
+        "nvme_paths": list(section.get("nvme_path", [])) if on_nvme else [],
+    }
+    return decided
 
 
 def hyperparameters(path: Path, config: configuration.Config, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 
 import torch
@@ -11,6 +12,17 @@ from zerobench.bench.meters import CudaMeter, Meter
 from zerobench.errors import OutOfMemoryError
 
 GIB = 1 << 30
+
+
+def judge_host(memory_bytes: Mapping[str, Mapping[str, int]], limit_bytes: int | None) -> None:
+    """Raises MemoryError where what a rank holds on the host for its offloaded state is above its share of
+    --host-memory-gib."""
+    held = sum(memory_bytes.get("host", {}).values())
+    if limit_bytes is not None and held > limit_bytes:
+        raise MemoryError(
+            f"{held / GIB:.3g} GiB of host memory are held for offloaded state and --host-memory-gib leaves a rank "
+            f"{limit_bytes / GIB:.3g}"
+        )
 
 
 class DeviceLimit:

@@ -22,7 +22,7 @@ from zerobench.bench import measure, verify
 from zerobench.bench.binding import Binding, bind_rank
 from zerobench.bench.channel import Channel
 from zerobench.bench.job import Job, Report, Skipped, Window, WindowTransfers
-from zerobench.bench.limits import GIB, DeviceLimit
+from zerobench.bench.limits import GIB, DeviceLimit, judge_host
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.meters import Meter, open_meter
 from zerobench.bench.result import RowDtypes
@@ -276,6 +276,7 @@ def measured(
             tick=channel.tick,
         )
         limit.judge(window.memory)
+        judge_host(window.memory_bytes, settings.host_memory_bytes)
         window.binding = None if place.binding is None else str(place.binding)
         dtypes = row_dtypes(strategy, job)
     if job.settings.offload != "none":  # once all that the strategy held is free

@@ -46,9 +46,9 @@ def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool) -> 
             return "DeepSpeed's ratio is for stage 3 only: use deepspeed3, or leave --offload-ratio out"
     if settings.offload_ratio == "auto":
         return "DeepSpeed chooses no ratio by itself: give --offload-ratio a number"
-    if settings.host_memory_bytes is not None:
-        return "DeepSpeed takes no budget of host memory: leave --host-memory-gib out"
     if offload == "nvme":
+        if settings.host_memory_bytes is not None:
+            return "DeepSpeed keeps what it swaps on NVMe whatever the host has: leave --host-memory-gib out"
         if settings.offload_ratio is not None:
             return "DeepSpeed's ratio splits between GPU and host: use --offload cpu_optimizer with it"
         if len(settings.nvme_paths) != 1:

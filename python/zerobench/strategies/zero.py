@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from zerobench.config import Config, parse
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
@@ -37,6 +38,7 @@ def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
         "local_rank": settings.local_rank,
         "local_world_size": settings.local_world_size,
     }
+    config |= placement(settings)
     merged = merge(config, settings.options)
     for key in ("stage", "gradient_accumulation_steps"):  # the row's name and its batches depend on these
         if merged[key] != config[key]:
@@ -47,10 +49,46 @@ def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
     return merged
 
 
+def placement(settings: StrategySettings) -> dict[str, Any]:
+    """Where state lives and when it is updated, in the engine's words; keys that say nothing new are left out."""
+    config: dict[str, Any] = {}
+    if settings.optimizer_in_backward:
+        config["optimizer_in_backward"] = True
+    if settings.cpus is not None:
+        config["cpus"] = list(settings.cpus)
+    if settings.offload == "none":
+        return config
+    section: dict[str, Any] = {"device": "nvme" if settings.offload == "nvme" else "cpu"}
+    if settings.offload_ratio is not None:
+        section["ratio"] = settings.offload_ratio
+    if settings.offload == "nvme":
+        section["nvme_path"] = list(settings.nvme_paths)
+        if settings.host_memory_bytes is not None:
+            section["host_memory_bytes"] = settings.host_memory_bytes
+    config["offload_optimizer"] = section
+    if settings.offload == "cpu_full":
+        config["offload_param"] = {"device": "cpu"}
+    return config
+
+
 class ZeroStrategy(Strategy):
     """The engine at the stage that a subclass names."""
 
     stage: ClassVar[int]
+
+    @classmethod
+    def unplaced(cls, settings: StrategySettings) -> str | None:
+        """The engine's own configuration knows what it can do."""
+        missing = [key for key in placement(settings) if key not in Config.model_fields]
+        if missing:
+            return f"this build of the engine has no {' and no '.join(missing)}"
+        if settings.offload == "cpu_full" and settings.world_size == 1:
+            return "parameters on the host are shards, and one rank has none: use --offload cpu_optimizer"
+        try:
+            parse(engine_config(settings, stage=cls.stage))
+        except ConfigError as error:
+            return f"the engine cannot run it: {error}"
+        return None
 
     @classmethod
     def unsupported(cls, settings: StrategySettings) -> str | None:
