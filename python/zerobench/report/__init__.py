@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .advice import advise
+    from .comparing import finish_rows
     from .frame import load, read_results, write_csv
     from .plots import write_plots
-    from .rows import finish_rows
     from .stats import Ratio, median_of_ratios, ratio_of_medians, summarise
     from .tables import render_table, table_text
 
@@ -25,7 +25,7 @@ _HOME = {
     "read_results": "frame",
     "write_csv": "frame",
     "write_plots": "plots",
-    "finish_rows": "rows",
+    "finish_rows": "comparing",
     "Ratio": "stats",
     "median_of_ratios": "stats",
     "ratio_of_medians": "stats",
