@@ -8,12 +8,14 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from zerobench import data, models
 from zerobench.bench.configs import read_row
+from zerobench.bench.io_settings import settings_for, slow_path_warning
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.names import OURS, stage_of, unique_names
 from zerobench.bench.options import OWN_ATTENTION, CompareOptions, Ratio, check_options
@@ -21,6 +23,8 @@ from zerobench.bench.result import Settings
 from zerobench.bench.tolerances import VERIFY_STEPS
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import OptimizerSettings
+
+_SWAPPED_BYTES = 24  # a parameter and step: fp32 master and two moments, read and written
 
 
 class Configuration(BaseModel):
@@ -245,11 +249,28 @@ def check_baseline(options: CompareOptions, configurations: Sequence[Configurati
 
 
 def warnings_about(configurations: Sequence[Configuration]) -> list[str]:
+    warnings = []
     largest = max(configuration.settings.world_size for configuration in configurations)
     cpus = cpus_usable()
     if largest > cpus:
-        return [
+        warnings.append(
             f"{largest} ranks share {cpus} CPU core{'s' if cpus != 1 else ''}: "
             "step times show the sharing, not the strategies"
-        ]
-    return []
+        )
+    return [*warnings, *slow_disks(configurations)]
+
+
+def slow_disks(configurations: Sequence[Configuration]) -> list[str]:
+    """What `tune io` measured of the folders, where that is little: masters and moments are read and written each step,
+    all of them once, in shares of the same size for each folder."""
+    swapping = [c.settings for c in configurations if c.settings.offload == "nvme"]
+    largest = max((settings.parameter_count or 0 for settings in swapping), default=0)
+    warnings = []
+    for paths in {tuple(settings.nvme_paths) for settings in swapping}:
+        for path in map(Path, paths):
+            tuned = settings_for(path)
+            warning = tuned and slow_path_warning(
+                path, tuned, bytes_per_step=_SWAPPED_BYTES * largest / len(paths)
+            )
+            warnings += [warning] if warning else []
+    return warnings
