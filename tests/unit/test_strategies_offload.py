@@ -19,7 +19,7 @@ from zerobench.bench.limits import judge_host
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
 from zerobench.strategies import requirements
-from zerobench.strategies.deepspeed import deepspeed_config
+from zerobench.strategies.deepspeed_config import deepspeed_config
 from zerobench.strategies.swap_folder import SwapFolder
 
 PLACED = {"host": {"exp_avg": 3, "master": 2}, "device": {"parameters": 100}}
@@ -83,6 +83,13 @@ def test_superoffload_updates_during_backward_unless_it_clips():
     )  # fmt: skip
     found = [(c.settings.clip, c.settings.optimizer_in_backward) for c in plan.configurations]
     assert found == [(None, True), (1.0, False)]
+
+
+def test_superoffload_says_when_shared_memory_is_too_small():
+    strategy = strategies.get("deepspeed3_super")(on_gpus(offload="cpu_optimizer"))
+    strategy._check_room(1000)
+    with pytest.raises(MemoryError, match="/dev/shm"):
+        strategy._check_room(10**15)
 
 
 def test_deepspeed_offloads_pinned_and_with_its_own_adam():

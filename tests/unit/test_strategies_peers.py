@@ -15,7 +15,7 @@ from zerobench import strategies
 from zerobench.bench.configs import read_row
 from zerobench.errors import ConfigError
 from zerobench.strategies import requirements, shared
-from zerobench.strategies.deepspeed import MAX_BUCKET_NUMEL, bucket_numel, deepspeed_config
+from zerobench.strategies.deepspeed_config import MAX_BUCKET_NUMEL, bucket_numel, deepspeed_config
 
 DEEPSPEED = [f"deepspeed{stage}" for stage in range(4)]
 SUPER = "deepspeed3_super"

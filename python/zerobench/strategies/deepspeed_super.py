@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,6 +11,10 @@ from torch import nn
 from zerobench.strategies.base import Batch, StepResult
 from zerobench.strategies.deepspeed import DeepSpeedStrategy
 from zerobench.strategies.deepspeed_partitions import gather, state_of
+
+GIB = 1 << 30
+_SHARED_MEMORY = "/dev/shm"
+_SHARED_BYTES = 8  # a parameter: fp32 master and gradient
 
 
 class DeepSpeed3SuperStrategy(DeepSpeedStrategy):
@@ -23,6 +28,18 @@ class DeepSpeed3SuperStrategy(DeepSpeedStrategy):
     def build(self, model_factory: Callable[[], nn.Module]) -> None:
         super().build(model_factory)
         self._exp_avg: dict[int, torch.Tensor] = {}  # by sub-group
+
+    def _check_room(self, parameter_count: int) -> None:
+        """Masters and gradients are passed to the worker in shared memory, where too little of it is a SIGBUS."""
+        settings = self.settings
+        share = settings.offload_ratio if isinstance(settings.offload_ratio, float) else 1.0
+        needed = share * _SHARED_BYTES * parameter_count * settings.local_world_size / settings.world_size
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+        if needed > free:
+            raise MemoryError(
+                f"SuperOffload keeps masters and gradients in {_SHARED_MEMORY}: {needed / GIB:.1f} GiB are needed and "
+                f"{free / GIB:.1f} are free: make it larger"
+            )
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
         result = super().step(micro_batches, norm=norm)

@@ -1,0 +1,122 @@
+"""DeepSpeed's configuration: communication overlapped, timers off, buckets sized for the model, a file over it all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zerobench.errors import ConfigError
+from zerobench.strategies.base import OptimizerSettings, StrategySettings
+from zerobench.strategies.deepspeed_offload import offload_options
+from zerobench.strategies.shared import INITIAL_LOSS_SCALE_POWER, LOSS_SCALE_GROWTH_STEPS, merge
+
+_NEVER = 10**9  # steps between lines of progress
+MIN_BUCKET_NUMEL, MAX_BUCKET_NUMEL = 5_000_000, 500_000_000
+
+
+def bucket_numel(parameter_count: int) -> int:
+    """A quarter of the model: DeepSpeed's own 5e8 is one bucket for a small model, which then reduces only after
+    backward. Never more than that, and never so little that latency rules."""
+    return min(max(parameter_count // 4, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL)
+
+
+def deepspeed_config(
+    settings: StrategySettings,
+    *,
+    stage: int,
+    parameter_count: int,
+    deepcompile: bool = False,
+    super_offload: bool = False,
+    swap_folder: str | None = None,
+) -> dict[str, Any]:
+    """DeepSpeed's configuration: the settings, with ``settings.options`` (a DeepSpeed file) over them."""
+    bucket = bucket_numel(parameter_count)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": settings.batch_size,
+        "gradient_accumulation_steps": settings.grad_accum,
+        "gradient_clipping": settings.clip or 0.0,
+        "steps_per_print": _NEVER,
+        "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
+        "bf16": {"enabled": settings.precision == "bf16"},
+        "fp16": {
+            "enabled": settings.precision == "fp16",
+            "initial_scale_power": INITIAL_LOSS_SCALE_POWER,
+            "loss_scale_window": LOSS_SCALE_GROWTH_STEPS,
+            "hysteresis": 1,
+        },
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
+        "compile": {"deepcompile": deepcompile},
+    }
+    if not fuses_with_torch(settings, stage=stage):
+        config["optimizer"] = {"type": "AdamW", "params": adamw_parameters(settings.optimizer)}
+    if settings.precision == "bf16":
+        config["bf16"]["check_grad_overflow"] = False  # no other row waits to look for NaN before its step
+    if (
+        stage in (1, 2)
+        and settings.offload == "none"
+        and settings.clip is None
+        and not settings.deterministic
+    ):
+        config["zero_optimization"]["compute_grad_norm"] = False  # nobody asks for it in a timed step
+    offload = offload_options(
+        settings, parameter_count=parameter_count, super_offload=super_offload, swap_folder=swap_folder
+    )
+    config = merge(config, offload)
+    found = checked(merge(config, without_auto(settings.options)), config)
+    for section in ("offload_optimizer", "offload_param"):  # a file's folder holds ours
+        if swap_folder is not None and "nvme_path" in found["zero_optimization"].get(section, {}):
+            found["zero_optimization"][section]["nvme_path"] = swap_folder
+    return found
+
+
+def fuses_with_torch(settings: StrategySettings, *, stage: int) -> bool:
+    """Whether torch's fused AdamW is used, which needs no compiler. DeepSpeed's stage 0 flattens its masters, and fuses
+    over them, only for its own optimizer, and offloaded masters are updated by its own on the CPU."""
+    return settings.offload == "none" and (stage > 0 or settings.precision == "fp32")
+
+
+def adamw_parameters(optimizer: OptimizerSettings) -> dict[str, Any]:
+    return {
+        "lr": optimizer.lr,
+        "betas": [optimizer.beta1, optimizer.beta2],
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+    }
+
+
+def without_auto(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Files for Hugging Face's Trainer say "auto" where the trainer decides; here the settings do. They decide the
+    optimizer too (a file's is read into them), and the global batch is the product of the other two and the ranks."""
+    return {
+        key: without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in options.items()
+        if value != "auto" and key not in ("optimizer", "train_batch_size")
+    }
+
+
+def checked(config: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Raise where a file contradicts what the row is named and compared by."""
+    for path in (
+        ("train_micro_batch_size_per_gpu",),
+        ("gradient_accumulation_steps",),
+        ("zero_optimization", "stage"),
+        ("compile", "deepcompile"),
+        ("bf16", "enabled"),
+        ("fp16", "enabled"),
+    ):
+        found, expected = config, ours
+        for key in path:
+            found, expected = found[key], expected[key]
+        if found != expected:
+            raise ConfigError(
+                f"the DeepSpeed configuration has {'.'.join(path)} {found} and this row runs {expected}: leave it out "
+                "or make them equal"
+            )
+    return config
