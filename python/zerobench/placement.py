@@ -63,6 +63,7 @@ class CudaPlace(Place):
     def __init__(self, index: int) -> None:
         cuda = _native.load_cuda()
         torch.cuda.set_device(index)
+        torch.cuda.empty_cache()  # NCCL connects next, and asks the driver for memory only once
         self.name = f"cuda:{index}"
         self._index = index
         self.device = cuda.make_device(index, on_out_of_memory=torch.cuda.empty_cache)
