@@ -11,6 +11,7 @@
 
 #include "zero/engine.h"
 #include "zero/torch_hooks.h"
+#include "zero/torch_memory.h"
 #include "zero/torch_parameter.h"
 
 namespace py = pybind11;
@@ -69,11 +70,16 @@ class BoundEngine {
         }
       };
     }
+    EngineOptions with_memory = options;
+    if (at::Device(device).is_cuda()) {
+      memory_ = std::make_shared<TorchMemory>(device);
+      with_memory.allocate_in_compute = [memory = memory_](std::size_t bytes) { return memory->allocate(bytes); };
+    }
     auto gather = take_communicator(gather_communicator);
     auto reduce = take_communicator(reduce_communicator);
     const py::gil_scoped_release release;
     engine_ =
-        std::make_shared<Engine>(options, std::move(model), std::move(parts), std::move(gather), std::move(reduce));
+        std::make_shared<Engine>(with_memory, std::move(model), std::move(parts), std::move(gather), std::move(reduce));
     std::vector<at::Tensor> trainable;
     for (const std::size_t index : indices) trainable.push_back(tensors[index]);
     hooks_ = make_gradient_hooks(engine_, trainable, indices);
@@ -88,6 +94,11 @@ class BoundEngine {
     if (engine_) engine_->quiesce();
     hooks_.reset();
     engine_.reset();
+  }
+
+  void set_compute_stream(void* stream) {
+    if (memory_) memory_->follow_current_stream();
+    get().set_compute_stream(stream);
   }
 
   void begin_backward(bool last) {
@@ -119,6 +130,7 @@ class BoundEngine {
   }
 
  private:
+  std::shared_ptr<TorchMemory> memory_;  // null where the device's own memory serves
   std::shared_ptr<Engine> engine_;
   std::unique_ptr<GradientHooks> hooks_;
   std::vector<std::vector<std::int64_t>> sizes_;
@@ -197,8 +209,9 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
           "(applied, global gradient norm before clipping) of the last step. Blocks until it is known.")
       .def(
           "set_compute_stream",
-          [](BoundEngine& e, std::uintptr_t stream) { e.get().set_compute_stream(reinterpret_cast<void*>(stream)); },
-          py::arg("stream"), Release(), "The native stream that the caller computes on from now on.");
+          [](BoundEngine& e, std::uintptr_t stream) { e.set_compute_stream(reinterpret_cast<void*>(stream)); },
+          py::arg("stream"), Release(),
+          "The native stream that the caller computes on from now on, torch's current one of the calling thread.");
 }
 
 void bind_engine_reading(py::class_<BoundEngine>& engine) {

@@ -45,6 +45,7 @@ struct ToyOptions {
   std::size_t publish_bytes = 0;  // every unit alone
   LossScaleOptions loss_scale;
   std::function<std::unique_ptr<Store>(Ledger*, const DeviceParts&)> make_store = make_device_store;
+  std::function<void()> before_allocation;  // of gradient shards; may throw
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   // Schedules of devices with lanes to run on; 0 is the CPU.
   std::uint32_t lane_schedule_num = 0;
@@ -86,17 +87,23 @@ class ToyRank {
       tensors_.push_back(tensor);
       model.bindings.push_back(std::make_unique<ToyBinding>(tensor));
     }
-    const EngineOptions engine_options{
-        .stage = options.stage,
-        .accumulation_steps = options.accumulation_steps,
-        .clip = options.clip,
-        .prefetch_bytes = options.prefetch_bytes == SIZE_MAX ? 0 : options.prefetch_bytes,
-        .default_prefetch = options.prefetch_bytes == SIZE_MAX,
-        .reshard_after_forward = options.reshard_after_forward,
-        .keep_parameter_shards = options.keep_parameter_shards,
-        .publish_bytes = options.publish_bytes,
-        .loss_scale = options.loss_scale,
-        .make_store = options.make_store};
+    EngineOptions engine_options{.stage = options.stage,
+                                 .accumulation_steps = options.accumulation_steps,
+                                 .clip = options.clip,
+                                 .prefetch_bytes = options.prefetch_bytes == SIZE_MAX ? 0 : options.prefetch_bytes,
+                                 .default_prefetch = options.prefetch_bytes == SIZE_MAX,
+                                 .reshard_after_forward = options.reshard_after_forward,
+                                 .keep_parameter_shards = options.keep_parameter_shards,
+                                 .publish_bytes = options.publish_bytes,
+                                 .loss_scale = options.loss_scale,
+                                 .make_store = options.make_store};
+    if (lanes_ || options.before_allocation) {
+      engine_options.allocate_in_compute = [this](std::size_t bytes) {
+        if (options_.before_allocation) options_.before_allocation();
+        return lanes_ ? lanes_->allocate_in_compute(bytes, "a gradient shard")
+                      : parts_.device->allocate(bytes, "a gradient shard");
+      };
+    }
     engine_ =
         std::make_unique<Engine>(engine_options, std::move(model), parts_, std::move(gather_), std::move(reduce_));
   }
@@ -138,7 +145,7 @@ class ToyRank {
     for (const std::size_t unit : units) unit_backward(unit);
     for (const std::size_t parameter : parameters_of(kRoot)) give_gradient(parameter);
     engine_->end_backward();
-    EXPECT_EQ(lanes_ ? lanes_->gradient_num() : 0U, 0U) << "gradients are held that were packed long ago";
+    EXPECT_EQ(lanes_ ? lanes_->block_num("a gradient") : 0U, 0U) << "gradients are held that were packed long ago";
     ++micro_step_;
   }
 
@@ -159,7 +166,7 @@ class ToyRank {
     const DType dtype = options_.param_dtype;
     const std::size_t bytes = values.size() * dtype_bytes(dtype);
     std::shared_ptr<std::byte> gradient =
-        lanes_ ? lanes_->allocate_in_compute(bytes) : parts_.device->allocate(bytes, "a gradient");
+        lanes_ ? lanes_->allocate_in_compute(bytes, "a gradient") : parts_.device->allocate(bytes, "a gradient");
     std::byte* const data = gradient.get();
     compute(*parts_.device, "backward", {LaneDevice::written(data, dtype, values.size())},
             [data, dtype, values] { cpu_kernels().cast(data, dtype, values.data(), DType::kFloat32, values.size()); });

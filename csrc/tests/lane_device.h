@@ -14,6 +14,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -83,18 +84,20 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
     run_some();
   }
   // Memory as torch's allocator gives it for the compute lane: when its owner lets go, later work there gets it.
-  std::shared_ptr<std::byte> allocate_in_compute(std::size_t bytes) {
+  std::shared_ptr<std::byte> allocate_in_compute(std::size_t bytes, const std::string& what) {
     auto memory = make_memory(bytes);
-    ++gradient_num_;
-    races_.allocated(memory.get(), bytes, "a gradient");
+    ++block_num_[what];
+    races_.allocated(memory.get(), bytes, what);
+    put_in(Lane::kCompute, "whatever had the memory before", {{memory.get(), bytes, true}},
+           [memory, bytes] { std::memset(memory.get(), 0xFF, bytes); });
     std::byte* const data = memory.get();
-    return {data, [device = weak_from_this(), memory = std::move(memory), bytes](std::byte*) {
-              if (const auto alive = device.lock()) alive->reuse_in_compute(memory, bytes);
+    return {data, [device = weak_from_this(), memory = std::move(memory), bytes, what](std::byte*) {
+              if (const auto alive = device.lock()) alive->reuse_in_compute(memory, bytes, what);
             }};
   }
 
   // Blocks of it that have owners.
-  std::size_t gradient_num() const { return gradient_num_; }
+  std::size_t block_num(const std::string& what) { return block_num_[what]; }
 
   // Runs lanes, and lets the peers run, until it is true.
   void run_until(const std::function<bool()>& is_reached) {
@@ -252,8 +255,8 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
     std::memset(memory.get(), 0xFF, bytes);
     freed_.push_back(memory);  // what is put in may still touch it, if the caller is wrong
   }
-  void reuse_in_compute(const std::shared_ptr<std::byte>& memory, std::size_t bytes) {
-    --gradient_num_;
+  void reuse_in_compute(const std::shared_ptr<std::byte>& memory, std::size_t bytes, const std::string& what) {
+    --block_num_[what];
     const std::size_t actor = index_of(Lane::kCompute);
     join(clocks_[actor], clocks_[kHost]);
     ++clocks_[actor][actor];
@@ -317,7 +320,7 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
   std::shared_ptr<Peers> peers_;
   RaceDetector races_;
   std::array<Clock, kActorNum> clocks_{};
-  std::size_t gradient_num_ = 0;
+  std::map<std::string, std::size_t> block_num_;
   std::array<std::deque<Item>, kLaneNum> lanes_;
   std::vector<std::shared_ptr<std::byte>> freed_;  // until the lanes are empty
 };

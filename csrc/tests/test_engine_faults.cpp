@@ -91,6 +91,69 @@ TEST_P(EngineFaults, AFailedBackwardDropsTheWholeWindow) {
   EXPECT_EQ(master, reference.master);
 }
 
+// Of this rank's allocations of gradient shards, how many are still to succeed; none fails below 0.
+thread_local long allocations_left = -1;
+
+void allocate_or_fail() {
+  if (allocations_left >= 0 && allocations_left-- == 0) throw OutOfMemoryError("no memory for reduced gradients");
+}
+
+void backward_or_abort(ToyRank& toy) {
+  try {
+    toy.backward(kReversed);
+  } catch (const OutOfMemoryError&) {
+    allocations_left = -1;
+    toy.engine().abort_backward();
+    throw;
+  }
+}
+
+TEST_P(EngineFaults, GradientsWithoutMemoryAreAnErrorAndTheStepIsRepeated) {
+  ToyOptions with = options();
+  with.before_allocation = allocate_or_fail;
+  for (const long succeeding : {0L, 2L, 4L}) {
+    const Values master = same_on_all(with, [&](ToyRank& toy) {
+      for (long step = 0; step < 3; ++step) {
+        toy.forward(kUnits);
+        if (toy.engine().policy().gradients == GradientPlacement::kShardedEachMicroBatch) {
+          allocations_left = (succeeding + step) % 5;
+          EXPECT_THROW(backward_or_abort(toy), OutOfMemoryError);
+          toy.forward(kUnits);
+        }
+        toy.backward(kReversed);
+        toy.start_step();
+      }
+      return toy.state(FullState::kMaster);
+    });
+    EXPECT_EQ(master, reference_after(3));
+  }
+}
+
+TEST_P(EngineFaults, OneRankWithoutMemoryEndsAll) {
+  if (stage_policy(options().stage, world_size()).gradients != GradientPlacement::kShardedEachMicroBatch) {
+    GTEST_SKIP() << "gradients are there for good";
+  }
+  ToyOptions with = options();
+  with.before_allocation = allocate_or_fail;
+  const auto errors = try_ranks(with, [&](ToyRank& toy) {
+    toy.train();
+    toy.forward(kUnits);
+    if (toy.rank() == 0) allocations_left = 2;
+    backward_or_abort(toy);
+    toy.step();
+    toy.train_step();
+  });
+  for (std::size_t index = 0; index < errors.size(); ++index) {
+    ASSERT_NE(errors[index], nullptr);
+    if (index % static_cast<std::size_t>(world_size()) == 0) {
+      EXPECT_THROW(std::rethrow_exception(errors[index]), OutOfMemoryError);
+    } else {
+      EXPECT_THROW(std::rethrow_exception(errors[index]), CommunicationError);
+      EXPECT_NE(message_of(errors[index]).find("rank 0"), std::string::npos) << message_of(errors[index]);
+    }
+  }
+}
+
 TEST_P(EngineFaults, AnOverflowSkipsTheStepEverywhereAndHalvesTheScale) {
   ToyOptions with = options();
   with.param_dtype = DType::kFloat16;
@@ -260,6 +323,7 @@ TEST_P(EngineFaults, AReplacedStorageIsFoundAndNamed) {
 TEST_P(EngineFaults, TheLedgerIsBackToItsLevelAfterEveryStep) {
   run_ranks(options(), [&](ToyRank& toy) {
     toy.train();
+    static_cast<void>(toy.state(FullState::kMaster));  // in lanes gradients go when their update was waited for
     const std::int64_t level = toy.engine().ledger().total(Tier::kDevice).current_bytes;
     for (long step = 0; step < 2; ++step) {
       toy.failing_forward({1, 2});

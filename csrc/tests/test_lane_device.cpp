@@ -102,17 +102,17 @@ TEST_F(LaneDevices, FindsMemoryThatGoesTooEarly) {
 
 TEST_F(LaneDevices, GivesMemoryOfTheComputeLaneToItsLaterWork) {
   const auto device = make();
-  auto gradient = device->allocate_in_compute(64);
+  auto gradient = device->allocate_in_compute(64, "a gradient");
   const auto flat = device->allocate(64, "a flat buffer");
   device->copy(Lane::kCompute, flat.get(), gradient.get(), 64);
-  EXPECT_EQ(device->gradient_num(), 1U);
+  EXPECT_EQ(device->block_num("a gradient"), 1U);
   std::byte* const data = gradient.get();
   gradient.reset();
-  EXPECT_EQ(device->gradient_num(), 0U);
+  EXPECT_EQ(device->block_num("a gradient"), 0U);
   EXPECT_EQ(findings_, std::vector<std::string>());
   device->copy(Lane::kCompute, flat.get(), data, 64);
   EXPECT_TRUE(found("copy touches memory that is none of the device's"));
-  auto other = device->allocate_in_compute(64);
+  auto other = device->allocate_in_compute(64, "a gradient");
   device->put_in(Lane::kReduce, "another lane", {{other.get(), 64, false}}, [] {});
   other.reset();
   EXPECT_TRUE(found("nothing orders that behind: the reduce lane reads in another lane"));

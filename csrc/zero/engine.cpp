@@ -46,9 +46,9 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
   gathers_ =
       std::make_unique<GatherScheduler>(device(), *gather_communicator_, *store_, &ledger_, units_, parameters_, clock_,
                                         parameters_sharded(), options.reshard_after_forward, prefetch_bytes_);
-  reduces_ = std::make_unique<ReduceScheduler>(device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_,
-                                               policy_.gradients, parameters_sharded(),
-                                               [this](Unit& unit) { offer_gradients(unit); });
+  reduces_ = std::make_unique<ReduceScheduler>(
+      device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_, policy_.gradients, parameters_sharded(),
+      ReduceEvents{[this](Unit& unit) { make_gradient_shards(unit); }, [this](Unit& unit) { offer_gradients(unit); }});
   for (Unit& unit : units_) build_unit(unit, model);
   build_norms();
   gathers_->reserve_slots();
@@ -142,7 +142,9 @@ void Engine::build_flat(FlatBuffer& flat) {
     return;
   }
 
-  if (policy_.gradients == GradientPlacement::kShardedEachMicroBatch) {
+  if (makes_gradients_each_step()) {
+    // Made when the unit is reduced.
+  } else if (policy_.gradients == GradientPlacement::kShardedEachMicroBatch) {
     flat.shard_gradients = {
         communicator.allocate(flat.shard_gradient_bytes(), BufferRole::kPrivate, &ledger_, Category::kGradients)};
   } else {
@@ -160,6 +162,41 @@ void Engine::build_flat(FlatBuffer& flat) {
   }
   flat.store_shard = store_->add_shard(spec, std::span<const float>(values + first, spec.numel));
   if (several) communicator.barrier(flat.label);  // nobody reads the broadcast's buffer any more
+}
+
+namespace {
+
+// A gradient shard that lives for a step.
+class StepBuffer final : public RegisteredBuffer {
+ public:
+  StepBuffer(std::shared_ptr<std::byte> memory, std::size_t bytes, bool is_on_device, Allocation allocation)
+      : memory_(std::move(memory)), is_on_device_(is_on_device), allocation_(std::move(allocation)) {
+    data_ = memory_.get();
+    bytes_ = bytes;
+  }
+
+  bool is_on_device() const noexcept override { return is_on_device_; }
+
+ private:
+  std::shared_ptr<std::byte> memory_;
+  bool is_on_device_;
+  Allocation allocation_;
+};
+
+}  // namespace
+
+void Engine::make_gradient_shards(Unit& unit) {
+  if (!makes_gradients_each_step()) return;
+  unit.gradients_spent = false;  // what an unused unit still has is written again, in the lane of its last use
+  for (FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable || flat.shard_gradients) continue;
+    const std::size_t bytes = flat.shard_gradient_bytes();
+    auto memory = options_.allocate_in_compute ? options_.allocate_in_compute(bytes)
+                                               : device().allocate(bytes, category_name(Category::kGradients));
+    flat.shard_gradients = {
+        std::make_shared<StepBuffer>(std::move(memory), bytes, device().is_async(),
+                                     Allocation(&ledger_, Tier::kDevice, Category::kGradients, bytes))};
+  }
 }
 
 void Engine::build_norms() {
@@ -251,12 +288,17 @@ void Engine::finish_backward_if_done(std::size_t index) {
 void Engine::begin_backward(bool last) {
   enter([&] {
     gathers_->begin_pass(PassKind::kBackward);
-    drop_offers();
-    if (!store_->issues_at_once()) finish_updates();  // the last ones still read the gradients that are written now
-    reduces_->begin_backward(last);
-    for (std::size_t index = 0; index < units_.size(); ++index) {
-      // No hook asks for the root's parameters; an earlier backward may have resharded them.
-      if (units_[index].is_root) gathers_->use(index);
+    try {
+      drop_offers();
+      if (!store_->issues_at_once()) finish_updates();  // the last ones still read the gradients that are written now
+      reduces_->begin_backward(last);
+      for (std::size_t index = 0; index < units_.size(); ++index) {
+        // No hook asks for the root's parameters; an earlier backward may have resharded them.
+        if (units_[index].is_root) gathers_->use(index);
+      }
+    } catch (...) {
+      leave_backward();
+      throw;
     }
   });
 }
@@ -275,8 +317,11 @@ void Engine::end_backward() {
     try {
       gathers_->end_pass();
       reduces_->end_backward();
-    } catch (...) {
+    } catch (const CommunicationError&) {
       reduces_->drop_backward();
+      throw;
+    } catch (...) {  // of this rank alone: the others are not left waiting
+      leave_backward();
       throw;
     }
     gathers_->release_all();
@@ -284,16 +329,18 @@ void Engine::end_backward() {
 }
 
 void Engine::abort_backward() {
-  enter([&] {
-    try {
-      gathers_->end_pass();
-      reduces_->abort_backward();
-    } catch (...) {
-      reduces_->drop_backward();
-      throw;
-    }
-    gathers_->release_all();
-  });
+  enter([&] { leave_backward(); });
+}
+
+void Engine::leave_backward() {
+  try {
+    gathers_->end_pass();
+    reduces_->abort_backward();
+  } catch (...) {
+    reduces_->drop_backward();
+    throw;
+  }
+  gathers_->release_all();
 }
 
 void Engine::set_compute_stream(void* stream) {

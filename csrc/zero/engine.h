@@ -45,6 +45,9 @@ struct EngineOptions {
   // moving a few MiB.
   std::size_t publish_bytes = std::size_t{64} << 20;
   LossScaleOptions loss_scale;
+  // Memory for the compute lane and what is ordered with it, not zeroed: once its owner lets go, what is put into that
+  // lane later may get it. Empty: the device's own memory.
+  std::function<std::shared_ptr<std::byte>(std::size_t bytes)> allocate_in_compute = nullptr;
   // Where optimizer state lives.
   std::function<std::unique_ptr<Store>(Ledger*, const DeviceParts&)> make_store = make_device_store;
 };
@@ -160,6 +163,8 @@ class Engine {
   void build_unit(Unit& unit, EngineModel& model);
   void build_flat(FlatBuffer& flat);
   void build_norms();
+  void make_gradient_shards(Unit& unit);
+  void leave_backward();
   void finish_backward_if_done(std::size_t unit);
   void check_bindings() const;
   void check_communicators() const;
@@ -183,6 +188,10 @@ class Engine {
   bool state_sharded() const { return policy_.state == Placement::kSharded; }
   std::byte* update_gradient(const FlatBuffer& flat) const {
     return (state_sharded() ? flat.shard_gradients : flat.full_gradients).data();
+  }
+  // Gradient shards then live from reduction to update alone.
+  bool makes_gradients_each_step() const {
+    return policy_.gradients == GradientPlacement::kShardedEachMicroBatch && options_.accumulation_steps == 1;
   }
   bool publishes() const { return state_sharded() && !parameters_sharded(); }
   // Sharded state is updated beside the next forward, whose units wait for their own parameters; so is what a store

@@ -209,6 +209,7 @@ void Engine::update_unit(Unit& unit, std::span<const AdamScalars> rows) {
                                             .step_on_host = scalars,
                                             .step_arrived = pending_.arrived});
   }
+  unit.gradients_spent = true;
 }
 
 // Units before `end` are updated: they are published, small ones together.
@@ -259,6 +260,9 @@ void Engine::wait_updated(Unit& unit) {
   }
   for (const WorkPtr& work : unit.publishing) work->wait();
   unit.publishing.clear();
+  // Their memory is the compute lane's, which is behind all that uses it.
+  if (!std::exchange(unit.gradients_spent, false) || !makes_gradients_each_step()) return;
+  for (FlatBuffer& flat : unit.flats) flat.shard_gradients = {};
 }
 
 void Engine::finish_updates() {

@@ -24,8 +24,7 @@ constexpr auto kPollInterval = std::chrono::microseconds(20);
 
 ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                                  std::vector<Parameter>& parameters, CommunicationClock& clock,
-                                 GradientPlacement placement, bool gathers_beside,
-                                 std::function<void(Unit&)> on_reduced)
+                                 GradientPlacement placement, bool gathers_beside, ReduceEvents events)
     : device_(device),
       communicator_(communicator),
       ledger_(ledger),
@@ -34,7 +33,7 @@ ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Led
       clock_(clock),
       placement_(placement),
       gathers_beside_(gathers_beside),
-      on_reduced_(std::move(on_reduced)),
+      events_(std::move(events)),
       slots_(device, communicator, ledger, BufferRole::kShared, Category::kGradientSlots,
              {.first = Lane::kCompute, .last = communicator.lane()}),
       staging_(device, communicator, ledger, BufferRole::kPrivate, Category::kStaging,
@@ -284,8 +283,9 @@ void ReduceScheduler::launch_ready() {
     Unit& unit = units_[index];
     // Without its shared slot it cannot be reduced yet; the next event tries again.
     if (!persistent() && !unit.gradient_slot && !(await_slot(index) && try_take_slot(index, false))) break;
-    launch(index);
+    if (!discards_) events_.before(unit);
     ++next_turn_;
+    launch(index);
   }
   finish_ready();
 }
@@ -343,7 +343,9 @@ void ReduceScheduler::start_reduce(Unit& unit) {
     Region source =
         flat.full_gradients ? flat.full_gradients : unit.gradient_slot.region().at(flat.gradient_offset_bytes);
     Region destination = flat.shard_gradients;
-    if (!persistent() && window_backwards_ > 0) {
+    if (!destination) {  // the peers get this rank's part, and nobody reads what it receives
+      destination = source.at(static_cast<std::size_t>(communicator_.rank()) * flat.shard_gradient_bytes());
+    } else if (!persistent() && window_backwards_ > 0) {
       staged_[unit_index].push_back(staging_.acquire(flat.shard_gradient_bytes(), slot_index_[unit_index]));
       destination = staged_[unit_index].back().region();
     }
@@ -365,9 +367,14 @@ void ReduceScheduler::finish_ready() {
       return persistent() ? work->test() : work->test_source_free();
     });
     if (!ready) return;
-    finish(in_flight_.front());
-    in_flight_.pop_front();
+    finish_first();
   }
+}
+
+void ReduceScheduler::finish_first() {
+  const std::size_t index = in_flight_.front();
+  in_flight_.pop_front();
+  finish(index);
 }
 
 void ReduceScheduler::finish(std::size_t index) {
@@ -381,7 +388,7 @@ void ReduceScheduler::finish(std::size_t index) {
   unit.gradient_slot.reset();
   std::size_t staged = 0;
   for (FlatBuffer& flat : unit.flats) {
-    if (!flat.trainable) continue;
+    if (!flat.trainable || discards_) continue;
     if (!staged_[index].empty()) {
       device_.add(lane, flat.shard_gradients.data(), flat.reduce_dtype, staged_[index][staged++].region().data(),
                   flat.reduce_dtype, flat.layout.shard_numel());
@@ -395,30 +402,28 @@ void ReduceScheduler::finish(std::size_t index) {
   // In lanes this costs the host nothing and hides behind the rest of backward; a CPU rank would wait for its peers.
   if (device_.is_async() && last_) start_replicate(unit, replicating_);
   unit.set_gradient_state(GradientState::kReduced);
-  if (last_ && (device_.is_async() || !replicates())) on_reduced_(unit);
+  if (last_ && !discards_ && (device_.is_async() || !replicates())) events_.reduced(unit);
 }
 
 void ReduceScheduler::settle() {
   const CommunicationClock::Scope timed(clock_);
   if (!reduces_now()) return;
-  for (; next_turn_ < order_.size(); ++next_turn_) {
+  while (next_turn_ < order_.size()) {
     const std::size_t index = order_[next_turn_];
     Unit& unit = units_[index];
     if (!persistent() && !unit.gradient_slot) {
       // All ranks are past their gathers here, so the slot's last unit is certain to be reduced.
       while (!try_take_slot(index, false)) {
         ZB_EXPECT_STATE(!in_flight_.empty(), "no gradient slot for unit '" + unit.name + "' (an error of zerobench)");
-        finish(in_flight_.front());
-        in_flight_.pop_front();
+        finish_first();
       }
     }
+    if (!discards_) events_.before(unit);
+    ++next_turn_;
     launch(index);
     finish_ready();
   }
-  while (!in_flight_.empty()) {
-    finish(in_flight_.front());
-    in_flight_.pop_front();
-  }
+  while (!in_flight_.empty()) finish_first();
   replicate();
 }
 
@@ -442,8 +447,8 @@ void ReduceScheduler::replicate() {
   for (const WorkPtr& work : replicating_) work->wait(communicator_.lane());
   if (!replicating_.empty()) last_work_ = replicating_.back();
   replicating_.clear();
-  if (device_.is_async() || !replicates()) return;
-  for (const std::size_t index : order_) on_reduced_(units_[index]);
+  if (device_.is_async() || !replicates() || discards_) return;
+  for (const std::size_t index : order_) events_.reduced(units_[index]);
 }
 
 void ReduceScheduler::end_backward() {
@@ -465,6 +470,8 @@ void ReduceScheduler::abort_backward() {
   if (!in_backward_) return;
   in_backward_ = false;
   forget_uses();
+  discards_ = true;
+  const ScopeExit over([this] { discards_ = false; });
   settle();
   // No step follows, whose exchange would tell that peers have read this rank's gradients: the next backward may write
   // there at once. The last collective's source is free when all ranks are through all of them.

@@ -37,13 +37,20 @@
 
 namespace zb {
 
+// What the owner does for a unit.
+struct ReduceEvents {
+  // Before its reduction: gives it the gradient shards that it lacks. May throw, and is called again then.
+  std::function<void(Unit&)> before;
+  // Its gradients for the next update are there for what is put into the communicator's lane.
+  std::function<void(Unit&)> reduced;
+};
+
 class ReduceScheduler {
  public:
-  // `gathers_beside`: backwards gather parameters too. `on_reduced` is called when a unit's gradients for the next
-  // update are there for what is put into the communicator's lane.
+  // `gathers_beside`: backwards gather parameters too.
   ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                   std::vector<Parameter>& parameters, CommunicationClock& clock, GradientPlacement placement,
-                  bool gathers_beside, std::function<void(Unit&)> on_reduced);
+                  bool gathers_beside, ReduceEvents events);
 
   // Makes the slots, and staging shards where micro-batches accumulate. Collective.
   void reserve_slots(long accumulation_steps);
@@ -96,6 +103,7 @@ class ReduceScheduler {
   void start_reduce(Unit& unit);
   void start_replicate(Unit& unit, std::vector<WorkPtr>& works);
   void finish_ready();
+  void finish_first();
   void finish(std::size_t unit);
   void replicate();
   void settle();  // launches and finishes everything that is left
@@ -111,7 +119,7 @@ class ReduceScheduler {
   CommunicationClock& clock_;
   GradientPlacement placement_;
   bool gathers_beside_;
-  std::function<void(Unit&)> on_reduced_;
+  ReduceEvents events_;
   SlotPool slots_;
   SlotPool staging_;
 
@@ -127,6 +135,7 @@ class ReduceScheduler {
   std::vector<std::vector<SlotLease>> staged_;  // by unit: where a further micro-batch's sum lands first
   std::vector<std::size_t> completed_;
   bool in_backward_ = false;
+  bool discards_ = false;  // what is reduced now is for the peers alone
   bool last_ = false;
   bool recorded_ = false;                // expectations come from a backward, not from a guess
   bool regular_ = false;                 // expectations hold for the running backward

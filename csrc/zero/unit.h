@@ -81,7 +81,7 @@ struct FlatBuffer {
   Region shard_parameters;  // this rank's piece: a slice of full_parameters, or a buffer of its own; or none:
   bool is_fetched = false;  // the store gives this rank's piece before each gather
   Region full_gradients;    // where full gradients persist
-  Region shard_gradients;   // this rank's reduced piece
+  Region shard_gradients;   // this rank's reduced piece; none between update and reduction where it is made for a step
   std::size_t store_shard = 0;
   double* sum_of_squares = nullptr;  // device memory: of shard_gradients, once reduced
   MarkPtr written;  // behind a change of shard_parameters by others than the store, until a gather has waited for it
@@ -128,6 +128,7 @@ struct Unit {
   std::uint32_t awaited_inputs = 0;  // uses whose gradients towards the unit's inputs are still to come
 
   GradientState gradient_state = GradientState::kEmpty;
+  bool gradients_spent = false;             // the updates that read them were started
   SlotLease gradient_slot;                  // shared slot, or empty while the gradients persist in full
   std::shared_ptr<RegisteredBuffer> spare;  // private stand-in while the slot is not this unit's yet
   std::vector<HeldGradient> held;           // where the device works in lanes: packed together, in one piece of work

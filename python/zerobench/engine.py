@@ -157,7 +157,11 @@ class Engine:
             self._micro_step = 0
             self._abort_backward(error)
             raise
-        self._core.end_backward()
+        try:
+            self._core.end_backward()
+        except BaseException:
+            self._micro_step = 0  # the gradients are gone
+            raise
         self._micro_step += 1
 
     def step(self) -> None:

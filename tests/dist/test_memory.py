@@ -207,8 +207,11 @@ def test_peaks_equal_the_formula(measured, world_size, name, stage):
             assert {key: value for key, value in window.items() if key != "staging"} == {
                 key: value for key, value in expected.items() if key != "staging"
             }
+        at_rest = dict(expected)
+        if world_size > 1 and stage >= 2 and config.get("gradient_accumulation_steps", 1) == 1:
+            at_rest["gradients"] = 0  # they lived from reduction to update
         assert {key: value for key, value in facts["now"].items() if value} == {
-            key: value for key, value in expected.items() if value
+            key: value for key, value in at_rest.items() if value
         }
         assert not any(any(tier.values()) for key, tier in facts["other_tiers"].items() if key != "device")
 

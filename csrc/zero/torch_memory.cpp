@@ -1,0 +1,36 @@
+#include "zero/torch_memory.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+#include "common/error.h"
+
+namespace zb {
+namespace {
+
+c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+}  // namespace
+
+TorchMemory::TorchMemory(const std::string& device)
+    : device_(device), stream_(c10::impl::VirtualGuardImpl(device_.type()).getDefaultStream(device_)) {}
+
+void TorchMemory::follow_current_stream() { stream_ = current_stream(device_); }
+
+std::shared_ptr<std::byte> TorchMemory::allocate(std::size_t bytes) const {
+  const c10::StreamGuard guard(stream_);  // autograd's threads have streams of their own
+  try {
+    auto held = std::make_shared<c10::DataPtr>(c10::GetAllocator(device_.type())->allocate(bytes));
+    auto* data = static_cast<std::byte*>(held->get());
+    return {std::move(held), data};
+  } catch (const c10::OutOfMemoryError&) {
+    throw OutOfMemoryError(device_.str() + " ran out of memory: reduced gradients need " + std::to_string(bytes) +
+                           " bytes more; use a smaller batch, gradient checkpointing, more devices or a smaller model");
+  }
+}
+
+}  // namespace zb

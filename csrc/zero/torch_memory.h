@@ -1,0 +1,28 @@
+// Device memory of torch's caching allocator, for what lives no longer than a step.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace zb {
+
+// Memory belongs to the stream that was torch's current one when it was followed last, or the device's default stream:
+// once its owner lets go, later work of that stream may get it.
+class TorchMemory {
+ public:
+  explicit TorchMemory(const std::string& device);
+
+  // Of the calling thread.
+  void follow_current_stream();
+  // Not zeroed. From any thread. Throws OutOfMemoryError when torch has nothing left to give back either.
+  std::shared_ptr<std::byte> allocate(std::size_t bytes) const;
+
+ private:
+  c10::Device device_;
+  c10::Stream stream_;
+};
+
+}  // namespace zb
