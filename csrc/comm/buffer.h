@@ -40,9 +40,6 @@ class Buffer final : public RegisteredBuffer {
   Allocation allocation_;
 };
 
-// What the machine and this process's memory cgroup still have to give.
-std::size_t available_host_bytes();
-
 // A buffer of this process's memory with every page in place. Throws OutOfMemoryError, also where the pages could be
 // mapped but not be filled.
 std::shared_ptr<Buffer> allocate_local(std::size_t bytes, BufferRole role, Ledger* ledger, Category category);

@@ -133,6 +133,19 @@ std::shared_ptr<std::byte> CudaDevice::allocate_pinned(std::size_t bytes) {
   return {static_cast<std::byte*>(memory), [](std::byte* held) { static_cast<void>(cudaFreeHost(held)); }};
 }
 
+void CudaDevice::register_host(std::byte* data, std::size_t bytes) {
+  bind_thread();
+  const cudaError_t code = cudaHostRegister(data, bytes, cudaHostRegisterPortable);
+  if (code == cudaErrorMemoryAllocation) {
+    static_cast<void>(cudaGetLastError());
+    throw OutOfMemoryError("the driver cannot pin " + in_mib(bytes) + " MiB of host memory for cuda:" +
+                           std::to_string(ordinal_) + "; offload less, or use more ranks or hosts");
+  }
+  ZB_CUDA(code);
+}
+
+void CudaDevice::unregister_host(std::byte* data) noexcept { static_cast<void>(cudaHostUnregister(data)); }
+
 void CudaDevice::cast(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
                       std::size_t numel) {
   const PackItem item{destination, destination_dtype, source, source_dtype, numel, false};

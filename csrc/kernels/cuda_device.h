@@ -23,7 +23,7 @@ struct StreamDestroyer {
 };
 using OwnStream = std::unique_ptr<CUstream_st, StreamDestroyer>;
 
-class CudaDevice final : public Device {
+class CudaDevice final : public Device, public HostRegistrar {
  public:
   // `on_out_of_memory` gives back device memory that others hold unused; an allocation that fails calls it and is tried
   // once more. Throws ArgumentError for a device that is not there.
@@ -50,6 +50,10 @@ class CudaDevice final : public Device {
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override;
   std::shared_ptr<std::byte> allocate_pinned(std::size_t bytes) override;
+  HostRegistrar* host_registrar() noexcept override { return this; }
+  // For every device of the process. From any thread, beside other calls.
+  void register_host(std::byte* data, std::size_t bytes) override;
+  void unregister_host(std::byte* data) noexcept override;
 
   void cast(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
             std::size_t numel) override;

@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "common/dtype.h"
+#include "memory/pinned_mapping.h"
 
 namespace zb {
 
@@ -84,6 +85,8 @@ class Device {
   virtual std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) = 0;
   // Host memory that copies to and from the device may use without blocking.
   virtual std::shared_ptr<std::byte> allocate_pinned(std::size_t bytes) = 0;
+  // What makes other host memory the same as allocate_pinned's; null where all host memory is.
+  virtual HostRegistrar* host_registrar() noexcept { return nullptr; }
 
   // destination[i] = convert(source[i]), rounded to nearest even
   virtual void cast(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
@@ -114,5 +117,11 @@ class Device {
   }
   virtual void pop_range() {}
 };
+
+// The device's registrar, which keeps the device; null where it has none.
+inline std::shared_ptr<HostRegistrar> host_registrar(const std::shared_ptr<Device>& device) {
+  HostRegistrar* registrar = device->host_registrar();
+  return registrar == nullptr ? nullptr : std::shared_ptr<HostRegistrar>(device, registrar);
+}
 
 }  // namespace zb
