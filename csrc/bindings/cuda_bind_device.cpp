@@ -38,7 +38,7 @@ void bind_lanes(BoundDeviceClass& device) {
           [](const BoundDevice& self, const std::string& lane) {
             return reinterpret_cast<std::uintptr_t>(self.device->stream(lane_from_name(lane)));
           },
-          py::arg("lane"), "The handle of a lane's stream; lanes are compute, gather and reduce.")
+          py::arg("lane"), "The handle of a lane's stream; lanes are compute, gather, reduce, to_host and from_host.")
       .def(
           "set_compute_stream",
           [](BoundDevice& self, std::uintptr_t stream) {
@@ -105,7 +105,9 @@ Lane lane_from_name(const std::string& name) {
   if (name == "compute") return Lane::kCompute;
   if (name == "gather") return Lane::kGather;
   if (name == "reduce") return Lane::kReduce;
-  throw ArgumentError("'" + name + "' is not a lane; use compute, gather or reduce");
+  if (name == "to_host") return Lane::kToHost;
+  if (name == "from_host") return Lane::kFromHost;
+  throw ArgumentError("'" + name + "' is not a lane; use compute, gather, reduce, to_host or from_host");
 }
 
 BoundDeviceClass bind_cuda_device(py::module_& m) {

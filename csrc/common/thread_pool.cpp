@@ -10,7 +10,6 @@
 #include <atomic>
 #include <cerrno>
 #include <climits>
-#include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -18,6 +17,7 @@
 #include <thread>
 #include <utility>
 
+#include "common/blocked_signals.h"
 #include "common/error.h"
 
 namespace zb {
@@ -81,24 +81,6 @@ struct Worker {
   std::size_t end = 0;
   std::exception_ptr error;
   std::thread thread;
-};
-
-// Signals go to the threads of the application (Python handles them in its main thread), except the ones that a thread
-// brings on itself.
-class BlockedSignals {
- public:
-  BlockedSignals() noexcept {
-    sigset_t blocked;
-    sigfillset(&blocked);
-    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&blocked, own);
-    pthread_sigmask(SIG_SETMASK, &blocked, &before_);
-  }
-  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  BlockedSignals(const BlockedSignals&) = delete;
-  BlockedSignals& operator=(const BlockedSignals&) = delete;
-
- private:
-  sigset_t before_;
 };
 
 // A CPU set of any size; the fixed cpu_set_t ends at 1024 CPUs.

@@ -57,7 +57,10 @@ class CpuDevice final : public Device {
     kernels_.copy(destination, source, bytes);
   }
   void copy_to_pinned(Lane, std::byte* host, const void* source, std::size_t bytes) override {
-    std::memcpy(host, source, bytes);
+    if (bytes != 0) std::memcpy(host, source, bytes);
+  }
+  void copy_from_pinned(Lane, void* destination, const std::byte* host, std::size_t bytes) override {
+    if (bytes != 0) std::memcpy(destination, host, bytes);
   }
 
   void sum_of_squares(Lane, double* result, const void* source, DType dtype, std::size_t numel) override {

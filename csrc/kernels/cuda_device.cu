@@ -43,10 +43,12 @@ CudaDevice::CudaDevice(int ordinal, std::function<void()> on_out_of_memory)
   ZB_EXPECT(ordinal >= 0 && ordinal < count,
             "device " + std::to_string(ordinal) + " was asked for, and this machine has " + std::to_string(count));
   bind_thread();
-  gather_stream_ = make_stream();
-  reduce_stream_ = make_stream();
+  for (std::size_t lane = 0; lane < kLaneNum; ++lane) {
+    if (lane == static_cast<std::size_t>(Lane::kCompute)) continue;
+    own_streams_[lane] = make_stream();
+    streams_[lane] = own_streams_[lane].get();
+  }
   host_stream_ = make_stream();
-  streams_ = {nullptr, gather_stream_.get(), reduce_stream_.get()};
   for (auto& scratch : sum_scratch_) scratch = allocate(sum_scratch_bytes(), "partial sums of gradient norms");
 }
 
@@ -179,6 +181,12 @@ void CudaDevice::copy_to_pinned(Lane lane, std::byte* host, const void* source, 
   if (bytes == 0) return;
   bind_thread();
   ZB_CUDA(cudaMemcpyAsync(host, source, bytes, cudaMemcpyDeviceToHost, cuda_stream(lane)));
+}
+
+void CudaDevice::copy_from_pinned(Lane lane, void* destination, const std::byte* host, std::size_t bytes) {
+  if (bytes == 0) return;
+  bind_thread();
+  ZB_CUDA(cudaMemcpyAsync(destination, host, bytes, cudaMemcpyHostToDevice, cuda_stream(lane)));
 }
 
 void CudaDevice::sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) {

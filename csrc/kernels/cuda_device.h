@@ -1,8 +1,8 @@
 // A CUDA device with its lanes, for the engine and for communicators that work in them.
 //
-// Calls come from one thread at a time, of any thread (bind_thread and has_passed beside them, too), and make the
-// device that thread's current one. (They do not put back another device: making a device current for the first time
-// takes memory on it.)
+// Calls come from one thread at a time, of any thread (bind_thread and has_passed beside them, too, and a second thread
+// in lanes of its own, see Device), and make the device that thread's current one. (They do not put back another
+// device: making a device current for the first time takes memory on it.)
 #pragma once
 
 #include <cuda_runtime.h>
@@ -63,6 +63,7 @@ class CudaDevice final : public Device, public HostRegistrar {
   void zero(Lane lane, void* destination, std::size_t bytes) override;
   void copy(Lane lane, void* destination, const void* source, std::size_t bytes) override;
   void copy_to_pinned(Lane lane, std::byte* host, const void* source, std::size_t bytes) override;
+  void copy_from_pinned(Lane lane, void* destination, const std::byte* host, std::size_t bytes) override;
   void sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) override;
   void combine_norm(Lane lane, const NormArguments& arguments) override;
 
@@ -80,9 +81,8 @@ class CudaDevice final : public Device, public HostRegistrar {
   std::function<void()> on_out_of_memory_;
   std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>();
   std::array<cudaStream_t, kLaneNum> streams_{};  // by lane; the first is the caller's
-  OwnStream gather_stream_;
-  OwnStream reduce_stream_;
-  OwnStream host_stream_;  // of calls that block: fresh memory and copies from and to the host
+  std::array<OwnStream, kLaneNum> own_streams_;   // of the other lanes
+  OwnStream host_stream_;                         // of calls that block: fresh memory and copies from and to the host
   // Partial sums of sum_of_squares, one place a lane: a lane's calls run in order.
   std::array<std::shared_ptr<std::byte>, kLaneNum> sum_scratch_;
 };

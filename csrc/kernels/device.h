@@ -3,8 +3,10 @@
 // [Note: lanes]
 // Work is put into lanes, which run in order (CUDA streams; on the CPU work runs at once in the caller, and lanes mean
 // nothing). Two lanes are ordered by marks alone: `wait(lane, mark)` holds back what is put into `lane` later until
-// what stood before `mark` has run. No call but those that say so blocks the host. Memory must outlive the work that
-// was put in; what is freed on the host while a lane still uses it is the caller's mistake.
+// what stood before `mark` has run. No call but those that say so blocks the host. Calls come from one thread at a
+// time; beside them a second thread may copy, mark, wait in lanes that nobody else uses, and synchronize with marks.
+// Memory must outlive the work that was put in; what is freed on the host while a lane still uses it is the caller's
+// mistake.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +21,13 @@
 namespace zb {
 
 enum class Lane : std::uint8_t {
-  kCompute,  // forward, backward and the optimizer: the stream that the caller computes on
-  kGather,   // all-gathers of parameters
-  kReduce,   // reductions of gradients, and what works on reduced gradients
+  kCompute,   // forward, backward and the optimizer: the stream that the caller computes on
+  kGather,    // all-gathers of parameters
+  kReduce,    // reductions of gradients, and what works on reduced gradients
+  kToHost,    // what leaves for host memory: gradients that are updated there
+  kFromHost,  // what comes back: updated parameters
 };
-inline constexpr std::size_t kLaneNum = 3;
+inline constexpr std::size_t kLaneNum = 5;
 
 // A point in a lane. Null stands for a point that has passed.
 class Mark {
@@ -99,6 +103,7 @@ class Device {
   virtual void zero(Lane lane, void* destination, std::size_t bytes) = 0;
   virtual void copy(Lane lane, void* destination, const void* source, std::size_t bytes) = 0;
   virtual void copy_to_pinned(Lane lane, std::byte* host, const void* source, std::size_t bytes) = 0;
+  virtual void copy_from_pinned(Lane lane, void* destination, const std::byte* host, std::size_t bytes) = 0;
   // *result (device memory) = sum of squares in double, in an order that depends on dtype and numel alone.
   virtual void sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) = 0;
   // Sums over ranks in rank order, then over flats in order; norm = sqrt(total) / divisor; factor = 1 / divisor, times

@@ -11,28 +11,19 @@
 namespace zb {
 namespace {
 
+enum class Fp32Master : std::uint8_t { kParameters, kKept };
+
 struct Shard {
   std::size_t numel = 0;
   DType param_dtype = DType::kFloat32;
   std::vector<Segment> segments;
-  DeviceBuffer master;  // empty for fp32 parameters
+  DeviceBuffer master;  // empty where the parameters are the master
   DeviceBuffer exp_avg;
   DeviceBuffer exp_avg_sq;
   Lane changed_in = Lane::kCompute;    // lane of the last change of the state
   MarkPtr changed;                     // behind it; made when asked for where that is the compute lane
   std::array<bool, kLaneNum> knows{};  // lanes that stand behind it
 };
-
-void check_segments(const ShardSpec& spec) {
-  std::size_t cursor = 0;
-  for (const Segment& segment : spec.segments) {
-    ZB_EXPECT(segment.begin >= cursor && segment.begin <= segment.end && segment.end <= spec.numel,
-              "segment [" + std::to_string(segment.begin) + ", " + std::to_string(segment.end) +
-                  ") is out of order or outside its shard of " + std::to_string(spec.numel) + " elements");
-    ZB_EXPECT(segment.row >= 0, "a segment needs a row of hyperparameters, got " + std::to_string(segment.row));
-    cursor = segment.end;
-  }
-}
 
 const void* element(const void* base, DType dtype, std::size_t index) {
   return static_cast<const std::byte*>(base) + index * dtype_bytes(dtype);
@@ -44,9 +35,13 @@ void* element(void* base, DType dtype, std::size_t index) {
 
 class DeviceStore final : public Store {
  public:
-  DeviceStore(Ledger* ledger, const DeviceParts& parts) : ledger_(ledger), parts_(parts) {}
+  DeviceStore(Ledger* ledger, const DeviceParts& parts, Fp32Master fp32_master)
+      : ledger_(ledger), parts_(parts), fp32_master_(fp32_master) {}
 
   Tier tier() const noexcept override { return Tier::kDevice; }
+  bool keeps_master(DType param_dtype) const noexcept override {
+    return param_dtype != DType::kFloat32 || fp32_master_ == Fp32Master::kKept;
+  }
 
   std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) override {
     check_segments(spec);
@@ -58,7 +53,7 @@ class DeviceStore final : public Store {
     shard.param_dtype = spec.param_dtype;
     shard.segments = spec.segments;
     const std::size_t bytes = spec.numel * sizeof(float);
-    if (spec.param_dtype != DType::kFloat32) {
+    if (keeps_master(spec.param_dtype)) {
       shard.master = DeviceBuffer(device(), bytes, ledger_, Category::kMaster);
       device().copy(Lane::kCompute, shard.master.data(), initial.data(), bytes);
     }
@@ -112,8 +107,8 @@ class DeviceStore final : public Store {
   }
 
  private:
-  static AdamSpan segment_span(const Shard& shard, const ShardUpdate& update, const Segment& segment) {
-    const bool master_is_parameters = shard.param_dtype == DType::kFloat32;
+  AdamSpan segment_span(const Shard& shard, const ShardUpdate& update, const Segment& segment) const {
+    const bool master_is_parameters = !keeps_master(shard.param_dtype);
     void* parameters =
         update.parameters == nullptr ? nullptr : element(update.parameters, shard.param_dtype, segment.begin);
     return {.master = master_is_parameters ? static_cast<float*>(parameters) : shard.master.as<float>() + segment.begin,
@@ -164,6 +159,7 @@ class DeviceStore final : public Store {
 
   Ledger* ledger_;
   DeviceParts parts_;
+  Fp32Master fp32_master_;
   std::vector<AdamRun> runs_;
   std::vector<Shard> shards_;
 };
@@ -171,7 +167,11 @@ class DeviceStore final : public Store {
 }  // namespace
 
 std::unique_ptr<Store> make_device_store(Ledger* ledger, const DeviceParts& parts) {
-  return std::make_unique<DeviceStore>(ledger, parts);
+  return std::make_unique<DeviceStore>(ledger, parts, Fp32Master::kParameters);
+}
+
+std::unique_ptr<Store> make_device_store_with_masters(Ledger* ledger, const DeviceParts& parts) {
+  return std::make_unique<DeviceStore>(ledger, parts, Fp32Master::kKept);
 }
 
 }  // namespace zb

@@ -24,8 +24,12 @@ enum class StateKind : std::uint8_t { kMaster, kExpAvg, kExpAvgSq };
 struct ShardSpec {
   std::size_t numel = 0;
   DType param_dtype = DType::kFloat32;
+  DType gradient_dtype = DType::kFloat32;
   std::vector<Segment> segments;  // relative to the shard
 };
+
+// Throws ArgumentError for segments that are out of order, outside the shard, or of no param group.
+void check_segments(const ShardSpec& spec);
 
 // A shard's reduced gradient in device memory.
 struct ShardGradient {
@@ -64,6 +68,9 @@ class Store {
   // Whether the store holds a master of parameters of this dtype. Else they are fp32 and their own master.
   virtual bool keeps_master(DType param_dtype) const noexcept { return param_dtype != DType::kFloat32; }
 
+  // Every shard that will be added, in order: what takes memory at once may check that it is there. Before a barrier of
+  // the ranks, so that no rank takes memory while another still looks.
+  virtual void reserve(std::span<const ShardSpec> shards) { static_cast<void>(shards); }
   // Registers a shard whose parameters currently hold `initial` (numel floats of device memory, the fp32 values before
   // any rounding, read in the compute lane). Returns the shard's index.
   virtual std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) = 0;
@@ -100,5 +107,7 @@ class Store {
 };
 
 std::unique_ptr<Store> make_device_store(Ledger* ledger, const DeviceParts& parts);
+// The same with a master of fp32 parameters, too.
+std::unique_ptr<Store> make_device_store_with_masters(Ledger* ledger, const DeviceParts& parts);
 
 }  // namespace zb

@@ -16,6 +16,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -40,8 +41,10 @@ enum class LanePolicy : std::uint8_t {
   kCompute,
   kGather,
   kReduce,
+  kToHost,
+  kFromHost,
 };
-inline constexpr std::size_t kLanePolicyNum = 8;
+inline constexpr std::size_t kLanePolicyNum = 10;
 
 struct LaneSchedule {
   std::uint32_t seed = 0;
@@ -58,7 +61,7 @@ class Peers {
   virtual void progressed() {}
 };
 
-class LaneDevice final : public Device, public std::enable_shared_from_this<LaneDevice> {
+class LaneDevice final : public Device, public HostRegistrar, public std::enable_shared_from_this<LaneDevice> {
  public:
   // Polled until it is true, which ends the work.
   using Work = std::function<bool()>;
@@ -94,6 +97,12 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
     return {data, [device = weak_from_this(), memory = std::move(memory), bytes, what](std::byte*) {
               if (const auto alive = device.lock()) alive->reuse_in_compute(memory, bytes, what);
             }};
+  }
+
+  // The host touches this memory now; what lanes did with it must have passed for the host.
+  void touch_on_host(std::string_view operation, const Touched& touched) {
+    ++clocks_[kHost][kHost];
+    races_.touch(kHost, clocks_[kHost], operation, touched);
   }
 
   // Blocks of it that have owners.
@@ -156,6 +165,11 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
             }};
   }
   std::shared_ptr<std::byte> allocate_pinned(std::size_t bytes) override { return allocate(bytes, "pinned memory"); }
+  HostRegistrar* host_registrar() noexcept override { return this; }
+  void register_host(std::byte* data, std::size_t bytes) override {
+    races_.allocated(data, bytes, "registered memory");
+  }
+  void unregister_host(std::byte* data) noexcept override { races_.freed(data, clocks_[kHost]); }
 
   void cast(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
             std::size_t numel) override {
@@ -199,6 +213,11 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
   void copy_to_pinned(Lane lane, std::byte* host, const void* source, std::size_t bytes) override {
     put_in(lane, "copy_to_pinned", {{host, bytes, true}, {source, bytes, false}},
            [=] { std::memcpy(host, source, bytes); });
+  }
+  void copy_from_pinned(Lane lane, void* destination, const std::byte* host, std::size_t bytes) override {
+    put_in(lane, "copy_from_pinned", {{destination, bytes, true}, {host, bytes, false}}, [=] {
+      if (bytes != 0) std::memcpy(destination, host, bytes);
+    });
   }
   void sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) override {
     put_in(lane, "sum_of_squares", {{result, sizeof(double), true}, read(source, dtype, numel)},
@@ -271,8 +290,7 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
 
   void host_touches(std::string_view operation, const Touched& touched) {
     synchronize();
-    ++clocks_[kHost][kHost];
-    races_.touch(kHost, clocks_[kHost], operation, touched);
+    touch_on_host(operation, touched);
   }
 
   void idle() {
@@ -286,7 +304,8 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
   }
 
   bool runs_at_once(std::size_t lane) const {
-    constexpr std::array<unsigned, kLanePolicyNum> kLanes{0b000, 0b000, 0b110, 0b101, 0b011, 0b001, 0b010, 0b100};
+    constexpr std::array<unsigned, kLanePolicyNum> kLanes{0b00000, 0b00000, 0b11110, 0b11101, 0b11011,
+                                                          0b00001, 0b00010, 0b00100, 0b01000, 0b10000};
     return (kLanes[static_cast<std::size_t>(schedule_.policy)] >> lane & 1U) != 0;
   }
 
@@ -302,7 +321,8 @@ class LaneDevice final : public Device, public std::enable_shared_from_this<Lane
 
   // Runs what stands first in one lane, some lane that can go on. `eager`: of those that run at once.
   bool step(bool eager) {
-    std::array<std::size_t, kLaneNum> order{0, 1, 2};
+    std::array<std::size_t, kLaneNum> order;
+    std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), random_);
     for (const std::size_t lane : order) {
       if (lanes_[lane].empty() || (eager && !runs_at_once(lane)) || !lanes_[lane].front().work()) continue;

@@ -95,8 +95,9 @@ class RaceDetector {
 
   static std::uintptr_t address_of(const void* data) { return reinterpret_cast<std::uintptr_t>(data); }
   static std::string actor_name(std::size_t actor) {
-    constexpr std::array<const char*, kActorNum> kNames{"the compute lane", "the gather lane", "the reduce lane",
-                                                        "the host"};
+    constexpr std::array<const char*, kActorNum> kNames{"the compute lane",       "the gather lane",
+                                                        "the reduce lane",        "the lane to the host",
+                                                        "the lane from the host", "the host"};
     return kNames[actor];
   }
 

@@ -102,7 +102,7 @@ class ThreadDevice final : public Device {
     if (mark) gate_of(mark)->pass();
   }
   void synchronize() override {
-    for (const Lane lane : {Lane::kCompute, Lane::kGather, Lane::kReduce}) synchronize(mark(lane));
+    for (std::size_t lane = 0; lane < kLaneNum; ++lane) synchronize(mark(static_cast<Lane>(lane)));
   }
   std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override {
     return host_->allocate(bytes, what);
@@ -123,6 +123,9 @@ class ThreadDevice final : public Device {
   }
   void copy_to_pinned(Lane lane, std::byte* host, const void* source, std::size_t bytes) override {
     copy(lane, host, source, bytes);
+  }
+  void copy_from_pinned(Lane lane, void* destination, const std::byte* host, std::size_t bytes) override {
+    copy(lane, destination, host, bytes);
   }
   void sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) override {
     host_->sum_of_squares(lane, result, source, dtype, numel);

@@ -2,6 +2,7 @@
 // and backward and end in every state, however the lanes are starved and whatever the ranks' walks are.
 #include <string>
 
+#include "engine_steps.h"
 #include "engine_support.h"
 #include "late_store.h"
 
@@ -17,45 +18,14 @@ using test::ToyOptions;
 using test::ToyRank;
 using test::Values;
 
-const std::vector<std::size_t> kUnits{1, 2, 3, 4};
-const std::vector<std::size_t> kReversed{4, 3, 2, 1};
+using test::kReversed;
+using test::kUnits;
+using test::walk;
 
 using EngineLanes = test::StageTest;
 
 INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineLanes, test::in_lanes(testing::Range(1, 4), test::kLanePolicyNum),
                          test::stage_test_name);
-
-// Units in an order of the rank's own in every third micro-batch, one left out in every fifth.
-std::vector<std::size_t> units_of(const ToyRank& toy, long micro_step) {
-  std::vector<std::size_t> units = kUnits;
-  const long own = micro_step + 2 * toy.rank();
-  if (own % 3 == 2) std::rotate(units.begin(), units.begin() + 1 + own % 2, units.end());
-  if (own % 5 == 4) units.erase(units.begin() + own % 4);
-  return units;
-}
-
-Values walk(ToyRank& toy, const ToyOptions& options) {
-  constexpr long kSteps = 4;
-  for (long step = 0; step < kSteps; ++step) {
-    if (step == 2 && toy.rank() == 0 && options.loss_scale.enabled) toy.spoil(2);
-    if (step == 3) toy.spoil(SIZE_MAX);
-    for (long micro = 1; micro <= options.accumulation_steps; ++micro) {
-      std::vector<std::size_t> units = units_of(toy, toy.micro_step());
-      toy.forward(units);
-      std::reverse(units.begin(), units.end());
-      toy.backward(units, micro == options.accumulation_steps);
-    }
-    toy.start_step();
-    if (step % 2 == 1) toy.forward({2, 4}, false);
-  }
-  EXPECT_EQ(toy.engine().steps_applied(), options.loss_scale.enabled ? kSteps - 1 : kSteps);
-  Values found = toy.state(FullState::kParameters);
-  for (const FullState kind : {FullState::kMaster, FullState::kExpAvg, FullState::kExpAvgSq}) {
-    const Values more = toy.state(kind);
-    found.insert(found.end(), more.begin(), more.end());
-  }
-  return found;
-}
 
 TEST_P(EngineLanes, EndAsTheCpuDoes) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {

@@ -49,6 +49,7 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
   reduces_ = std::make_unique<ReduceScheduler>(
       device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_, policy_.gradients, parameters_sharded(),
       ReduceEvents{[this](Unit& unit) { make_gradient_shards(unit); }, [this](Unit& unit) { offer_gradients(unit); }});
+  reserve_store();
   for (Unit& unit : units_) build_unit(unit, model);
   build_norms();
   gathers_->reserve_slots();
@@ -153,13 +154,8 @@ void Engine::build_flat(FlatBuffer& flat) {
                                                  Category::kGradients)};
     flat.shard_gradients = flat.full_gradients.at(static_cast<std::size_t>(rank()) * flat.shard_gradient_bytes());
   }
-  ShardSpec spec{.numel = layout.padded_numel(), .param_dtype = flat.param_dtype, .segments = layout.segments()};
-  std::size_t first = 0;
-  if (state_sharded()) {
-    first = rank_offset;
-    spec.numel = layout.shard_numel();
-    spec.segments = layout.segments_within(rank_offset, rank_offset + layout.shard_numel());
-  }
+  const ShardSpec spec = shard_spec(flat);
+  const std::size_t first = state_sharded() ? rank_offset : 0;
   flat.store_shard = store_->add_shard(spec, std::span<const float>(values + first, spec.numel));
   if (several) communicator.barrier(flat.label);  // nobody reads the broadcast's buffer any more
 }
@@ -197,6 +193,31 @@ void Engine::make_gradient_shards(Unit& unit) {
         std::make_shared<StepBuffer>(std::move(memory), bytes, device().is_async(),
                                      Allocation(&ledger_, Tier::kDevice, Category::kGradients, bytes))};
   }
+}
+
+ShardSpec Engine::shard_spec(const FlatBuffer& flat) const {
+  const FlatLayout& layout = flat.layout;
+  ShardSpec spec{.numel = layout.padded_numel(),
+                 .param_dtype = flat.param_dtype,
+                 .gradient_dtype = flat.reduce_dtype,
+                 .segments = layout.segments()};
+  if (state_sharded()) {
+    const std::size_t begin = static_cast<std::size_t>(rank()) * layout.shard_numel();
+    spec.numel = layout.shard_numel();
+    spec.segments = layout.segments_within(begin, begin + layout.shard_numel());
+  }
+  return spec;
+}
+
+void Engine::reserve_store() {
+  std::vector<ShardSpec> specs;
+  for (const Unit& unit : units_) {
+    for (const FlatBuffer& flat : unit.flats) {
+      if (flat.trainable) specs.push_back(shard_spec(flat));
+    }
+  }
+  store_->reserve(specs);
+  if (world_size() > 1) reduce_communicator_->barrier("the store's memory");
 }
 
 void Engine::build_norms() {

@@ -162,6 +162,8 @@ class Engine {
   void fail(const CommunicationError& error) noexcept;
   void build_unit(Unit& unit, EngineModel& model);
   void build_flat(FlatBuffer& flat);
+  ShardSpec shard_spec(const FlatBuffer& flat) const;
+  void reserve_store();
   void build_norms();
   void make_gradient_shards(Unit& unit);
   void leave_backward();

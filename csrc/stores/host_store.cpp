@@ -1,0 +1,339 @@
+#include "stores/host_store.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <utility>
+
+#include "common/error.h"
+#include "kernels/cpu_kernels.h"
+#include "kernels/drain.h"
+#include "memory/host_limits.h"
+
+namespace zb {
+namespace {
+
+// One being filled, one being sent, and one more, so that neither waits for the other's last moments.
+constexpr std::size_t kOutgoingNum = 3;
+constexpr const char* kWhat = "optimizer state and gradients on the host";
+
+struct Shard {
+  ShardSpec spec;
+  PinnedBlock gradient;
+  std::vector<MarkPtr> arrived;  // by chunk: behind which its gradient is in `gradient`
+  bool is_offered = false;
+  UpdateThread::Ticket ticket = 0;     // of the last work on it
+  MarkPtr sent;                        // behind which the device has what that work sent
+  std::array<bool, kLaneNum> knows{};  // lanes that stand behind it
+};
+
+// An update as the thread needs it.
+struct Update {
+  Shard* shard;
+  std::size_t index;
+  std::byte* parameters;
+  DType gradient_dtype;
+  std::vector<AdamScalars> rows;
+  const StepScalars* step;
+  MarkPtr step_arrived;
+  MarkPtr may_write;  // behind which the parameters may be overwritten
+};
+
+struct Outgoing {
+  PinnedBlock memory;
+  MarkPtr sent;
+};
+
+std::byte* at_element(void* base, DType dtype, std::size_t index) {
+  return static_cast<std::byte*>(base) + index * dtype_bytes(dtype);
+}
+
+std::size_t outgoing_numel(std::span<const ShardSpec> shards, std::size_t chunk_numel) {
+  std::size_t largest = 0;
+  for (const ShardSpec& spec : shards) largest = std::max(largest, spec.numel);
+  return std::min(largest, chunk_numel);
+}
+
+class HostStore final : public Store {
+ public:
+  HostStore(Ledger* ledger, const DeviceParts& parts, HostStoreOptions options)
+      : ledger_(ledger),
+        device_(parts.device),
+        options_(std::move(options)),
+        adam_(options_.adam ? options_.adam : make_cpu_adam(options_.thread_num, options_.cpus)) {
+    ZB_EXPECT(options_.chunk_numel > 0 && options_.chunk_numel % 64 == 0,
+              "chunk_numel must be a positive multiple of 64, got " + std::to_string(options_.chunk_numel));
+    thread_ = std::make_unique<UpdateThread>(options_.updates_run);
+  }
+  ~HostStore() override {
+    thread_.reset();
+    const Drain drain(*device_);  // copies under way read and write this memory
+  }
+
+  Tier tier() const noexcept override { return Tier::kHost; }
+  bool issues_at_once() const noexcept override { return false; }
+  bool keeps_master(DType) const noexcept override { return true; }
+
+  void reserve(std::span<const ShardSpec> shards) override {
+    reserved_.assign(shards.begin(), shards.end());
+    const std::size_t ranks = options_.ranks_on_host;
+    require_host_memory(ranks * host_store_bytes(reserved_, options_.chunk_numel),
+                        ranks == 1 ? kWhat : std::string(kWhat) + ", of " + std::to_string(ranks) + " ranks,");
+  }
+
+  std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) override {
+    check_segments(spec);
+    ZB_EXPECT(initial.size() == spec.numel, "a shard of " + std::to_string(spec.numel) +
+                                                " elements needs as many initial values, got " +
+                                                std::to_string(initial.size()));
+    ZB_EXPECT_STATE(shards_.size() < reserved_.size(), "a host store holds the shards that were reserved, no more");
+    if (!pool_) take_memory();
+    auto shard = std::make_unique<Shard>();
+    shard->spec = spec;
+    shard->gradient = pool_->allocate(spec.numel * dtype_bytes(spec.gradient_dtype), Category::kGradients,
+                                      PinnedPool::kLineAlignment);
+    shard->arrived.resize((spec.numel + options_.chunk_numel - 1) / options_.chunk_numel);
+    states_->add_shard(spec.numel);
+    shards_.push_back(std::move(shard));
+    write_state(shards_.size() - 1, StateKind::kMaster, initial);
+    return shards_.size() - 1;
+  }
+
+  void offer_gradient(std::size_t index, const ShardGradient& gradient) override {
+    Shard& shard = at(index);
+    device_->wait(Lane::kToHost, gradient.ready);
+    fetch_gradient(shard, gradient.data, gradient.dtype);
+    shard.is_offered = true;
+  }
+  void drop_gradients(Lane lane) override {
+    for (const auto& shard : shards_) shard->is_offered = false;
+    device_->wait(lane, device_->mark(Lane::kToHost));
+  }
+
+  void start_update(std::size_t index, const ShardUpdate& update) override {
+    Shard& shard = at(index);
+    if (shard.spec.numel == 0) return;
+    ZB_EXPECT(update.gradient != nullptr && update.parameters != nullptr && update.step_on_host != nullptr,
+              "an update of shard " + std::to_string(index) +
+                  " needs its gradient, its parameters and the step's scalars on the host");
+    for (const Segment& segment : shard.spec.segments) {
+      ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
+                "shard " + std::to_string(index) + " needs hyperparameters of param group " +
+                    std::to_string(segment.row) + ", got " + std::to_string(update.rows.size()) + " rows");
+    }
+    const MarkPtr started = device_->mark(update.lane);
+    if (!std::exchange(shard.is_offered, false)) {
+      device_->wait(Lane::kToHost, started);
+      fetch_gradient(shard, update.gradient, update.gradient_dtype);
+    }
+    queue(shard, [this, task = Update{.shard = &shard,
+                                      .index = index,
+                                      .parameters = static_cast<std::byte*>(update.parameters),
+                                      .gradient_dtype = update.gradient_dtype,
+                                      .rows = {update.rows.begin(), update.rows.end()},
+                                      .step = update.step_on_host,
+                                      .step_arrived = update.step_arrived,
+                                      .may_write = started}] { run(task); });
+  }
+  bool is_issued(std::size_t index) const override { return thread_->is_done(shards_.at(index)->ticket); }
+  void wait_update(std::size_t index, Lane lane) override {
+    Shard& shard = at(index);
+    thread_->wait(shard.ticket);
+    if (std::exchange(shard.knows[static_cast<std::size_t>(lane)], true)) return;
+    device_->wait(lane, shard.sent);
+    if (!shard.arrived.empty()) device_->wait(lane, shard.arrived.back());
+  }
+
+  void fetch_parameters(std::size_t index, Lane lane, void* destination) override {
+    Shard& shard = at(index);
+    send(shard, index, lane, destination, shard.spec.param_dtype, StateKind::kMaster);
+  }
+  void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
+    Shard& shard = at(index);
+    expect_numel(index, destination.size());
+    send(shard, index, Lane::kCompute, destination.data(), DType::kFloat32, kind);
+  }
+  void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
+    Shard& shard = at(index);
+    expect_numel(index, source.size());
+    queue(shard, [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute)] {
+      device_->bind_thread();
+      device_->wait(Lane::kFromHost, ready);
+      for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
+        Outgoing& buffer = next_outgoing();
+        device_->copy_to_pinned(Lane::kFromHost, buffer.memory.data(), source.data() + begin,
+                                (end - begin) * sizeof(float));
+        device_->synchronize(device_->mark(Lane::kFromHost));
+        const StateChunk chunk = states_->borrow(index, begin, end);
+        cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
+        states_->give_back(index, begin, end, ChunkUse::kWritten);
+      });
+    });
+    thread_->wait(shard.ticket);  // the source may change now
+  }
+
+ private:
+  void take_memory() {
+    const std::size_t chunk_numel = outgoing_numel(reserved_, options_.chunk_numel);
+    pool_ = std::make_shared<PinnedPool>(host_store_bytes(reserved_, options_.chunk_numel), ledger_,
+                                         PinnedOptions{.thread_num = options_.thread_num,
+                                                       .cpus = options_.cpus,
+                                                       .numa_node = options_.numa_node,
+                                                       .lock = options_.lock,
+                                                       .registrar = host_registrar(device_),
+                                                       .what = kWhat});
+    for (Outgoing& outgoing : outgoing_) {
+      outgoing.memory = pool_->allocate(chunk_numel * sizeof(float), Category::kStaging);
+    }
+    states_ = make_resident_state(pool_);
+  }
+
+  template <class Body>
+  void for_each_chunk(const Shard& shard, const Body& body) const {
+    for (std::size_t begin = 0; begin < shard.spec.numel; begin += options_.chunk_numel) {
+      body(begin, std::min(begin + options_.chunk_numel, shard.spec.numel));
+    }
+  }
+
+  void queue(Shard& shard, std::function<void()> work) {
+    shard.knows = {};
+    shard.ticket = thread_->queue(std::move(work));
+  }
+
+  // The lane to the host has been told what to wait for.
+  void fetch_gradient(Shard& shard, const void* gradient, DType dtype) {
+    ZB_EXPECT(dtype == shard.spec.gradient_dtype, "a shard of " + std::string(dtype_name(shard.spec.gradient_dtype)) +
+                                                      " gradients was given " + std::string(dtype_name(dtype)));
+    for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
+      const std::size_t offset_bytes = begin * dtype_bytes(dtype);
+      device_->copy_to_pinned(Lane::kToHost, shard.gradient.data() + offset_bytes,
+                              static_cast<const std::byte*>(gradient) + offset_bytes,
+                              (end - begin) * dtype_bytes(dtype));
+      shard.arrived[begin / options_.chunk_numel] = device_->mark(Lane::kToHost);
+    });
+  }
+
+  // From here to the next blank line: what the update thread runs. It owns the lane from the host, the outgoing buffers
+  // and, until its ticket is done, the shard's `sent`.
+  void run(const Update& update) {
+    Shard& shard = *update.shard;
+    device_->bind_thread();
+    device_->synchronize(update.step_arrived);
+    if (update.step->is_skipped != 0) return;
+    device_->wait(Lane::kFromHost, update.may_write);
+    const DType dtype = shard.spec.param_dtype;
+    for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
+      states_->expect(update.index, end, std::min(end + options_.chunk_numel, shard.spec.numel));
+      device_->synchronize(shard.arrived[begin / options_.chunk_numel]);
+      Outgoing& outgoing = next_outgoing();
+      const StateChunk chunk = states_->borrow(update.index, begin, end);
+      update_chunk(update, chunk, outgoing.memory.data(), begin, end);
+      states_->give_back(update.index, begin, end, ChunkUse::kWritten);
+      device_->copy_from_pinned(Lane::kFromHost, at_element(update.parameters, dtype, begin), outgoing.memory.data(),
+                                (end - begin) * dtype_bytes(dtype));
+      outgoing.sent = shard.sent = device_->mark(Lane::kFromHost);
+    });
+  }
+
+  // Adam where a param group holds; elsewhere lies padding, which keeps its values.
+  void update_chunk(const Update& update, const StateChunk& chunk, std::byte* parameters, std::size_t begin,
+                    std::size_t end) {
+    const ShardSpec& spec = update.shard->spec;
+    runs_.clear();
+    std::size_t cursor = begin;
+    const auto keep_until = [&](std::size_t stop) {
+      if (stop <= cursor) return;
+      cpu_kernels().cast(at_element(parameters, spec.param_dtype, cursor - begin), spec.param_dtype,
+                         chunk.master + (cursor - begin), DType::kFloat32, stop - cursor);
+    };
+    for (const Segment& segment : spec.segments) {
+      const std::size_t first = std::max(begin, segment.begin);
+      const std::size_t last = std::min(end, segment.end);
+      if (first >= last) continue;
+      keep_until(first);
+      cursor = last;
+      const std::size_t offset = first - begin;
+      runs_.push_back({.span = {.master = chunk.master + offset,
+                                .exp_avg = chunk.exp_avg + offset,
+                                .exp_avg_sq = chunk.exp_avg_sq + offset,
+                                .gradient = at_element(update.shard->gradient.data(), update.gradient_dtype, first),
+                                .gradient_dtype = update.gradient_dtype,
+                                .low_precision = at_element(parameters, spec.param_dtype, offset),
+                                .low_precision_dtype = spec.param_dtype,
+                                .numel = last - first},
+                       .scalars = update.rows[static_cast<std::size_t>(segment.row)]});
+    }
+    keep_until(end);
+    if (!runs_.empty()) adam_->update(Lane::kFromHost, runs_, update.step);
+  }
+
+  // The next buffer in turn, once nothing is sent from it any more.
+  Outgoing& next_outgoing() {
+    Outgoing& outgoing = outgoing_[next_outgoing_++ % kOutgoingNum];
+    device_->synchronize(std::exchange(outgoing.sent, nullptr));
+    return outgoing;
+  }
+  static float* state_of(const StateChunk& chunk, StateKind kind) {
+    if (kind == StateKind::kMaster) return chunk.master;
+    return kind == StateKind::kExpAvg ? chunk.exp_avg : chunk.exp_avg_sq;
+  }
+
+  // A state to device memory, for what is put into `lane` later.
+  void send(Shard& shard, std::size_t index, Lane lane, void* destination, DType dtype, StateKind kind) {
+    queue(shard, [this, &shard, index, destination, dtype, kind, ready = device_->mark(lane)] {
+      device_->bind_thread();
+      device_->wait(Lane::kFromHost, ready);
+      for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
+        Outgoing& outgoing = next_outgoing();
+        const StateChunk chunk = states_->borrow(index, begin, end);
+        cpu_kernels().cast(outgoing.memory.data(), dtype, state_of(chunk, kind), DType::kFloat32, end - begin);
+        states_->give_back(index, begin, end, ChunkUse::kRead);
+        device_->copy_from_pinned(Lane::kFromHost, at_element(destination, dtype, begin), outgoing.memory.data(),
+                                  (end - begin) * dtype_bytes(dtype));
+        outgoing.sent = shard.sent = device_->mark(Lane::kFromHost);
+      });
+    });
+    wait_update(index, lane);
+  }
+
+  Shard& at(std::size_t index) {
+    ZB_EXPECT(index < shards_.size(),
+              "the store holds " + std::to_string(shards_.size()) + " shards, none is number " + std::to_string(index));
+    return *shards_[index];
+  }
+  void expect_numel(std::size_t index, std::size_t numel) {
+    ZB_EXPECT(numel == at(index).spec.numel, "shard " + std::to_string(index) + " has " +
+                                                 std::to_string(at(index).spec.numel) +
+                                                 " elements, the other side of the copy has " + std::to_string(numel));
+  }
+
+  Ledger* ledger_;
+  std::shared_ptr<Device> device_;
+  HostStoreOptions options_;
+  std::shared_ptr<DeviceAdam> adam_;
+  std::vector<ShardSpec> reserved_;
+  std::shared_ptr<PinnedPool> pool_;
+  std::array<Outgoing, kOutgoingNum> outgoing_;
+  std::size_t next_outgoing_ = 0;
+  std::unique_ptr<StateSpace> states_;
+  std::vector<std::unique_ptr<Shard>> shards_;
+  std::vector<AdamRun> runs_;
+  std::unique_ptr<UpdateThread> thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<Store> make_host_store(Ledger* ledger, const DeviceParts& parts, HostStoreOptions options) {
+  return std::make_unique<HostStore>(ledger, parts, std::move(options));
+}
+
+std::size_t host_store_bytes(std::span<const ShardSpec> shards, std::size_t chunk_numel) {
+  std::size_t bytes = kOutgoingNum * PinnedPool::footprint_bytes(outgoing_numel(shards, chunk_numel) * sizeof(float));
+  for (const ShardSpec& spec : shards) {
+    bytes += resident_state_bytes(spec.numel) +
+             PinnedPool::footprint_bytes(spec.numel * dtype_bytes(spec.gradient_dtype), PinnedPool::kLineAlignment);
+  }
+  return bytes;
+}
+
+}  // namespace zb

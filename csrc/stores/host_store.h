@@ -1,0 +1,41 @@
+// The host store: optimizer state in pinned host memory, updated by the CPU's Adam (see [Note: host pipeline]).
+//
+// [Note: host pipeline]
+// A shard's gradient leaves for the host in a lane of its own as soon as it is reduced, under backward. One thread runs
+// the updates in the order in which they are started, chunk by chunk: it waits for the chunk's gradient (and, once a
+// step, for the scalars), runs Adam, which leaves the new parameters in one of a few outgoing buffers, and puts their
+// copy to the device into another lane. So the copies of one chunk run beside the Adam of the next, and an outgoing
+// buffer that is still being sent is what bounds the pipeline. The values are those of the device store, bit for bit.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "memory/pinned_pool.h"
+#include "stores/state_space.h"
+#include "stores/store.h"
+#include "stores/update_thread.h"
+
+namespace zb {
+
+struct HostStoreOptions {
+  std::size_t thread_num = 1;  // of Adam
+  std::vector<int> cpus = {};  // as ThreadPool takes them
+  int numa_node = kAnyNode;
+  PageLock lock = PageLock::kNone;
+  std::size_t ranks_on_host = 1;  // that take as much memory at the same time
+  // A multiple of 64. 4 Mi elements are 8 MiB of bf16, for which a transfer takes a hundred times as long as starting
+  // it, and a small share of any unit worth offloading.
+  std::size_t chunk_numel = std::size_t{4} << 20;
+  UpdatesRun updates_run = UpdatesRun::kInThread;
+  std::shared_ptr<DeviceAdam> adam = nullptr;  // of host memory; null: make_cpu_adam
+};
+
+std::unique_ptr<Store> make_host_store(Ledger* ledger, const DeviceParts& parts, HostStoreOptions options);
+
+// What a host store of these shards takes of pinned memory.
+std::size_t host_store_bytes(std::span<const ShardSpec> shards, std::size_t chunk_numel);
+
+}  // namespace zb

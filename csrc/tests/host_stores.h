@@ -1,0 +1,55 @@
+// Host stores as tests make them: many chunks even of small shards, and on devices with lanes in the caller's thread,
+// with an Adam that tells the device what the host touches.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "lane_device.h"
+#include "stores/host_store.h"
+#include "stores/split_store.h"
+
+namespace zb::test {
+
+class TouchingAdam final : public DeviceAdam {
+ public:
+  explicit TouchingAdam(std::shared_ptr<LaneDevice> device) : device_(std::move(device)) {}
+
+  void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) override {
+    device_->touch_on_host("the scalars of a host Adam", {step, sizeof(StepScalars), false});
+    for (const AdamRun& run : runs) {
+      const AdamSpan& span = run.span;
+      device_->touch_on_host("a host Adam", LaneDevice::read(span.gradient, span.gradient_dtype, span.numel));
+      device_->touch_on_host("a host Adam",
+                             LaneDevice::written(span.low_precision, span.low_precision_dtype, span.numel));
+      for (const float* state : {span.master, span.exp_avg, span.exp_avg_sq}) {
+        device_->touch_on_host("a host Adam", LaneDevice::written(state, DType::kFloat32, span.numel));
+      }
+    }
+    adam_->update(lane, runs, step);
+  }
+
+ private:
+  std::shared_ptr<LaneDevice> device_;
+  std::shared_ptr<DeviceAdam> adam_ = make_cpu_adam(1, {});
+};
+
+inline HostStoreOptions small_chunks(const DeviceParts& parts, std::size_t thread_num = 1) {
+  HostStoreOptions options{.thread_num = thread_num, .chunk_numel = 128};
+  if (const auto lanes = std::dynamic_pointer_cast<LaneDevice>(parts.device)) {
+    options.updates_run = UpdatesRun::kInCaller;
+    options.adam = std::make_shared<TouchingAdam>(lanes);
+  }
+  return options;
+}
+
+inline std::unique_ptr<Store> make_small_host_store(Ledger* ledger, const DeviceParts& parts) {
+  return make_host_store(ledger, parts, small_chunks(parts));
+}
+
+// A third of every shard stays on the device.
+inline std::unique_ptr<Store> make_third_store(Ledger* ledger, const DeviceParts& parts) {
+  return make_split_store(make_device_store_with_masters(ledger, parts), make_small_host_store(ledger, parts), 2.0 / 3);
+}
+
+}  // namespace zb::test

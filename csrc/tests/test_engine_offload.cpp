@@ -1,0 +1,118 @@
+// The engine with its optimizer state on the host, whole or in part, against the state on the device: the same bits at
+// every stage, on the CPU with a thread of updates and on devices whose lanes run late.
+#include <string>
+
+#include "engine_steps.h"
+#include "engine_support.h"
+#include "host_stores.h"
+
+namespace zb {
+namespace {
+
+using test::kReversed;
+using test::kUnits;
+using test::Reference;
+using test::run_ranks;
+using test::same_on_all;
+using test::ToyOptions;
+using test::ToyRank;
+using test::Values;
+using test::walk;
+
+using EngineOffload = test::StageTest;
+
+INSTANTIATE_TEST_SUITE_P(OnCpu, EngineOffload, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(InLanes, EngineOffload, test::in_lanes(testing::Range(1, 3), test::kLanePolicyNum),
+                         test::stage_test_name);
+
+TEST_P(EngineOffload, EndsAsTheDeviceStoreDoes) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    ToyOptions with = options();
+    with.param_dtype = dtype;
+    with.reduce_dtype = dtype == DType::kBFloat16 && world_size() == 2 ? DType::kFloat32 : dtype;
+    with.accumulation_steps = dtype == DType::kFloat32 ? 2 : 1;
+    with.clip = dtype == DType::kBFloat16 ? 0.5 : 0.0;
+    with.loss_scale = {.enabled = dtype == DType::kFloat16, .initial_scale = 64.0};
+    ToyOptions on_device = with;
+    on_device.lane_schedule_num = 0;
+    const Values expected = same_on_all(on_device, [&](ToyRank& toy) { return walk(toy, with); });
+    for (const auto make_store : {test::make_small_host_store, test::make_third_store}) {
+      with.make_store = make_store;
+      EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected) << dtype_name(dtype);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// Values that a user writes reach the master, wherever it is.
+TEST_P(EngineOffload, KeepsWhatIsWrittenIntoAGather) {
+  if (is_in_lanes()) GTEST_SKIP() << "the toy's tensors are written on the host, beside the lanes";
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    ToyOptions with = options();
+    with.param_dtype = with.reduce_dtype = dtype;
+    const auto body = [&](ToyRank& toy) {
+      toy.train();
+      toy.engine().gather({2});
+      for (const std::size_t parameter : test::parameters_of(2)) {
+        if (toy.rank() == 0) toy.tensor(parameter).set(0, 0.5F);
+      }
+      toy.engine().end_gather({2}, 0);
+      toy.train();
+      Values found = toy.state(FullState::kParameters);
+      const Values masters = toy.state(FullState::kMaster);
+      found.insert(found.end(), masters.begin(), masters.end());
+      return found;
+    };
+    ToyOptions on_device = with;
+    on_device.lane_schedule_num = 0;
+    const Values expected = same_on_all(on_device, body);
+    with.make_store = test::make_third_store;
+    EXPECT_EQ(same_on_all(with, body), expected) << dtype_name(dtype);
+  }
+}
+
+// A step that raises changes nothing on the host either, and gradients that left for it are forgotten.
+TEST_P(EngineOffload, ABadStepLeavesNoTrace) {
+  ToyOptions with = options();
+  with.make_store = test::make_small_host_store;
+  Reference reference(world_size());
+  for (const long micro_step : {0, 2}) {
+    reference.backward(micro_step);
+    reference.step();
+  }
+  run_ranks(with, [&](ToyRank& toy) {
+    toy.train();
+    toy.forward(kUnits);
+    toy.engine().begin_backward(true);
+    for (const std::size_t unit : kReversed) toy.unit_backward(unit);
+    toy.engine().abort_backward();
+    if (toy.rank() == 0) toy.spoil(2);
+    toy.set_micro_step(1);
+    toy.forward(kUnits);
+    toy.backward(kReversed);
+    EXPECT_THROW(
+        {
+          toy.start_step();
+          toy.engine().outcome();
+        },
+        NonFiniteGradientError);
+    toy.spoil(SIZE_MAX);
+    toy.set_micro_step(2);
+    toy.train();
+    EXPECT_EQ(toy.state(FullState::kMaster), reference.master);
+  });
+}
+
+// An engine may go while updates are under way.
+TEST_P(EngineOffload, GoesWithUpdatesUnderWay) {
+  ToyOptions with = options();
+  with.make_store = test::make_third_store;
+  run_ranks(with, [&](ToyRank& toy) {
+    toy.forward(kUnits);
+    toy.backward(kReversed);
+    toy.start_step();
+  });
+}
+
+}  // namespace
+}  // namespace zb

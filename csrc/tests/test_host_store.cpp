@@ -1,0 +1,259 @@
+#include "stores/host_store.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <thread>
+
+#include "common/error.h"
+#include "host_stores.h"
+#include "kernels/cpu_device.h"
+#include "lane_support.h"
+#include "test_support.h"
+
+namespace zb {
+namespace {
+
+using test::Elements;
+using test::kDTypes;
+using test::ordinary_floats;
+
+constexpr StepScalars kStep{.norm = 1.0, .factor = 0.5F, .is_skipped = 0};
+constexpr StepScalars kSkipped{.norm = 1.0, .factor = 0.5F, .is_skipped = 1};
+
+struct ShardCase {
+  std::size_t numel;
+  std::vector<Segment> segments;
+};
+
+const std::vector<ShardCase> kCases{{9000, {{0, 5000, 1}, {5016, 8999, 0}}},
+                                    {64, {{0, 3, 0}}},
+                                    {128, {}},
+                                    {1000, {{100, 200, 1}, {200, 300, 0}, {700, 1000, 1}}},
+                                    {0, {}}};
+
+std::vector<ShardSpec> specs_of(DType param_dtype, DType gradient_dtype) {
+  std::vector<ShardSpec> specs;
+  for (const ShardCase& shard : kCases) specs.push_back({shard.numel, param_dtype, gradient_dtype, shard.segments});
+  return specs;
+}
+
+std::vector<AdamScalars> some_rows(long step) {
+  return {make_adam_scalars({.lr = 1e-2, .weight_decay = 0.1}, step, 0.0F),
+          make_adam_scalars({.lr = 3e-3, .beta1 = 0.8, .weight_decay = 0.2, .kind = WeightDecayKind::kL2}, step, 0.0F)};
+}
+
+// Everything that a store and the parameters hold after some steps, of which the third is skipped.
+struct Outcome {
+  std::vector<std::vector<float>> states;
+  std::vector<Elements> parameters;
+};
+
+Outcome run_steps(Store& store, DType param_dtype, DType gradient_dtype) {
+  const std::vector<ShardSpec> specs = specs_of(param_dtype, gradient_dtype);
+  store.reserve(specs);
+  Outcome outcome;
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    const std::vector<float> initial = ordinary_floats(specs[i].numel, static_cast<std::uint32_t>(i));
+    EXPECT_EQ(store.add_shard(specs[i], initial), i);
+    outcome.parameters.emplace_back(param_dtype, initial, 0);
+  }
+  for (long step = 1; step <= 4; ++step) {
+    const std::vector<AdamScalars> rows = some_rows(step);
+    std::vector<Elements> gradients;
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      gradients.emplace_back(gradient_dtype,
+                             ordinary_floats(specs[i].numel, static_cast<std::uint32_t>(100 * step) + i % 7), 0);
+    }
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      if (step % 2 == 0) store.offer_gradient(i, {.data = gradients[i].data(), .dtype = gradient_dtype});
+    }
+    if (step == 4) store.drop_gradients(Lane::kCompute);
+    const StepScalars& scalars = step == 3 ? kSkipped : kStep;
+    for (std::size_t i = specs.size(); i-- > 0;) {
+      store.start_update(i, {.gradient = gradients[i].data(),
+                             .gradient_dtype = gradient_dtype,
+                             .parameters = outcome.parameters[i].data(),
+                             .rows = rows,
+                             .step = &scalars,
+                             .step_on_host = &scalars});
+    }
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      store.wait_update(i, Lane::kCompute);
+      EXPECT_TRUE(store.is_issued(i));
+    }
+  }
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    for (const StateKind kind : {StateKind::kMaster, StateKind::kExpAvg, StateKind::kExpAvgSq}) {
+      outcome.states.emplace_back(specs[i].numel);
+      store.read_state(i, kind, outcome.states.back());
+    }
+    Elements fetched(param_dtype, specs[i].numel, 0);
+    store.fetch_parameters(i, Lane::kCompute, fetched.data());
+    EXPECT_EQ(fetched.first_difference(outcome.parameters[i]), -1) << "fetched parameters of shard " << i;
+  }
+  return outcome;
+}
+
+void expect_same(const Outcome& found, const Outcome& expected) {
+  EXPECT_EQ(found.states, expected.states);
+  for (std::size_t i = 0; i < expected.parameters.size(); ++i) {
+    EXPECT_EQ(found.parameters[i].first_difference(expected.parameters[i]), -1) << "shard " << i;
+  }
+}
+
+TEST(HostStore, GivesTheBitsOfTheDeviceStoreWholeOrSplit) {
+  for (const DType param_dtype : kDTypes) {
+    for (const DType gradient_dtype : kDTypes) {
+      SCOPED_TRACE(std::string(dtype_name(param_dtype)) + " " + std::string(dtype_name(gradient_dtype)));
+      const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+      const auto on_device = make_device_store_with_masters(nullptr, parts);
+      const Outcome expected = run_steps(*on_device, param_dtype, gradient_dtype);
+      for (const std::size_t thread_num : {1, 3}) {
+        const auto on_host = make_host_store(nullptr, parts, test::small_chunks(parts, thread_num));
+        expect_same(run_steps(*on_host, param_dtype, gradient_dtype), expected);
+      }
+      for (const double share : {0.0, 0.01, 0.5, 0.77, 1.0}) {
+        const auto split = make_split_store(make_device_store_with_masters(nullptr, parts),
+                                            make_host_store(nullptr, parts, test::small_chunks(parts)), share);
+        expect_same(run_steps(*split, param_dtype, gradient_dtype), expected);
+      }
+      if (HasFailure()) return;
+    }
+  }
+}
+
+TEST(HostStore, CountsWhatItHoldsAndMapsNoMore) {
+  Ledger ledger;
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+  const std::size_t numel = (std::size_t{1} << 18) + 64;
+  const std::vector<ShardSpec> specs{{numel, DType::kBFloat16, DType::kBFloat16, {{0, numel, 0}}},
+                                     {640, DType::kFloat32, DType::kFloat32, {{0, 640, 0}}}};
+  {
+    const auto store = make_host_store(&ledger, parts, {.chunk_numel = 4096});
+    store->reserve(specs);
+    EXPECT_EQ(ledger.total(Tier::kHost).current_bytes, 0);
+    for (const ShardSpec& spec : specs) store->add_shard(spec, std::vector<float>(spec.numel, 1.0F));
+    const auto bytes = [&](Category category) {
+      return static_cast<std::size_t>(ledger.entry(Tier::kHost, category).current_bytes);
+    };
+    for (const Category state : {Category::kMaster, Category::kExpAvg, Category::kExpAvgSq}) {
+      EXPECT_EQ(bytes(state), 4 * (numel + 640));
+    }
+    EXPECT_EQ(bytes(Category::kGradients), 2 * numel + 4 * 640);
+    EXPECT_EQ(bytes(Category::kStaging), 3U * 4 * 4096);
+    EXPECT_EQ(ledger.total(Tier::kDevice).current_bytes, 0);
+    const auto total = static_cast<double>(ledger.total(Tier::kHost).current_bytes);
+    EXPECT_LE(static_cast<double>(host_store_bytes(specs, 4096)), 1.01 * total);
+  }
+  EXPECT_EQ(ledger.total(Tier::kHost).current_bytes, 0);
+}
+
+TEST(HostStore, MoreThanTheHostHasIsAnErrorBeforeAnythingIsTaken) {
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+  const std::vector<ShardSpec> specs{{std::size_t{1} << 33, DType::kBFloat16, DType::kBFloat16, {}}};
+  const auto store = make_host_store(nullptr, parts, {.ranks_on_host = 1000});
+  try {
+    store->reserve(specs);
+    FAIL() << "no error";
+  } catch (const OutOfMemoryError& error) {
+    EXPECT_NE(std::string(error.what()).find("of 1000 ranks, needs 112"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("are missing"), std::string::npos) << error.what();
+  }
+}
+
+// An Adam that fails in its n-th call.
+class FailingAdam final : public DeviceAdam {
+ public:
+  explicit FailingAdam(int call_num) : left_(call_num) {}
+  void update(Lane, std::span<const AdamRun>, const StepScalars*) override {
+    if (--left_ <= 0) throw OutOfMemoryError("the host is full");
+  }
+
+ private:
+  int left_;
+};
+
+TEST(HostStore, AnErrorInTheThreadReachesWhoWaits) {
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+  for (const int call_num : {1, 3}) {
+    HostStoreOptions options = test::small_chunks(parts);
+    options.adam = std::make_shared<FailingAdam>(call_num);
+    const auto store = make_host_store(nullptr, parts, options);
+    const std::vector<ShardSpec> specs{{1024, DType::kBFloat16, DType::kFloat32, {{0, 1024, 0}}},
+                                       {1024, DType::kBFloat16, DType::kFloat32, {{0, 1024, 0}}}};
+    store->reserve(specs);
+    const std::vector<float> values(1024, 1.0F);
+    for (const ShardSpec& spec : specs) store->add_shard(spec, values);
+    Elements parameters(DType::kBFloat16, values, 0);
+    const std::vector<AdamScalars> rows = some_rows(1);
+    for (const std::size_t shard : {0, 1}) {
+      store->start_update(
+          shard, {.gradient = values.data(), .parameters = parameters.data(), .rows = rows, .step_on_host = &kStep});
+    }
+    EXPECT_THROW(store->wait_update(0, Lane::kCompute), OutOfMemoryError);
+    EXPECT_THROW(store->wait_update(1, Lane::kCompute), OutOfMemoryError);
+    std::vector<float> state(1024);
+    EXPECT_THROW(store->read_state(1, StateKind::kMaster, state), OutOfMemoryError);
+  }
+}
+
+// On a device whose lanes have threads of their own, beside the store's.
+TEST(HostStore, WorksAndGoesBesideLanesThatRunLate) {
+  for (int round = 0; round < 5; ++round) {
+    const auto device = std::make_shared<test::ThreadDevice>();
+    const DeviceParts parts{device, make_cpu_adam(1, {})};
+    const std::vector<ShardSpec> specs{{4096, DType::kFloat32, DType::kFloat32, {{0, 4096, 0}}},
+                                       {512, DType::kFloat32, DType::kFloat32, {{0, 512, 1}}}};
+    std::vector<std::vector<float>> parameters{ordinary_floats(4096, 1), ordinary_floats(512, 2)};
+    std::vector<std::vector<float>> gradients{ordinary_floats(4096, 3), ordinary_floats(512, 4)};
+    const std::vector<AdamScalars> rows = some_rows(1);
+    StepScalars scalars{.is_skipped = 1};
+    const auto store = make_host_store(nullptr, parts, test::small_chunks(parts));
+    store->reserve(specs);
+    for (std::size_t i = 0; i < specs.size(); ++i) store->add_shard(specs[i], parameters[i]);
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      store->offer_gradient(i, {.data = gradients[i].data(), .ready = device->mark(Lane::kReduce)});
+    }
+    device->put(Lane::kReduce, [&scalars] { scalars = kStep; });
+    const MarkPtr arrived = device->mark(Lane::kReduce);
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      store->start_update(i, {.lane = Lane::kReduce,
+                              .gradient = gradients[i].data(),
+                              .parameters = parameters[i].data(),
+                              .rows = rows,
+                              .step_on_host = &scalars,
+                              .step_arrived = arrived});
+    }
+    if (round == 0) continue;  // destroyed at once
+    std::vector<float> masters(512);
+    store->read_state(1, StateKind::kMaster, masters);
+    device->synchronize(device->mark(Lane::kCompute));
+    EXPECT_NE(masters, ordinary_floats(512, 2));
+    store->wait_update(1, Lane::kGather);
+    device->synchronize(device->mark(Lane::kGather));
+    EXPECT_EQ(parameters[1], masters);
+  }
+}
+
+TEST(HostStore, RejectsWhatCannotBe) {
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+  EXPECT_THROW(make_host_store(nullptr, parts, {.chunk_numel = 0}), ArgumentError);
+  EXPECT_THROW(make_host_store(nullptr, parts, {.chunk_numel = 65}), ArgumentError);
+  EXPECT_THROW(make_split_store(nullptr, nullptr, 1.5), ArgumentError);
+  const auto store = make_host_store(nullptr, parts, test::small_chunks(parts));
+  const std::vector<ShardSpec> specs{{128, DType::kBFloat16, DType::kBFloat16, {{0, 128, 1}}}};
+  const std::vector<float> initial(128, 1.0F);
+  EXPECT_THROW(store->add_shard(specs[0], initial), StateError);
+  store->reserve(specs);
+  EXPECT_THROW(store->add_shard(specs[0], std::span(initial).first(3)), ArgumentError);
+  store->add_shard(specs[0], initial);
+  EXPECT_THROW(store->offer_gradient(0, {.data = initial.data(), .dtype = DType::kFloat32}), ArgumentError);
+  EXPECT_THROW(store->wait_update(1, Lane::kCompute), ArgumentError);
+  std::vector<float> values(5);
+  EXPECT_THROW(store->read_state(0, StateKind::kMaster, values), ArgumentError);
+  EXPECT_THROW(store->start_update(0, {}), ArgumentError);
+}
+
+}  // namespace
+}  // namespace zb
