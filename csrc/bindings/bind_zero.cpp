@@ -7,6 +7,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/capsules.h"
+#include "bindings/offload.h"
 #include "kernels/cpu_device.h"
 
 #include "zero/engine.h"
@@ -306,18 +307,26 @@ void bind_zero(py::module_& m) {
            py::arg("backoff_factor"), py::arg("growth_interval_steps"), py::arg("min_scale"));
   py::class_<EngineOptions>(m, "EngineOptions", "How an engine keeps and moves its state.")
       .def(py::init([](int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
-                       bool reshard_after_forward, bool keep_parameter_shards, const LossScaleOptions& loss_scale) {
-             return EngineOptions{.stage = zero_stage_from_int(stage),
-                                  .accumulation_steps = accumulation_steps,
-                                  .clip = clip,
-                                  .prefetch_bytes = prefetch_bytes.value_or(0),
-                                  .default_prefetch = !prefetch_bytes.has_value(),
-                                  .reshard_after_forward = reshard_after_forward,
-                                  .keep_parameter_shards = keep_parameter_shards,
-                                  .loss_scale = loss_scale};
+                       bool reshard_after_forward, bool keep_parameter_shards, const LossScaleOptions& loss_scale,
+                       const std::optional<OffloadOptions>& offload) {
+             EngineOptions options{.stage = zero_stage_from_int(stage),
+                                   .accumulation_steps = accumulation_steps,
+                                   .clip = clip,
+                                   .prefetch_bytes = prefetch_bytes.value_or(0),
+                                   .default_prefetch = !prefetch_bytes.has_value(),
+                                   .reshard_after_forward = reshard_after_forward,
+                                   .keep_parameter_shards = keep_parameter_shards,
+                                   .loss_scale = loss_scale};
+             if (offload) {
+               options.make_store = [held = *offload](Ledger* ledger, const DeviceParts& parts) {
+                 return held.make_store(ledger, parts);
+               };
+             }
+             return options;
            }),
            py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
-           py::arg("reshard_after_forward"), py::arg("keep_parameter_shards"), py::arg("loss_scale"));
+           py::arg("reshard_after_forward"), py::arg("keep_parameter_shards"), py::arg("loss_scale"),
+           py::arg("offload"), "offload: OffloadOptions, or None for state on the device.");
   m.def(
       "cpu_device_parts",
       [](std::size_t thread_num, std::vector<int> cpus) {

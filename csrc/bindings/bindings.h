@@ -10,6 +10,7 @@ void bind_memory(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_io(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
+void bind_stores(pybind11::module_& m);
 void bind_zero(pybind11::module_& m);
 
 }  // namespace zb

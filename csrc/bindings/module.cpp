@@ -12,5 +12,6 @@ PYBIND11_MODULE(_core, m) {
   zb::bind_optim(m);
   zb::bind_io(m);
   zb::bind_comm(m);
+  zb::bind_stores(m);
   zb::bind_zero(m);
 }

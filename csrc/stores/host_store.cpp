@@ -20,9 +20,11 @@ constexpr const char* kWhat = "optimizer state and gradients on the host";
 struct Shard {
   ShardSpec spec;
   PinnedBlock gradient;
+  PinnedBlock parameters;        // where the host is their home
   std::vector<MarkPtr> arrived;  // by chunk: behind which its gradient is in `gradient`
   bool is_offered = false;
   UpdateThread::Ticket ticket = 0;     // of the last work on it
+  std::vector<MarkPtr> fetched;        // behind which `parameters` may be written again
   MarkPtr sent;                        // behind which the device has what that work sent
   std::array<bool, kLaneNum> knows{};  // lanes that stand behind it
 };
@@ -31,12 +33,12 @@ struct Shard {
 struct Update {
   Shard* shard;
   std::size_t index;
-  std::byte* parameters;
+  std::byte* parameters;  // on the device; null where the host is their home
   DType gradient_dtype;
   std::vector<AdamScalars> rows;
   const StepScalars* step;
   MarkPtr step_arrived;
-  MarkPtr may_write;  // behind which the parameters may be overwritten
+  std::vector<MarkPtr> may_write;  // behind which the parameters may be overwritten
 };
 
 struct Outgoing {
@@ -77,7 +79,7 @@ class HostStore final : public Store {
   void reserve(std::span<const ShardSpec> shards) override {
     reserved_.assign(shards.begin(), shards.end());
     const std::size_t ranks = options_.ranks_on_host;
-    require_host_memory(ranks * host_store_bytes(reserved_, options_.chunk_numel),
+    require_host_memory(ranks * host_store_bytes(reserved_, options_),
                         ranks == 1 ? kWhat : std::string(kWhat) + ", of " + std::to_string(ranks) + " ranks,");
   }
 
@@ -92,6 +94,10 @@ class HostStore final : public Store {
     shard->spec = spec;
     shard->gradient = pool_->allocate(spec.numel * dtype_bytes(spec.gradient_dtype), Category::kGradients,
                                       PinnedPool::kLineAlignment);
+    if (parameters_on_host()) {
+      shard->parameters = pool_->allocate(spec.numel * dtype_bytes(spec.param_dtype), Category::kParameters,
+                                          PinnedPool::kLineAlignment);
+    }
     shard->arrived.resize((spec.numel + options_.chunk_numel - 1) / options_.chunk_numel);
     states_->add_shard(spec.numel);
     shards_.push_back(std::move(shard));
@@ -113,9 +119,12 @@ class HostStore final : public Store {
   void start_update(std::size_t index, const ShardUpdate& update) override {
     Shard& shard = at(index);
     if (shard.spec.numel == 0) return;
-    ZB_EXPECT(update.gradient != nullptr && update.parameters != nullptr && update.step_on_host != nullptr,
+    ZB_EXPECT(update.gradient != nullptr && update.step_on_host != nullptr,
+              "an update of shard " + std::to_string(index) + " needs its gradient and the step's scalars on the host");
+    ZB_EXPECT((update.parameters == nullptr) == parameters_on_host(),
               "an update of shard " + std::to_string(index) +
-                  " needs its gradient, its parameters and the step's scalars on the host");
+                  (parameters_on_host() ? " was given parameters that the store keeps itself"
+                                        : " needs its parameters on the device"));
     for (const Segment& segment : shard.spec.segments) {
       ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
                 "shard " + std::to_string(index) + " needs hyperparameters of param group " +
@@ -126,6 +135,8 @@ class HostStore final : public Store {
       device_->wait(Lane::kToHost, started);
       fetch_gradient(shard, update.gradient, update.gradient_dtype);
     }
+    std::vector<MarkPtr> may_write = std::exchange(shard.fetched, {});
+    may_write.push_back(started);
     queue(shard, [this, task = Update{.shard = &shard,
                                       .index = index,
                                       .parameters = static_cast<std::byte*>(update.parameters),
@@ -133,7 +144,7 @@ class HostStore final : public Store {
                                       .rows = {update.rows.begin(), update.rows.end()},
                                       .step = update.step_on_host,
                                       .step_arrived = update.step_arrived,
-                                      .may_write = started}] { run(task); });
+                                      .may_write = std::move(may_write)}] { run(task); });
   }
   bool is_issued(std::size_t index) const override { return thread_->is_done(shards_.at(index)->ticket); }
   void wait_update(std::size_t index, Lane lane) override {
@@ -146,7 +157,13 @@ class HostStore final : public Store {
 
   void fetch_parameters(std::size_t index, Lane lane, void* destination) override {
     Shard& shard = at(index);
-    send(shard, index, lane, destination, shard.spec.param_dtype, StateKind::kMaster);
+    if (!parameters_on_host()) {
+      send(shard, index, lane, destination, shard.spec.param_dtype, StateKind::kMaster);
+      return;
+    }
+    thread_->wait(shard.ticket);
+    device_->copy_from_pinned(lane, destination, shard.parameters.data(), shard.parameters.bytes());
+    shard.fetched.push_back(device_->mark(lane));
   }
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
     Shard& shard = at(index);
@@ -156,8 +173,10 @@ class HostStore final : public Store {
   void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
     Shard& shard = at(index);
     expect_numel(index, source.size());
-    queue(shard, [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute)] {
+    queue(shard, [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute),
+                  fetched = std::exchange(shard.fetched, {})] {
       device_->bind_thread();
+      for (const MarkPtr& mark : fetched) device_->synchronize(mark);
       device_->wait(Lane::kFromHost, ready);
       for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
         Outgoing& buffer = next_outgoing();
@@ -166,6 +185,9 @@ class HostStore final : public Store {
         device_->synchronize(device_->mark(Lane::kFromHost));
         const StateChunk chunk = states_->borrow(index, begin, end);
         cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
+        if (kind == StateKind::kMaster && parameters_on_host()) {
+          cpu_kernels().cast(home_of(shard, begin), shard.spec.param_dtype, chunk.master, DType::kFloat32, end - begin);
+        }
         states_->give_back(index, begin, end, ChunkUse::kWritten);
       });
     });
@@ -175,7 +197,7 @@ class HostStore final : public Store {
  private:
   void take_memory() {
     const std::size_t chunk_numel = outgoing_numel(reserved_, options_.chunk_numel);
-    pool_ = std::make_shared<PinnedPool>(host_store_bytes(reserved_, options_.chunk_numel), ledger_,
+    pool_ = std::make_shared<PinnedPool>(host_store_bytes(reserved_, options_), ledger_,
                                          PinnedOptions{.thread_num = options_.thread_num,
                                                        .cpus = options_.cpus,
                                                        .numa_node = options_.numa_node,
@@ -186,6 +208,11 @@ class HostStore final : public Store {
       outgoing.memory = pool_->allocate(chunk_numel * sizeof(float), Category::kStaging);
     }
     states_ = make_resident_state(pool_);
+  }
+
+  bool parameters_on_host() const noexcept { return options_.parameters == ParameterHome::kHost; }
+  static std::byte* home_of(const Shard& shard, std::size_t begin) {
+    return at_element(shard.parameters.data(), shard.spec.param_dtype, begin);
   }
 
   template <class Body>
@@ -220,18 +247,25 @@ class HostStore final : public Store {
     device_->bind_thread();
     device_->synchronize(update.step_arrived);
     if (update.step->is_skipped != 0) return;
-    device_->wait(Lane::kFromHost, update.may_write);
+    for (const MarkPtr& mark : update.may_write) {
+      if (parameters_on_host()) {
+        device_->synchronize(mark);
+      } else {
+        device_->wait(Lane::kFromHost, mark);
+      }
+    }
     const DType dtype = shard.spec.param_dtype;
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
       states_->expect(update.index, end, std::min(end + options_.chunk_numel, shard.spec.numel));
       device_->synchronize(shard.arrived[begin / options_.chunk_numel]);
-      Outgoing& outgoing = next_outgoing();
+      Outgoing* const outgoing = parameters_on_host() ? nullptr : &next_outgoing();
       const StateChunk chunk = states_->borrow(update.index, begin, end);
-      update_chunk(update, chunk, outgoing.memory.data(), begin, end);
+      update_chunk(update, chunk, outgoing ? outgoing->memory.data() : home_of(shard, begin), begin, end);
       states_->give_back(update.index, begin, end, ChunkUse::kWritten);
-      device_->copy_from_pinned(Lane::kFromHost, at_element(update.parameters, dtype, begin), outgoing.memory.data(),
+      if (outgoing == nullptr) return;
+      device_->copy_from_pinned(Lane::kFromHost, at_element(update.parameters, dtype, begin), outgoing->memory.data(),
                                 (end - begin) * dtype_bytes(dtype));
-      outgoing.sent = shard.sent = device_->mark(Lane::kFromHost);
+      outgoing->sent = shard.sent = device_->mark(Lane::kFromHost);
     });
   }
 
@@ -327,11 +361,13 @@ std::unique_ptr<Store> make_host_store(Ledger* ledger, const DeviceParts& parts,
   return std::make_unique<HostStore>(ledger, parts, std::move(options));
 }
 
-std::size_t host_store_bytes(std::span<const ShardSpec> shards, std::size_t chunk_numel) {
-  std::size_t bytes = kOutgoingNum * PinnedPool::footprint_bytes(outgoing_numel(shards, chunk_numel) * sizeof(float));
+std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreOptions& options) {
+  const auto lines = [](std::size_t bytes) { return PinnedPool::footprint_bytes(bytes, PinnedPool::kLineAlignment); };
+  std::size_t bytes =
+      kOutgoingNum * PinnedPool::footprint_bytes(outgoing_numel(shards, options.chunk_numel) * sizeof(float));
   for (const ShardSpec& spec : shards) {
-    bytes += resident_state_bytes(spec.numel) +
-             PinnedPool::footprint_bytes(spec.numel * dtype_bytes(spec.gradient_dtype), PinnedPool::kLineAlignment);
+    bytes += resident_state_bytes(spec.numel) + lines(spec.numel * dtype_bytes(spec.gradient_dtype));
+    if (options.parameters == ParameterHome::kHost) bytes += lines(spec.numel * dtype_bytes(spec.param_dtype));
   }
   return bytes;
 }

@@ -6,10 +6,11 @@
 // step, for the scalars), runs Adam, which leaves the new parameters in one of a few outgoing buffers, and puts their
 // copy to the device into another lane. So the copies of one chunk run beside the Adam of the next, and an outgoing
 // buffer that is still being sent is what bounds the pipeline. The values are those of the device store, bit for bit.
+// Parameters whose home is the host are written where they stay instead, and sent when they are fetched.
 #pragma once
 
 #include <cstddef>
-#include <functional>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -20,6 +21,8 @@
 
 namespace zb {
 
+enum class ParameterHome : std::uint8_t { kDevice, kHost };
+
 struct HostStoreOptions {
   std::size_t thread_num = 1;  // of Adam
   std::vector<int> cpus = {};  // as ThreadPool takes them
@@ -29,6 +32,8 @@ struct HostStoreOptions {
   // A multiple of 64. 4 Mi elements are 8 MiB of bf16, for which a transfer takes a hundred times as long as starting
   // it, and a small share of any unit worth offloading.
   std::size_t chunk_numel = std::size_t{4} << 20;
+  // kHost: shards of parameters lie there, too, and are fetched from the store before each gather.
+  ParameterHome parameters = ParameterHome::kDevice;
   UpdatesRun updates_run = UpdatesRun::kInThread;
   std::shared_ptr<DeviceAdam> adam = nullptr;  // of host memory; null: make_cpu_adam
 };
@@ -36,6 +41,6 @@ struct HostStoreOptions {
 std::unique_ptr<Store> make_host_store(Ledger* ledger, const DeviceParts& parts, HostStoreOptions options);
 
 // What a host store of these shards takes of pinned memory.
-std::size_t host_store_bytes(std::span<const ShardSpec> shards, std::size_t chunk_numel);
+std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreOptions& options);
 
 }  // namespace zb

@@ -47,6 +47,13 @@ inline std::unique_ptr<Store> make_small_host_store(Ledger* ledger, const Device
   return make_host_store(ledger, parts, small_chunks(parts));
 }
 
+// Shards of parameters on the host, too.
+inline std::unique_ptr<Store> make_home_store(Ledger* ledger, const DeviceParts& parts) {
+  HostStoreOptions options = small_chunks(parts);
+  options.parameters = ParameterHome::kHost;
+  return make_host_store(ledger, parts, options);
+}
+
 // A third of every shard stays on the device.
 inline std::unique_ptr<Store> make_third_store(Ledger* ledger, const DeviceParts& parts) {
   return make_split_store(make_device_store_with_masters(ledger, parts), make_small_host_store(ledger, parts), 2.0 / 3);

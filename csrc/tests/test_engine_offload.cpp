@@ -38,9 +38,15 @@ TEST_P(EngineOffload, EndsAsTheDeviceStoreDoes) {
     const Values expected = same_on_all(on_device, [&](ToyRank& toy) { return walk(toy, with); });
     for (const auto make_store : {test::make_small_host_store, test::make_third_store}) {
       with.make_store = make_store;
+      with.keep_parameter_shards = true;
       EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected) << dtype_name(dtype);
       if (HasFailure()) return;
     }
+    if (with.stage != ZeroStage::kZero3 || world_size() == 1) continue;
+    with.keep_parameter_shards = false;
+    with.make_store = test::make_home_store;
+    EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected) << dtype_name(dtype);
+    if (HasFailure()) return;
   }
 }
 
@@ -67,6 +73,7 @@ TEST_P(EngineOffload, KeepsWhatIsWrittenIntoAGather) {
     on_device.lane_schedule_num = 0;
     const Values expected = same_on_all(on_device, body);
     with.make_store = test::make_third_store;
+    with.keep_parameter_shards = true;
     EXPECT_EQ(same_on_all(with, body), expected) << dtype_name(dtype);
   }
 }
@@ -75,6 +82,7 @@ TEST_P(EngineOffload, KeepsWhatIsWrittenIntoAGather) {
 TEST_P(EngineOffload, ABadStepLeavesNoTrace) {
   ToyOptions with = options();
   with.make_store = test::make_small_host_store;
+  with.keep_parameter_shards = true;
   Reference reference(world_size());
   for (const long micro_step : {0, 2}) {
     reference.backward(micro_step);
@@ -107,6 +115,7 @@ TEST_P(EngineOffload, ABadStepLeavesNoTrace) {
 TEST_P(EngineOffload, GoesWithUpdatesUnderWay) {
   ToyOptions with = options();
   with.make_store = test::make_third_store;
+  with.keep_parameter_shards = true;
   run_ranks(with, [&](ToyRank& toy) {
     toy.forward(kUnits);
     toy.backward(kReversed);

@@ -144,7 +144,7 @@ TEST(HostStore, CountsWhatItHoldsAndMapsNoMore) {
     EXPECT_EQ(bytes(Category::kStaging), 3U * 4 * 4096);
     EXPECT_EQ(ledger.total(Tier::kDevice).current_bytes, 0);
     const auto total = static_cast<double>(ledger.total(Tier::kHost).current_bytes);
-    EXPECT_LE(static_cast<double>(host_store_bytes(specs, 4096)), 1.01 * total);
+    EXPECT_LE(static_cast<double>(host_store_bytes(specs, {.chunk_numel = 4096})), 1.01 * total);
   }
   EXPECT_EQ(ledger.total(Tier::kHost).current_bytes, 0);
 }
