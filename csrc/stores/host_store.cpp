@@ -23,10 +23,10 @@ struct Shard {
   PinnedBlock parameters;        // where the host is their home
   std::vector<MarkPtr> arrived;  // by chunk: behind which its gradient is in `gradient`
   bool is_offered = false;
-  UpdateThread::Ticket ticket = 0;     // of the last work on it
-  std::vector<MarkPtr> fetched;        // behind which `parameters` may be written again
-  MarkPtr sent;                        // behind which the device has what that work sent
-  std::array<bool, kLaneNum> knows{};  // lanes that stand behind it
+  UpdateThread::Ticket ticket = 0;        // of the last work on it
+  std::array<MarkPtr, kLaneNum> fetched;  // by lane: behind which `parameters` may be written again
+  MarkPtr sent;                           // behind which the device has what that work sent
+  std::array<bool, kLaneNum> knows{};     // lanes that stand behind it
 };
 
 // An update as the thread needs it.
@@ -38,7 +38,8 @@ struct Update {
   std::vector<AdamScalars> rows;
   const StepScalars* step;
   MarkPtr step_arrived;
-  std::vector<MarkPtr> may_write;  // behind which the parameters may be overwritten
+  MarkPtr started;  // behind which the parameters on the device may be overwritten
+  std::array<MarkPtr, kLaneNum> fetched;
 };
 
 struct Outgoing {
@@ -135,8 +136,6 @@ class HostStore final : public Store {
       device_->wait(Lane::kToHost, started);
       fetch_gradient(shard, update.gradient, update.gradient_dtype);
     }
-    std::vector<MarkPtr> may_write = std::exchange(shard.fetched, {});
-    may_write.push_back(started);
     queue(shard, [this, task = Update{.shard = &shard,
                                       .index = index,
                                       .parameters = static_cast<std::byte*>(update.parameters),
@@ -144,7 +143,8 @@ class HostStore final : public Store {
                                       .rows = {update.rows.begin(), update.rows.end()},
                                       .step = update.step_on_host,
                                       .step_arrived = update.step_arrived,
-                                      .may_write = std::move(may_write)}] { run(task); });
+                                      .started = started,
+                                      .fetched = std::exchange(shard.fetched, {})}] { run(task); });
   }
   bool is_issued(std::size_t index) const override { return thread_->is_done(shards_.at(index)->ticket); }
   void wait_update(std::size_t index, Lane lane) override {
@@ -163,7 +163,7 @@ class HostStore final : public Store {
     }
     thread_->wait(shard.ticket);
     device_->copy_from_pinned(lane, destination, shard.parameters.data(), shard.parameters.bytes());
-    shard.fetched.push_back(device_->mark(lane));
+    shard.fetched[static_cast<std::size_t>(lane)] = device_->mark(lane);
   }
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
     Shard& shard = at(index);
@@ -240,20 +240,15 @@ class HostStore final : public Store {
     });
   }
 
-  // From here to the next blank line: what the update thread runs. It owns the lane from the host, the outgoing buffers
-  // and, until its ticket is done, the shard's `sent`.
+  // In the update thread, which alone uses the lane from the host and the outgoing buffers, and until its ticket is
+  // done the shard's `sent`.
   void run(const Update& update) {
     Shard& shard = *update.shard;
     device_->bind_thread();
+    for (const MarkPtr& mark : update.fetched) device_->synchronize(mark);
     device_->synchronize(update.step_arrived);
     if (update.step->is_skipped != 0) return;
-    for (const MarkPtr& mark : update.may_write) {
-      if (parameters_on_host()) {
-        device_->synchronize(mark);
-      } else {
-        device_->wait(Lane::kFromHost, mark);
-      }
-    }
+    if (!parameters_on_host()) device_->wait(Lane::kFromHost, update.started);
     const DType dtype = shard.spec.param_dtype;
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
       states_->expect(update.index, end, std::min(end + options_.chunk_numel, shard.spec.numel));

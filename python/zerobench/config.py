@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -49,6 +49,35 @@ class LossScaleConfig(_Section):
     min_scale: float = Field(default=1.0, gt=0)
 
 
+class OffloadOptimizerConfig(_Section):
+    """Optimizer state in pinned host memory, updated by the CPU (docs/offload.md). Keys as in DeepSpeed where they mean
+    the same."""
+
+    device: Literal["cpu"] = "cpu"
+    ratio: float = Field(
+        1.0, gt=0, le=1, description="share of the state on the host; the rest stays on the device"
+    )
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of the updates; null is `threads`, or this rank's share of CPUs"
+    )
+    numa_node: Literal["auto"] | int | None = Field(
+        "auto",
+        description="node of the memory; auto is that of this rank's CPUs, null leaves it to the kernel",
+    )
+    chunk_numel: int = Field(
+        1 << 22, ge=64, multiple_of=64, description="elements that one stage of the pipeline works on"
+    )
+    lock_memory: bool = Field(
+        False, description="keep the memory from being swapped out (mlock) where no GPU's driver pins it"
+    )
+
+
+class OffloadParamConfig(_Section):
+    """Shards of parameters in host memory, beside their optimizer state; sent to the device before each gather."""
+
+    device: Literal["cpu"] = "cpu"
+
+
 class Config(_Section):
     """Everything that ``zerobench.initialize`` can be told.
 
@@ -79,6 +108,12 @@ class Config(_Section):
         False,
         description="true keeps low-precision shards of stage 3 beside the fp32 masters, instead of rounding them "
         "before each gather: less work, more memory",
+    )
+    offload_optimizer: OffloadOptimizerConfig | None = Field(
+        None, description="optimizer state on the host, at stages 1 to 3"
+    )
+    offload_param: OffloadParamConfig | None = Field(
+        None, description="shards of parameters on the host, at stage 3 with offload_optimizer"
     )
     units: Literal["auto"] | list[str] = "auto"
     prefetch_bytes: int | None = Field(
@@ -111,6 +146,22 @@ class Config(_Section):
         ):
             if rank is not None and world is not None and rank >= world:
                 raise ValueError(f"{name} {rank} is not below its world size {world}")
+        return self
+
+    @model_validator(mode="after")
+    def _offload_fits(self) -> Config:
+        if self.offload_optimizer is not None and self.stage == 0:
+            raise ValueError(
+                "stage 0 keeps the whole optimizer state on every rank; use stage 1, 2 or 3 with offload_optimizer"
+            )
+        if self.offload_param is not None:
+            if self.stage != 3 or self.offload_optimizer is None:
+                raise ValueError("offload_param needs stage 3 and offload_optimizer")
+            if self.offload_optimizer.ratio != 1.0 or self.keep_parameter_shards:
+                raise ValueError(
+                    "offload_param moves all shards of parameters; leave out keep_parameter_shards and "
+                    "offload_optimizer.ratio"
+                )
         return self
 
     def effective_dtypes(self) -> dict[str, str]:
@@ -176,7 +227,12 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = Config
     for part in location:
         annotation = model.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        sections = [
+            kind
+            for kind in (annotation, *get_args(annotation))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        if not sections:
             return []
-        model = annotation
+        model = sections[0]
     return list(model.model_fields)

@@ -98,10 +98,11 @@ class Engine:
                 clip=config.gradient_clipping or 0.0,
                 prefetch_bytes=config.prefetch_bytes,
                 reshard_after_forward=config.reshard_after_forward,
-                keep_parameter_shards=config.keep_parameter_shards,
+                keep_parameter_shards=placement.keeps_parameter_shards(config),
                 loss_scale=core.LossScaleOptions(
                     enabled=config.scales_loss(), **config.loss_scale.model_dump()
                 ),
+                offload=placement.offload_options(config, self.topology, self._place),
             ),
             unit_names=self._units.names,
             root_unit=0,

@@ -41,7 +41,7 @@ class CpuPlace(Place):
 
     def __init__(self, config: Config, topology: Topology) -> None:
         core = _native.load()
-        cpus = config.cpus or core.cpus_of_rank(topology.local_rank, topology.local_world_size)
+        cpus = rank_cpus(config, topology)
         threads = config.threads or len(cpus)
         self._parts = core.cpu_device_parts(
             thread_num=threads, cpus=cpus if config.pin_threads and threads <= len(cpus) else []
@@ -77,6 +77,43 @@ class CudaPlace(Place):
     def used_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self._index)
         return total - free
+
+
+def offload_options(config: Config, topology: Topology, place: Place) -> Any | None:
+    """Where the optimizer state lies, for the core; None on the device."""
+    offload = config.offload_optimizer
+    if offload is None:
+        return None
+    if config.offload_param is not None and topology.world_size == 1:
+        raise ConfigError("offload_param moves shards, and one rank has none; leave it out or use more ranks")
+    core = _native.load()
+    cpus = rank_cpus(config, topology)
+    # Beside a GPU, whoever starts its work needs a core too.
+    share = len(cpus) - 1 if place.device is not None and len(cpus) > 2 else len(cpus)
+    threads = offload.threads or config.threads or share
+    node = core.numa_node_of_cpus(cpus) if offload.numa_node == "auto" else offload.numa_node
+    return core.OffloadOptions(
+        ratio=offload.ratio,
+        parameters=config.offload_param is not None,
+        thread_num=threads,
+        cpus=cpus if config.pin_threads and threads <= len(cpus) else [],
+        numa_node=-1 if node is None else node,
+        lock=offload.lock_memory,
+        ranks_on_host=topology.local_world_size,
+        chunk_numel=offload.chunk_numel,
+    )
+
+
+def keeps_parameter_shards(config: Config) -> bool:
+    """Masters on the host are no source for a gather, unless parameters are there too."""
+    return config.keep_parameter_shards or (
+        config.offload_optimizer is not None and config.offload_param is None
+    )
+
+
+def rank_cpus(config: Config, topology: Topology) -> list[int]:
+    """Those of the configuration, or this rank's share."""
+    return config.cpus or _native.load().cpus_of_rank(topology.local_rank, topology.local_world_size)
 
 
 def choose(model: nn.Module, config: Config, topology: Topology) -> Place:

@@ -179,3 +179,43 @@ def adam(
         run = partial(run_adam, options)
     with results_in(output) as file:
         raise typer.Exit(run(output=file, console=result_console(), notes=Console(stderr=True)))
+
+
+@app.command()
+def pinned(
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda (all GPUs); auto is cuda where torch sees a GPU.")
+    ] = "auto",
+    ready_gib: Annotated[
+        float | None,
+        typer.Option(help="GiB to make ready in fresh processes. Default: 16 with a GPU, 1 without."),
+    ] = None,
+    copy_bytes: Annotated[int, typer.Option(help="Bytes of one copy.")] = 1 << 28,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads that fill zerobench's pages. Default: all cores.")
+    ] = None,
+    ready_repeats: Annotated[int, typer.Option(help="Fresh processes of every side, in turn.")] = 5,
+    repeats: Repeats = 15,
+    output: Output = None,
+) -> None:
+    """Pinned host memory beside torch's: the time until it is ready, and copies each way, both ways, on all GPUs.
+
+    Without a GPU: the time to fill memory, and copies within the host.
+    """
+    from zerobench.bench.machine import cpus_usable
+    from zerobench.bench.micro.pinned import PinnedOptions, run_pinned
+
+    gpus = gpus_for(device, at_least=1)
+    options = PinnedOptions(
+        ready_bytes=round((16 if gpus else 1) * 2**30 if ready_gib is None else ready_gib * 2**30),
+        copy_bytes=copy_bytes,
+        repeats=repeats,
+        ready_repeats=ready_repeats,
+        threads=cpus_usable() if threads is None else threads,
+        gpus=gpus,
+    )
+    options.check()
+    with results_in(output) as file:
+        raise typer.Exit(
+            run_pinned(options, output=file, console=result_console(), notes=Console(stderr=True))
+        )

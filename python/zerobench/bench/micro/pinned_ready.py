@@ -1,0 +1,106 @@
+"""How long it takes until host memory is ready for transfers, in a fresh process: nothing of another measurement is
+there. Run as a module, this is that process. Imports torch there only."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from pydantic import BaseModel, ConfigDict
+
+from zerobench.bench.gpus import child_environment
+from zerobench.errors import Error
+
+OURS, TORCH, TOUCH = "zerobench", "torch", "one thread"
+_ANSWER_S = 600.0
+
+
+class Order(BaseModel):
+    """What a process is to measure."""
+
+    model_config = ConfigDict(frozen=True)
+
+    side: str
+    size_bytes: int
+    gpu: int | None  # None: no GPU, and nothing is registered
+    threads: int
+
+
+class Ready(BaseModel):
+    """What it measured."""
+
+    model_config = ConfigDict(frozen=True)
+
+    seconds: float
+    mapped_bytes: int | None = None  # of ours
+    huge_bytes: int | None = None
+    fill_s: float | None = None
+    register_s: float | None = None
+
+
+def measure_ready(order: Order) -> Ready:
+    """Ask another process. Raises Error."""
+    asked = subprocess.run(
+        [sys.executable, "-m", "zerobench.bench.micro.pinned_ready", order.model_dump_json()],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, env=child_environment(), timeout=_ANSWER_S,
+    )  # fmt: skip
+    if asked.returncode != 0:
+        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        raise Error(f"{order.side} could not make {order.size_bytes} bytes of host memory ready: {last}")
+    return Ready.model_validate_json(asked.stdout.strip().splitlines()[-1])
+
+
+def _measure(order: Order) -> Ready:
+    import torch
+
+    from zerobench import _native
+
+    core = _native.load()
+    parts = None
+    if order.gpu is not None:
+        torch.cuda.set_device(order.gpu)
+        torch.empty(1, device="cuda")  # the context is there before the clock starts
+        device = _native.load_cuda().make_device(order.gpu, on_out_of_memory=torch.cuda.empty_cache)
+        parts = device.parts()
+    if order.side == OURS:
+        cpus = core.allowed_cpus()
+        node = core.numa_node_of_cpus(cpus)
+
+        def make() -> object:
+            return core.PinnedPool(
+                order.size_bytes, thread_num=order.threads, cpus=cpus, numa_node=node, parts=parts
+            )
+    elif order.side == TORCH:
+
+        def make() -> object:
+            return torch.empty(order.size_bytes, dtype=torch.uint8, pin_memory=True)
+    else:
+        torch.set_num_threads(1)
+
+        def make() -> object:
+            return torch.empty(order.size_bytes, dtype=torch.uint8).zero_()
+
+    seconds, made = _timed(make)
+    if order.side != OURS:
+        return Ready(seconds=seconds)
+    stats = made.stats()  # type: ignore[attr-defined]
+    return Ready(
+        seconds=seconds,
+        mapped_bytes=stats.mapped_bytes,
+        huge_bytes=stats.huge_bytes,
+        fill_s=stats.fill_ms / 1e3,
+        register_s=stats.register_ms / 1e3,
+    )
+
+
+def _timed(make: Callable[[], object]) -> tuple[float, object]:
+    begin = time.perf_counter()
+    made = make()
+    return time.perf_counter() - begin, made
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(Order.model_validate_json(sys.argv[1])).model_dump(mode="json")))

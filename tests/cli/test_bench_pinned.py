@@ -1,0 +1,52 @@
+"""`bench pinned` on a machine without a GPU, at sizes that take a moment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+SMALL = [
+    "bench",
+    "pinned",
+    "--device",
+    "cpu",
+    "--copy-bytes",
+    "1000003",
+    "--repeats",
+    "3",
+    "--ready-repeats",
+    "3",
+]
+
+
+def test_pinned_measures_what_there_is_and_says_what_it_leaves_out(command) -> None:
+    result = command.run(*SMALL, "--ready-gib", "0.01", "--output", "pinned.json")
+    assert result.returncode == 0, result.stderr
+    assert "without a GPU nothing is registered" in result.stdout
+    content = json.loads((command.folder / "pinned.json").read_text())
+    assert content["benchmark"] == "pinned" and content["settings"]["device"] == "cpu"
+    ready, copies = content["rows"]
+    assert ready["size_bytes"] == round(0.01 * 2**30)
+    assert ready["size_bytes"] <= ready["mapped_bytes"] < 1.01 * ready["size_bytes"]
+    assert 0 <= ready["huge_bytes"] <= ready["mapped_bytes"]
+    assert ready["register_s"] == 0 and 0 < ready["fill_s"] <= ready["time_s"]["zerobench"]
+    assert {side: len(one["samples"]) for side, one in ready["samples_us"].items()} == {
+        "zerobench": 3,
+        "one thread": 3,
+    }
+    assert copies["direction"] == "within the host" and copies["gpus"] == []
+    for side in ("zerobench", "torch"):
+        assert copies["gb_s"][side] == pytest.approx(1000003 / copies["time_ms"][side] / 1e6)
+    assert command.leaves_nothing()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--ready-gib", "1000000"), ("--repeats", "1"), ("--threads", "9999"), ("--copy-bytes", "0")],
+)
+def test_pinned_refuses_what_cannot_be(command, option: str, value: str) -> None:
+    result = command.run(*SMALL, option, value)
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert option in result.stderr
