@@ -23,6 +23,51 @@ class Ledger:
         """
     def reset_peaks(self) -> None: ...
 
+class PinnedStats:
+    """
+    What lies under a PinnedPool's blocks.
+    """
+    @property
+    def fill_ms(self) -> float: ...
+    @property
+    def huge_bytes(self) -> int: ...
+    @property
+    def is_on_node(self) -> bool: ...
+    @property
+    def is_registered(self) -> bool: ...
+    @property
+    def mapped_bytes(self) -> int: ...
+    @property
+    def peak_requested_bytes(self) -> int: ...
+    @property
+    def register_ms(self) -> float: ...
+    @property
+    def requested_bytes(self) -> int: ...
+
+class PinnedPool:
+    """
+    Pinned host memory in exact sizes (csrc/memory/pinned_pool.h).
+    """
+    def __init__(
+        self,
+        size_bytes: int,
+        *,
+        thread_num: int,
+        cpus: Sequence[int] = [],
+        numa_node: int = -1,
+        lock: bool = False,
+        parts: object = None,
+    ) -> None:
+        """
+        parts is a device's capsule whose driver then knows the memory; without one it is plain memory, which lock keeps
+        from being swapped out.
+        """
+    def stats(self) -> PinnedStats: ...
+    def tensor(self, size_bytes: int) -> torch.Tensor:
+        """
+        A block of the pool as bytes, given back with its last reference.
+        """
+
 class AdamHyperparameters:
     """
     Hyperparameters of one param group.
@@ -223,6 +268,26 @@ class LossScaleOptions:
         min_scale: float,
     ) -> None: ...
 
+class OffloadOptions:
+    """
+    Optimizer state on the host (csrc/stores/host_store.h).
+    """
+    def __init__(
+        self,
+        *,
+        ratio: float,
+        parameters: bool,
+        thread_num: int,
+        cpus: Sequence[int],
+        numa_node: int,
+        lock: bool,
+        ranks_on_host: int,
+        chunk_numel: int,
+    ) -> None:
+        """
+        ratio is the share of the state that lies on the host; parameters puts the shards of stage 3 there too.
+        """
+
 class EngineOptions:
     """
     How an engine keeps and moves its state.
@@ -237,7 +302,11 @@ class EngineOptions:
         reshard_after_forward: bool,
         keep_parameter_shards: bool,
         loss_scale: LossScaleOptions,
-    ) -> None: ...
+        offload: OffloadOptions | None,
+    ) -> None:
+        """
+        offload: OffloadOptions, or None for state on the device.
+        """
 
 class Engine:
     """
@@ -324,6 +393,11 @@ def allowed_cpus() -> list[int]:
     CPUs that this process may run on.
     """
 
+def available_host_bytes() -> int:
+    """
+    What the machine and this process's cgroups still have.
+    """
+
 def available_isas() -> list[str]:
     """
     Vector instruction sets that this machine and build have, worst first.
@@ -337,6 +411,11 @@ def best_isa() -> str:
 def cpu_device_parts(*, thread_num: int, cpus: Sequence[int]) -> Any:
     """
     The CPU as the device of an engine, with threads for its optimizer.
+    """
+
+def cpus_of_numa_node(node: int) -> list[int]:
+    """
+    CPUs of a NUMA node, whether this process may run there or not; none for an unknown one.
     """
 
 def cpus_of_rank(local_rank: int, local_world_size: int) -> list[int]:
@@ -354,6 +433,11 @@ def io_uring_refusal() -> str | None:
     Why io_uring is not usable here; None where it is.
     """
 
+def lockable_bytes() -> int:
+    """
+    What mlock may still lock (RLIMIT_MEMLOCK).
+    """
+
 def make_c10d_communicator(group_name: str) -> Communicator:
     """
     Wraps a live CPU process group of torch.distributed by its group_name.
@@ -369,6 +453,16 @@ def make_shm_communicator(
 def memcpy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """
     The C library's memcpy from each flat tensor to its destination, in this thread.
+    """
+
+def numa_node_of_cpus(cpus: Sequence[int]) -> int:
+    """
+    The NUMA node that most of these CPUs belong to; -1 where the machine lists none.
+    """
+
+def numa_node_of_pci_device(bus_id: str) -> int:
+    """
+    The NUMA node of a PCI device; -1 where the machine does not say.
     """
 
 def probe_path(

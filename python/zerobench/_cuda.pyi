@@ -74,7 +74,8 @@ class AdamRun:
     ) -> None: ...
 
 class CudaDevice:
-    """One device with its lanes, what computes on it, and its kernels. Lanes are compute, gather and reduce; addresses
+    """One device with its lanes, what computes on it, and its kernels. Lanes are compute, gather, reduce, to_host and
+    from_host; addresses
     are those of device memory."""
 
     @property

@@ -47,6 +47,18 @@ def test_defaults():
         ({"rendezvous": ""}, "'rendezvous'"),
         ({"prefetch_bytes": -1}, "'prefetch_bytes'"),
         ({"threads": 0}, "'threads'"),
+        ({"offload_optimizer": {}}, "use stage 1, 2 or 3 with offload_optimizer"),
+        ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, "'offload_optimizer.device'"),
+        ({"stage": 2, "offload_optimizer": {"ratio": 0}}, "'offload_optimizer.ratio'"),
+        ({"stage": 2, "offload_optimizer": {"ratio": "auto"}}, "'offload_optimizer.ratio'"),
+        ({"stage": 2, "offload_optimizer": {"chunk_numel": 100}}, "multiple of 64"),
+        ({"stage": 2, "offload_optimizer": {"chunk": 64}}, "did you mean 'chunk_numel'?"),
+        ({"stage": 3, "offload_param": {}}, "offload_param needs stage 3 and offload_optimizer"),
+        ({"stage": 2, "offload_optimizer": {}, "offload_param": {}}, "offload_param needs stage 3"),
+        (
+            {"stage": 3, "offload_optimizer": {"ratio": 0.5}, "offload_param": {}},
+            "offload_param moves all shards of parameters",
+        ),
     ],
 )
 def test_an_error_is_one_sentence_that_names_the_key(values, sentence):
