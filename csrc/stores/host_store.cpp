@@ -247,7 +247,10 @@ class HostStore final : public Store {
     device_->bind_thread();
     for (const MarkPtr& mark : update.fetched) device_->synchronize(mark);
     device_->synchronize(update.step_arrived);
-    if (update.step->is_skipped != 0) return;
+    if (update.step->is_skipped != 0) {
+      device_->synchronize(shard.arrived.back());  // the gradient may be written again
+      return;
+    }
     if (!parameters_on_host()) device_->wait(Lane::kFromHost, update.started);
     const DType dtype = shard.spec.param_dtype;
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
