@@ -1,0 +1,279 @@
+"""Step times with optimizer state on the host, beside what limits them, on one GPU or several:
+
+    torchrun --nproc_per_node N benchmarks/gpu_offload.py --num-layers 16 --batch-size 4 --seq-length 2048 MODE ...
+
+The model is a Llama of 7B width (4096 wide, 32 heads, 11008 in between, 32000 tokens) with checkpointed blocks, as
+transformers builds it. MODE is one of
+
+    limits     the roofline's parts: forward and backward alone (bf16); the CPU's Adam on this rank's share of the
+               state while both directions of pinned copies run; the copies alone
+    host       stage 2, optimizer on the host
+    host-clip  the same with clipping, whose updates wait for the norm
+    host-beside  the same without clipping and with optimizer_in_backward
+    host3      stage 3, optimizer and parameters on the host
+    split:R    stage 2, the share R of the state on the host
+    device     stage 2, nothing on the host
+    fsdp2      FSDP2 with CPUOffloadPolicy and torch's fused AdamW
+
+Each mode prints a JSON line: the median of the steps' milliseconds, host to device synchronised after each step (as the
+peers' own benchmark does for offload), all samples, peak GB of torch's allocator, GB of host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+import zerobench
+
+Step = Callable[[], object]
+
+
+def make_model(num_layers: int, dtype: torch.dtype) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        attn_implementation="sdpa",
+        dtype=dtype,
+    )
+    model = LlamaForCausalLM(config).to(dtype)
+    model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def ours(model: Any, batch: dict[str, Any], mode: str) -> tuple[Step, Callable[[], None]]:
+    name, _, ratio = mode.partition(":")
+    config: dict[str, Any] = {
+        "stage": 3 if name == "host3" else 2,
+        "precision": "bf16",
+        "optimizer": {"lr": 1e-5},
+    }
+    if name != "device":
+        config["offload_optimizer"] = {"device": "cpu", "ratio": float(ratio or 1.0)}
+    if name == "host3":
+        config["offload_param"] = {"device": "cpu"}
+    if name == "host-clip":
+        config["gradient_clipping"] = 1.0
+    if name == "host-beside":
+        config["optimizer_in_backward"] = True
+    engine = zerobench.initialize(model, config=config)
+
+    def step() -> None:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+
+    return step, engine.close
+
+
+def fsdp2(model: Any, batch: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in model.model.layers:
+        fully_shard(block, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    fully_shard(model, mp_policy=policy, offload_policy=CPUOffloadPolicy(), reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step, lambda: None
+
+
+def floor(model: Any, batch: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        model(**batch).loss.backward()
+
+    return step, lambda: None
+
+
+def timed(step: Step, *, step_num: int, warmup_num: int) -> list[float]:
+    for _ in range(warmup_num):
+        step()
+    samples = []
+    for _ in range(step_num):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start_s = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start_s) * 1e3)
+    return samples
+
+
+def windowed(step: Step, *, step_num: int) -> float:
+    """Milliseconds a step without a stop in between: updates may run beside the next forward."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    start_s = time.perf_counter()
+    for _ in range(step_num):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start_s) / step_num * 1e3
+
+
+class Copies:
+    """Both directions of pinned copies, over and over, from a thread of their own."""
+
+    def __init__(self, size_bytes: int = 256 << 20) -> None:
+        pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        device = [torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        self._pairs = [(device[0], pinned[0]), (pinned[1], device[1])]
+        self._size_bytes = size_bytes
+        self._stop = threading.Event()
+        self._moved_bytes = [0, 0]
+
+    def _run(self, direction: int) -> None:
+        destination, source = self._pairs[direction]
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            while not self._stop.is_set():
+                destination.copy_(source, non_blocking=True)
+                stream.synchronize()
+                self._moved_bytes[direction] += self._size_bytes
+
+    def beside(self, work: Callable[[], object]) -> tuple[float, list[float]]:
+        """Seconds of the work, and GB/s of each direction meanwhile."""
+        self._stop.clear()
+        self._moved_bytes = [0, 0]
+        threads = [threading.Thread(target=self._run, args=(direction,)) for direction in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        before, start_s = list(self._moved_bytes), time.perf_counter()
+        work()
+        took_s = time.perf_counter() - start_s
+        rates = [
+            (after - first) / took_s / 1e9 for after, first in zip(self._moved_bytes, before, strict=True)
+        ]
+        self._stop.set()
+        for thread in threads:
+            thread.join()
+        return took_s, rates
+
+
+def limits(
+    num_layers: int, batch: dict[str, Any], *, step_num: int, numel_of_adam: int = 1 << 28
+) -> dict[str, Any]:
+    """The parts of max(forward and backward, Adam beside both transfers, PCIe) for this rank, in milliseconds."""
+    from zerobench import _native
+    from zerobench.bench.micro.adam_arrays import MIXES, Arrays
+
+    with torch.device("cuda"):
+        model = make_model(num_layers, torch.bfloat16)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    step, _ = floor(model, batch)
+    compute_ms = median(timed(step, step_num=step_num, warmup_num=2))
+    del model, step
+    torch.cuda.empty_cache()
+
+    core = _native.load()
+    ranks = dist.get_world_size()
+    cpus = core.cpus_of_rank(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    pool = core.ThreadPool(len(cpus), cpus=cpus)
+    arrays = Arrays(numel_of_adam, MIXES[-1])
+    hyperparameters = core.AdamHyperparameters(
+        lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True
+    )
+    runner = arrays.runner(core, hyperparameters)
+    runner.step(pool, step=1)
+    copies = Copies()
+    shard_numel = numel / ranks
+    adam_s, adam_alone_s, rates = [], [], []
+    for number in range(2, 7):
+        start_s = time.perf_counter()
+        runner.step(pool, step=number)
+        adam_alone_s.append(time.perf_counter() - start_s)
+        took_s, _ = copies.beside(lambda number=number: runner.step(pool, step=number))
+        adam_s.append(took_s)
+        rates.append(copies.beside(lambda: time.sleep(0.3))[1])
+    slowest_gb_s = min(median(rate[direction] for rate in rates) for direction in range(2))
+    adam_ms = median(adam_s) / numel_of_adam * shard_numel * 1e3
+    pcie_ms = 2 * shard_numel / slowest_gb_s / 1e9 * 1e3
+    return {
+        "mode": "limits",
+        "params_m": round(numel / 1e6),
+        "forward_backward_ms": round(compute_ms, 1),
+        "adam_beside_copies_ms": round(adam_ms, 1),
+        "adam_alone_ms": round(median(adam_alone_s) / numel_of_adam * shard_numel * 1e3, 1),
+        "pcie_ms": round(pcie_ms, 1),
+        "pcie_gb_s": round(slowest_gb_s, 1),
+        "roofline_ms": round(max(compute_ms, adam_ms, pcie_ms), 1),
+    }
+
+
+def measure(mode: str, options: argparse.Namespace, batch: dict[str, Any]) -> dict[str, Any]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    if mode == "limits":
+        return limits(options.num_layers, batch, step_num=options.steps)
+    began_s = time.perf_counter()
+    with torch.device("cuda"):
+        model = make_model(options.num_layers, torch.float32)
+    step, close = fsdp2(model, batch) if mode == "fsdp2" else ours(model, batch, mode)
+    samples = timed(step, step_num=options.steps, warmup_num=options.warmup_steps)
+    found = {
+        "mode": mode,
+        "step_ms": round(median(samples), 1),
+        "window_ms": round(windowed(step, step_num=options.steps), 1),
+        "samples_ms": [round(sample, 1) for sample in samples],
+        "torch_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "host_rss_gb": round(psutil.Process().memory_info().rss / 1e9, 1),
+        "took_s": round(time.perf_counter() - began_s, 1),
+    }
+    close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num-layers", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--seq-length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup-steps", type=int, default=2)
+    parser.add_argument("modes", nargs="+", metavar="MODE")
+    options = parser.parse_args()
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    ids = torch.randint(0, 32000, (options.batch_size, options.seq_length), device="cuda")
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    for mode in options.modes:
+        try:
+            found = measure(mode, options, batch)
+        except Exception as error:
+            found = {"mode": mode, "error": f"{type(error).__name__}: {error}"}
+        if dist.get_rank() == 0:
+            print(json.dumps(found | {"gpus": dist.get_world_size()}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
