@@ -318,6 +318,7 @@ void bind_zero(py::module_& m) {
                                    .keep_parameter_shards = keep_parameter_shards,
                                    .loss_scale = loss_scale};
              if (offload) {
+               options.parameters_away = offload->host.parameters == ParameterHome::kHost;
                options.make_store = [held = *offload](Ledger* ledger, const DeviceParts& parts) {
                  return held.make_store(ledger, parts);
                };

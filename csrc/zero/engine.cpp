@@ -27,7 +27,7 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
     : options_(options),
       gather_communicator_(std::move(gather_communicator)),
       reduce_communicator_(std::move(reduce_communicator)),
-      policy_(stage_policy(options.stage, reduce_communicator_->world_size())),
+      policy_(stage_policy(options.stage, reduce_communicator_->world_size(), options.parameters_away)),
       parts_(std::move(parts)),
       store_(options.make_store(&ledger_, parts_)),
       scaler_(options.loss_scale) {

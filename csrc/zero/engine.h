@@ -50,6 +50,8 @@ struct EngineOptions {
   std::function<std::shared_ptr<std::byte>(std::size_t bytes)> allocate_in_compute = nullptr;
   // Where optimizer state lives.
   std::function<std::unique_ptr<Store>(Ledger*, const DeviceParts&)> make_store = make_device_store;
+  // The store is the parameters' home (stage 3): nothing of them stays on the device between uses, on one rank either.
+  bool parameters_away = false;
 };
 
 struct EngineModel {

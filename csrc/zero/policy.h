@@ -23,15 +23,18 @@ struct StagePolicy {
   Placement state;
 };
 
-// With one rank there is nothing to share, and every stage keeps everything whole.
-constexpr StagePolicy stage_policy(ZeroStage stage, int world_size) {
+// With one rank there is nothing to share, and every stage keeps everything whole, but for parameters whose home is
+// elsewhere than on the device (`parameters_away`): they are gathered from there as shards are.
+constexpr StagePolicy stage_policy(ZeroStage stage, int world_size, bool parameters_away = false) {
   constexpr StagePolicy kTable[] = {
       {Placement::kReplicated, GradientPlacement::kReplicated, Placement::kReplicated},
       {Placement::kReplicated, GradientPlacement::kShardedAtBoundary, Placement::kSharded},
       {Placement::kReplicated, GradientPlacement::kShardedEachMicroBatch, Placement::kSharded},
       {Placement::kSharded, GradientPlacement::kShardedEachMicroBatch, Placement::kSharded},
   };
-  return kTable[world_size == 1 ? 0 : static_cast<int>(stage)];
+  StagePolicy policy = kTable[world_size == 1 ? 0 : static_cast<int>(stage)];
+  if (parameters_away) policy.parameters = Placement::kSharded;
+  return policy;
 }
 
 inline ZeroStage zero_stage_from_int(int stage) {

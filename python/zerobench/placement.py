@@ -84,8 +84,6 @@ def offload_options(config: Config, topology: Topology, place: Place) -> Any | N
     offload = config.offload_optimizer
     if offload is None:
         return None
-    if config.offload_param is not None and topology.world_size == 1:
-        raise ConfigError("offload_param moves shards, and one rank has none; leave it out or use more ranks")
     core = _native.load()
     cpus = rank_cpus(config, topology)
     # Beside a GPU, whoever starts its work needs a core too.

@@ -50,17 +50,15 @@ ON_OTHERS = ("odd sizes", "bf16", "fp16")
 RUNS = {1: ON_OTHERS, 2: tuple(CASES), 3: ON_OTHERS}
 
 
-def stages_of(placement: str, world_size: int) -> tuple[int, ...]:
-    if placement != "parameters too":
-        return (1, 2, 3)
-    return (3,) if world_size > 1 else ()
+def stages_of(placement: str) -> tuple[int, ...]:
+    return (3,) if placement == "parameters too" else (1, 2, 3)
 
 
 def train_all(rank: ranks.Rank, names: tuple[str, ...]) -> dict[tuple[str, str, int], dict]:
     results = {}
     for name in names:
         for placement, config in PLACEMENTS.items():
-            for stage in stages_of(placement, rank.world_size):
+            for stage in stages_of(placement):
                 try:
                     found = zoo.train_engine(CASES[name], rank, stage=stage, **config)
                 except Exception:
@@ -88,7 +86,7 @@ def results():
 @pytest.mark.parametrize(("world_size", "case"), [(w, name) for w, names in RUNS.items() for name in names])
 def test_ends_with_the_bits_of_state_on_the_device(results, world_size, case, placement):
     for rank in results[world_size]:
-        for stage in stages_of(placement, world_size):
+        for stage in stages_of(placement):
             expected, found = rank[case, "none", stage], rank[case, placement, stage]
             assert "error" not in expected, expected["error"]
             assert "error" not in found, f"stage {stage}: {found['error']}"

@@ -43,7 +43,7 @@ KEYS = ("digest", "served", "norms", "scales", "applied", "losses")
 
 def stages_of(placement: str, world_size: int) -> tuple[int, ...]:
     if placement == "parameters too":
-        return (3,) if world_size > 1 else ()
+        return (3,)
     return (1, 2, 3) if world_size > 1 else (2,)  # one rank has nothing to share at any stage
 
 

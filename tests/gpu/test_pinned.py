@@ -20,6 +20,7 @@ POOL_BYTES = 64 << 20
 
 @pytest.fixture(scope="module")
 def device():
+    torch.cuda.init()  # else torch calls no memory pinned
     return cuda.make_device(0, on_out_of_memory=torch.cuda.empty_cache)
 
 

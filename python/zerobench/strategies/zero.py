@@ -82,8 +82,6 @@ class ZeroStrategy(Strategy):
         missing = [key for key in placement(settings) if key not in Config.model_fields]
         if missing:
             return f"this build of the engine has no {' and no '.join(missing)}"
-        if settings.offload == "cpu_full" and settings.world_size == 1:
-            return "parameters on the host are shards, and one rank has none: use --offload cpu_optimizer"
         try:
             parse(engine_config(settings, stage=cls.stage))
         except ConfigError as error:
