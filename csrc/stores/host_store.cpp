@@ -136,15 +136,16 @@ class HostStore final : public Store {
       device_->wait(Lane::kToHost, started);
       fetch_gradient(shard, update.gradient, update.gradient_dtype);
     }
-    queue(shard, [this, task = Update{.shard = &shard,
-                                      .index = index,
-                                      .parameters = static_cast<std::byte*>(update.parameters),
-                                      .gradient_dtype = update.gradient_dtype,
-                                      .rows = {update.rows.begin(), update.rows.end()},
-                                      .step = update.step_on_host,
-                                      .step_arrived = update.step_arrived,
-                                      .started = started,
-                                      .fetched = std::exchange(shard.fetched, {})}] { run(task); });
+    queue(shard, index,
+          [this, task = Update{.shard = &shard,
+                               .index = index,
+                               .parameters = static_cast<std::byte*>(update.parameters),
+                               .gradient_dtype = update.gradient_dtype,
+                               .rows = {update.rows.begin(), update.rows.end()},
+                               .step = update.step_on_host,
+                               .step_arrived = update.step_arrived,
+                               .started = started,
+                               .fetched = std::exchange(shard.fetched, {})}] { run(task); });
   }
   bool is_issued(std::size_t index) const override { return thread_->is_done(shards_.at(index)->ticket); }
   void wait_update(std::size_t index, Lane lane) override {
@@ -173,24 +174,26 @@ class HostStore final : public Store {
   void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
     Shard& shard = at(index);
     expect_numel(index, source.size());
-    queue(shard, [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute),
-                  fetched = std::exchange(shard.fetched, {})] {
-      device_->bind_thread();
-      for (const MarkPtr& mark : fetched) device_->synchronize(mark);
-      device_->wait(Lane::kFromHost, ready);
-      for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
-        Outgoing& buffer = next_outgoing();
-        device_->copy_to_pinned(Lane::kFromHost, buffer.memory.data(), source.data() + begin,
-                                (end - begin) * sizeof(float));
-        device_->synchronize(device_->mark(Lane::kFromHost));
-        const StateChunk chunk = states_->borrow(index, begin, end);
-        cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
-        if (kind == StateKind::kMaster && parameters_on_host()) {
-          cpu_kernels().cast(home_of(shard, begin), shard.spec.param_dtype, chunk.master, DType::kFloat32, end - begin);
-        }
-        states_->give_back(index, begin, end, ChunkUse::kWritten);
-      });
-    });
+    queue(shard, index,
+          [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute),
+           fetched = std::exchange(shard.fetched, {})] {
+            device_->bind_thread();
+            for (const MarkPtr& mark : fetched) device_->synchronize(mark);
+            device_->wait(Lane::kFromHost, ready);
+            for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
+              Outgoing& buffer = next_outgoing();
+              device_->copy_to_pinned(Lane::kFromHost, buffer.memory.data(), source.data() + begin,
+                                      (end - begin) * sizeof(float));
+              device_->synchronize(device_->mark(Lane::kFromHost));
+              const StateChunk chunk = states_->borrow(index, begin, end);
+              cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
+              if (kind == StateKind::kMaster && parameters_on_host()) {
+                cpu_kernels().cast(home_of(shard, begin), shard.spec.param_dtype, chunk.master, DType::kFloat32,
+                                   end - begin);
+              }
+              states_->give_back(index, begin, end, ChunkUse::kWritten);
+            });
+          });
     thread_->wait(shard.ticket);  // the source may change now
   }
 
@@ -222,9 +225,10 @@ class HostStore final : public Store {
     }
   }
 
-  void queue(Shard& shard, std::function<void()> work) {
+  // Shards are numbered in the order of units, which is that of the next forward.
+  void queue(Shard& shard, std::size_t index, std::function<void()> work) {
     shard.knows = {};
-    shard.ticket = thread_->queue(std::move(work));
+    shard.ticket = thread_->queue(index, std::move(work));
   }
 
   // The lane to the host has been told what to wait for.
@@ -312,7 +316,7 @@ class HostStore final : public Store {
 
   // A state to device memory, for what is put into `lane` later.
   void send(Shard& shard, std::size_t index, Lane lane, void* destination, DType dtype, StateKind kind) {
-    queue(shard, [this, &shard, index, destination, dtype, kind, ready = device_->mark(lane)] {
+    queue(shard, index, [this, &shard, index, destination, dtype, kind, ready = device_->mark(lane)] {
       device_->bind_thread();
       device_->wait(Lane::kFromHost, ready);
       for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {

@@ -30,26 +30,33 @@ UpdateThread::~UpdateThread() {
   thread_->join();
 }
 
-UpdateThread::Ticket UpdateThread::queue(std::function<void()> work) {
+UpdateThread::Ticket UpdateThread::queue(Urgency urgency, std::function<void()> work) {
   const std::lock_guard lock(mutex_);
-  works_.push_back(std::move(work));
+  const Ticket ticket = ++last_;
+  works_.emplace(std::pair{urgency, ticket}, std::move(work));
+  undone_.insert(ticket);
   queued_.notify_one();
-  return ++last_;
+  return ticket;
 }
 
 bool UpdateThread::is_done(Ticket ticket) const {
   const std::lock_guard lock(mutex_);
-  return done_ >= ticket || failure_ != nullptr;  // neither makes a wait block
+  return has_run(ticket) || failure_ != nullptr;  // neither makes a wait block
+}
+
+std::size_t UpdateThread::waiting_num() const {
+  const std::lock_guard lock(mutex_);
+  return works_.size();
 }
 
 void UpdateThread::wait(Ticket ticket) {
   std::unique_lock lock(mutex_);
   if (runs_ == UpdatesRun::kInCaller) {
-    while (done_ < ticket && !failure_) run_first(lock);
+    while (!has_run(ticket) && !failure_) run_first(lock);
   } else {
-    done_changed_.wait(lock, [&] { return done_ >= ticket || failure_ != nullptr; });
+    done_changed_.wait(lock, [&] { return has_run(ticket) || failure_ != nullptr; });
   }
-  if (done_ < ticket) std::rethrow_exception(failure_);
+  if (!has_run(ticket)) std::rethrow_exception(failure_);
 }
 
 void UpdateThread::run() {
@@ -62,8 +69,10 @@ void UpdateThread::run() {
 }
 
 void UpdateThread::run_first(std::unique_lock<std::mutex>& lock) {
-  std::function<void()> work = std::move(works_.front());
-  works_.pop_front();
+  const auto first = works_.begin();
+  const Ticket ticket = first->first.second;
+  std::function<void()> work = std::move(first->second);
+  works_.erase(first);
   if (failure_) return;
   lock.unlock();
   std::exception_ptr error;
@@ -77,7 +86,7 @@ void UpdateThread::run_first(std::unique_lock<std::mutex>& lock) {
   if (error) {
     failure_ = error;
   } else {
-    ++done_;
+    undone_.erase(ticket);
   }
   done_changed_.notify_all();
 }

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace zb {
@@ -23,7 +24,7 @@ TEST_P(UpdateThreads, RunWorkInOrder) {
   thread.wait(0);
   std::vector<int> ran;
   UpdateThread::Ticket last = 0;
-  for (int i = 0; i < 100; ++i) last = thread.queue([&ran, i] { ran.push_back(i); });
+  for (int i = 0; i < 100; ++i) last = thread.queue(0, [&ran, i] { ran.push_back(i); });
   thread.wait(last);
   EXPECT_TRUE(thread.is_done(last));
   ASSERT_EQ(ran.size(), 100U);
@@ -33,9 +34,9 @@ TEST_P(UpdateThreads, RunWorkInOrder) {
 TEST_P(UpdateThreads, AnErrorReachesWhoWaitsForItOrForLaterWork) {
   UpdateThread thread(GetParam());
   bool ran_later = false;
-  const auto before = thread.queue([] {});
-  const auto bad = thread.queue([] { throw std::runtime_error("no more memory"); });
-  const auto later = thread.queue([&] { ran_later = true; });
+  const auto before = thread.queue(0, [] {});
+  const auto bad = thread.queue(0, [] { throw std::runtime_error("no more memory"); });
+  const auto later = thread.queue(0, [&] { ran_later = true; });
   for (int i = 0; i < 2; ++i) {
     for (const auto ticket : {later, bad}) {
       try {
@@ -56,7 +57,7 @@ TEST_P(UpdateThreads, GoWithWorkThatNobodyWaitedFor) {
   {
     UpdateThread thread(GetParam());
     for (int i = 0; i < 50; ++i) {
-      thread.queue([&] {
+      thread.queue(0, [&] {
         std::this_thread::sleep_for(1ms);
         ++ran;
       });
@@ -65,10 +66,36 @@ TEST_P(UpdateThreads, GoWithWorkThatNobodyWaitedFor) {
   EXPECT_LT(ran, 50);
 }
 
+// As units become complete in backward, from the last one on, while the next forward begins with the first.
+TEST_P(UpdateThreads, RunWhatIsMostUrgentFirst) {
+  UpdateThread thread(GetParam());
+  std::atomic<bool> go = false;
+  std::vector<int> ran;
+  std::vector<UpdateThread::Ticket> tickets;
+  tickets.push_back(thread.queue(9, [&] {
+    while (GetParam() == UpdatesRun::kInThread && !go) std::this_thread::yield();
+    ran.push_back(9);
+  }));
+  if (GetParam() == UpdatesRun::kInCaller) thread.wait(tickets.front());
+  // Running by now, or about to: the others wait behind it.
+  while (GetParam() == UpdatesRun::kInThread && thread.waiting_num() != 0) std::this_thread::yield();
+  for (const int urgency : {8, 3, 5, 3, 0, 7}) {
+    tickets.push_back(thread.queue(static_cast<std::size_t>(urgency), [&ran, urgency] { ran.push_back(urgency); }));
+  }
+  go = true;
+  thread.wait(tickets[5]);  // 0
+  EXPECT_TRUE(thread.is_done(tickets[0]));
+  if (GetParam() == UpdatesRun::kInCaller) {
+    EXPECT_FALSE(thread.is_done(tickets[1]));
+  }
+  for (const auto ticket : tickets) thread.wait(ticket);
+  EXPECT_EQ(ran, (std::vector<int>{9, 0, 3, 3, 5, 7, 8}));
+}
+
 TEST(UpdateThread, RunsBesideTheCaller) {
   UpdateThread thread(UpdatesRun::kInThread);
   std::atomic<bool> go = false;
-  const auto ticket = thread.queue([&] {
+  const auto ticket = thread.queue(0, [&] {
     while (!go) std::this_thread::yield();
   });
   EXPECT_FALSE(thread.is_done(ticket));
