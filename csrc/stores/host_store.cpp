@@ -152,8 +152,7 @@ class HostStore final : public Store {
     Shard& shard = at(index);
     thread_->wait(shard.ticket);
     if (std::exchange(shard.knows[static_cast<std::size_t>(lane)], true)) return;
-    device_->wait(lane, shard.sent);
-    if (!shard.arrived.empty()) device_->wait(lane, shard.arrived.back());
+    device_->wait(lane, shard.sent);  // the thread itself has waited for the gradient to leave
   }
 
   void fetch_parameters(std::size_t index, Lane lane, void* destination) override {

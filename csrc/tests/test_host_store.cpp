@@ -236,6 +236,38 @@ TEST(HostStore, WorksAndGoesBesideLanesThatRunLate) {
   }
 }
 
+// The detector of the device with lanes finds writes that nothing orders behind the gradient's copy.
+TEST(HostStore, GradientsMayBeWrittenWhenTheyWereDroppedOrUsed) {
+  const auto device = std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
+  const DeviceParts parts{device, std::make_shared<test::LaneAdam>(device)};
+  const auto store = test::make_small_host_store(nullptr, parts);
+  const std::vector<ShardSpec> specs{{1024, DType::kFloat32, DType::kFloat32, {{0, 1024, 0}}}};
+  const std::size_t bytes = 1024 * sizeof(float);
+  const auto initial = device->allocate(bytes, "initial values");
+  const auto gradient = device->allocate(bytes, "a gradient");
+  const auto parameters = device->allocate(bytes, "parameters");
+  const auto scalars = device->allocate(sizeof(StepScalars), "scalars");
+  reinterpret_cast<StepScalars*>(scalars.get())->is_skipped = 1;
+  store->reserve(specs);
+  store->add_shard(specs[0], {reinterpret_cast<float*>(initial.get()), 1024});
+  const auto offer = [&] {
+    device->zero(Lane::kReduce, gradient.get(), bytes);
+    store->offer_gradient(0, {.data = gradient.get(), .ready = device->mark(Lane::kReduce)});
+  };
+  offer();
+  store->drop_gradients(Lane::kReduce);
+  offer();
+  const std::vector<AdamScalars> rows = some_rows(1);
+  store->start_update(0, {.lane = Lane::kReduce,
+                          .gradient = gradient.get(),
+                          .parameters = parameters.get(),
+                          .rows = rows,
+                          .step_on_host = reinterpret_cast<StepScalars*>(scalars.get())});
+  store->wait_update(0, Lane::kReduce);
+  offer();
+  device->synchronize();
+}
+
 TEST(HostStore, RejectsWhatCannotBe) {
   const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
   EXPECT_THROW(make_host_store(nullptr, parts, {.chunk_numel = 0}), ArgumentError);

@@ -155,8 +155,12 @@ class Config(_Section):
                 "stage 0 keeps the whole optimizer state on every rank; use stage 1, 2 or 3 with offload_optimizer"
             )
         if self.offload_param is not None:
-            if self.stage != 3 or self.offload_optimizer is None:
-                raise ValueError("offload_param needs stage 3 and offload_optimizer")
+            if self.stage != 3:
+                raise ValueError(
+                    f"offload_param is for stage 3, which shards parameters; stage {self.stage} keeps them whole"
+                )
+            if self.offload_optimizer is None:
+                raise ValueError("offload_param needs offload_optimizer, too")
             if self.offload_optimizer.ratio != 1.0 or self.keep_parameter_shards:
                 raise ValueError(
                     "offload_param moves all shards of parameters; leave out keep_parameter_shards and "

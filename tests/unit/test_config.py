@@ -53,8 +53,8 @@ def test_defaults():
         ({"stage": 2, "offload_optimizer": {"ratio": "auto"}}, "'offload_optimizer.ratio'"),
         ({"stage": 2, "offload_optimizer": {"chunk_numel": 100}}, "multiple of 64"),
         ({"stage": 2, "offload_optimizer": {"chunk": 64}}, "did you mean 'chunk_numel'?"),
-        ({"stage": 3, "offload_param": {}}, "offload_param needs stage 3 and offload_optimizer"),
-        ({"stage": 2, "offload_optimizer": {}, "offload_param": {}}, "offload_param needs stage 3"),
+        ({"stage": 3, "offload_param": {}}, "offload_param needs offload_optimizer"),
+        ({"stage": 2, "offload_optimizer": {}, "offload_param": {}}, "offload_param is for stage 3"),
         (
             {"stage": 3, "offload_optimizer": {"ratio": 0.5}, "offload_param": {}},
             "offload_param moves all shards of parameters",
