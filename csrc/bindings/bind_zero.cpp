@@ -102,10 +102,10 @@ class BoundEngine {
     get().set_compute_stream(stream);
   }
 
-  void begin_backward(bool last) {
+  void begin_backward(bool last, const std::vector<AdamHyperparameters>& groups) {
     // A plain loss.backward() may have left an error that nobody asked for.
     if (hooks_) static_cast<void>(hooks_->take_error());
-    get().begin_backward(last);
+    get().begin_backward(last, groups);
   }
 
   // Throws what a gradient hook threw in the last backward, with its own type.
@@ -188,7 +188,12 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
           "inputs_done", [](BoundEngine& e, std::size_t unit) { e.get().inputs_done(unit); }, py::arg("unit"),
           Release())
       .def(
-          "begin_backward", [](BoundEngine& e, bool last) { e.begin_backward(last); }, py::arg("last"), Release())
+          "begin_backward",
+          [](BoundEngine& e, bool last, const std::vector<AdamHyperparameters>& groups) {
+            e.begin_backward(last, groups);
+          },
+          py::arg("last"), py::arg("groups"), Release(),
+          "groups are the hyperparameters of the step that this backward ends, where the optimizer runs in backward.")
       .def(
           "end_backward", [](BoundEngine& e) { e.get().end_backward(); }, Release())
       .def(
@@ -307,7 +312,8 @@ void bind_zero(py::module_& m) {
            py::arg("backoff_factor"), py::arg("growth_interval_steps"), py::arg("min_scale"));
   py::class_<EngineOptions>(m, "EngineOptions", "How an engine keeps and moves its state.")
       .def(py::init([](int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
-                       bool reshard_after_forward, bool keep_parameter_shards, const LossScaleOptions& loss_scale,
+                       bool reshard_after_forward, bool keep_parameter_shards, std::size_t keep_root_bytes,
+                       bool optimizer_in_backward, const LossScaleOptions& loss_scale,
                        const std::optional<OffloadOptions>& offload) {
              EngineOptions options{.stage = zero_stage_from_int(stage),
                                    .accumulation_steps = accumulation_steps,
@@ -316,7 +322,9 @@ void bind_zero(py::module_& m) {
                                    .default_prefetch = !prefetch_bytes.has_value(),
                                    .reshard_after_forward = reshard_after_forward,
                                    .keep_parameter_shards = keep_parameter_shards,
-                                   .loss_scale = loss_scale};
+                                   .loss_scale = loss_scale,
+                                   .keep_root_bytes = keep_root_bytes,
+                                   .optimizer_in_backward = optimizer_in_backward};
              if (offload) {
                options.parameters_away = offload->host.parameters == ParameterHome::kHost;
                options.make_store = [held = *offload](Ledger* ledger, const DeviceParts& parts) {
@@ -326,7 +334,8 @@ void bind_zero(py::module_& m) {
              return options;
            }),
            py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
-           py::arg("reshard_after_forward"), py::arg("keep_parameter_shards"), py::arg("loss_scale"),
+           py::arg("reshard_after_forward"), py::arg("keep_parameter_shards"), py::arg("keep_root_bytes"),
+           py::arg("optimizer_in_backward"), py::arg("loss_scale"),
            py::arg("offload"), "offload: OffloadOptions, or None for state on the device.");
   m.def(
       "cpu_device_parts",

@@ -42,6 +42,8 @@ struct ToyOptions {
   std::size_t prefetch_bytes = SIZE_MAX;  // SIZE_MAX is the default budget
   bool reshard_after_forward = true;
   bool keep_parameter_shards = false;
+  std::size_t keep_root_bytes = SIZE_MAX;
+  bool optimizer_in_backward = false;
   std::size_t publish_bytes = 0;  // every unit alone
   LossScaleOptions loss_scale;
   std::function<std::unique_ptr<Store>(Ledger*, const DeviceParts&)> make_store = make_device_store;
@@ -96,6 +98,9 @@ class ToyRank {
                                  .keep_parameter_shards = options.keep_parameter_shards,
                                  .publish_bytes = options.publish_bytes,
                                  .loss_scale = options.loss_scale,
+                                 .keep_root_bytes = options.keep_root_bytes,
+                                 .optimizer_in_backward = options.optimizer_in_backward,
+                                 .allocate_in_compute = nullptr,
                                  .make_store = options.make_store};
     if (lanes_ || options.before_allocation) {
       engine_options.allocate_in_compute = [this](std::size_t bytes) {
@@ -141,12 +146,17 @@ class ToyRank {
 
   // Every unit's parameters get a gradient, in this order of units; then the root's.
   void backward(const std::vector<std::size_t>& units, bool last = true) {
-    engine_->begin_backward(last);
+    begin_backward(last);
     for (const std::size_t unit : units) unit_backward(unit);
     for (const std::size_t parameter : parameters_of(kRoot)) give_gradient(parameter);
     engine_->end_backward();
     EXPECT_EQ(lanes_ ? lanes_->block_num("a gradient") : 0U, 0U) << "gradients are held that were packed long ago";
     ++micro_step_;
+  }
+
+  void begin_backward(bool last) {
+    engine_->begin_backward(last,
+                            options_.optimizer_in_backward && last ? toy_groups() : std::vector<AdamHyperparameters>());
   }
 
   void unit_backward(std::size_t unit) {

@@ -129,6 +129,50 @@ TEST_P(EngineFaults, GradientsWithoutMemoryAreAnErrorAndTheStepIsRepeated) {
   }
 }
 
+TEST_P(EngineFaults, AnErrorBehindUpdatesInBackwardTearsTheEngine) {
+  ToyOptions with = options();
+  with.optimizer_in_backward = true;
+  run_ranks(with, [&](ToyRank& toy) {
+    toy.train_step();
+    // Nothing was reduced yet.
+    toy.forward(kUnits);
+    toy.begin_backward(true);
+    toy.engine().abort_backward();
+    toy.train_step();
+    toy.forward(kUnits);
+    toy.backward(kReversed);
+    EXPECT_THROW(toy.engine().begin_forward(false), StateError);
+    EXPECT_THROW(toy.engine().gather({1}), StateError);
+    EXPECT_THROW(toy.state(FullState::kMaster), StateError);
+    toy.step();
+    EXPECT_EQ(toy.engine().steps_applied(), 3);
+    toy.forward(kUnits);
+    toy.begin_backward(true);
+    for (const std::size_t unit : kReversed) toy.unit_backward(unit);
+    toy.engine().abort_backward();
+    EXPECT_THROW(toy.engine().begin_forward(true), StateError);
+    EXPECT_THROW(toy.engine().outcome(), StateError);
+  });
+}
+
+TEST_P(EngineFaults, AGradientThatIsNotFiniteBehindUpdatesTearsTheEngine) {
+  ToyOptions with = options();
+  with.optimizer_in_backward = true;
+  run_ranks(with, [&](ToyRank& toy) {
+    toy.train_step();
+    if (toy.rank() == 0) toy.spoil(2);
+    std::string message;
+    try {
+      toy.train_step();
+    } catch (const NonFiniteGradientError& error) {
+      message = error.what();
+    }
+    EXPECT_NE(message.find("step 2"), std::string::npos) << message;
+    EXPECT_NE(message.find("load them anew"), std::string::npos) << message;
+    EXPECT_THROW(toy.engine().begin_forward(true), StateError);
+  });
+}
+
 TEST_P(EngineFaults, OneRankWithoutMemoryEndsAll) {
   if (stage_policy(options().stage, world_size()).gradients != GradientPlacement::kShardedEachMicroBatch) {
     GTEST_SKIP() << "gradients are there for good";

@@ -38,6 +38,7 @@ TEST_P(EngineLanes, EndAsTheCpuDoes) {
       with.loss_scale = {.enabled = dtype == DType::kFloat16, .initial_scale = 64.0};
       with.reshard_after_forward = dtype != DType::kFloat32;
       with.keep_parameter_shards = dtype == DType::kFloat16;
+      with.keep_root_bytes = dtype == DType::kBFloat16 ? 0 : SIZE_MAX;
       with.publish_bytes = accumulation_steps == 1 ? 0 : 2048;
       with.prefetch_bytes = dtype == DType::kFloat16 ? 0 : dtype == DType::kBFloat16 ? 1U << 20U : SIZE_MAX;
       same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); });
@@ -60,6 +61,25 @@ TEST_P(EngineLanes, ALateStoreEndsAsTheDeviceStoreDoes) {
     with.make_store = test::make_late_store;
     EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected);
     if (HasFailure()) return;
+  }
+}
+
+// Updates that begin in backward end where those of the step end, on walks that differ by rank too.
+TEST_P(EngineLanes, UpdatesInBackwardEndAsThoseOfTheStepDo) {
+  for (const bool late : {false, true}) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      ToyOptions with = options();
+      with.param_dtype = with.reduce_dtype = dtype;
+      with.accumulation_steps = late ? 2 : 1;
+      with.publish_bytes = 2048;
+      ToyOptions plain = with;
+      plain.lane_schedule_num = 0;
+      const Values expected = same_on_all(plain, [&](ToyRank& toy) { return walk(toy, with); });
+      with.optimizer_in_backward = true;
+      if (late) with.make_store = test::make_late_store;
+      EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected);
+      if (HasFailure()) return;
+    }
   }
 }
 

@@ -60,7 +60,7 @@ class Walker {
     forward(units);
     linger();
     std::reverse(units.begin(), units.end());
-    toy_.engine().begin_backward(last);
+    toy_.begin_backward(last);
     backward_of(units, units.size());
     for (const std::size_t parameter : parameters_of(kRoot)) toy_.give_gradient(parameter);
     toy_.engine().end_backward();

@@ -58,6 +58,21 @@ TEST_P(Gathers, AKnownPassCostsOneExchangeAndOneGatherAUnit) {
   });
 }
 
+TEST_P(Gathers, ALargeRootIsGatheredAgainForBackward) {
+  ToyOptions options = sharded_options(GetParam());
+  options.keep_root_bytes = 0;
+  run_ranks(options, [](ToyRank& toy) {
+    for (int step = 0; step < 3; ++step) toy.train();
+    toy.forward(kUnits);
+    EXPECT_EQ(state_of(toy, kRoot), ParameterState::kSharded);
+    toy.engine().reset_counters();
+    toy.backward(kReversed);
+    EXPECT_EQ(calls(toy, Collective::kExchange), 1U);
+    EXPECT_EQ(calls(toy, Collective::kAllGather), flat_num(toy) - 1);
+    toy.start_step();
+  });
+}
+
 TEST_P(Gathers, AnUnknownUnitCostsAnExchangeMore) {
   run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
     // Recorded without unit 3.

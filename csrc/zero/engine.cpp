@@ -32,6 +32,8 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
       store_(options.make_store(&ledger_, parts_)),
       scaler_(options.loss_scale) {
   ZB_EXPECT(options.accumulation_steps >= 1, "gradient_accumulation_steps must be at least 1");
+  ZB_EXPECT(!options.optimizer_in_backward || (options.clip == 0.0 && !options.loss_scale.enabled),
+            "optimizer_in_backward updates before the norm is known: it cannot clip gradients or scale the loss");
   ZB_EXPECT(model.bindings.size() == model.parameters.size(), "every parameter needs a binding");
   // A rank that blocks in one of the two still serves its peers in the other.
   gather_communicator_->serve_while_blocked(*reduce_communicator_);
@@ -45,10 +47,14 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
   }
   gathers_ =
       std::make_unique<GatherScheduler>(device(), *gather_communicator_, *store_, &ledger_, units_, parameters_, clock_,
-                                        parameters_sharded(), options.reshard_after_forward, prefetch_bytes_);
+                                        GatherOptions{.sharded = parameters_sharded(),
+                                                      .reshard = options.reshard_after_forward,
+                                                      .keep_root_bytes = options.keep_root_bytes,
+                                                      .prefetch_bytes = prefetch_bytes_,
+                                                      .keep_reads = options.optimizer_in_backward});
   reduces_ = std::make_unique<ReduceScheduler>(
       device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_, policy_.gradients, parameters_sharded(),
-      ReduceEvents{[this](Unit& unit) { make_gradient_shards(unit); }, [this](Unit& unit) { offer_gradients(unit); }});
+      ReduceEvents{[this](Unit& unit) { make_gradient_shards(unit); }, [this](Unit& unit) { on_reduced(unit); }});
   reserve_store();
   for (Unit& unit : units_) build_unit(unit, model);
   build_norms();
@@ -182,7 +188,9 @@ class StepBuffer final : public RegisteredBuffer {
 }  // namespace
 
 void Engine::make_gradient_shards(Unit& unit) {
+  backward_updates_.has_begun = true;
   if (!makes_gradients_each_step()) return;
+  release_passed_gradients();
   unit.gradients_spent = false;  // what an unused unit still has is written again, in the lane of its last use
   for (FlatBuffer& flat : unit.flats) {
     if (!flat.trainable || flat.shard_gradients) continue;
@@ -237,12 +245,17 @@ void Engine::build_norms() {
   }
   norm_ = DeviceBuffer(device(), sizeof(StepScalars) + bytes, &ledger_, Category::kStaging);
   norm_on_host_ = device().allocate_pinned(norm_.bytes());
+  if (options_.optimizer_in_backward) {
+    backward_updates_.scalars = DeviceBuffer(device(), sizeof(StepScalars), &ledger_, Category::kStaging);
+    backward_updates_.scalars_on_host = device().allocate_pinned(sizeof(StepScalars));
+  }
   auto* sums = reinterpret_cast<double*>(own_sums_.data());
   for (FlatBuffer* flat : trainable_flats_) flat->sum_of_squares = sums++;
 }
 
 void Engine::begin_forward(bool train) {
   enter([&] {
+    expect_no_updates();
     gathers_->begin_pass(train ? PassKind::kTrainForward : PassKind::kEvalForward);
     if (train) reduces_->begin_forward();
   });
@@ -266,6 +279,7 @@ void Engine::abandon_forward() {
 
 void Engine::pre_forward(std::size_t unit) {
   enter([&] {
+    expect_not_updated(units_[unit]);
     publish_through(unit);
     wait_updated(units_[unit]);
     // Recomputation inside a backward is not a use of its own.
@@ -285,6 +299,7 @@ void Engine::pre_backward(std::size_t unit) {
     ZB_EXPECT_STATE(reduces_->in_backward(),
                     "backward reached unit '" + units_[unit].name +
                         "' outside engine.backward(); call engine.backward(loss), not loss.backward()");
+    expect_not_updated(units_[unit]);
     gathers_->use(unit);
   });
 }
@@ -306,12 +321,15 @@ void Engine::finish_backward_if_done(std::size_t index) {
   if (unit.awaited_inputs == 0 && (unit.complete || !unit.has_trainable())) gathers_->finish_backward(index);
 }
 
-void Engine::begin_backward(bool last) {
+void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> groups) {
   enter([&] {
+    expect_no_updates();
     gathers_->begin_pass(PassKind::kBackward);
     try {
       drop_offers();
-      if (!store_->issues_at_once()) finish_updates();  // the last ones still read the gradients that are written now
+      // The last ones still read the gradients that are written now.
+      if (!store_->issues_at_once() || options_.optimizer_in_backward) finish_updates();
+      begin_updates(last, groups);
       reduces_->begin_backward(last);
       for (std::size_t index = 0; index < units_.size(); ++index) {
         // No hook asks for the root's parameters; an earlier backward may have resharded them.
@@ -338,6 +356,7 @@ void Engine::end_backward() {
     try {
       gathers_->end_pass();
       reduces_->end_backward();
+      finish_updates_in_backward();
     } catch (const CommunicationError&) {
       reduces_->drop_backward();
       throw;
@@ -354,6 +373,7 @@ void Engine::abort_backward() {
 }
 
 void Engine::leave_backward() {
+  const ScopeExit over([this] { tear(); });
   try {
     gathers_->end_pass();
     reduces_->abort_backward();

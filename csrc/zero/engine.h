@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -45,6 +46,10 @@ struct EngineOptions {
   // moving a few MiB.
   std::size_t publish_bytes = std::size_t{64} << 20;
   LossScaleOptions loss_scale;
+  // Stage 3: up to this size the root unit stays unsharded between forward and backward.
+  std::size_t keep_root_bytes = std::size_t{512} << 20;
+  // Updates start in backward, as soon as a unit is reduced. Without clipping and loss scale.
+  bool optimizer_in_backward = false;
   // Memory for the compute lane and what is ordered with it, not zeroed: once its owner lets go, what is put into that
   // lane later may get it. Empty: the device's own memory.
   std::function<std::shared_ptr<std::byte>(std::size_t bytes)> allocate_in_compute = nullptr;
@@ -94,7 +99,8 @@ class Engine {
   void await_inputs(std::size_t unit);
   void inputs_done(std::size_t unit);
 
-  void begin_backward(bool last);
+  // `groups` of the step that this backward ends, where the optimizer runs in backward.
+  void begin_backward(bool last, std::span<const AdamHyperparameters> groups = {});
   // `graph_task` tells the backward from backwards inside it (reentrant checkpointing).
   // `owner` keeps the gradient's memory, which is ready for the compute lane, where the device works in lanes.
   void gradient_arrived(std::size_t parameter, const void* gradient, DType dtype, int graph_task,
@@ -105,6 +111,7 @@ class Engine {
   // One optimizer step with these hyperparameters by param group. Throws NonFiniteGradientError where no loss scale can
   // retry; the gradients are dropped then and the engine stays usable. Where the device works in lanes, this step's
   // outcome is not known yet when the call returns: the next step, or outcome(), waits for it and throws.
+  // Where the optimizer runs in backward, the updates were started there, with its hyperparameters.
   void step(std::span<const AdamHyperparameters> groups);
   // Of the last step. Blocks until it is known.
   StepOutcome outcome();
@@ -148,12 +155,19 @@ class Engine {
 
  private:
   struct RankReport;
+  // Where an update finds its step's scalars.
+  struct StepPlaces {
+    const StepScalars* on_device = nullptr;
+    const StepScalars* on_host = nullptr;
+    MarkPtr arrived = nullptr;
+  };
 
   // Every call goes through here: one at a time, and none after the communicators failed.
   template <typename Body>
   auto enter(const Body& body) -> decltype(body()) {
     const std::lock_guard lock(mutex_);
     if (failure_) throw CommunicationError(*failure_);
+    if (is_torn_) throw_torn();
     try {
       return body();
     } catch (const CommunicationError& error) {
@@ -176,10 +190,23 @@ class Engine {
   void finish_reports();
   void combine_norm();
   void settle_step();
+  [[noreturn]] void throw_torn() const;
+  void expect_no_updates() const;
+  void expect_not_updated(const Unit& unit) const;
+  void begin_updates(bool last, std::span<const AdamHyperparameters> groups);
+  void on_reduced(Unit& unit);
+  void start_updates_behind_peers();
+  void start_update_in_backward(Unit& unit);
+  void finish_updates_in_backward();
+  void tear();
+  void publish_updates();
+  void release_gradients(Unit& unit);
+  void release_passed_gradients();
   void offer_gradients(Unit& unit);
   void drop_offers();
   void update(std::span<const AdamHyperparameters> groups);
-  void update_unit(Unit& unit, std::span<const AdamScalars> rows);
+  void update_unit(Unit& unit, Lane lane, std::span<const AdamScalars> rows, const StepPlaces& step);
+  void finish_where_nothing_runs_beside();
   void publish_small_together(std::size_t end);
   void publish_through(std::size_t unit);
   void publish_before(std::size_t end);
@@ -210,6 +237,24 @@ class Engine {
     std::vector<std::byte> mine;
     std::vector<std::byte> all;
     WorkPtr work;  // null: none is under way
+  };
+
+  // [Note: the optimizer in backward]
+  // A unit's update is put in behind its reduction. It changes parameters, so nothing of this backward may read them
+  // any more. At stages 0 to 2 that holds when the unit is complete: the reduction stands behind all that was computed
+  // by then. At stage 3 a peer may yet ask for a gather of the unit, unless it has brought its gradients too: there the
+  // update is put in once the reduction has passed and peers have read the shard, which the host looks up when the next
+  // units are reduced, and for what is left when the backward's gathers are over. The peers' updates cannot be taken
+  // back, so an error from the first reduction on leaves the engine torn.
+  struct BackwardUpdates {
+    std::vector<AdamScalars> rows;
+    float factor = 0.0F;  // that the scalars hold
+    DeviceBuffer scalars;
+    std::shared_ptr<std::byte> scalars_on_host;
+    bool is_on = false;                             // from the backward to the end of its step
+    bool has_begun = false;                         // something was reduced
+    std::deque<std::pair<Unit*, MarkPtr>> reduced;  // and not updated; behind their reductions
+    std::deque<std::pair<Unit*, MarkPtr>> updated;  // and with gradients yet to be freed; behind their updates
   };
 
   // What is left to learn of the last step: its scalars and the sums of its flats, on their way to the host.
@@ -245,6 +290,8 @@ class Engine {
   std::shared_ptr<std::byte> norm_on_host_;
   std::vector<FlatBuffer*> trainable_flats_;  // in unit order
   PendingStep pending_;
+  BackwardUpdates backward_updates_;
+  bool is_torn_ = false;
   Reports reports_;
   StepOutcome outcome_;
   long steps_applied_ = 0;

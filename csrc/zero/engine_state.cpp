@@ -29,6 +29,7 @@ void Engine::read_full_state(FullState kind,
                              const std::function<void(std::size_t parameter, const float* values)>& visit) {
   enter([&] {
     Communicator& communicator = *reduce_communicator_;
+    expect_no_updates();
     finish_updates();
     std::vector<float> on_host;
     for (const Unit& unit : units_) {
@@ -103,7 +104,10 @@ void Engine::broadcast(std::byte* data, std::size_t bytes) {
 }
 
 void Engine::gather(const std::vector<std::size_t>& units) {
-  enter([&] { finish_updates(); });
+  enter([&] {
+    expect_no_updates();
+    finish_updates();
+  });
   quiesce();  // the caller may write
   enter([&] { gathers_->gather(units); });
 }

@@ -99,14 +99,16 @@ void Engine::settle_step() {
   }
   scaler_.step_overflowed();
   if (scaler_.enabled()) return;
+  is_torn_ = options_.optimizer_in_backward;
   const auto* sums = reinterpret_cast<const double*>(norm_on_host_.get() + sizeof(scalars));
   std::size_t position = 0;
   for (const Unit& unit : units_) {
     for (const FlatBuffer& flat : unit.flats) {
       if (!flat.trainable || std::isfinite(sums[position++])) continue;
-      throw NonFiniteGradientError("the gradient of unit '" + unit.name + "' is not finite in step " +
-                                   std::to_string(steps_tried_) +
-                                   "; nothing was updated. Lower the learning rate, clip gradients, or check the data");
+      throw NonFiniteGradientError(
+          "the gradient of unit '" + unit.name + "' is not finite in step " + std::to_string(steps_tried_) +
+          (is_torn_ ? "; parameters were updated with it during backward, load them anew." : "; nothing was updated.") +
+          " Lower the learning rate, clip gradients, or check the data");
     }
   }
 }
@@ -124,13 +126,18 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
       const ScopeExit clear([this] {
         reduces_->clear_window();
         ++steps_tried_;
+        backward_updates_.is_on = false;
       });
       settle_step();
-      finish_updates();
+      if (!backward_updates_.is_on) finish_updates();
       exchange_reports();
       combine_norm();
       gathers_->release_all();
-      update(groups);
+      if (backward_updates_.is_on) {
+        publish_updates();
+      } else {
+        update(groups);
+      }
     }
     if (!device().is_async()) settle_step();
   });
@@ -184,30 +191,35 @@ void Engine::update(std::span<const AdamHyperparameters> groups) {
   device().wait(update_lane(), device().mark(Lane::kCompute));
   has_offered_ = false;
   if (publishes()) unpublished_ = 0;
+  const StepPlaces step{.on_device = norm_.as<StepScalars>(),
+                        .on_host = reinterpret_cast<const StepScalars*>(norm_on_host_.get()),
+                        .arrived = pending_.arrived};
   for (std::size_t index = 0; index < units_.size(); ++index) {
-    update_unit(units_[index], rows);
+    update_unit(units_[index], update_lane(), rows, step);
     if (store_->issues_at_once()) publish_small_together(index + 1);
   }
-  // Where operations do not run beside the caller they are done here, and the next forward finds them done.
-  if (!gather_communicator_->runs_in_background() && store_->issues_at_once()) {
-    const CommunicationClock::Scope timed(clock_);
-    for (Unit& unit : units_) wait_updated(unit);
-  }
+  finish_where_nothing_runs_beside();
 }
 
-void Engine::update_unit(Unit& unit, std::span<const AdamScalars> rows) {
-  const auto* scalars = reinterpret_cast<const StepScalars*>(norm_on_host_.get());
+// Where operations do not run beside the caller they are done here, and the next forward finds them done.
+void Engine::finish_where_nothing_runs_beside() {
+  if (gather_communicator_->runs_in_background() || !store_->issues_at_once()) return;
+  const CommunicationClock::Scope timed(clock_);
+  for (Unit& unit : units_) wait_updated(unit);
+}
+
+void Engine::update_unit(Unit& unit, Lane lane, std::span<const AdamScalars> rows, const StepPlaces& step) {
   for (FlatBuffer& flat : unit.flats) {
     if (!flat.trainable) continue;
     const Region& parameters = state_sharded() ? flat.shard_parameters : flat.full_parameters;
-    store_->start_update(flat.store_shard, {.lane = update_lane(),
+    store_->start_update(flat.store_shard, {.lane = lane,
                                             .gradient = update_gradient(flat),
                                             .gradient_dtype = flat.reduce_dtype,
                                             .parameters = flat.is_fetched ? nullptr : parameters.data(),
                                             .rows = rows,
-                                            .step = norm_.as<StepScalars>(),
-                                            .step_on_host = scalars,
-                                            .step_arrived = pending_.arrived});
+                                            .step = step.on_device,
+                                            .step_on_host = step.on_host,
+                                            .step_arrived = step.arrived});
   }
   unit.gradients_spent = true;
 }
@@ -260,7 +272,10 @@ void Engine::wait_updated(Unit& unit) {
   }
   for (const WorkPtr& work : unit.publishing) work->wait();
   unit.publishing.clear();
-  // Their memory is the compute lane's, which is behind all that uses it.
+  release_gradients(unit);  // their memory is the compute lane's, which is behind all that uses it
+}
+
+void Engine::release_gradients(Unit& unit) {
   if (!std::exchange(unit.gradients_spent, false) || !makes_gradients_each_step()) return;
   for (FlatBuffer& flat : unit.flats) flat.shard_gradients = {};
 }

@@ -42,23 +42,21 @@ std::string_view pass_kind_name(PassKind kind) noexcept {
 
 GatherScheduler::GatherScheduler(Device& device, Communicator& communicator, Store& store, Ledger* ledger,
                                  std::vector<Unit>& units, std::vector<Parameter>& parameters,
-                                 CommunicationClock& clock, bool sharded, bool reshard, std::size_t prefetch_bytes)
+                                 CommunicationClock& clock, const GatherOptions& options)
     : device_(device),
       communicator_(communicator),
       store_(store),
       clock_(clock),
       units_(units),
       parameters_(parameters),
-      sharded_(sharded),
-      reshard_(reshard),
-      prefetch_bytes_(prefetch_bytes),
+      options_(options),
       ledger_(ledger),
       slots_(device, communicator, ledger, BufferRole::kPrivate, Category::kGatherSlots,
              {.first = communicator.lane(), .last = Lane::kCompute}),
       preferred_slot_(units.size(), 0) {}
 
 void GatherScheduler::reserve_slots() {
-  if (!sharded_) return;
+  if (!options_.sharded) return;
   std::map<std::size_t, std::size_t> unit_num;
   for (Unit& unit : units_) {
     if (unit.gather_bytes > 0) ++unit_num[unit.gather_bytes];
@@ -66,7 +64,7 @@ void GatherScheduler::reserve_slots() {
   // One unit at work and as many ahead as the budget admits (docs/memory.md).
   std::map<std::size_t, std::size_t> seen;
   for (const auto& [bytes, num] : unit_num) {
-    slots_.reserve(bytes, reshard_ ? std::min(num, 1 + prefetch_bytes_ / bytes) : num);
+    slots_.reserve(bytes, options_.reshard ? std::min(num, 1 + options_.prefetch_bytes / bytes) : num);
   }
   for (std::size_t index = 0; index < units_.size(); ++index) {
     const std::size_t bytes = units_[index].gather_bytes;
@@ -83,7 +81,7 @@ void GatherScheduler::reserve_staging() {
     if (unit.fetch_bytes == 0) continue;
     auto& [unit_num, ahead] = classes[unit.fetch_bytes];
     ++unit_num;
-    ahead = communicator_.runs_in_background() ? 0 : std::max(ahead, prefetch_bytes_ / unit.gather_bytes);
+    ahead = communicator_.runs_in_background() ? 0 : std::max(ahead, options_.prefetch_bytes / unit.gather_bytes);
   }
   for (const auto& [bytes, numbers] : classes) {
     std::vector<StagingShard>& shards = staging_[bytes].shards;
@@ -106,7 +104,7 @@ void GatherScheduler::begin_pass(PassKind kind) {
 }
 
 void GatherScheduler::use(std::size_t unit_index) {
-  if (!sharded_) return;
+  if (!options_.sharded) return;
   const CommunicationClock::Scope timed(clock_);
   Unit& unit = units_[unit_index];
   if (in_pass_ && kind_ != PassKind::kBackward) forward_uses_.push_back(unit_index);
@@ -150,7 +148,7 @@ void GatherScheduler::prefetch() {
   while (cursor_ < order.size()) {
     const std::size_t next = order[cursor_];
     const std::size_t bytes = units_[next].gather_bytes;
-    if (present(next) || prefetched_bytes_ + bytes > prefetch_bytes_ || !is_issued(units_[next])) return;
+    if (present(next) || prefetched_bytes_ + bytes > options_.prefetch_bytes || !is_issued(units_[next])) return;
     start_gather(next);
     prefetched_.push_back({cursor_, next});
     prefetched_bytes_ += bytes;
@@ -195,15 +193,18 @@ std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& sl
     device_.wait(communicator_.lane(), std::exchange(flat.written, nullptr));
     if (flat.trainable) store_.wait_update(flat.store_shard, communicator_.lane());
   }
-  const CollectiveGroup group(communicator_);
-  for (const FlatBuffer& flat : unit.flats) {
-    works.push_back(communicator_.start_all_gather(
-        {.source = flat.is_fetched ? staging->region.at(flat.fetch_offset_bytes) : flat.shard_parameters,
-         .destination = slot.region().at(flat.gather_offset_bytes),
-         .shard_bytes = flat.shard_parameter_bytes(),
-         .label = flat.label}));
-    if (flat.is_fetched) staging->readers.push_back(works.back());
+  {
+    const CollectiveGroup group(communicator_);
+    for (const FlatBuffer& flat : unit.flats) {
+      works.push_back(communicator_.start_all_gather(
+          {.source = flat.is_fetched ? staging->region.at(flat.fetch_offset_bytes) : flat.shard_parameters,
+           .destination = slot.region().at(flat.gather_offset_bytes),
+           .shard_bytes = flat.shard_parameter_bytes(),
+           .label = flat.label}));
+      if (flat.is_fetched) staging->readers.push_back(works.back());
+    }
   }
+  if (options_.keep_reads) unit.reads = works;
   return works;
 }
 
@@ -251,18 +252,20 @@ void GatherScheduler::attach(std::size_t unit_index) {
 }
 
 void GatherScheduler::finish_forward(std::size_t unit_index) {
-  if (!sharded_ || !in_pass_ || kind_ == PassKind::kBackward) return;
+  if (!options_.sharded || !in_pass_ || kind_ == PassKind::kBackward) return;
   Unit& unit = units_[unit_index];
   if (unit.parameter_state != ParameterState::kUnsharded) return;
-  const bool first_in_backward = unit.is_root || unit_index == last_forward_unit_;
-  if (kind_ == PassKind::kTrainForward && (first_in_backward || !reshard_)) {
+  const bool first_in_backward =
+      unit.is_root ? unit.gather_bytes <= options_.keep_root_bytes : unit_index == last_forward_unit_;
+  if (kind_ == PassKind::kTrainForward && (first_in_backward || !options_.reshard)) {
     unit.needed_for_backward = true;  // resharding what backward needs first would only be undone
   }
   if (!unit.needed_for_backward) release(unit_index);
 }
 
 void GatherScheduler::finish_backward(std::size_t unit_index) {
-  if (!sharded_ || units_[unit_index].is_root) return;  // the root's parameters may be shared by modules still to come
+  if (!options_.sharded || units_[unit_index].is_root)
+    return;  // the root's parameters may be shared by modules still to come
   units_[unit_index].needed_for_backward = false;
   if (units_[unit_index].parameter_state == ParameterState::kUnsharded) release(unit_index);
 }
@@ -270,7 +273,7 @@ void GatherScheduler::finish_backward(std::size_t unit_index) {
 void GatherScheduler::end_pass() {
   if (!in_pass_) return;
   const ScopeExit over([this] { in_pass_ = false; });
-  if (sharded_) {
+  if (options_.sharded) {
     const CommunicationClock::Scope timed(clock_);
     while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
     drop_prefetched_before(SIZE_MAX);
@@ -363,7 +366,7 @@ void GatherScheduler::adopt_sequence(const std::vector<Message>& messages) {
 
 void GatherScheduler::gather(const std::vector<std::size_t>& units) {
   ZB_EXPECT_STATE(!in_pass_, "engine.gather() cannot be called inside a " + std::string(pass_kind_name(kind_)));
-  if (sharded_) {
+  if (options_.sharded) {
     for (const std::size_t unit : units) start_gather(unit);
     for (const std::size_t unit : units) wait_gather(unit);
   }
@@ -379,7 +382,7 @@ void GatherScheduler::unpin(const std::vector<std::size_t>& units) {
 
 void GatherScheduler::release(std::size_t unit_index) {
   Unit& unit = units_[unit_index];
-  if (!sharded_ || unit.pins > 0 || unit.parameter_state != ParameterState::kUnsharded) return;
+  if (!options_.sharded || unit.pins > 0 || unit.parameter_state != ParameterState::kUnsharded) return;
   for (const FlatBuffer& flat : unit.flats) {
     for (const std::size_t index : flat.parameters)
       parameters_[index].binding->detach(parameters_[index].sharded_message);

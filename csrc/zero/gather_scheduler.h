@@ -35,6 +35,14 @@ enum class PassKind : std::uint8_t { kTrainForward, kEvalForward, kBackward };
 inline constexpr std::size_t kPassKindNum = 3;
 std::string_view pass_kind_name(PassKind kind) noexcept;
 
+struct GatherOptions {
+  bool sharded = false;  // else (stages 0 to 2, or one rank) every call but the bookkeeping of uses is a no-op
+  bool reshard = true;   // else units stay unsharded between forward and backward
+  std::size_t keep_root_bytes = 0;  // up to this size the root does
+  std::size_t prefetch_bytes = 0;
+  bool keep_reads = false;  // Unit::reads is wanted
+};
+
 // [Note: staging shards]
 // Where the store keeps a master of low-precision parameters, their shard is not kept beside it: it is fetched from the
 // store into a staging shard just before each gather, in the gather's lane. Staging shards are taken in turn, and
@@ -42,11 +50,8 @@ std::string_view pass_kind_name(PassKind kind) noexcept;
 // when the peers have read it.
 class GatherScheduler {
  public:
-  // `sharded` false (stages 0 to 2, or one rank) makes every call but the bookkeeping of uses a no-op.
-  // `reshard` false keeps units unsharded between forward and backward.
   GatherScheduler(Device& device, Communicator& communicator, Store& store, Ledger* ledger, std::vector<Unit>& units,
-                  std::vector<Parameter>& parameters, CommunicationClock& clock, bool sharded, bool reshard,
-                  std::size_t prefetch_bytes);
+                  std::vector<Parameter>& parameters, CommunicationClock& clock, const GatherOptions& options);
 
   // Makes slots and staging shards. Collective.
   void reserve_slots();
@@ -109,9 +114,7 @@ class GatherScheduler {
   CommunicationClock& clock_;
   std::vector<Unit>& units_;
   std::vector<Parameter>& parameters_;
-  bool sharded_;
-  bool reshard_;
-  std::size_t prefetch_bytes_;
+  GatherOptions options_;
   Ledger* ledger_;
   SlotPool slots_;
   std::vector<std::size_t> preferred_slot_;      // by unit

@@ -122,6 +122,7 @@ struct Unit {
   ParameterState parameter_state = ParameterState::kUnsharded;
   SlotLease gather_slot;
   std::vector<WorkPtr> gathering;
+  std::vector<WorkPtr> reads;        // the last gather of its shard, where an update may follow in the same backward
   std::vector<WorkPtr> publishing;   // stages 1 and 2: all-gathers of updated parameters that nobody has waited for yet
   bool needed_for_backward = false;  // kept unsharded between forward and backward
   int pins = 0;                      // explicit gathers that hold it

@@ -301,6 +301,8 @@ class EngineOptions:
         prefetch_bytes: int | None,
         reshard_after_forward: bool,
         keep_parameter_shards: bool,
+        keep_root_bytes: int,
+        optimizer_in_backward: bool,
         loss_scale: LossScaleOptions,
         offload: OffloadOptions | None,
     ) -> None:
@@ -333,7 +335,10 @@ class Engine:
     def abort(self, reason: str) -> None: ...
     def abort_backward(self) -> None: ...
     def await_inputs(self, unit: int) -> None: ...
-    def begin_backward(self, last: bool) -> None: ...
+    def begin_backward(self, last: bool, groups: Sequence[AdamHyperparameters]) -> None:
+        """
+        groups are the hyperparameters of the step that this backward ends, where the optimizer runs in backward.
+        """
     def begin_forward(self, train: bool) -> None: ...
     def broadcast(self, tensor: torch.Tensor) -> None:
         """

@@ -97,12 +97,23 @@ class Config(_Section):
         None, gt=0, description="maximum global gradient norm; null is off"
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer_in_backward: bool = Field(
+        False,
+        description="update each unit as soon as backward has reduced its gradients, with the learning rate that "
+        "backward began with; needs no clipping and no loss scale, and an error in such a backward ends the engine",
+    )
     loss_scale: LossScaleConfig = LossScaleConfig()
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where to train; auto is where the model's parameters are"
     )
     reshard_after_forward: bool = Field(
         True, description="false keeps the parameters of stage 3 gathered between forward and backward"
+    )
+    keep_root_bytes: int = Field(
+        2**29,
+        ge=0,
+        description="up to this size the root unit of stage 3 (what belongs to no block) stays gathered between "
+        "forward and backward",
     )
     keep_parameter_shards: bool = Field(
         False,
@@ -166,6 +177,18 @@ class Config(_Section):
                     "offload_param moves all shards of parameters; leave out keep_parameter_shards and "
                     "offload_optimizer.ratio"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_in_backward_needs_no_norm(self) -> Config:
+        if self.optimizer_in_backward and self.gradient_clipping is not None:
+            raise ValueError(
+                "optimizer_in_backward updates before the gradient norm is known: leave gradient_clipping out of it"
+            )
+        if self.optimizer_in_backward and self.scales_loss():
+            raise ValueError(
+                "optimizer_in_backward updates before an overflow is known: use bf16 or fp32 instead of fp16"
+            )
         return self
 
     def effective_dtypes(self) -> dict[str, str]:

