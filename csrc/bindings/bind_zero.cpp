@@ -335,8 +335,8 @@ void bind_zero(py::module_& m) {
            }),
            py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
            py::arg("reshard_after_forward"), py::arg("keep_parameter_shards"), py::arg("keep_root_bytes"),
-           py::arg("optimizer_in_backward"), py::arg("loss_scale"),
-           py::arg("offload"), "offload: OffloadOptions, or None for state on the device.");
+           py::arg("optimizer_in_backward"), py::arg("loss_scale"), py::arg("offload"),
+           "offload: OffloadOptions, or None for state on the device.");
   m.def(
       "cpu_device_parts",
       [](std::size_t thread_num, std::vector<int> cpus) {

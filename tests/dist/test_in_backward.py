@@ -33,6 +33,18 @@ NAMES = (
 )
 
 
+OFFLOADED = ("blocks", "skipped on one rank", "bf16 reduced in fp32")
+
+
+def train_offloaded(rank: ranks.Rank) -> dict:
+    options = {"optimizer_in_backward": True, "offload_optimizer": {"device": "cpu"}}
+    return {
+        (name, stage): zoo.train_engine(zoo.CASES[name], rank, stage=stage, **options)
+        for name in OFFLOADED
+        for stage in STAGES[1:]
+    }
+
+
 def train_all(rank: ranks.Rank) -> dict:
     results = {}
     for name in NAMES:
@@ -62,6 +74,13 @@ def test_ends_with_the_same_bits(results, world_size, stage, name):
         assert "error" not in in_backward, in_backward["error"]
         for key in ("digest", "norms", "losses", "applied", "served"):
             assert repr(plain[key]) == repr(in_backward[key]), key
+
+
+def test_ends_with_the_same_bits_on_the_host(results):
+    for rank, found in enumerate(ranks.run(train_offloaded, world_size=2)):
+        for (name, stage), record in found.items():
+            plain = results[2][rank][name, stage, False]
+            assert record["digest"] == plain["digest"], (name, stage)
 
 
 def fail_in_many_ways(rank: ranks.Rank, stage: int) -> dict:
