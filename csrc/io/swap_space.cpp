@@ -20,8 +20,8 @@ SwapSpace::SwapSpace(const SwapOptions& options, System& system)
   ZB_EXPECT(!options.directories.empty(), "a swap space needs at least one path");
   ZB_EXPECT(options.slot_bytes > 0, "a swap space needs slots of at least one byte");
   const std::size_t path_num = options.directories.size();
-  piece_bytes_ = round_up((options.slot_bytes + path_num - 1) / path_num, alignment_bytes_);
-  slot_bytes_ = piece_bytes_ * path_num;
+  slot_bytes_ = slot_bytes_for(options.slot_bytes, path_num);
+  piece_bytes_ = slot_bytes_ / path_num;
   files_.reserve(path_num);
   for (const std::string& directory : options.directories) {
     files_.emplace_back(SwapFileSpec{.directory = directory,
@@ -37,6 +37,10 @@ SwapSpace::SwapSpace(const SwapOptions& options, System& system)
                directory);
     }
   }
+}
+
+std::size_t SwapSpace::slot_bytes_for(std::size_t chunk_bytes, std::size_t path_num) noexcept {
+  return round_up((chunk_bytes + path_num - 1) / path_num, kAlignmentBytes) * path_num;
 }
 
 std::size_t SwapSpace::aligned(std::size_t bytes) const noexcept { return round_up(bytes, alignment_bytes_); }

@@ -26,6 +26,8 @@ struct SwapOptions {
 class SwapSpace {
  public:
   explicit SwapSpace(const SwapOptions& options, System& system = kernel_system());
+  // What slot_bytes() will be, before there is a space.
+  static std::size_t slot_bytes_for(std::size_t chunk_bytes, std::size_t path_num) noexcept;
 
   std::size_t slot_num() const noexcept { return slot_num_; }
   // Of memory, and of the bytes that a transfer of a chunk moves.

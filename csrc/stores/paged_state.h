@@ -1,0 +1,48 @@
+// Optimizer state in swap files: its chunks come to host memory for an update and go back, the next ones on their way.
+//
+// [Note: paged state]
+// A chunk is master, exp_avg and exp_avg_sq of up to chunk_numel elements of one shard, so an update reads once and
+// writes once. As many chunks as the budget holds stay in memory for good. The order in which chunks are borrowed is
+// recorded from one repetition to the next and then read ahead by; a change of it costs one round without.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/engine.h"
+#include "io/pager.h"
+#include "memory/ledger.h"
+#include "stores/state_space.h"
+
+namespace zb {
+
+struct PagedStateOptions {
+  std::vector<std::string> directories;  // several are striped
+  std::string owner = "rank0";           // a word, part of the files' names
+  EngineOptions engine = {};
+  bool direct = true;              // O_DIRECT; refused: an error, or with engine.allow_fallback buffered
+  std::size_t resident_bytes = 0;  // of host memory, for chunks that never swap
+  bool checksums = false;
+};
+
+class PagedState : public StateSpace {
+ public:
+  virtual PagerStats stats() const = 0;
+  virtual std::size_t swapped_bytes() const = 0;       // that lie in files
+  virtual std::vector<std::string> notes() const = 0;  // what runs otherwise than asked for
+};
+
+// Host memory that the state of these shards takes, aligned to a page.
+std::size_t paged_state_bytes(std::span<const std::size_t> shard_numels, std::size_t chunk_numel,
+                              const PagedStateOptions& options);
+
+// For exactly these shards, added in this order. `memory`: paged_state_bytes, page aligned; it outlives the state, and
+// is counted by who gave it; the ledger counts what lies in files. Throws IoError where the paths do not serve.
+std::unique_ptr<PagedState> make_paged_state(std::span<const std::size_t> shard_numels, std::size_t chunk_numel,
+                                             const PagedStateOptions& options, std::span<std::byte> memory,
+                                             Ledger* ledger, System& system = kernel_system());
+
+}  // namespace zb
