@@ -54,8 +54,8 @@ class IoBench {
     close();
     reserve_memory(frame_num * space_.slot_bytes());
     const std::span<std::byte> memory[] = {{memory_.data(), frame_num * space_.slot_bytes()}};
-    engine_ = make_engine({.kind = engine_from_name(engine), .block_bytes = block_bytes, .depth = depth},
-                          space_.files(), memory);
+    engine_ = make_io_engine({.kind = io_engine_from_name(engine), .block_bytes = block_bytes, .depth = depth},
+                             space_.files(), memory);
     pager_.emplace(plan, std::vector<std::size_t>(space_.slot_num(), space_.slot_bytes()), space_, *engine_, memory[0],
                    PagerOptions{.on_disk = filled_});
     mode_.reset();
@@ -107,7 +107,7 @@ class IoBench {
     const std::size_t piece_bytes = space_.file_bytes() / space_.slot_num();
     const std::size_t first = raw_cursor_ * piece_bytes;
     raw_cursor_ += chunk_num;
-    const double time_s = time_raw_io({engine_from_name(engine), block_bytes, depth}, mode, space_.files(), first,
+    const double time_s = time_raw_io({io_engine_from_name(engine), block_bytes, depth}, mode, space_.files(), first,
                                       first + chunk_num * piece_bytes, {memory_.data(), memory_.bytes()});
     return {time_s, chunk_num * space_.slot_bytes() * (mode == IoMode::kBoth ? 2 : 1)};
   }
@@ -131,7 +131,7 @@ IoRates probe(const std::string& directory, std::uint64_t most_bytes, double sec
                      .owner = "probe",
                      .bytes = most_bytes,
                      .seconds = seconds,
-                     .raw = {engine_from_name(engine), block_bytes, depth}});
+                     .raw = {io_engine_from_name(engine), block_bytes, depth}});
 }
 
 void bind_io_bench(py::module_& m) {

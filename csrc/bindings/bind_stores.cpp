@@ -1,6 +1,9 @@
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/offload.h"
@@ -18,9 +21,23 @@ std::unique_ptr<Store> OffloadOptions::make_store(Ledger* ledger, const DevicePa
 }
 
 void bind_stores(py::module_& m) {
+  py::class_<PagedStateOptions>(m, "PagedStateOptions", "Optimizer state in files (csrc/stores/paged_state.h).")
+      .def(py::init([](std::vector<std::string> directories, std::string owner, const std::string& engine,
+                       std::size_t block_bytes, std::size_t depth, bool allow_fallback, bool checksums) {
+             return PagedStateOptions{.directories = std::move(directories),
+                                      .owner = std::move(owner),
+                                      .engine = {.kind = io_engine_from_name(engine),
+                                                 .allow_fallback = allow_fallback,
+                                                 .block_bytes = block_bytes,
+                                                 .depth = depth},
+                                      .checksums = checksums};
+           }),
+           py::kw_only(), py::arg("directories"), py::arg("owner"), py::arg("engine"), py::arg("block_bytes"),
+           py::arg("depth"), py::arg("allow_fallback"), py::arg("checksums"));
   py::class_<OffloadOptions>(m, "OffloadOptions", "Optimizer state on the host (csrc/stores/host_store.h).")
       .def(py::init([](double ratio, bool parameters, std::size_t thread_num, std::vector<int> cpus, int numa_node,
-                       bool lock, std::size_t ranks_on_host, std::size_t chunk_numel) {
+                       bool lock, std::size_t ranks_on_host, std::size_t chunk_numel,
+                       const std::optional<PagedStateOptions>& paged, std::optional<std::size_t> memory_bytes) {
              return OffloadOptions{.ratio = ratio,
                                    .host = {.thread_num = thread_num,
                                             .cpus = std::move(cpus),
@@ -28,11 +45,16 @@ void bind_stores(py::module_& m) {
                                             .lock = lock ? PageLock::kLocked : PageLock::kNone,
                                             .ranks_on_host = ranks_on_host,
                                             .chunk_numel = chunk_numel,
-                                            .parameters = parameters ? ParameterHome::kHost : ParameterHome::kDevice}};
+                                            .parameters = parameters ? ParameterHome::kHost : ParameterHome::kDevice,
+                                            .paged = paged,
+                                            .memory_bytes = memory_bytes}};
            }),
            py::kw_only(), py::arg("ratio"), py::arg("parameters"), py::arg("thread_num"), py::arg("cpus"),
            py::arg("numa_node"), py::arg("lock"), py::arg("ranks_on_host"), py::arg("chunk_numel"),
-           "ratio is the share of the state that lies on the host; parameters puts the shards of stage 3 there too.");
+           py::arg("paged") = std::nullopt, py::arg("memory_bytes") = std::nullopt,
+           "ratio is the share of the state that is not on the device; parameters puts the shards of stage 3 on the "
+           "host "
+           "too; paged puts the state into files, but for what memory_bytes of the host hold.");
 }
 
 }  // namespace zb

@@ -263,6 +263,15 @@ void bind_engine_reading(py::class_<BoundEngine>& engine) {
              }
              return result;
            })
+      .def(
+          "swap_stats",
+          [](const BoundEngine& e) {
+            const SwapStats stats = e.get().swap_stats();
+            return py::dict(py::arg("read_bytes") = stats.read_bytes, py::arg("written_bytes") = stats.written_bytes,
+                            py::arg("wait_s") = stats.wait_s, py::arg("engine") = stats.engine,
+                            py::arg("notes") = stats.notes);
+          },
+          "What state in files has moved since the engine was made; updates waited for wait_s of it.")
       .def("communication_ms", [](const BoundEngine& e) { return e.get().communication_ms(); })
       .def("reset_counters", [](BoundEngine& e) { e.get().reset_counters(); })
       .def("units",

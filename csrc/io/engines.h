@@ -1,4 +1,4 @@
-// The kinds of IoEngine, for make_engine alone.
+// The kinds of IoEngine, for make_io_engine alone.
 #pragma once
 
 #include <memory>
@@ -9,9 +9,9 @@
 
 namespace zb {
 
-std::unique_ptr<IoEngine> make_thread_engine(const EngineOptions& options, std::vector<IoFile> files, System& system);
+std::unique_ptr<IoEngine> make_thread_engine(const IoEngineOptions& options, std::vector<IoFile> files, System& system);
 // Throws IoError where the kernel refuses.
-std::unique_ptr<IoEngine> make_uring_engine(const EngineOptions& options, std::vector<IoFile> files,
+std::unique_ptr<IoEngine> make_uring_engine(const IoEngineOptions& options, std::vector<IoFile> files,
                                             std::span<const std::span<std::byte>> memory, System& system);
 
 }  // namespace zb

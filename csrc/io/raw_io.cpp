@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/blocked_signals.h"
 #include "common/error.h"
 #include "io/ring.h"
 
@@ -87,7 +88,10 @@ void run_threads(const RawOptions& options, const Requests& requests, std::span<
     }
   };
   std::vector<std::thread> threads;
-  for (std::size_t i = 0; i < options.depth; ++i) threads.emplace_back(work, memory.data() + i * options.block_bytes);
+  {
+    const BlockedSignals blocked;
+    for (std::size_t i = 0; i < options.depth; ++i) threads.emplace_back(work, memory.data() + i * options.block_bytes);
+  }
   for (std::thread& thread : threads) thread.join();
   if (error) std::rethrow_exception(error);
 }
@@ -134,7 +138,7 @@ double time_raw_io(const RawOptions& options, IoMode mode, std::span<const IoFil
   ZB_EXPECT(memory.size() >= options.depth * options.block_bytes, "raw I/O needs memory for depth blocks");
   const Requests requests(mode, files.size(), begin, end, options.block_bytes);
   std::optional<Ring> ring;
-  if (options.kind == EngineKind::kIoUring) {
+  if (options.kind == IoEngineKind::kIoUring) {
     ring.emplace(system, options.depth);
     std::vector<int> fds;
     for (const IoFile& file : files) fds.push_back(file.fd);

@@ -14,7 +14,7 @@ namespace zb {
 enum class IoMode : std::uint8_t { kRead, kWrite, kBoth };
 
 struct RawOptions {
-  EngineKind kind = EngineKind::kIoUring;
+  IoEngineKind kind = IoEngineKind::kIoUring;
   std::size_t block_bytes = std::size_t{1} << 20;
   std::size_t depth = 64;
 };

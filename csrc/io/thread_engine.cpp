@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/blocked_signals.h"
 #include "io/engines.h"
 
 namespace zb {
@@ -11,9 +12,10 @@ namespace {
 
 class ThreadEngine final : public IoEngine {
  public:
-  ThreadEngine(const EngineOptions& options, std::vector<IoFile> files, System& system)
-      : IoEngine(EngineKind::kThreads, std::move(files), options), system_(system) {
+  ThreadEngine(const IoEngineOptions& options, std::vector<IoFile> files, System& system)
+      : IoEngine(IoEngineKind::kThreads, std::move(files), options), system_(system) {
     threads_.reserve(options.depth);
+    const BlockedSignals blocked;
     try {
       for (std::size_t i = 0; i < options.depth; ++i) threads_.emplace_back([this] { work(); });
     } catch (...) {
@@ -50,7 +52,8 @@ class ThreadEngine final : public IoEngine {
 
 }  // namespace
 
-std::unique_ptr<IoEngine> make_thread_engine(const EngineOptions& options, std::vector<IoFile> files, System& system) {
+std::unique_ptr<IoEngine> make_thread_engine(const IoEngineOptions& options, std::vector<IoFile> files,
+                                             System& system) {
   return std::make_unique<ThreadEngine>(options, std::move(files), system);
 }
 

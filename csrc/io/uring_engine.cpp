@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/blocked_signals.h"
 #include "common/error.h"
 #include "io/engines.h"
 #include "io/ring.h"
@@ -22,9 +23,9 @@ constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
 
 class UringEngine final : public IoEngine {
  public:
-  UringEngine(const EngineOptions& options, std::vector<IoFile> files, std::span<const std::span<std::byte>> memory,
+  UringEngine(const IoEngineOptions& options, std::vector<IoFile> files, std::span<const std::span<std::byte>> memory,
               System& system)
-      : IoEngine(EngineKind::kIoUring, std::move(files), options), ring_(system, options.depth + 1) {
+      : IoEngine(IoEngineKind::kIoUring, std::move(files), options), ring_(system, options.depth + 1) {
     std::vector<int> fds;
     for (const IoFile& file : queue_.files()) fds.push_back(file.fd);
     ring_.register_files(fds);
@@ -36,6 +37,7 @@ class UringEngine final : public IoEngine {
     slots_.resize(options.depth);
     for (std::size_t i = options.depth; i > 0; --i) free_.push_back(i - 1);
     wake_fd_ = ZB_SYS(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    const BlockedSignals blocked;
     thread_ = std::thread([this] { work(); });
   }
 
@@ -115,7 +117,7 @@ class UringEngine final : public IoEngine {
 
 }  // namespace
 
-std::unique_ptr<IoEngine> make_uring_engine(const EngineOptions& options, std::vector<IoFile> files,
+std::unique_ptr<IoEngine> make_uring_engine(const IoEngineOptions& options, std::vector<IoFile> files,
                                             std::span<const std::span<std::byte>> memory, System& system) {
   return std::make_unique<UringEngine>(options, std::move(files), memory, system);
 }

@@ -57,6 +57,12 @@ std::size_t outgoing_numel(std::span<const ShardSpec> shards, std::size_t chunk_
   return std::min(largest, chunk_numel);
 }
 
+std::vector<std::size_t> numels_of(std::span<const ShardSpec> shards) {
+  std::vector<std::size_t> numels;
+  for (const ShardSpec& spec : shards) numels.push_back(spec.numel);
+  return numels;
+}
+
 class HostStore final : public Store {
  public:
   HostStore(Ledger* ledger, const DeviceParts& parts, HostStoreOptions options)
@@ -73,12 +79,22 @@ class HostStore final : public Store {
     const Drain drain(*device_);  // copies under way read and write this memory
   }
 
-  Tier tier() const noexcept override { return Tier::kHost; }
+  Tier tier() const noexcept override { return options_.paged ? Tier::kNvme : Tier::kHost; }
   bool issues_at_once() const noexcept override { return false; }
   bool keeps_master(DType) const noexcept override { return true; }
 
   void reserve(std::span<const ShardSpec> shards) override {
     reserved_.assign(shards.begin(), shards.end());
+    if (options_.paged && options_.memory_bytes) {
+      const std::size_t least_bytes = host_store_bytes(reserved_, options_);
+      if (*options_.memory_bytes < least_bytes) {
+        throw OutOfMemoryError("gradients and buffers of state on NVMe take " + std::to_string(least_bytes) +
+                               " bytes of host memory, and host_memory_bytes allows " +
+                               std::to_string(*options_.memory_bytes) +
+                               "; allow more, or give a smaller chunk_numel, io_block_bytes or io_depth");
+      }
+      options_.paged->resident_bytes = *options_.memory_bytes - least_bytes;
+    }
     const std::size_t ranks = options_.ranks_on_host;
     require_host_memory(ranks * host_store_bytes(reserved_, options_),
                         ranks == 1 ? kWhat : std::string(kWhat) + ", of " + std::to_string(ranks) + " ranks,");
@@ -196,6 +212,12 @@ class HostStore final : public Store {
     thread_->wait(shard.ticket);  // the source may change now
   }
 
+  SwapStats swap_stats() const override {
+    if (paged_ == nullptr) return {};
+    const PagerStats stats = paged_->stats();
+    return {stats.read_bytes, stats.written_bytes, stats.wait_s, std::string(paged_->engine()), paged_->notes()};
+  }
+
  private:
   void take_memory() {
     const std::size_t chunk_numel = outgoing_numel(reserved_, options_.chunk_numel);
@@ -209,7 +231,16 @@ class HostStore final : public Store {
     for (Outgoing& outgoing : outgoing_) {
       outgoing.memory = pool_->allocate(chunk_numel * sizeof(float), Category::kStaging);
     }
-    states_ = make_resident_state(pool_);
+    if (!options_.paged) {
+      states_ = make_resident_state(pool_);
+      return;
+    }
+    const std::vector<std::size_t> numels = numels_of(reserved_);
+    frames_ = pool_->allocate(paged_state_bytes(numels, options_.chunk_numel, *options_.paged), Category::kStaging);
+    auto paged =
+        make_paged_state(numels, options_.chunk_numel, *options_.paged, {frames_.data(), frames_.bytes()}, ledger_);
+    paged_ = paged.get();
+    states_ = std::move(paged);
   }
 
   bool parameters_on_host() const noexcept { return options_.parameters == ParameterHome::kHost; }
@@ -350,7 +381,9 @@ class HostStore final : public Store {
   std::shared_ptr<PinnedPool> pool_;
   std::array<Outgoing, kOutgoingNum> outgoing_;
   std::size_t next_outgoing_ = 0;
+  PinnedBlock frames_;  // of state in files
   std::unique_ptr<StateSpace> states_;
+  const PagedState* paged_ = nullptr;  // states_, where it is that
   std::vector<std::unique_ptr<Shard>> shards_;
   std::vector<AdamRun> runs_;
   std::unique_ptr<UpdateThread> thread_;
@@ -366,8 +399,12 @@ std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreO
   const auto lines = [](std::size_t bytes) { return PinnedPool::footprint_bytes(bytes, PinnedPool::kLineAlignment); };
   std::size_t bytes =
       kOutgoingNum * PinnedPool::footprint_bytes(outgoing_numel(shards, options.chunk_numel) * sizeof(float));
+  if (options.paged) {
+    bytes += PinnedPool::footprint_bytes(paged_state_bytes(numels_of(shards), options.chunk_numel, *options.paged));
+  }
   for (const ShardSpec& spec : shards) {
-    bytes += resident_state_bytes(spec.numel) + lines(spec.numel * dtype_bytes(spec.gradient_dtype));
+    if (!options.paged) bytes += resident_state_bytes(spec.numel);
+    bytes += lines(spec.numel * dtype_bytes(spec.gradient_dtype));
     if (options.parameters == ParameterHome::kHost) bytes += lines(spec.numel * dtype_bytes(spec.param_dtype));
   }
   return bytes;

@@ -7,14 +7,17 @@
 // copy to the device into another lane. So the copies of one chunk run beside the Adam of the next, and an outgoing
 // buffer that is still being sent is what bounds the pipeline. The values are those of the device store, bit for bit.
 // Parameters whose home is the host are written where they stay instead, and sent when they are fetched.
+// Where the state lies in files, borrowing a chunk of it waits for what is not yet read; all else is the same.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "memory/pinned_pool.h"
+#include "stores/paged_state.h"
 #include "stores/state_space.h"
 #include "stores/store.h"
 #include "stores/update_thread.h"
@@ -34,6 +37,9 @@ struct HostStoreOptions {
   std::size_t chunk_numel = std::size_t{4} << 20;
   // kHost: shards of parameters lie there, too, and are fetched from the store before each gather.
   ParameterHome parameters = ParameterHome::kDevice;
+  std::optional<PagedStateOptions> paged = {};  // the state lies in files
+  // Of pinned memory in all; paged state stays in what is left of it beside gradients and buffers. None: all swaps.
+  std::optional<std::size_t> memory_bytes = {};
   UpdatesRun updates_run = UpdatesRun::kInThread;
   std::shared_ptr<DeviceAdam> adam = nullptr;  // of host memory; null: make_cpu_adam
 };

@@ -64,7 +64,7 @@ class PagedStateImpl final : public PagedState {
                 .direct = options.direct,
                 .allow_fallback = options.engine.allow_fallback},
                system),
-        engine_(make_engine(options.engine, space_.files(), std::span(&memory, 1), system)),
+        engine_(make_io_engine(options.engine, space_.files(), std::span(&memory, 1), system)),
         pager_(plan_, table_.chunk_bytes(), space_, *engine_, memory, {.checksums = options.checksums}),
         is_recorded_(table_.numels.size()) {
     std::size_t swapped_numel = 0;
@@ -102,6 +102,7 @@ class PagedStateImpl final : public PagedState {
     for (const Allocation& counted : counted_) bytes += counted.bytes();
     return bytes;
   }
+  std::string_view engine() const override { return io_engine_name(engine_->kind()); }
   std::vector<std::string> notes() const override {
     std::vector<std::string> notes = space_.notes();
     if (!engine_->note().empty()) notes.push_back(engine_->note());

@@ -10,6 +10,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "io/engine.h"
@@ -22,7 +23,7 @@ namespace zb {
 struct PagedStateOptions {
   std::vector<std::string> directories;  // several are striped
   std::string owner = "rank0";           // a word, part of the files' names
-  EngineOptions engine = {};
+  IoEngineOptions engine = {};
   bool direct = true;              // O_DIRECT; refused: an error, or with engine.allow_fallback buffered
   std::size_t resident_bytes = 0;  // of host memory, for chunks that never swap
   bool checksums = false;
@@ -32,6 +33,7 @@ class PagedState : public StateSpace {
  public:
   virtual PagerStats stats() const = 0;
   virtual std::size_t swapped_bytes() const = 0;       // that lie in files
+  virtual std::string_view engine() const = 0;         // its name
   virtual std::vector<std::string> notes() const = 0;  // what runs otherwise than asked for
 };
 

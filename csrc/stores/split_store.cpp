@@ -21,6 +21,7 @@ class SplitStore final : public Store {
   }
 
   Tier tier() const noexcept override { return second_->tier(); }
+  SwapStats swap_stats() const override { return second_->swap_stats(); }
   bool issues_at_once() const noexcept override { return first_->issues_at_once() && second_->issues_at_once(); }
   bool keeps_master(DType param_dtype) const noexcept override {
     return first_->keeps_master(param_dtype) && second_->keeps_master(param_dtype);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -51,6 +52,15 @@ struct ShardUpdate {
   const StepScalars* step = nullptr;
   const StepScalars* step_on_host = nullptr;  // the same in pinned memory
   MarkPtr step_arrived = nullptr;             // behind which they are there
+};
+
+// What a store in files has moved since it was made.
+struct SwapStats {
+  std::uint64_t read_bytes = 0;
+  std::uint64_t written_bytes = 0;
+  double wait_s = 0;               // in which updates waited for transfers
+  std::string engine;              // what moves it; empty where nothing swaps
+  std::vector<std::string> notes;  // what runs otherwise than asked for
 };
 
 // [Note: updates that are issued later]
@@ -104,6 +114,8 @@ class Store {
   // update. kMaster where the store keeps none raises StateError: read the parameters.
   virtual void read_state(std::size_t shard, StateKind kind, std::span<float> destination) = 0;
   virtual void write_state(std::size_t shard, StateKind kind, std::span<const float> source) = 0;
+
+  virtual SwapStats swap_stats() const { return {}; }
 };
 
 std::unique_ptr<Store> make_device_store(Ledger* ledger, const DeviceParts& parts);

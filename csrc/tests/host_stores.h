@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "io_support.h"
 #include "lane_device.h"
 #include "stores/host_store.h"
 #include "stores/split_store.h"
@@ -52,6 +53,25 @@ inline std::unique_ptr<Store> make_home_store(Ledger* ledger, const DeviceParts&
   HostStoreOptions options = small_chunks(parts);
   options.parameters = ParameterHome::kHost;
   return make_host_store(ledger, parts, options);
+}
+
+// Files that go with the test process's folder; tests of stores make engines in many threads.
+inline std::unique_ptr<Store> make_paged_store(Ledger* ledger, const DeviceParts& parts, std::size_t resident_bytes) {
+  static const Folder folder;
+  HostStoreOptions options = small_chunks(parts);
+  options.paged = PagedStateOptions{.directories = {folder.path(), folder.path()},
+                                    .engine = {.allow_fallback = true, .block_bytes = 4096, .depth = 1},
+                                    .resident_bytes = resident_bytes,
+                                    .checksums = true};
+  return make_host_store(ledger, parts, options);
+}
+
+// All state in files, and half of it.
+inline std::unique_ptr<Store> make_swapping_store(Ledger* ledger, const DeviceParts& parts) {
+  return make_paged_store(ledger, parts, 0);
+}
+inline std::unique_ptr<Store> make_half_swapping_store(Ledger* ledger, const DeviceParts& parts) {
+  return make_paged_store(ledger, parts, 6 * 8192);
 }
 
 // A third of every shard stays on the device.

@@ -36,7 +36,8 @@ TEST_P(EngineOffload, EndsAsTheDeviceStoreDoes) {
     ToyOptions on_device = with;
     on_device.lane_schedule_num = 0;
     const Values expected = same_on_all(on_device, [&](ToyRank& toy) { return walk(toy, with); });
-    for (const auto make_store : {test::make_small_host_store, test::make_third_store}) {
+    for (const auto make_store : {test::make_small_host_store, test::make_third_store, test::make_swapping_store,
+                                  test::make_half_swapping_store}) {
       with.make_store = make_store;
       with.keep_parameter_shards = true;
       EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected) << dtype_name(dtype);

@@ -123,6 +123,26 @@ TEST(HostStore, GivesTheBitsOfTheDeviceStoreWholeOrSplit) {
   }
 }
 
+TEST(HostStore, GivesTheSameBitsFromFiles) {
+  for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+    const auto on_device = make_device_store_with_masters(nullptr, parts);
+    const Outcome expected = run_steps(*on_device, param_dtype, DType::kBFloat16);
+    for (const std::size_t resident_bytes : {0, 40 * 8192, 1000 * 8192}) {
+      const auto paged = test::make_paged_store(nullptr, parts, resident_bytes);
+      expect_same(run_steps(*paged, param_dtype, DType::kBFloat16), expected);
+      EXPECT_EQ(paged->tier(), Tier::kNvme);
+      EXPECT_EQ(paged->swap_stats().written_bytes == 0, resident_bytes == 1000 * 8192);
+    }
+    for (const double share : {0.0, 0.5}) {
+      const auto split = make_split_store(make_device_store_with_masters(nullptr, parts),
+                                          test::make_swapping_store(nullptr, parts), share);
+      expect_same(run_steps(*split, param_dtype, DType::kBFloat16), expected);
+      EXPECT_EQ(split->swap_stats().written_bytes > 0, share > 0);
+    }
+  }
+}
+
 TEST(HostStore, CountsWhatItHoldsAndMapsNoMore) {
   Ledger ledger;
   const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};

@@ -41,11 +41,12 @@ class IoEngineTest : public testing::TestWithParam<Subject> {
   FaultySystem& system() { return system_; }
   std::unique_ptr<IoEngine> make(std::vector<IoFile> files, std::size_t block_bytes, std::size_t depth,
                                  std::span<std::byte> memory = {}) {
-    const EngineOptions options{.kind = GetParam() == Subject::kThreads ? EngineKind::kThreads : EngineKind::kIoUring,
-                                .block_bytes = block_bytes,
-                                .depth = depth};
+    const IoEngineOptions options{
+        .kind = GetParam() == Subject::kThreads ? IoEngineKind::kThreads : IoEngineKind::kIoUring,
+        .block_bytes = block_bytes,
+        .depth = depth};
     const std::span<std::byte> memories[] = {memory};
-    return make_engine(options, std::move(files), std::span(memories).first(memory.empty() ? 0 : 1), used());
+    return make_io_engine(options, std::move(files), std::span(memories).first(memory.empty() ? 0 : 1), used());
   }
   System& used() { return GetParam() == Subject::kKernelRing ? kernel_system() : system_; }
   bool injects() const { return GetParam() != Subject::kKernelRing; }
@@ -230,12 +231,12 @@ TEST_P(IoEngineTest, WrongRequestsAreRefused) {
 TEST(IoEngineChoice, ARefusedRingIsAnErrorOrAFallbackThatSaysSo) {
   FaultySystem system;
   system.ring_error = EPERM;
-  const std::string text = error_text([&] { make_engine({}, {}, {}, system); });
+  const std::string text = error_text([&] { make_io_engine({}, {}, {}, system); });
   EXPECT_NE(text.find("io_uring is not usable here"), std::string::npos) << text;
-  const auto engine = make_engine({.allow_fallback = true}, {}, {}, system);
-  EXPECT_EQ(engine->kind(), EngineKind::kThreads);
+  const auto engine = make_io_engine({.allow_fallback = true}, {}, {}, system);
+  EXPECT_EQ(engine->kind(), IoEngineKind::kThreads);
   EXPECT_NE(engine->note().find("Operation not permitted"), std::string::npos) << engine->note();
-  EXPECT_EQ(make_engine({.kind = EngineKind::kThreads}, {}, {}, system)->note(), "");
+  EXPECT_EQ(make_io_engine({.kind = IoEngineKind::kThreads}, {}, {}, system)->note(), "");
 }
 
 TEST(IoEngineChoice, TooLittleLockedMemoryIsAnErrorOrPlainMemory) {
@@ -245,19 +246,19 @@ TEST(IoEngineChoice, TooLittleLockedMemoryIsAnErrorOrPlainMemory) {
   const File file(folder.path(), "f", 4096);
   const HostBuffer memory(4096, "a test");
   const std::span<std::byte> memories[] = {{memory.data(), memory.bytes()}};
-  const std::string text = error_text([&] { make_engine({}, {file.handle()}, memories, system); });
+  const std::string text = error_text([&] { make_io_engine({}, {file.handle()}, memories, system); });
   EXPECT_NE(text.find("ulimit -l"), std::string::npos) << text;
-  const auto engine = make_engine({.allow_fallback = true}, {file.handle()}, memories, system);
-  EXPECT_EQ(engine->kind(), EngineKind::kIoUring);
+  const auto engine = make_io_engine({.allow_fallback = true}, {file.handle()}, memories, system);
+  EXPECT_EQ(engine->kind(), IoEngineKind::kIoUring);
   EXPECT_NE(engine->note().find("plain memory"), std::string::npos) << engine->note();
   const IoTransfer read{Direction::kRead, 0, 0, memory.data(), 4096};
   engine->wait(engine->start({&read, 1}));
 }
 
 TEST(IoEngineChoice, NamesGoBothWays) {
-  EXPECT_EQ(engine_from_name("io_uring"), EngineKind::kIoUring);
-  EXPECT_EQ(engine_from_name(engine_name(EngineKind::kThreads)), EngineKind::kThreads);
-  EXPECT_THROW(engine_from_name("aio"), ArgumentError);
+  EXPECT_EQ(io_engine_from_name("io_uring"), IoEngineKind::kIoUring);
+  EXPECT_EQ(io_engine_from_name(io_engine_name(IoEngineKind::kThreads)), IoEngineKind::kThreads);
+  EXPECT_THROW(io_engine_from_name("aio"), ArgumentError);
 }
 
 TEST(UringEngine, ABusyKernelIsAskedAgain) {
@@ -269,7 +270,7 @@ TEST(UringEngine, ABusyKernelIsAskedAgain) {
   const Folder folder;
   const File file(folder.path(), "f", 1 << 16);
   const HostBuffer memory(1 << 16, "a test");
-  const auto engine = make_engine({.block_bytes = 4096, .depth = 3}, {file.handle()}, {}, system);
+  const auto engine = make_io_engine({.block_bytes = 4096, .depth = 3}, {file.handle()}, {}, system);
   const IoTransfer write{Direction::kWrite, 0, 0, memory.data(), 1 << 16};
   engine->wait(engine->start({&write, 1}));
 }
@@ -281,7 +282,7 @@ TEST(UringEngine, ADeadRingFailsWhatRunsAndWhatComes) {
   const Folder folder;
   const File file(folder.path(), "f", 1 << 16);
   const HostBuffer memory(1 << 16, "a test");
-  const auto engine = make_engine({.block_bytes = 4096, .depth = 3}, {file.handle()}, {}, system);
+  const auto engine = make_io_engine({.block_bytes = 4096, .depth = 3}, {file.handle()}, {}, system);
   const IoTransfer write{Direction::kWrite, 0, 0, memory.data(), 1 << 16};
   engine->wait(engine->start({&write, 1}));
   dead = true;
@@ -297,7 +298,7 @@ TEST(UringEngine, MemoryBeyondOneRegisteredPieceIsReached) {
   const HostBuffer memory(1 << 17, "a test");
   fill_random({memory.data(), 1 << 16}, 4);
   const std::span<std::byte> memories[] = {{memory.data(), 12288}, {memory.data() + 12288, (1 << 17) - 12288}};
-  const auto engine = make_engine({.block_bytes = 8192, .depth = 3}, {file.handle()}, memories, system);
+  const auto engine = make_io_engine({.block_bytes = 8192, .depth = 3}, {file.handle()}, memories, system);
   const IoTransfer write{Direction::kWrite, 0, 0, memory.data(), 1 << 16};
   engine->wait(engine->start({&write, 1}));
   const IoTransfer read{Direction::kRead, 0, 0, memory.data() + (1 << 16), 1 << 16};

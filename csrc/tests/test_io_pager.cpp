@@ -19,7 +19,7 @@ struct Layout {
   std::size_t chunk_bytes = 40000;
   std::size_t memory_frames = 3;
   std::size_t frame_num = 3;
-  EngineOptions engine{.block_bytes = 8192, .depth = 4};
+  IoEngineOptions engine{.block_bytes = 8192, .depth = 4};
   bool checksums = false;
   std::vector<std::size_t> sizes = {};  // of chunks; all chunk_bytes where empty
 };
@@ -35,7 +35,7 @@ class Paged {
                 .slot_num = plan_.swapped_num()},
                system),
         memory_(plan_.memory_frames() * space_.slot_bytes(), "a test"),
-        engine_(make_engine(layout.engine, space_.files(), {}, system)),
+        engine_(make_io_engine(layout.engine, space_.files(), {}, system)),
         pager_(std::in_place, plan_,
                layout.sizes.empty() ? std::vector<std::size_t>(layout.chunk_num, layout.chunk_bytes) : layout.sizes,
                space_, *engine_, std::span(memory_.data(), memory_.bytes()),
@@ -124,7 +124,7 @@ TEST(Pager, HoldsWhatAModelHolds) {
     EmulatedRings emulated(seed);
     System* systems[] = {&emulated, &kernel_system()};
     System* system = systems[random() % 2];
-    layout.engine.kind = random() % 3 == 0 ? EngineKind::kThreads : EngineKind::kIoUring;
+    layout.engine.kind = random() % 3 == 0 ? IoEngineKind::kThreads : IoEngineKind::kIoUring;
     layout.engine.allow_fallback = true;
     if (system == &emulated) {
       const auto mutex = std::make_shared<std::mutex>();
@@ -168,7 +168,7 @@ TEST(Pager, ReadsAheadWhileTheCallerIsElsewhere) {
     return 0;
   };
   Layout layout{.chunk_num = 6, .chunk_bytes = 4096, .memory_frames = 3, .frame_num = 3};
-  layout.engine = {.kind = EngineKind::kThreads, .block_bytes = 4096, .depth = 1};
+  layout.engine = {.kind = IoEngineKind::kThreads, .block_bytes = 4096, .depth = 1};
   Paged paged(layout, {folder.path()}, system);
   paged->set_order(in_order(6));
   for (std::size_t chunk = 0; chunk < 6; ++chunk) {
@@ -231,7 +231,7 @@ TEST(Pager, WrongUseIsAnError) {
 }
 
 TEST(Pager, AFailedWriteSurfacesAtFlushAndAtEveryAcquire) {
-  for (const EngineKind kind : {EngineKind::kIoUring, EngineKind::kThreads}) {
+  for (const IoEngineKind kind : {IoEngineKind::kIoUring, IoEngineKind::kThreads}) {
     const Folder folder;
     EmulatedRings system;
     std::atomic<bool> bad{false};
@@ -266,7 +266,7 @@ TEST(Pager, AFailedReadAheadSurfacesAtTheNextAcquire) {
     return bad && direction == Direction::kRead ? -EIO : 0;
   };
   Layout layout{.chunk_num = 6, .memory_frames = 3, .frame_num = 3};
-  layout.engine.kind = EngineKind::kThreads;
+  layout.engine.kind = IoEngineKind::kThreads;
   Paged paged(layout, {folder.path()}, system);
   bad = true;
   for (std::size_t chunk = 0; chunk < 6; ++chunk) {

@@ -14,7 +14,7 @@ using test::FaultySystem;
 using test::Folder;
 
 TEST(RawIo, TouchesEveryBlockOnceInEachDirection) {
-  for (const EngineKind kind : {EngineKind::kIoUring, EngineKind::kThreads}) {
+  for (const IoEngineKind kind : {IoEngineKind::kIoUring, IoEngineKind::kThreads}) {
     for (const IoMode mode : {IoMode::kRead, IoMode::kWrite, IoMode::kBoth}) {
       EmulatedRings system;
       const Folder folder;
@@ -39,7 +39,7 @@ TEST(RawIo, TouchesEveryBlockOnceInEachDirection) {
 }
 
 TEST(RawIo, AFailedTransferIsAnErrorWithItsPath) {
-  for (const EngineKind kind : {EngineKind::kIoUring, EngineKind::kThreads}) {
+  for (const IoEngineKind kind : {IoEngineKind::kIoUring, IoEngineKind::kThreads}) {
     EmulatedRings system;
     system.transfer_fault = [](Direction, std::uint64_t offset, std::size_t) -> ssize_t {
       return offset == 8192 ? -EIO : 0;
@@ -72,7 +72,7 @@ TEST(Probe, MeasuresWithinItsFileAndLeavesNothing) {
                                     .owner = "probe",
                                     .bytes = 32 << 20,
                                     .seconds = 0.3,
-                                    .raw = {EngineKind::kThreads, 1 << 20, 4}},
+                                    .raw = {IoEngineKind::kThreads, 1 << 20, 4}},
                                    system);
   EXPECT_GT(rates.read_bytes_per_s, 0);
   EXPECT_GT(rates.write_bytes_per_s, 0);

@@ -62,7 +62,7 @@ pid_t start_swapping(const std::string& directory) {
   const PagerPlan plan = plan_pager(16, 2, 2);
   SwapSpace space({.directories = {directory}, .owner = "victim", .slot_bytes = 65536, .slot_num = 16});
   const HostBuffer memory(plan.memory_frames() * space.slot_bytes(), "a test");
-  const auto engine = make_engine({.allow_fallback = true, .block_bytes = 16384}, space.files());
+  const auto engine = make_io_engine({.allow_fallback = true, .block_bytes = 16384}, space.files());
   Pager pager(plan, std::vector<std::size_t>(16, 65536), space, *engine, {memory.data(), memory.bytes()});
   for (std::size_t i = 0;; ++i) {
     pager.acquire(i % 16);
@@ -263,7 +263,7 @@ TEST(SmallDisk, FullInTheMiddleIsAnErrorOfThePager) {
   const SwapSpace space(
       {.directories = {disk.path()}, .owner = "t", .slot_bytes = 65536, .slot_num = 16, .allow_fallback = true});
   const HostBuffer memory(plan.memory_frames() * space.slot_bytes(), "a test");
-  const auto engine = make_engine({.allow_fallback = true}, space.files());
+  const auto engine = make_io_engine({.allow_fallback = true}, space.files());
   Pager pager(plan, std::vector<std::size_t>(16, 65536), space, *engine, {memory.data(), memory.bytes()});
   // What was reserved is taken away, and the disk filled, behind our back.
   ASSERT_EQ(::fallocate(space.files()[0].fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,

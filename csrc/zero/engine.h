@@ -143,6 +143,7 @@ class Engine {
   std::size_t parameter_num() const { return parameters_.size(); }
   const Parameter& parameter(std::size_t index) const { return parameters_[index]; }
   StagePolicy policy() const { return policy_; }
+  SwapStats swap_stats() const { return store_->swap_stats(); }
   std::size_t prefetch_bytes() const { return prefetch_bytes_; }
   int rank() const { return reduce_communicator_->rank(); }
   int world_size() const { return reduce_communicator_->world_size(); }

@@ -268,6 +268,22 @@ class LossScaleOptions:
         min_scale: float,
     ) -> None: ...
 
+class PagedStateOptions:
+    """
+    Optimizer state in files (csrc/stores/paged_state.h).
+    """
+    def __init__(
+        self,
+        *,
+        directories: Sequence[str],
+        owner: str,
+        engine: str,
+        block_bytes: int,
+        depth: int,
+        allow_fallback: bool,
+        checksums: bool,
+    ) -> None: ...
+
 class OffloadOptions:
     """
     Optimizer state on the host (csrc/stores/host_store.h).
@@ -283,9 +299,12 @@ class OffloadOptions:
         lock: bool,
         ranks_on_host: int,
         chunk_numel: int,
+        paged: PagedStateOptions | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         """
-        ratio is the share of the state that lies on the host; parameters puts the shards of stage 3 there too.
+        ratio is the share of the state that is not on the device; parameters puts the shards of stage 3 on the host
+        too; paged puts the state into files, but for what memory_bytes of the host hold.
         """
 
 class EngineOptions:
@@ -371,6 +390,10 @@ class Engine:
         The native stream that the caller computes on from now on.
         """
     def step(self, groups: Sequence[AdamHyperparameters]) -> None: ...
+    def swap_stats(self) -> dict[str, Any]:
+        """
+        What state in files has moved since the engine was made; updates waited for wait_s of it.
+        """
     def unit_state(self, arg0: int) -> tuple[str, str]: ...
     def units(self) -> list[dict[str, Any]]: ...
     @property

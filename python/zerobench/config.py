@@ -50,10 +50,30 @@ class LossScaleConfig(_Section):
 
 
 class OffloadOptimizerConfig(_Section):
-    """Optimizer state in pinned host memory, updated by the CPU (docs/offload.md). Keys as in DeepSpeed where they mean
-    the same."""
+    """Optimizer state in pinned host memory or on NVMe, updated by the CPU (docs/offload.md). Keys as in DeepSpeed
+    where they mean the same."""
 
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu", "nvme"] = "cpu"
+    nvme_path: list[str] = Field(
+        default=[], description="directories for device nvme, over which every transfer is striped"
+    )
+    host_memory_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="host memory of this rank for device nvme; state that fits beside the buffers stays there. null: "
+        "all state swaps",
+    )
+    io_engine: Literal["io_uring", "threads"] | None = Field(
+        None,
+        description="what reads and writes; null, here and for the next two, is what `zerobench tune io` found for the "
+        "first path, else io_uring, 1 MiB and 32",
+    )
+    io_block_bytes: int | None = Field(None, ge=4096, multiple_of=4096, description="bytes of one request")
+    io_depth: int | None = Field(None, ge=1, le=1024, description="requests in flight")
+    io_allow_fallback: bool = Field(
+        False, description="true uses threads where io_uring is refused, and buffered I/O where O_DIRECT is"
+    )
+    io_checksums: bool = Field(False, description="true finds corrupted state when it is read")
     ratio: float = Field(
         1.0, gt=0, le=1, description="share of the state on the host; the rest stays on the device"
     )
@@ -70,6 +90,29 @@ class OffloadOptimizerConfig(_Section):
     lock_memory: bool = Field(
         False, description="keep the memory from being swapped out (mlock) where no GPU's driver pins it"
     )
+
+    @field_validator("nvme_path", mode="before")
+    @classmethod
+    def _one_path(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _device_fits(self) -> OffloadOptimizerConfig:
+        if self.device == "nvme" and not self.nvme_path:
+            raise ValueError("device nvme needs nvme_path, a directory on the disk or a list of them")
+        given = self.model_fields_set - {
+            "device",
+            "ratio",
+            "threads",
+            "numa_node",
+            "chunk_numel",
+            "lock_memory",
+        }
+        if self.device == "cpu" and given:
+            raise ValueError(
+                f"{', '.join(sorted(given))} is about device nvme; leave it out or set the device"
+            )
+        return self
 
 
 class OffloadParamConfig(_Section):

@@ -313,6 +313,11 @@ class Engine:
         """Bytes this rank moved in collectives since ``reset_counters`` (docs/metrics.md)."""
         return sum(self._core.communication_bytes().values())
 
+    def swap_stats(self) -> dict[str, Any]:
+        """What optimizer state on NVMe moved since the engine was made: ``read_bytes``, ``written_bytes``, ``wait_s``
+        (in which updates waited for it), the ``engine`` that moves it, and ``notes`` on what is not as configured."""
+        return self._core.swap_stats()
+
     def communication_ms(self) -> float:
         """Milliseconds that the computing thread spent in collectives since ``reset_counters``."""
         return self._core.communication_ms()

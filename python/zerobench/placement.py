@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerobench import _native
-from zerobench.config import Config
+from zerobench.config import Config, OffloadOptimizerConfig
 from zerobench.errors import ConfigError
+from zerobench.io_settings import settings_for
 from zerobench.topology import Topology
 
 
@@ -99,6 +101,25 @@ def offload_options(config: Config, topology: Topology, place: Place) -> Any | N
         lock=offload.lock_memory,
         ranks_on_host=topology.local_world_size,
         chunk_numel=offload.chunk_numel,
+        paged=paged_options(offload, topology) if offload.device == "nvme" else None,
+        memory_bytes=offload.host_memory_bytes,
+    )
+
+
+def paged_options(offload: OffloadOptimizerConfig, topology: Topology) -> Any:
+    """How the state lies in files; what the configuration leaves open is what `tune io` found."""
+    tuned = settings_for(Path(offload.nvme_path[0]))
+    engine, block_bytes, depth = (
+        (tuned.engine, tuned.block_bytes, tuned.depth) if tuned else ("io_uring", 1 << 20, 32)
+    )
+    return _native.load().PagedStateOptions(
+        directories=offload.nvme_path,
+        owner=f"rank{topology.rank}",
+        engine=offload.io_engine or engine,
+        block_bytes=offload.io_block_bytes or block_bytes,
+        depth=offload.io_depth or depth,
+        allow_fallback=offload.io_allow_fallback,
+        checksums=offload.io_checksums,
     )
 
 

@@ -48,7 +48,7 @@ def test_defaults():
         ({"prefetch_bytes": -1}, "'prefetch_bytes'"),
         ({"threads": 0}, "'threads'"),
         ({"offload_optimizer": {}}, "use stage 1, 2 or 3 with offload_optimizer"),
-        ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, "'offload_optimizer.device'"),
+        ({"stage": 2, "offload_optimizer": {"device": "disk"}}, "'offload_optimizer.device'"),
         ({"stage": 2, "offload_optimizer": {"ratio": 0}}, "'offload_optimizer.ratio'"),
         ({"stage": 2, "offload_optimizer": {"ratio": "auto"}}, "'offload_optimizer.ratio'"),
         ({"stage": 2, "offload_optimizer": {"chunk_numel": 100}}, "multiple of 64"),
@@ -59,6 +59,13 @@ def test_defaults():
             {"stage": 3, "offload_optimizer": {"ratio": 0.5}, "offload_param": {}},
             "offload_param moves all shards of parameters",
         ),
+        ({"stage": 1, "offload_optimizer": {"device": "nvme"}}, "device nvme needs nvme_path"),
+        ({"stage": 1, "offload_optimizer": {"nvme_path": "/disk"}}, "nvme_path is about device nvme"),
+        (
+            {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/d", "io_block_bytes": 5000}},
+            "'offload_optimizer.io_block_bytes'",
+        ),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/d"}}, "stage 0"),
     ],
 )
 def test_an_error_is_one_sentence_that_names_the_key(values, sentence):
@@ -66,6 +73,12 @@ def test_an_error_is_one_sentence_that_names_the_key(values, sentence):
         parse(values)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_one_path_is_a_list_of_one():
+    config = parse({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}})
+    assert config.offload_optimizer is not None
+    assert config.offload_optimizer.nvme_path == ["/disk"]
 
 
 def test_dtypes_by_role():

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from zerobench.bench.io_settings import (
+from zerobench.bench.micro.io import IoSetting
+from zerobench.bench.micro.io_tune import MOST_IN_FLIGHT_BYTES, candidates_for, choose, search
+from zerobench.bench.storage import device_facts, device_line, file_system
+from zerobench.errors import ConfigError
+from zerobench.io_settings import (
     IoSettings,
     default_file,
     read_settings,
@@ -17,10 +21,6 @@ from zerobench.bench.io_settings import (
     slow_path_warning,
     write_settings,
 )
-from zerobench.bench.micro.io import IoSetting
-from zerobench.bench.micro.io_tune import MOST_IN_FLIGHT_BYTES, candidates_for, choose, search
-from zerobench.bench.storage import device_facts, device_line, file_system
-from zerobench.errors import ConfigError
 
 
 def settings(depth: int = 8, both: float = 6e9) -> IoSettings:

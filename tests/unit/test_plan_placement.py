@@ -6,9 +6,9 @@ import pytest
 from test_plan import GPUS, ON_GPUS, SMALL, configuration
 
 from zerobench.bench import fit
-from zerobench.bench.io_settings import IoSettings, default_file, write_settings
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
+from zerobench.io_settings import IoSettings, default_file, write_settings
 
 GIB = 1 << 30
 

@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict
 
 from zerobench import data, models
 from zerobench.bench.configs import read_row
-from zerobench.bench.io_settings import settings_for, slow_path_warning
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.names import OURS, stage_of, unique_names
 from zerobench.bench.options import OWN_ATTENTION, CompareOptions, Ratio, check_options
 from zerobench.bench.result import Settings
 from zerobench.bench.tolerances import VERIFY_STEPS
 from zerobench.errors import ConfigError
+from zerobench.io_settings import settings_for, slow_path_warning
 from zerobench.strategies.base import OptimizerSettings
 
 _SWAPPED_BYTES = 24  # a parameter and step: fp32 master and two moments, read and written

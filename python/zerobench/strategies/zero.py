@@ -10,7 +10,7 @@ from torch import nn
 
 from zerobench.config import Config, parse
 from zerobench.errors import ConfigError
-from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings
+from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings, Transfers
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.shared import Determinism, mean_loss, mean_of, merge, prepare_model, torch_device
@@ -109,6 +109,7 @@ class ZeroStrategy(Strategy):
         if whole:
             self._engine.compile(backend=self._compiler.backend)
         self._communication_ms = 0.0
+        self._swapped = self._engine.swap_stats()
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
         loss = self._run(micro_batches, clock=NoClock())
@@ -163,9 +164,20 @@ class ZeroStrategy(Strategy):
     def compiled_graphs(self) -> float | None:
         return self._compiler.graphs_per_step()
 
+    def transfers(self) -> Transfers | None:
+        if self.settings.offload != "nvme":
+            return None
+        stats = self._engine.swap_stats()
+        return Transfers(
+            nvme_read_bytes=stats["read_bytes"] - self._swapped["read_bytes"],
+            nvme_written_bytes=stats["written_bytes"] - self._swapped["written_bytes"],
+            io_engine="; ".join([stats["engine"], *stats["notes"]]),
+        )
+
     def reset_counters(self) -> None:
         self._compiler.reset()
         self._engine.reset_counters()
+        self._swapped = self._engine.swap_stats()
         self._communication_ms = 0.0
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:

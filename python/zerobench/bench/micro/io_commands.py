@@ -67,8 +67,8 @@ def io(
 
     Exit code: 0, or 1 when a transfer failed.
     """
-    from zerobench.bench.io_settings import default_file, settings_for
     from zerobench.bench.micro.io import IoOptions, run_io
+    from zerobench.io_settings import default_file, settings_for
 
     console = result_console()
     if engines is None and block_bytes is None and depth is None:
@@ -118,8 +118,8 @@ def tune_io(
 
     Exit code: 0, or 1 when a transfer failed.
     """
-    from zerobench.bench.io_settings import default_file, read_settings
     from zerobench.bench.micro.io_tune import TuneOptions, run_tune_io
+    from zerobench.io_settings import default_file, read_settings
 
     options = TuneOptions(
         path=path,

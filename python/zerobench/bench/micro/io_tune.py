@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zerobench.bench.io_settings import IoSettings, slow_path_warning, write_settings
 from zerobench.bench.micro.io import ENGINES, MIB, Disk, IoSetting, check_memory, io_errors
 from zerobench.bench.micro.output import TextTable, machine_line, new_progress, size_text
 from zerobench.bench.storage import check_directories, device_facts, device_line
 from zerobench.errors import ConfigError
+from zerobench.io_settings import IoSettings, slow_path_warning, write_settings
 from zerobench.report.stats import median
 
 BLOCKS = tuple(1 << power for power in range(17, 24))  # 128 KiB to 8 MiB

@@ -1,0 +1,163 @@
+"""Optimizer state on NVMe, all of it or what a budget leaves, ends with the bits of state on the device.
+
+All cases of a world size run in one group of processes.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ranks
+import zoo
+
+import zerobench
+from zerobench.errors import OutOfMemoryError
+
+# Many chunks of these small shards, few frames.
+SWAP = {
+    "device": "nvme",
+    "chunk_numel": 128,
+    "io_block_bytes": 4096,
+    "io_depth": 1,
+    "io_allow_fallback": True,
+    "io_checksums": True,
+}
+PLACEMENTS = {
+    "all": SWAP,
+    "what a budget leaves": SWAP | {"host_memory_bytes": 200_000},
+    "a third": SWAP | {"ratio": 0.33},
+    "threads": SWAP | {"io_engine": "threads"},
+}
+CASES = {
+    name: zoo.CASES[name]
+    for name in (
+        "clip",
+        "param groups and schedule",
+        "odd sizes",
+        "unused",
+        "skipped on one rank",
+        "order differs",
+        "bf16",
+        "fp16",
+    )
+}
+RUNS = {1: ("odd sizes", "fp16"), 2: tuple(CASES)}
+
+
+def train_all(rank: ranks.Rank, names: tuple[str, ...], path: str) -> dict[tuple[str, str, int], dict]:
+    results = {}
+    for name in names:
+        for placement in ("device", *PLACEMENTS):
+            config = {}
+            if placement != "device":
+                config = {"offload_optimizer": PLACEMENTS[placement] | {"nvme_path": [path, path]}}
+            for stage in (1, 2, 3):
+                try:
+                    found = zoo.train_engine(CASES[name], rank, stage=stage, **config)
+                except Exception:
+                    found = {"error": traceback.format_exc()}
+                results[name, placement, stage] = found
+    return results
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def results(disk: Path):
+    found = {
+        world_size: ranks.run(train_all, names, str(disk), world_size=world_size)
+        for world_size, names in RUNS.items()
+    }
+    assert list(disk.iterdir()) == [], "a swap file was left"
+    return found
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+@pytest.mark.parametrize(("world_size", "case"), [(w, name) for w, names in RUNS.items() for name in names])
+def test_ends_with_the_bits_of_state_on_the_device(results, world_size, case, placement):
+    for rank in results[world_size]:
+        for stage in (1, 2, 3):
+            expected, found = rank[case, "device", stage], rank[case, placement, stage]
+            assert "error" not in expected, expected["error"]
+            assert "error" not in found, f"stage {stage}: {found['error']}"
+            for key in ("digest", "served", "norms", "scales", "applied", "losses"):
+                assert repr(found[key]) == repr(expected[key]), (stage, key)
+
+
+def swapped(rank: ranks.Rank, path: str, budget_bytes: int | None) -> dict:
+    case = CASES["bf16"]
+    model = zoo.make(case)
+    offload = SWAP | {"nvme_path": path, "host_memory_bytes": budget_bytes}
+    engine = zerobench.initialize(
+        model, config=rank.config(stage=2, precision="bf16", offload_optimizer=offload)
+    )
+    before = engine.swap_stats()
+    zoo.run_plan(engine, case, 0, rank.rank, [])
+    engine.full_optimizer_state("exp_avg")
+    stats, held = engine.swap_stats(), engine.memory_bytes(peak=False)
+    engine.close()
+    return {
+        "written": stats["written_bytes"] - before["written_bytes"],
+        "nvme": sum(held.get("nvme", {}).values()),
+        "host": sum(held["host"].values()),
+    }
+
+
+def test_a_budget_keeps_state_in_memory(disk: Path):
+    (none,) = ranks.run(swapped, str(disk), None, world_size=1)
+    (some,) = ranks.run(swapped, str(disk), none["host"] + 40_000, world_size=1)
+    (all_,) = ranks.run(swapped, str(disk), 1 << 30, world_size=1)
+    assert none["nvme"] > some["nvme"] > all_["nvme"] == 0
+    assert none["written"] > some["written"] > all_["written"] == 0
+    assert none["host"] < some["host"] <= none["host"] + 40_000
+
+
+def too_little(rank: ranks.Rank, path: str) -> str:
+    offload = SWAP | {"nvme_path": path, "host_memory_bytes": 1000}
+    try:
+        zerobench.initialize(
+            zoo.make(CASES["bf16"]), config=rank.config(stage=2, precision="bf16", offload_optimizer=offload)
+        )
+    except OutOfMemoryError as error:
+        return str(error)
+    return ""
+
+
+def test_a_budget_below_the_buffers_is_an_error(disk: Path):
+    (text,) = ranks.run(too_little, str(disk), world_size=1)
+    assert "host_memory_bytes" in text
+
+
+def nowhere(rank: ranks.Rank, path: str) -> str:
+    offload = SWAP | {"nvme_path": f"{path}/nowhere"}
+    try:
+        zerobench.initialize(
+            zoo.make(CASES["bf16"]), config=rank.config(stage=2, precision="bf16", offload_optimizer=offload)
+        )
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_path_is_an_error_on_every_rank(disk: Path):
+    for text in ranks.run(nowhere, str(disk), world_size=2):
+        assert "nowhere" in text
+    assert list(disk.iterdir()) == []
