@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zerobench.bench.micro.io import IoSetting
+from zerobench.bench.micro.io_disk import IoSetting
 from zerobench.bench.micro.io_tune import MOST_IN_FLIGHT_BYTES, candidates_for, choose, search
 from zerobench.bench.storage import device_facts, device_line, file_system
 from zerobench.errors import ConfigError

@@ -5,7 +5,6 @@ torch is imported with the core, when measuring starts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zerobench.bench.machine import memory_available_bytes
+from zerobench.bench.micro.io_disk import MIB, Disk, IoSetting, check_memory, io_errors
 from zerobench.bench.micro.output import (
     MicroReport,
     OutputFile,
@@ -25,15 +24,12 @@ from zerobench.bench.micro.output import (
     size_text,
 )
 from zerobench.bench.micro.sampling import rotated
-from zerobench.bench.storage import check_directories, device_facts, device_line, free_bytes
-from zerobench.errors import ConfigError, Error
+from zerobench.bench.storage import check_directories, device_facts, device_line
+from zerobench.errors import ConfigError
 from zerobench.report.stats import Ratio, median, median_of_ratios, summarise
 
 MODES = ("read", "write", "both")
 ENGINES = ("io_uring", "threads")
-MIB = 1 << 20
-DEFAULT_BYTES = 8 << 30  # of all files together, where a quarter of the free space allows
-FILL_S = 10.0  # files are no larger than what is written in this time
 # What a disk needs to show its best differs: the limit of a mode is the fastest of these.
 RAW_CANDIDATES = (
     ("io_uring", MIB, 64),
@@ -46,23 +42,6 @@ NOTES = (
     "fastest plain loop over the same files in the same round; of raw is the median of the ratios of each pair with "
     "its 95 % interval; O_DIRECT, random bytes"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class IoSetting:
-    """One way to swap."""
-
-    engine: str
-    block_bytes: int
-    depth: int
-
-    @property
-    def text(self) -> str:
-        return f"{self.engine}, {size_text(self.block_bytes)} x {self.depth}"
-
-    def frame_num(self, chunk_bytes: int) -> int:
-        """Chunks in memory so that the depth is filled while one is in use, and twice that for reads and writes."""
-        return 2 * math.ceil(self.depth * self.block_bytes / chunk_bytes) + 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,106 +83,6 @@ class IoOptions:
         if not self.sample_s > 0:
             raise ConfigError(f"--sample-seconds {self.sample_s:g} measures nothing: give more than 0")
         check_memory(self.settings(), self.chunk_bytes)
-
-
-def most_frames(settings: Sequence[IoSetting], chunk_bytes: int) -> int:
-    return max(setting.frame_num(chunk_bytes) for setting in settings)
-
-
-def check_memory(settings: Sequence[IoSetting], chunk_bytes: int) -> None:
-    needed = most_frames(settings, chunk_bytes) * chunk_bytes
-    if needed > memory_available_bytes() / 2:
-        raise ConfigError(
-            f"{size_text(needed)} of buffers do not fit into memory: give a smaller --depth, --block-bytes or "
-            "--chunk-mib"
-        )
-
-
-class Disk:
-    """Files of random bytes on the paths to measure, and timed passes over them."""
-
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        *,
-        settings: Sequence[IoSetting],
-        chunk_bytes: int,
-        file_bytes: int | None,
-        sample_s: float,
-    ) -> None:
-        """`file_bytes`: None for as many as the disk has room and speed for; enough for every setting."""
-        from zerobench import _native
-
-        self._core = _native.load()
-        self._sample_s = sample_s
-        self._sample_chunks: dict[tuple[object, str], int] = {}
-        least = most_frames(settings, chunk_bytes) + 1
-        if file_bytes is None:
-            file_bytes = max(least * chunk_bytes, self._fitting_bytes(paths, settings[0].engine))
-        self.chunk_num = file_bytes // chunk_bytes
-        if self.chunk_num < least:
-            raise ConfigError(
-                f"--size-gib is too small for these settings: give {least * chunk_bytes / (1 << 30):.3g} or more, or a "
-                "smaller --depth, --block-bytes or --chunk-mib"
-            )
-        self._files = self._core.IoBench(
-            directories=[str(path) for path in paths], chunk_bytes=chunk_bytes, chunk_num=self.chunk_num
-        )
-        self._chunk_bytes = self._files.chunk_bytes
-        self._open(settings[0])
-        self._files.fill()
-
-    @property
-    def file_bytes(self) -> int:
-        return int(self.chunk_num * self._chunk_bytes)
-
-    def _fitting_bytes(self, paths: Sequence[Path], engine: str) -> int:
-        room = sum(free_bytes(path) for path in paths) // 4
-        rates = [
-            self._core.probe_path(str(path), seconds=0.6, engine=engine, most_bytes=256 * MIB)
-            for path in paths
-        ]
-        filled = int(sum(rate.write_bytes_per_s for rate in rates) * FILL_S)
-        return min(DEFAULT_BYTES, room, filled)
-
-    def _open(self, setting: IoSetting) -> None:
-        self._files.open(
-            engine=setting.engine,
-            block_bytes=setting.block_bytes,
-            depth=setting.depth,
-            frame_num=setting.frame_num(self._chunk_bytes),
-        )
-
-    def sample(self, setting: IoSetting, mode: str) -> float:
-        """Bytes per second of the pager."""
-        self._open(setting)
-        return self._timed(setting, mode, lambda num: self._files.run(mode, chunk_num=num))
-
-    def sample_raw(self, setting: IoSetting, mode: str) -> float:
-        """Bytes per second of a plain loop."""
-        self._files.close()
-
-        def call(num: int) -> tuple[float, int]:
-            seconds, moved = self._files.run_raw(
-                setting.engine,
-                mode=mode,
-                block_bytes=setting.block_bytes,
-                depth=setting.depth,
-                chunk_num=num,
-            )
-            return seconds, moved
-
-        return self._timed(("raw", setting), mode, call)
-
-    def _timed(self, who: object, mode: str, call: Callable[[int], tuple[float, int]]) -> float:
-        """The first call finds out how many chunks last for a sample."""
-        known = self._sample_chunks.get((who, mode))
-        first = known or max(1, self.chunk_num // 8)
-        seconds, moved = call(first)
-        if known is None:
-            fitting = round(first * self._sample_s / max(seconds, 1e-9))
-            self._sample_chunks[who, mode] = max(1, min(self.chunk_num, fitting))
-        return moved / seconds
 
 
 def run_io(options: IoOptions, *, output: OutputFile, console: Console, notes: Console) -> int:
@@ -321,14 +200,3 @@ def cells(found: dict[str, Any]) -> list[str]:
         ratio_cell(Ratio(**found["ratio_to_raw"])),
         found["raw"],
     ]
-
-
-class io_errors:
-    """An OSError of the core, whose text names path and cure, as one of ours."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, OSError):
-            raise Error(error.strerror or str(error)) from error

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zerobench.bench.micro.io import ENGINES, MIB, Disk, IoSetting, check_memory, io_errors
+from zerobench.bench.micro.io import ENGINES
+from zerobench.bench.micro.io_disk import MIB, Disk, IoSetting, check_memory, io_errors
 from zerobench.bench.micro.output import TextTable, machine_line, new_progress, size_text
 from zerobench.bench.storage import check_directories, device_facts, device_line
 from zerobench.errors import ConfigError
