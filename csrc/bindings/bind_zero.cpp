@@ -273,6 +273,17 @@ void bind_engine_reading(py::class_<BoundEngine>& engine) {
           },
           "What state in files has moved since the engine was made; updates waited for wait_s of it.")
       .def("communication_ms", [](const BoundEngine& e) { return e.get().communication_ms(); })
+      .def(
+          "store_traffic",
+          [](BoundEngine& e) {
+            const StoreTraffic traffic = e.get().store_traffic();
+            return std::map<std::string, std::uint64_t>{{"to_host_bytes", traffic.to_host_bytes},
+                                                        {"to_device_bytes", traffic.to_device_bytes}};
+          },
+          Release(), "What offloaded state moved since the engine was made. Waits for updates that are under way.")
+      .def(
+          "store_waited_ms", [](BoundEngine& e) { return e.get().store_waited_ms(); },
+          "How long the callers were blocked for updates since the engine was made.")
       .def("reset_counters", [](BoundEngine& e) { e.get().reset_counters(); })
       .def("units",
            [](const BoundEngine& e) {

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <string>
 #include <utility>
 
 #include "common/error.h"
+#include "common/scope_exit.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/drain.h"
 #include "memory/host_limits.h"
@@ -122,6 +125,13 @@ class HostStore final : public Store {
     return shards_.size() - 1;
   }
 
+  StoreTraffic traffic() override {
+    for (const auto& shard : shards_) thread_->wait(shard->ticket);
+    return {.to_host_bytes = to_host_bytes_.load(std::memory_order_relaxed),
+            .to_device_bytes = to_device_bytes_.load(std::memory_order_relaxed)};
+  }
+  double waited_ms() const override { return waited_ms_; }
+
   void offer_gradient(std::size_t index, const ShardGradient& gradient) override {
     Shard& shard = at(index);
     device_->wait(Lane::kToHost, gradient.ready);
@@ -166,7 +176,7 @@ class HostStore final : public Store {
   bool is_issued(std::size_t index) const override { return thread_->is_done(shards_.at(index)->ticket); }
   void wait_update(std::size_t index, Lane lane) override {
     Shard& shard = at(index);
-    thread_->wait(shard.ticket);
+    wait_for(shard);
     if (std::exchange(shard.knows[static_cast<std::size_t>(lane)], true)) return;
     device_->wait(lane, shard.sent);  // the thread itself has waited for the gradient to leave
   }
@@ -177,8 +187,8 @@ class HostStore final : public Store {
       send(shard, index, lane, destination, shard.spec.param_dtype, StateKind::kMaster);
       return;
     }
-    thread_->wait(shard.ticket);
-    device_->copy_from_pinned(lane, destination, shard.parameters.data(), shard.parameters.bytes());
+    wait_for(shard);
+    copy_to_device(lane, destination, shard.parameters.data(), shard.parameters.bytes());
     shard.fetched[static_cast<std::size_t>(lane)] = device_->mark(lane);
   }
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
@@ -197,8 +207,7 @@ class HostStore final : public Store {
             device_->wait(Lane::kFromHost, ready);
             for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
               Outgoing& buffer = next_outgoing();
-              device_->copy_to_pinned(Lane::kFromHost, buffer.memory.data(), source.data() + begin,
-                                      (end - begin) * sizeof(float));
+              copy_to_host(Lane::kFromHost, buffer.memory.data(), source.data() + begin, (end - begin) * sizeof(float));
               device_->synchronize(device_->mark(Lane::kFromHost));
               const StateChunk chunk = states_->borrow(index, begin, end);
               cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
@@ -243,6 +252,23 @@ class HostStore final : public Store {
     states_ = std::move(paged);
   }
 
+  void copy_to_host(Lane lane, std::byte* destination, const void* source, std::size_t bytes) {
+    device_->copy_to_pinned(lane, destination, source, bytes);
+    to_host_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  }
+  void copy_to_device(Lane lane, void* destination, const std::byte* source, std::size_t bytes) {
+    device_->copy_from_pinned(lane, destination, source, bytes);
+    to_device_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  }
+  void wait_for(const Shard& shard) {
+    if (thread_->is_done(shard.ticket)) return thread_->wait(shard.ticket);  // an error of the thread surfaces there
+    const auto begin = std::chrono::steady_clock::now();
+    const ScopeExit count([&] {
+      waited_ms_ += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+    });
+    thread_->wait(shard.ticket);
+  }
+
   bool parameters_on_host() const noexcept { return options_.parameters == ParameterHome::kHost; }
   static std::byte* home_of(const Shard& shard, std::size_t begin) {
     return at_element(shard.parameters.data(), shard.spec.param_dtype, begin);
@@ -267,9 +293,8 @@ class HostStore final : public Store {
                                                       " gradients was given " + std::string(dtype_name(dtype)));
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
       const std::size_t offset_bytes = begin * dtype_bytes(dtype);
-      device_->copy_to_pinned(Lane::kToHost, shard.gradient.data() + offset_bytes,
-                              static_cast<const std::byte*>(gradient) + offset_bytes,
-                              (end - begin) * dtype_bytes(dtype));
+      copy_to_host(Lane::kToHost, shard.gradient.data() + offset_bytes,
+                   static_cast<const std::byte*>(gradient) + offset_bytes, (end - begin) * dtype_bytes(dtype));
       shard.arrived[begin / options_.chunk_numel] = device_->mark(Lane::kToHost);
     });
   }
@@ -295,8 +320,8 @@ class HostStore final : public Store {
       update_chunk(update, chunk, outgoing ? outgoing->memory.data() : home_of(shard, begin), begin, end);
       states_->give_back(update.index, begin, end, ChunkUse::kWritten);
       if (outgoing == nullptr) return;
-      device_->copy_from_pinned(Lane::kFromHost, at_element(update.parameters, dtype, begin), outgoing->memory.data(),
-                                (end - begin) * dtype_bytes(dtype));
+      copy_to_device(Lane::kFromHost, at_element(update.parameters, dtype, begin), outgoing->memory.data(),
+                     (end - begin) * dtype_bytes(dtype));
       outgoing->sent = shard.sent = device_->mark(Lane::kFromHost);
     });
   }
@@ -354,8 +379,8 @@ class HostStore final : public Store {
         const StateChunk chunk = states_->borrow(index, begin, end);
         cpu_kernels().cast(outgoing.memory.data(), dtype, state_of(chunk, kind), DType::kFloat32, end - begin);
         states_->give_back(index, begin, end, ChunkUse::kRead);
-        device_->copy_from_pinned(Lane::kFromHost, at_element(destination, dtype, begin), outgoing.memory.data(),
-                                  (end - begin) * dtype_bytes(dtype));
+        copy_to_device(Lane::kFromHost, at_element(destination, dtype, begin), outgoing.memory.data(),
+                       (end - begin) * dtype_bytes(dtype));
         outgoing.sent = shard.sent = device_->mark(Lane::kFromHost);
       });
     });
@@ -379,6 +404,9 @@ class HostStore final : public Store {
   std::shared_ptr<DeviceAdam> adam_;
   std::vector<ShardSpec> reserved_;
   std::shared_ptr<PinnedPool> pool_;
+  std::atomic<std::uint64_t> to_host_bytes_{0};  // from two threads
+  std::atomic<std::uint64_t> to_device_bytes_{0};
+  double waited_ms_ = 0.0;  // of the caller's thread
   std::array<Outgoing, kOutgoingNum> outgoing_;
   std::size_t next_outgoing_ = 0;
   PinnedBlock frames_;  // of state in files

@@ -38,6 +38,14 @@ class SplitStore final : public Store {
     second_->reserve(second);
   }
 
+  StoreTraffic traffic() override {
+    const StoreTraffic first = first_->traffic();
+    const StoreTraffic second = second_->traffic();
+    return {.to_host_bytes = first.to_host_bytes + second.to_host_bytes,
+            .to_device_bytes = first.to_device_bytes + second.to_device_bytes};
+  }
+  double waited_ms() const override { return first_->waited_ms() + second_->waited_ms(); }
+
   std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) override {
     check_segments(spec);
     ZB_EXPECT(initial.size() == spec.numel, "a shard of " + std::to_string(spec.numel) +

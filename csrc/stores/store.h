@@ -63,6 +63,12 @@ struct SwapStats {
   std::vector<std::string> notes;  // what runs otherwise than asked for
 };
 
+// What a store moved between device and host since it was made.
+struct StoreTraffic {
+  std::uint64_t to_host_bytes = 0;
+  std::uint64_t to_device_bytes = 0;
+};
+
 // [Note: updates that are issued later]
 // A store whose updates run on host threads cannot put them into a lane at once. Its start_update only begins one, and
 // wait_update blocks the host until what is left of it stands in a lane. So the engine waits as late as it can: when a
@@ -77,6 +83,11 @@ class Store {
   virtual bool issues_at_once() const noexcept { return true; }
   // Whether the store holds a master of parameters of this dtype. Else they are fp32 and their own master.
   virtual bool keeps_master(DType param_dtype) const noexcept { return param_dtype != DType::kFloat32; }
+
+  // Of all updates so far, whose end it waits for.
+  virtual StoreTraffic traffic() { return {}; }
+  // How long callers were blocked for updates since the store was made.
+  virtual double waited_ms() const { return 0.0; }
 
   // Every shard that will be added, in order: what takes memory at once may check that it is there. Before a barrier of
   // the ranks, so that no rank takes memory while another still looks.

@@ -169,6 +169,36 @@ TEST(HostStore, CountsWhatItHoldsAndMapsNoMore) {
   EXPECT_EQ(ledger.total(Tier::kHost).current_bytes, 0);
 }
 
+TEST(HostStore, CountsWhatAnUpdateMovesAndNothingBackOfASkippedOne) {
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+  constexpr std::size_t kNumel = 1024;
+  const ShardSpec spec{kNumel, DType::kBFloat16, DType::kFloat32, {{0, kNumel, 0}}};
+  const std::vector<float> gradient(kNumel, 0.5F);
+  for (const double share : {1.0, 0.5}) {
+    auto store = test::make_small_host_store(nullptr, parts);
+    if (share != 1.0) store = make_split_store(make_device_store_with_masters(nullptr, parts), std::move(store), share);
+    store->reserve({&spec, 1});
+    store->add_shard(spec, std::vector<float>(kNumel, 1.0F));
+    Elements parameters(DType::kBFloat16, kNumel, 0);
+    const std::vector<AdamScalars> rows = some_rows(1);
+    const auto moved = static_cast<std::uint64_t>(share * kNumel);
+    StoreTraffic last = store->traffic();
+    for (const StepScalars& step : {kStep, kSkipped}) {
+      store->start_update(0, {.gradient = gradient.data(),
+                              .parameters = parameters.data(),
+                              .rows = rows,
+                              .step = &step,
+                              .step_on_host = &step});
+      const StoreTraffic found = store->traffic();
+      EXPECT_EQ(found.to_host_bytes - last.to_host_bytes, moved * sizeof(float));
+      EXPECT_EQ(found.to_device_bytes - last.to_device_bytes, step.is_skipped != 0 ? 0 : moved * 2);
+      last = found;
+      store->wait_update(0, Lane::kCompute);
+    }
+    EXPECT_GE(store->waited_ms(), 0.0);
+  }
+}
+
 TEST(HostStore, MoreThanTheHostHasIsAnErrorBeforeAnythingIsTaken) {
   const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
   const std::vector<ShardSpec> specs{{std::size_t{1} << 33, DType::kBFloat16, DType::kBFloat16, {}}};

@@ -421,6 +421,16 @@ CommunicationCounters Engine::counters() const {
   return sum;
 }
 
+StoreTraffic Engine::store_traffic() {
+  const std::lock_guard lock(mutex_);
+  return store_->traffic();
+}
+
+double Engine::store_waited_ms() {
+  const std::lock_guard lock(mutex_);
+  return store_->waited_ms();
+}
+
 void Engine::reset_counters() {
   const std::lock_guard lock(mutex_);
   gather_communicator_->reset_counters();

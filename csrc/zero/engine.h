@@ -138,6 +138,9 @@ class Engine {
   CommunicationCounters counters() const;
   void reset_counters();
   double communication_ms() const { return clock_.elapsed_ms(); }
+  // Both since the engine was made; the first waits for updates that are under way.
+  StoreTraffic store_traffic();
+  double store_waited_ms();
   const Unit& unit(std::size_t index) const { return units_[index]; }
   std::size_t unit_num() const { return units_.size(); }
   std::size_t parameter_num() const { return parameters_.size(); }

@@ -394,6 +394,14 @@ class Engine:
         """
         What state in files has moved since the engine was made; updates waited for wait_s of it.
         """
+    def store_traffic(self) -> dict[str, int]:
+        """
+        What offloaded state moved since the engine was made. Waits for updates that are under way.
+        """
+    def store_waited_ms(self) -> float:
+        """
+        How long the callers were blocked for updates since the engine was made.
+        """
     def unit_state(self, arg0: int) -> tuple[str, str]: ...
     def units(self) -> list[dict[str, Any]]: ...
     @property

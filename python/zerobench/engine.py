@@ -318,6 +318,15 @@ class Engine:
         (in which updates waited for it), the ``engine`` that moves it, and ``notes`` on what is not as configured."""
         return self._core.swap_stats()
 
+    def offload_traffic(self) -> dict[str, int]:
+        """What offloaded state moved over the device's link since the engine was made: ``to_host_bytes`` and
+        ``to_device_bytes``. Waits for updates that are under way."""
+        return self._core.store_traffic()
+
+    def offload_waited_ms(self) -> float:
+        """Milliseconds that the computing thread was blocked for offloaded updates since the engine was made."""
+        return self._core.store_waited_ms()
+
     def communication_ms(self) -> float:
         """Milliseconds that the computing thread spent in collectives since ``reset_counters``."""
         return self._core.communication_ms()

@@ -13,8 +13,9 @@ from conftest import SMALL
 def placed(shared_command):
     bind = ["--bind", "numa"] if Path("/sys/devices/system/node/node0").exists() else []
     result = shared_command.run(
-        "compare", *SMALL, "--strategies", "single,ddp,fsdp2", "--offload", "none,cpu_full,nvme", "--nvme-path", ".",
-        "--host-memory-gib", "1", "--precision", "bf16", *bind, "--output-dir", "out",
+        "compare", *SMALL, "--strategies", "single,ddp,fsdp2,zero0,zero1,zero3",
+        "--offload", "none,cpu_optimizer,cpu_full,nvme", "--nvme-path", ".", "--host-memory-gib", "1",
+        "--precision", "bf16", *bind, "--output-dir", "out",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     rows = json.loads((shared_command.folder / "out" / "results.json").read_text())["rows"]
@@ -23,15 +24,10 @@ def placed(shared_command):
 
 def test_what_cannot_be_placed_is_skipped_with_the_reason(placed) -> None:
     rows, result = placed
-    assert {point: row["status"] for point, row in rows.items()} == {
-        ("single", "none"): "ok",
-        ("ddp", "none"): "ok",
-        ("ddp", "cpu_full"): "skipped",
-        ("ddp", "nvme"): "skipped",
-        ("fsdp2", "none"): "ok",
-        ("fsdp2", "cpu_full"): "ok",
-        ("fsdp2", "nvme"): "skipped",
-    }
+    peers = {point: row["status"] for point, row in rows.items() if not point[0].startswith("zero")}
+    ran = {("single", "none"), ("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "cpu_full")}
+    assert peers == {point: "ok" if point in ran else "skipped" for point in peers}
+    assert len(peers) == 1 + 2 * 4
     assert rows["ddp", "cpu_full"]["error"] == "ddp keeps all of its state on its device"
     assert "use --offload cpu_full" in rows["fsdp2", "nvme"]["error"]
     assert "use --offload cpu_full" in result.stdout
@@ -46,6 +42,24 @@ def test_offloaded_state_is_on_the_host_and_right(placed) -> None:
     assert row["deviation"]["reference"] == "single"
     assert row["checksum"] == plain["checksum"]
     assert row["loss"] == plain["loss"]
+
+
+def test_our_rows_offload_at_the_stages_that_shard_with_the_same_bits(placed) -> None:
+    rows, _ = placed
+    plain = rows["zero3", "none"]
+    for point in (("zero1", "cpu_optimizer"), ("zero3", "cpu_optimizer"), ("zero3", "cpu_full")):
+        row = rows[point]
+        assert (row["status"], row["checksum"]) == ("ok", plain["checksum"]), row["error"]
+        held, moved = row["memory_bytes"], row["transfers"]
+        assert held["host"]["exp_avg"] > 0 and not held["device"].get("exp_avg")
+        numel = held["host"]["exp_avg"] // 4
+        assert moved["to_host_bytes"] == 2 * numel  # gradients in bf16, each once
+        assert moved["to_device_bytes"] >= 2 * numel
+        assert moved["offload_ratio"] == 1
+        assert row["phases_ms"]["exposed_offload"] >= 0
+    assert rows["zero3", "cpu_optimizer"]["offload_practicality"] > 0
+    for point in (("zero0", "cpu_optimizer"), ("zero1", "cpu_full")):
+        assert rows[point]["status"] == "skipped" and "offload_" in rows[point]["error"]
 
 
 def test_ranks_are_bound_and_the_row_says_where(placed) -> None:

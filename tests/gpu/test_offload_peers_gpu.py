@@ -1,4 +1,4 @@
-"""Peers that offload, on GPUs, through the command: verified like every row, their memory by tier, limits of memory.
+"""Rows that offload, on GPUs, through the command: verified like every row, their memory by tier, limits of memory.
 
 The first DeepSpeed row compiles its CPU Adam, a minute or two. Rows whose package or compiler is missing are skipped by
 the command itself, and tests skip with its reason.
@@ -154,6 +154,24 @@ def test_state_on_nvme_comes_back_right_and_leaves_no_files(tmp_path) -> None:
         row = ran(rows["deepspeed3", "nvme"])
         assert row["memory_bytes"]["nvme"]["exp_avg"] > 3 * row["settings"]["parameter_count"]
         assert list(disk.iterdir()) == []
+
+
+def test_our_rows_end_with_the_same_bits_and_count_what_they_move(tmp_path) -> None:
+    _, rows = compare(
+        tmp_path, "--world-size", "1", "--strategies", "zero2,zero3", "--offload", "none,cpu_optimizer",
+        "--offload-ratio", "0.5", "--clip", "1.0",
+    )  # fmt: skip
+    assert len({ran(row)["checksum"] for row in rows.values()}) == 1
+    for name in ("zero2", "zero3"):
+        row = rows[name, "cpu_optimizer"]
+        moved, host = row["transfers"], row["memory_bytes"]["host"]
+        assert (
+            moved["to_host_bytes"] == 2 * host["exp_avg"] // 4
+        )  # gradients in bf16 of the half that is there
+        assert 0.4 < moved["offload_ratio"] < 0.6
+        assert {"to_host", "to_device"} <= moved["achieved_gb_s"].keys() & moved["limit_gb_s"].keys()
+        assert moved["pinned_requested_bytes"] >= 3 * host["exp_avg"]
+        assert row["phases_ms"]["exposed_offload"] >= 0
 
 
 def test_two_gpus(tmp_path) -> None:

@@ -108,8 +108,9 @@ class ZeroStrategy(Strategy):
         )
         if whole:
             self._engine.compile(backend=self._compiler.backend)
-        self._communication_ms = 0.0
         self._swapped = self._engine.swap_stats()
+        self._communication_ms = self._waited_ms = 0.0
+        self._traffic_at_reset: dict[str, int] = {}
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
         loss = self._run(micro_batches, clock=NoClock())
@@ -161,33 +162,55 @@ class ZeroStrategy(Strategy):
     def communication_bytes(self) -> int | None:
         return self._engine.communication_bytes()
 
+    def transfers(self) -> Transfers | None:
+        if self.settings.offload == "none":
+            return None
+        moved = self._traffic_since(self._traffic_at_reset)
+        swapped = self._engine.swap_stats()
+        on_nvme = self.settings.offload == "nvme"
+        held = self._engine.memory_bytes()
+        moments = {tier: categories.get("exp_avg", 0) for tier, categories in held.items()}
+        total = sum(moments.values())
+        return Transfers(
+            to_host_bytes=moved["to_host_bytes"],
+            to_device_bytes=moved["to_device_bytes"],
+            nvme_read_bytes=swapped["read_bytes"] - self._swapped["read_bytes"] if on_nvme else None,
+            nvme_written_bytes=swapped["written_bytes"] - self._swapped["written_bytes"] if on_nvme else None,
+            io_engine="; ".join([swapped["engine"], *swapped["notes"]]) if on_nvme else None,
+            pinned_requested_bytes=(
+                sum(held.get("host", {}).values()) if self.settings.device == "cuda" else None
+            ),
+            offload_ratio=1 - moments.get("device", 0) / total if total else None,
+        )
+
+    def _traffic_since(self, before: dict[str, int]) -> dict[str, int]:
+        return {name: value - before.get(name, 0) for name, value in self._engine.offload_traffic().items()}
+
     def compiled_graphs(self) -> float | None:
         return self._compiler.graphs_per_step()
-
-    def transfers(self) -> Transfers | None:
-        if self.settings.offload != "nvme":
-            return None
-        stats = self._engine.swap_stats()
-        return Transfers(
-            nvme_read_bytes=stats["read_bytes"] - self._swapped["read_bytes"],
-            nvme_written_bytes=stats["written_bytes"] - self._swapped["written_bytes"],
-            io_engine="; ".join([stats["engine"], *stats["notes"]]),
-        )
 
     def reset_counters(self) -> None:
         self._compiler.reset()
         self._engine.reset_counters()
         self._swapped = self._engine.swap_stats()
         self._communication_ms = 0.0
+        self._traffic_at_reset = self._engine.offload_traffic()
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
-        clock = phase_clock(torch_device(self.settings), {"exposed_communication": self._take_exposed_ms})
+        exposed = {"exposed_communication": self._take_exposed_ms}
+        if self.settings.offload != "none":
+            exposed["exposed_offload"] = self._take_waited_ms
+        clock = phase_clock(torch_device(self.settings), exposed)
         self._run(micro_batches, clock=clock)
         return clock.phases_ms
 
     def _take_exposed_ms(self) -> float:
         before, self._communication_ms = self._communication_ms, self._engine.communication_ms()
         return self._communication_ms - before
+
+    def _take_waited_ms(self) -> float:
+        before, self._waited_ms = self._waited_ms, self._engine.offload_waited_ms()
+        return self._waited_ms - before
 
     def close(self) -> None:
         self._determinism.restore()
