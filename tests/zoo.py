@@ -531,3 +531,11 @@ def relative(
         for n in expected
     )
     return (difference / size) ** 0.5
+
+
+def assert_same_end(found: dict, expected: dict, *, stage: int) -> None:
+    """Two trainings of one case at one stage, by `train_engine` or an "error" of it, ended with the same bits."""
+    assert "error" not in expected, expected["error"]
+    assert "error" not in found, f"stage {stage}: {found['error']}"
+    for key in ("digest", "served", "norms", "scales", "applied", "losses"):
+        assert repr(found[key]) == repr(expected[key]), (stage, key)
