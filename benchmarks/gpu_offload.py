@@ -5,6 +5,7 @@
 The model is a Llama of 7B width (4096 wide, 32 heads, 11008 in between, 32000 tokens) with checkpointed blocks, as
 transformers builds it. MODE is one of
 
+    disk       the disk in --nvme-path: raw requests, as many reads as writes, and the step that they allow
     limits     the roofline's parts: forward and backward alone (bf16); the CPU's Adam on this rank's share of the
                state while both directions of pinned copies run; the copies alone
     host       stage 2, optimizer on the host
@@ -12,6 +13,8 @@ transformers builds it. MODE is one of
     host-beside  the same without clipping and with optimizer_in_backward
     host3      stage 3, optimizer and parameters on the host
     split:R    stage 2, the share R of the state on the host
+    nvme       stage 2, optimizer on NVMe, in files in --nvme-path
+    nvme:GIB   the same with GIB of host memory for what fits
     device     stage 2, nothing on the host
     fsdp2      FSDP2 with CPUOffloadPolicy and torch's fused AdamW
 
@@ -25,9 +28,11 @@ import argparse
 import gc
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -58,14 +63,18 @@ def make_model(num_layers: int, dtype: torch.dtype) -> Any:
     return model.train()
 
 
-def ours(model: Any, batch: dict[str, Any], mode: str) -> tuple[Step, Callable[[], None]]:
+def ours(model: Any, batch: dict[str, Any], mode: str, nvme_path: str) -> tuple[Step, zerobench.Engine]:
     name, _, ratio = mode.partition(":")
     config: dict[str, Any] = {
         "stage": 3 if name == "host3" else 2,
         "precision": "bf16",
         "optimizer": {"lr": 1e-5},
     }
-    if name != "device":
+    if name == "nvme":
+        config["offload_optimizer"] = {"device": "nvme", "nvme_path": nvme_path, "io_allow_fallback": True}
+        if ratio:
+            config["offload_optimizer"]["host_memory_bytes"] = int(float(ratio) * (1 << 30))
+    elif name != "device":
         config["offload_optimizer"] = {"device": "cpu", "ratio": float(ratio or 1.0)}
     if name == "host3":
         config["offload_param"] = {"device": "cpu"}
@@ -79,10 +88,10 @@ def ours(model: Any, batch: dict[str, Any], mode: str) -> tuple[Step, Callable[[
         engine.backward(engine(**batch).loss)
         engine.step()
 
-    return step, engine.close
+    return step, engine
 
 
-def fsdp2(model: Any, batch: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
+def fsdp2(model: Any, batch: dict[str, Any]) -> tuple[Step, None]:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -96,10 +105,10 @@ def fsdp2(model: Any, batch: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return step, lambda: None
+    return step, None
 
 
-def floor(model: Any, batch: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
+def floor(model: Any, batch: dict[str, Any]) -> Step:
     parameters = list(model.parameters())
 
     def step() -> None:
@@ -107,7 +116,7 @@ def floor(model: Any, batch: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
             parameter.grad = None
         model(**batch).loss.backward()
 
-    return step, lambda: None
+    return step
 
 
 def timed(step: Step, *, step_num: int, warmup_num: int) -> list[float]:
@@ -185,7 +194,7 @@ def limits(
     with torch.device("cuda"):
         model = make_model(num_layers, torch.bfloat16)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    step, _ = floor(model, batch)
+    step = floor(model, batch)
     compute_ms = median(timed(step, step_num=step_num, warmup_num=2))
     del model, step
     torch.cuda.empty_cache()
@@ -225,16 +234,36 @@ def limits(
     }
 
 
+def disk(num_layers: int, nvme_path: str) -> dict[str, Any]:
+    """What the disk allows: raw requests over files of their own, reading and writing at once as a step does."""
+    from zerobench.bench.micro.io_disk import Disk, IoSetting
+
+    setting = IoSetting(engine="io_uring", block_bytes=1 << 20, depth=32)
+    files = Disk([Path(nvme_path)], settings=[setting], chunk_bytes=16 << 20, file_bytes=None, sample_s=2.0)
+    rates = [files.sample_raw(setting, "both") for _ in range(4)][1:]
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in make_model(num_layers, torch.bfloat16).parameters())
+    return {
+        "mode": "disk",
+        "params_m": round(numel / 1e6),
+        "raw_both_gb_s": [round(rate / 1e9, 2) for rate in rates],
+        # Master and two moments of float32, read and written.
+        "roofline_ms": round(2 * 12 * numel / median(rates) * 1e3, 1),
+    }
+
+
 def measure(mode: str, options: argparse.Namespace, batch: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     if mode == "limits":
         return limits(options.num_layers, batch, step_num=options.steps)
+    if mode == "disk":
+        return disk(options.num_layers, options.nvme_path)
     began_s = time.perf_counter()
     with torch.device("cuda"):
         model = make_model(options.num_layers, torch.float32)
-    step, close = fsdp2(model, batch) if mode == "fsdp2" else ours(model, batch, mode)
+    step, engine = fsdp2(model, batch) if mode == "fsdp2" else ours(model, batch, mode, options.nvme_path)
     samples = timed(step, step_num=options.steps, warmup_num=options.warmup_steps)
     found = {
         "mode": mode,
@@ -245,7 +274,10 @@ def measure(mode: str, options: argparse.Namespace, batch: dict[str, Any]) -> di
         "host_rss_gb": round(psutil.Process().memory_info().rss / 1e9, 1),
         "took_s": round(time.perf_counter() - began_s, 1),
     }
-    close()
+    if engine is not None:
+        if mode.startswith("nvme"):
+            found["swap"] = engine.swap_stats()
+        engine.close()
     return found
 
 
@@ -258,6 +290,7 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup-steps", type=int, default=2)
+    parser.add_argument("--nvme-path", default=tempfile.gettempdir())
     parser.add_argument("modes", nargs="+", metavar="MODE")
     options = parser.parse_args()
     os.environ["NCCL_NVLS_ENABLE"] = "0"

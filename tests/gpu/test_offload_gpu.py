@@ -1,4 +1,4 @@
-"""Optimizer state on the host, whole or in part, of engines on GPUs: the bits of state on the GPU.
+"""Optimizer state on the host or on NVMe, whole or in part, of engines on GPUs: the bits of state on the GPU.
 
 One process a GPU; all cases of a world size run in one group of processes.
 """
@@ -22,11 +22,24 @@ import ranks  # noqa: E402
 import zoo  # noqa: E402
 
 HOST = {"chunk_numel": 128, "threads": 2}
+# Many chunks of these small shards, few frames.
+NVME = {
+    "device": "nvme",
+    "chunk_numel": 128,
+    "threads": 2,
+    "io_block_bytes": 4096,
+    "io_depth": 1,
+    "io_allow_fallback": True,
+    "io_checksums": True,
+}
 PLACEMENTS = {
     "none": {},
     "host": {"offload_optimizer": HOST},
     "half on the host": {"offload_optimizer": HOST | {"ratio": 0.5}},
     "parameters too": {"offload_optimizer": HOST, "offload_param": {}},
+    "NVMe": {"offload_optimizer": NVME},
+    "NVMe, what a budget leaves": {"offload_optimizer": NVME | {"host_memory_bytes": 200_000}},
+    "NVMe, by threads": {"offload_optimizer": NVME | {"io_engine": "threads"}},
 }
 CASES = (
     "odd sizes",
@@ -47,13 +60,23 @@ def stages_of(placement: str, world_size: int) -> tuple[int, ...]:
     return (1, 2, 3) if world_size > 1 else (2,)  # one rank has nothing to share at any stage
 
 
-def train_all(rank: ranks.Rank) -> dict[tuple[str, str, int], dict]:
+def placements_on(path: str) -> dict[str, dict]:
+    placements = {}
+    for name, config in PLACEMENTS.items():
+        offload = config.get("offload_optimizer", {})
+        if offload.get("device") == "nvme":
+            config = config | {"offload_optimizer": offload | {"nvme_path": [path, path]}}
+        placements[name] = config
+    return placements
+
+
+def train_all(rank: ranks.Rank, path: str) -> dict[tuple[str, str, int], dict]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(rank.rank)
     results = {}
     for case in CASES:
-        for placement, config in PLACEMENTS.items():
+        for placement, config in placements_on(path).items():
             for stage in stages_of(placement, rank.world_size):
                 try:
                     found = zoo.train_engine(
@@ -67,12 +90,13 @@ def train_all(rank: ranks.Rank) -> dict[tuple[str, str, int], dict]:
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(tmp_path_factory):
     found = {}
+    path = str(tmp_path_factory.mktemp("disk"))
 
     def of(world_size):
         if world_size not in found:
-            found[world_size] = ranks.run(train_all, world_size=world_size, timeout_s=300.0)
+            found[world_size] = ranks.run(train_all, path, world_size=world_size, timeout_s=300.0)
         return found[world_size]
 
     return of
