@@ -7,26 +7,11 @@
 
 #include "comm/arguments.h"
 #include "comm/collective_history.h"
+#include "comm/lane_buffer.h"
 #include "comm/watchdog.h"
 
 namespace zb {
 namespace {
-
-class LaneBuffer final : public RegisteredBuffer {
- public:
-  LaneBuffer(std::shared_ptr<std::byte> memory, std::size_t bytes, bool is_on_device, Allocation allocation)
-      : memory_(std::move(memory)), is_on_device_(is_on_device), allocation_(std::move(allocation)) {
-    data_ = memory_.get();
-    bytes_ = bytes;
-  }
-
-  bool is_on_device() const noexcept override { return is_on_device_; }
-
- private:
-  std::shared_ptr<std::byte> memory_;
-  bool is_on_device_;
-  Allocation allocation_;
-};
 
 // What the operations of one group share.
 struct Ticket {
