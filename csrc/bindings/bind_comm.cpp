@@ -62,6 +62,38 @@ Region region(const PythonBuffer& buffer, std::size_t offset_bytes, std::size_t 
 
 constexpr const char* kLabel = "python";
 
+// For benchmarks: `calls` times in a loop without Python, as the engine calls collectives. `numel` is of a shard, or of
+// the whole buffer for all_reduce.
+void repeat_collective(const OwnedCommunicator& communicator, const std::string& collective, std::size_t calls,
+                       const std::optional<PythonBuffer>& source, const std::optional<PythonBuffer>& destination,
+                       std::size_t numel, const std::string& dtype_text) {
+  Communicator& comm = communicator.get();
+  const DType dtype = dtype_from_name(dtype_text);
+  const std::size_t bytes = numel * dtype_bytes(dtype);
+  const std::size_t full_bytes = bytes * static_cast<std::size_t>(comm.world_size());
+  const auto place = [](const std::optional<PythonBuffer>& buffer, std::size_t region_bytes) {
+    ZB_EXPECT(buffer.has_value(), "this collective needs a source, and a destination unless it works in place");
+    return region(*buffer, 0, region_bytes);
+  };
+  const auto repeat = [&](const auto& start) {
+    for (std::size_t i = 0; i < calls; ++i) start()->wait();
+  };
+  if (collective == "barrier") {
+    for (std::size_t i = 0; i < calls; ++i) comm.barrier(kLabel);
+  } else if (collective == "all_gather") {
+    const AllGather args{place(source, bytes), place(destination, full_bytes), bytes, kLabel};
+    repeat([&] { return comm.start_all_gather(args); });
+  } else if (collective == "reduce_scatter") {
+    const ReduceScatter args{place(source, full_bytes), place(destination, bytes), numel, dtype, kLabel};
+    repeat([&] { return comm.start_reduce_scatter(args); });
+  } else {
+    ZB_EXPECT(collective == "all_reduce",
+              "'" + collective + "' is none of barrier, all_gather, reduce_scatter, all_reduce");
+    const AllReduce args{place(source, bytes), numel, dtype, kLabel};
+    repeat([&] { return comm.start_all_reduce(args); });
+  }
+}
+
 void bind_communicator(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<OwnedCommunicator>(m, "Communicator", "Collectives over registered buffers (csrc/comm/communicator.h).")
@@ -162,6 +194,11 @@ void bind_communicator(py::module_& m) {
              }
              return result;
            })
+      .def(
+          "repeat", &repeat_collective, py::arg("collective"), py::arg("calls"), py::kw_only(),
+          py::arg("source") = std::nullopt, py::arg("destination") = std::nullopt, py::arg("numel") = 0,
+          py::arg("dtype") = "float32", Release(),
+          "Runs a collective `calls` times without Python in between: barrier, all_gather, reduce_scatter, all_reduce.")
       .def("close", [](OwnedCommunicator& c) { c.value.reset(); }, Release());
 }
 

@@ -115,7 +115,7 @@ void triad(const at::Tensor& destination, const at::Tensor& a, const at::Tensor&
   stream_triad(to, from_a, from_b, factor, static_cast<std::size_t>(numel), pool);
 }
 
-void copy_each(const std::vector<at::Tensor>& destinations, const std::vector<at::Tensor>& sources) {
+void copy_each(const std::vector<at::Tensor>& destinations, const std::vector<at::Tensor>& sources, std::size_t calls) {
   ZB_EXPECT(destinations.size() == sources.size(), "there must be as many sources as destinations");
   for (std::size_t i = 0; i < sources.size(); ++i) {
     expect_flat("source", sources[i], destinations[i].numel());
@@ -123,8 +123,10 @@ void copy_each(const std::vector<at::Tensor>& destinations, const std::vector<at
     ZB_EXPECT(destinations[i].dtype() == sources[i].dtype(), "source and destination must have the same dtype");
   }
   const py::gil_scoped_release release;
-  for (std::size_t i = 0; i < sources.size(); ++i) {
-    std::memcpy(destinations[i].data_ptr(), sources[i].data_ptr(), sources[i].nbytes());
+  for (std::size_t call = 0; call < calls; ++call) {
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+      std::memcpy(destinations[i].data_ptr(), sources[i].data_ptr(), sources[i].nbytes());
+    }
   }
 }
 
@@ -141,8 +143,8 @@ void bind_optim(py::module_& m) {
   bind_adam_runner(m);
   m.def("stream_triad", &triad, py::arg("destination"), py::arg("a"), py::arg("b"), py::kw_only(), py::arg("factor"),
         py::arg("pool"), "destination = a + factor * b past the caches: 12 bytes per element.");
-  m.def("memcpy_each", &copy_each, py::arg("destinations"), py::arg("sources"),
-        "The C library's memcpy from each flat tensor to its destination, in this thread.");
+  m.def("memcpy_each", &copy_each, py::arg("destinations"), py::arg("sources"), py::arg("calls") = 1,
+        "The C library's memcpy from each flat tensor to its destination, in this thread, `calls` times.");
 }
 
 }  // namespace zb

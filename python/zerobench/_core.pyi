@@ -206,6 +206,19 @@ class Communicator:
         The original cause, once this communicator is poisoned.
         """
     def progress(self) -> None: ...
+    def repeat(
+        self,
+        collective: str,
+        calls: int,
+        *,
+        source: RegisteredBuffer | None = None,
+        destination: RegisteredBuffer | None = None,
+        numel: int = 0,
+        dtype: str = "float32",
+    ) -> None:
+        """
+        Runs a collective `calls` times without Python in between: barrier, all_gather, reduce_scatter, all_reduce.
+        """
     def start_all_gather(
         self,
         source: RegisteredBuffer,
@@ -486,9 +499,11 @@ def make_shm_communicator(
     Connects the ranks of one host over shared memory. Blocks until all are there.
     """
 
-def memcpy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def memcpy_each(
+    destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], calls: int = 1
+) -> None:
     """
-    The C library's memcpy from each flat tensor to its destination, in this thread.
+    The C library's memcpy from each flat tensor to its destination, in this thread, `calls` times.
     """
 
 def numa_node_of_cpus(cpus: Sequence[int]) -> int:

@@ -57,7 +57,9 @@ KEYS = ("digest", "served", "norms", "scales", "applied", "losses")
 def stages_of(placement: str, world_size: int) -> tuple[int, ...]:
     if placement == "parameters too":
         return (3,)
-    return (1, 2, 3) if world_size > 1 else (2,)  # one rank has nothing to share at any stage
+    if world_size > 1:
+        return (1, 2, 3)
+    return (2, 3) if placement == "none" else (2,)  # one rank has nothing to share at any stage
 
 
 def placements_on(path: str) -> dict[str, dict]:

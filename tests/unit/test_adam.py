@@ -247,6 +247,8 @@ def test_streams_and_memcpy_move_what_they_say() -> None:
     assert torch.equal(destination, a + 2.0)
     core.memcpy_each([destination], [b])
     assert torch.equal(destination, b)
+    core.memcpy_each([destination, b], [b, a], calls=2)  # the second time b holds a
+    assert torch.equal(destination, a)
     with pytest.raises(ValueError, match="elements"):
         core.memcpy_each([destination], [torch.zeros(3)])
     columns = [[1.0] * numel] * 4

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerobench.bench.micro.ranks import core_of
+from zerobench.bench.micro.sampling import repeat
 
 FLOAT_BYTES = 4
 _PERIOD = 251  # prime and below 2^8: sums of so small integers are exact in float
@@ -37,56 +39,50 @@ class Case:
 
 
 class Side:
-    """One implementation of a case: buffers with content, and a call that runs the collective once."""
+    """One implementation of a case: buffers with content, and a call that runs the collective so many times."""
 
     source: torch.Tensor
     destination: torch.Tensor
-    run: Callable[[], None]
+    repeat: Callable[[int], None]
     copied_bytes = 0  # read and written by a call that only copies
 
 
 class ShmSide(Side):
-    """zerobench's communicator over registered buffers."""
+    """zerobench's communicator over registered buffers, called without Python in between, as the engine calls it."""
 
     def __init__(self, case: Case, comm: Any) -> None:
-        if case.collective == "barrier":
-            self.run = comm.barrier
-            return
-        full, shard = case.size_bytes, case.size_bytes // case.world_size
-        source_bytes, destination_bytes = (shard, full) if case.collective == "all_gather" else (full, shard)
-        source = comm.allocate(source_bytes, shared=True)
-        self.source = source.tensor("float32")
-        if case.collective == "all_reduce":
-            self.destination = self.source
-            self.run = lambda: comm.start_all_reduce(source, numel=case.full_numel, dtype="float32").wait()
-            return
-        destination = comm.allocate(destination_bytes, shared=False)
-        self.destination = destination.tensor("float32")
-        if case.collective == "all_gather":
-            self.run = lambda: comm.start_all_gather(source, destination, shard_bytes=shard).wait()
-        else:
-            self.run = lambda: comm.start_reduce_scatter(
-                source, destination, shard_numel=case.shard_numel, dtype="float32"
-            ).wait()
+        buffers: dict[str, Any] = {}
+        if case.collective != "barrier":
+            full, shard = case.size_bytes, case.size_bytes // case.world_size
+            buffers["source"] = comm.allocate(shard if case.collective == "all_gather" else full, shared=True)
+            self.source = self.destination = buffers["source"].tensor("float32")
+            buffers["numel"] = case.full_numel if case.collective == "all_reduce" else case.shard_numel
+        if case.collective in ("all_gather", "reduce_scatter"):
+            buffers["destination"] = comm.allocate(
+                full if case.collective == "all_gather" else shard, shared=False
+            )
+            self.destination = buffers["destination"].tensor("float32")
+        self.repeat = lambda calls: comm.repeat(case.collective, calls, **buffers)
 
 
 class GlooSide(Side):
-    """torch.distributed over gloo, on plain tensors."""
+    """torch.distributed over gloo, on plain tensors, called as a user calls it."""
 
     def __init__(self, case: Case) -> None:
-        if case.collective == "barrier":
-            self.run = dist.barrier
-            return
         full, shard = torch.empty(case.full_numel), torch.empty(case.shard_numel)
-        if case.collective == "all_reduce":
+        run: Callable[[], object]
+        if case.collective == "barrier":
+            run = dist.barrier
+        elif case.collective == "all_reduce":
             self.source = self.destination = full
-            self.run = lambda: dist.all_reduce(full)
+            run = partial(dist.all_reduce, full)
         elif case.collective == "all_gather":
             self.source, self.destination = shard, full
-            self.run = lambda: dist.all_gather_into_tensor(full, shard)
+            run = partial(dist.all_gather_into_tensor, full, shard)
         else:
             self.source, self.destination = full, shard
-            self.run = lambda: dist.reduce_scatter_tensor(shard, full)
+            run = partial(dist.reduce_scatter_tensor, shard, full)
+        self.repeat = partial(repeat, run)
 
 
 class MemcpySide(Side):
@@ -111,7 +107,7 @@ class MemcpySide(Side):
         pairs = [pair for rank in copied for pair in copies_of(case, blocks, rank)]
         destinations, sources = [to for to, _ in pairs], [source for _, source in pairs]
         self.copied_bytes = 2 * sum(source.nbytes for _, source in copies_of(case, blocks, comm.rank))
-        self.run = lambda: core.memcpy_each(destinations, sources)
+        self.repeat = lambda calls: core.memcpy_each(destinations, sources, calls)
 
 
 def copies_of(

@@ -29,7 +29,13 @@ from zerobench.bench.micro.output import (
     size_text,
 )
 from zerobench.bench.micro.ranks import Message, RankPlace, Ranks, bind_crowded_rank
-from zerobench.bench.micro.sampling import as_json, calls_per_sample, rotated, seconds_per_call, speed_ratio
+from zerobench.bench.micro.sampling import (
+    as_json,
+    calls_per_sample,
+    rotated,
+    seconds_per_repeat,
+    speed_ratio,
+)
 from zerobench.errors import ConfigError, Error
 from zerobench.report.stats import Ratio, median
 
@@ -97,7 +103,8 @@ class CommOptions:
 NOTES = (
     "Times are medians over the pairs of the slowest rank's time; vs gloo and of limit are medians of the ratios of "
     "each pair with their 95 % interval; the limit is memcpy over the same working set, one rank a core at once "
-    "and from the memory that the collective reads, times the bytes that the algorithm must touch"
+    "and from the memory that the collective reads, times the bytes that the algorithm must touch; zerobench's "
+    "collectives and memcpy are called by a loop of the core, as the engine calls them, gloo by torch.distributed"
 )
 
 
@@ -282,7 +289,7 @@ def measure_case(
     if collective == "all_reduce":  # in place: sums of zeros stay what they are however often they are summed
         for side in (sides[SHM], sides[GLOO]):
             side.source.zero_()
-    calls = {name: agreed_calls(comm, side.run) for name, side in sides.items()}
+    calls = {name: agreed_calls(comm, side.repeat) for name, side in sides.items()}
     what = f"{collective} {size_text(size_bytes)}" if size_bytes else collective
     tick = {"doing": what}
     if comm.rank == 0:
@@ -292,9 +299,9 @@ def measure_case(
     ends = {MEMCPY: comm.barrier}
     for index in range(repeats):
         for name in rotated(list(sides), index):
-            sides[name].run()  # the side before has left its own buffers in the caches
+            sides[name].repeat(1)  # the side before has left its own buffers in the caches
             comm.barrier()
-            times_s[name].append(seconds_per_call(sides[name].run, calls[name], end=ends.get(name)))
+            times_s[name].append(seconds_per_repeat(sides[name].repeat, calls[name], end=ends.get(name)))
         if comm.rank == 0:
             send(tick)
     check(case, sides, comm, wrong)
@@ -320,15 +327,15 @@ def check(case: Any, sides: dict[str, Any], comm: Any, wrong: dict[str, int]) ->
         comm.barrier()  # nobody reads these buffers any more
         collectives.fill(case, sides[name], comm.rank)
         comm.barrier()
-        sides[name].run()
+        sides[name].repeat(1)
         wrong[name] += collectives.wrong_num(case, sides[name], comm.rank)
     comm.barrier()
 
 
-def agreed_calls(comm: Any, run: Callable[[], None]) -> int:
+def agreed_calls(comm: Any, repeat: Callable[[int], None]) -> int:
     """How many calls one sample takes: the same on all ranks, from the slowest one's best attempt."""
-    run()
+    repeat(1)
     comm.barrier()
-    mine = min(seconds_per_call(run, 1) for _ in range(4))
+    mine = min(seconds_per_repeat(repeat, 1) for _ in range(4))
     everyones = comm.exchange(struct.pack("d", mine))
     return calls_per_sample(max(struct.unpack(f"{comm.world_size}d", everyones)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from zerobench.report.stats import Ratio, median_of_ratios, summarise
@@ -14,11 +15,21 @@ MAX_CALLS = 2000
 Call = Callable[[], object]
 
 
-def seconds_per_call(call: Call, call_num: int, *, end: Call | None = None) -> float:
-    """`end` runs once after all calls and is part of their time."""
-    start = time.perf_counter()
+def repeat(call: Call, call_num: int) -> None:
     for _ in range(call_num):
         call()
+
+
+def seconds_per_call(call: Call, call_num: int, *, end: Call | None = None) -> float:
+    return seconds_per_repeat(partial(repeat, call), call_num, end=end)
+
+
+def seconds_per_repeat(
+    repeat_call: Callable[[int], object], call_num: int, *, end: Call | None = None
+) -> float:
+    """Of a function that makes so many calls by itself. `end` runs once after all of them and is part of their time."""
+    start = time.perf_counter()
+    repeat_call(call_num)
     if end is not None:
         end()
     return (time.perf_counter() - start) / call_num
