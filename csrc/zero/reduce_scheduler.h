@@ -2,26 +2,11 @@
 //
 // [Note: agreed reductions]
 // Every unit is reduced exactly once per reducing backward, in one order on all ranks (rank 0's order of completion in
-// an earlier step). A unit whose gradients are there early waits its turn. A unit counts as complete when its module
-// was called as often before this backward as before the recorded ones and all gradients arrived that came in each of
-// them (an expert's comes in some only); a unit that was not called at all is complete at once; everything else is
-// settled when backward ends, and so is all of a backward that other forwards than the recorded ones led to. What did
-// not arrive on this rank is zero.
-//
-// [Note: gradient slots]
-// Where full gradients do not persist (stages 2 and 3) they are packed into shared slots, taken in the order of
-// reduction: a unit may take a slot only after the unit before it in that slot was reduced. One that is too early packs
-// into private spare memory and moves when its turn comes. Waiting for a slot in the middle of a backward is bounded,
-// so that a rank whose peers are held up elsewhere never closes a circle of waits.
-// Where the device works in lanes there are no spares: gradients are held as they are until their unit is packed in its
-// turn, and the compute lane waits for the slot. That too could close a circle, where parameters are gathered: a peer
-// may have to use a unit before it brings what holds this rank's slot, and this rank takes part in the gather once its
-// compute lane is past the slot. So there the host waits first. It gives up some time after its compute lane ran empty,
-// and the unit is tried again with the next one, or when backward ends.
+// an earlier step). A unit whose gradients are there early ([Note: complete units]) waits its turn; everything else is
+// settled when backward ends. What did not arrive on this rank is zero.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -31,8 +16,10 @@
 #include "kernels/device.h"
 #include "memory/ledger.h"
 #include "zero/clock.h"
+#include "zero/gradient_expectations.h"
+#include "zero/gradient_packer.h"
+#include "zero/gradient_slots.h"
 #include "zero/policy.h"
-#include "zero/slot_pool.h"
 #include "zero/unit.h"
 
 namespace zb {
@@ -55,10 +42,9 @@ class ReduceScheduler {
   // Makes the slots, and staging shards where micro-batches accumulate. Collective.
   void reserve_slots(long accumulation_steps);
 
-  void begin_forward() { ++forwards_; }
-  // Forgets the last forward, which failed.
-  void abandon_forward();
-  void count_use(std::size_t unit) { ++units_[unit].uses; }
+  void begin_forward() { expectations_.begin_forward(); }
+  void abandon_forward() { expectations_.abandon_forward(); }
+  void count_use(std::size_t unit) { expectations_.count_use(unit); }
   // `last` is the accumulation boundary.
   void begin_backward(bool last);
   // A gradient of the parameter is there, ready for the compute lane. `owner` keeps it where it may be held; else it is
@@ -88,15 +74,8 @@ class ReduceScheduler {
     return placement_ == GradientPlacement::kReplicated && communicator_.world_size() > 1;
   }
   bool reduces_now() const noexcept { return !persistent() || last_; }
-  std::byte* gradient_base(const Unit& unit, const FlatBuffer& flat) const;
   void resume_accumulation();
   void begin_unit(std::size_t unit);
-  void pack_held(Unit& unit);
-  void add_held(Unit& unit);
-  void add_missing(const Unit& unit);
-  void pack_items();
-  bool await_slot(std::size_t unit);
-  bool try_take_slot(std::size_t unit, bool block);
   void mark_complete(std::size_t unit);
   void launch_ready();
   void launch(std::size_t unit);
@@ -107,40 +86,27 @@ class ReduceScheduler {
   void finish(std::size_t unit);
   void replicate();
   void settle();  // launches and finishes everything that is left
-  bool is_complete(const Unit& unit, const Parameter& last, int graph_task) const;
-  void record_expectations();
-  void forget_uses();
 
   Device& device_;
   Communicator& communicator_;
-  Ledger* ledger_;
   std::vector<Unit>& units_;
   std::vector<Parameter>& parameters_;
   CommunicationClock& clock_;
   GradientPlacement placement_;
-  bool gathers_beside_;
   ReduceEvents events_;
-  SlotPool slots_;
-  SlotPool staging_;
+  GradientSlots slots_;
+  GradientPacker packer_;
+  GradientExpectations expectations_;
 
-  std::vector<std::size_t> order_;             // units with trainable parameters, in order of reduction
-  std::vector<std::size_t> slot_index_;        // by unit
-  std::vector<std::size_t> slot_predecessor_;  // by unit; SIZE_MAX where none
+  std::vector<std::size_t> order_;  // units with trainable parameters, in order of reduction
   std::size_t next_turn_ = 0;
   std::deque<std::size_t> in_flight_;
-  WorkPtr last_work_;                           // the collective that this backward started last
-  std::vector<WorkPtr> replicating_;            // stage 0: all-gathers of reduced gradients
-  std::vector<PackItem> items_;                 // of the next pack
-  std::vector<HeldGradient> packed_;            // whose memory the next pack reads
-  std::vector<std::vector<SlotLease>> staged_;  // by unit: where a further micro-batch's sum lands first
+  WorkPtr last_work_;                 // the collective that this backward started last
+  std::vector<WorkPtr> replicating_;  // stage 0: all-gathers of reduced gradients
   std::vector<std::size_t> completed_;
   bool in_backward_ = false;
   bool discards_ = false;  // what is reduced now is for the peers alone
   bool last_ = false;
-  bool recorded_ = false;                // expectations come from a backward, not from a guess
-  bool regular_ = false;                 // expectations hold for the running backward
-  std::uint32_t forwards_ = 0;           // training forwards since the last backward ended
-  std::uint32_t expected_forwards_ = 1;  // before the backward that the expectations come from
   long window_backwards_ = 0;
   bool reduced_in_window_ = false;  // a backward of the window was the last one of an accumulation
 };

@@ -1,0 +1,71 @@
+#include "zero/gradient_packer.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace zb {
+
+std::byte* GradientPacker::base(const Unit& unit, const FlatBuffer& flat) const {
+  if (flat.full_gradients) return flat.full_gradients.data();
+  if (unit.gradient_slot) return unit.gradient_slot.region().data() + flat.gradient_offset_bytes;
+  return unit.spare->data() + flat.gradient_offset_bytes;
+}
+
+void GradientPacker::pack_held(Unit& unit) {
+  add_held(unit);
+  pack();
+}
+
+void GradientPacker::pack_whole(Unit& unit) {
+  add_held(unit);
+  add_missing(unit);
+  pack();
+}
+
+void GradientPacker::pack() {
+  if (!items_.empty()) device_.pack(Lane::kCompute, items_);
+  items_.clear();
+  packed_.clear();  // the compute lane gives their memory to nobody before it has packed them
+}
+
+void GradientPacker::add_held(Unit& unit) {
+  for (auto held = unit.held.begin(); held != unit.held.end(); ++held) {
+    const Parameter& parameter = parameters_[held->parameter];
+    const FlatBuffer& flat = unit.flats[parameter.flat];
+    // A further gradient of the same parameter is added to what the first one leaves.
+    const bool repeats = held->accumulate && std::any_of(unit.held.begin(), held, [&](const HeldGradient& earlier) {
+                           return earlier.parameter == held->parameter;
+                         });
+    if (repeats) pack();
+    items_.push_back({.destination = base(unit, flat) + parameter.offset_numel * dtype_bytes(flat.reduce_dtype),
+                      .destination_dtype = flat.reduce_dtype,
+                      .source = held->data,
+                      .source_dtype = held->dtype,
+                      .numel = parameter.numel,
+                      .accumulate = held->accumulate});
+  }
+  packed_.insert(packed_.end(), std::make_move_iterator(unit.held.begin()), std::make_move_iterator(unit.held.end()));
+  unit.held.clear();
+}
+
+// Zeros what no gradient was written to: parameters without one, and in slots the gaps that another unit may have used.
+void GradientPacker::add_missing(const Unit& unit) {
+  for (const FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    std::byte* begin = base(unit, flat);
+    const auto zero = [&](std::size_t offset_numel, std::size_t numel) {
+      items_.push_back({.destination = begin + offset_numel * dtype_bytes(flat.reduce_dtype),
+                        .destination_dtype = flat.reduce_dtype,
+                        .numel = numel});
+    };
+    if (!persistent_) {
+      for (const Segment& gap : flat.layout.gaps()) zero(gap.begin, gap.end - gap.begin);
+    }
+    for (const std::size_t index : flat.parameters) {
+      const Parameter& parameter = parameters_[index];
+      if (!parameter.arrived_in_window) zero(parameter.offset_numel, parameter.numel);
+    }
+  }
+}
+
+}  // namespace zb

@@ -1,0 +1,124 @@
+#include "zero/gradient_slots.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <thread>
+
+namespace zb {
+namespace {
+
+constexpr std::size_t kNone = SIZE_MAX;
+constexpr std::size_t kSlotNum = 2;  // one unit's gradients arrive while the one before is reduced
+constexpr auto kLongestSlotWait = std::chrono::milliseconds(100);
+constexpr auto kLongestIdleWait = std::chrono::milliseconds(1);  // of a host whose compute lane is empty
+constexpr auto kPollInterval = std::chrono::microseconds(20);
+
+}  // namespace
+
+GradientSlots::GradientSlots(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+                             CommunicationClock& clock, bool gathers_beside)
+    : device_(device),
+      communicator_(communicator),
+      ledger_(ledger),
+      units_(units),
+      clock_(clock),
+      gathers_beside_(gathers_beside),
+      slots_(device, communicator, ledger, BufferRole::kShared, Category::kGradientSlots,
+             {.first = Lane::kCompute, .last = communicator.lane()}),
+      staging_(device, communicator, ledger, BufferRole::kPrivate, Category::kStaging,
+               {.first = communicator.lane(), .last = communicator.lane()}),
+      slot_index_(units.size(), 0),
+      predecessor_(units.size(), kNone),
+      staged_(units.size()) {}
+
+void GradientSlots::reserve(const std::vector<std::size_t>& order, long accumulation_steps) {
+  std::map<std::size_t, std::size_t> unit_num;
+  std::map<std::size_t, std::size_t> shard_num;
+  for (const std::size_t unit : order) {
+    ++unit_num[units_[unit].gradient_bytes];
+    for (const FlatBuffer& flat : units_[unit].flats) {
+      if (flat.trainable) ++shard_num[flat.shard_gradient_bytes()];
+    }
+  }
+  for (const auto& [bytes, num] : unit_num) slots_.reserve(bytes, std::min(num, kSlotNum));
+  if (accumulation_steps > 1) {
+    for (const auto& [bytes, num] : shard_num) staging_.reserve(bytes, std::min(num, kSlotNum));
+  }
+}
+
+void GradientSlots::assign(const std::vector<std::size_t>& order) {
+  std::map<std::size_t, std::vector<std::size_t>> last_in_slot;  // by size class: last unit of each slot
+  std::map<std::size_t, std::size_t> seen;
+  for (const std::size_t unit : order) {
+    const std::size_t bytes = units_[unit].gradient_bytes;
+    std::vector<std::size_t>& last = last_in_slot[bytes];
+    last.resize(slots_.slot_num(bytes), kNone);
+    const std::size_t index = seen[bytes]++ % last.size();
+    slot_index_[unit] = index;
+    predecessor_[unit] = last[index];
+    last[index] = unit;
+  }
+}
+
+SlotLease GradientSlots::acquire(std::size_t unit) {
+  return slots_.acquire(units_[unit].gradient_bytes, slot_index_[unit]);
+}
+
+bool GradientSlots::may_take(std::size_t unit) const {
+  if (predecessor_[unit] == kNone) return true;
+  const GradientState state = units_[predecessor_[unit]].gradient_state;
+  return state == GradientState::kReducing || state == GradientState::kReduced;
+}
+
+bool GradientSlots::try_take(std::size_t index) {
+  if (!may_take(index)) return false;
+  Unit& unit = units_[index];
+  unit.gradient_slot = acquire(index);
+  return static_cast<bool>(unit.gradient_slot);
+}
+
+void GradientSlots::take_or_spare(std::size_t index, const std::function<void()>& finish_ready) {
+  Unit& unit = units_[index];
+  if (may_take(index)) unit.gradient_slot = await_release(index, finish_ready);
+  if (!unit.gradient_slot) {
+    unit.spare = communicator_.allocate(unit.gradient_bytes, BufferRole::kPrivate, ledger_, Category::kStaging);
+  }
+}
+
+SlotLease GradientSlots::await_release(std::size_t unit, const std::function<void()>& finish_ready) {
+  SlotLease slot = acquire(unit);
+  if (slot) return slot;
+  const CommunicationClock::Scope timed(clock_);
+  const auto give_up = std::chrono::steady_clock::now() + kLongestSlotWait;
+  while (!slot && std::chrono::steady_clock::now() < give_up) {
+    finish_ready();
+    slot = acquire(unit);
+    if (!slot) std::this_thread::sleep_for(kPollInterval);
+  }
+  return slot;
+}
+
+bool GradientSlots::await(std::size_t unit) {
+  if (!device_.is_async() || !gathers_beside_ || predecessor_[unit] == kNone) return true;
+  const MarkPtr last_use = slots_.last_use(units_[unit].gradient_bytes, slot_index_[unit]);
+  if (device_.has_passed(last_use)) return true;
+  const MarkPtr computed = device_.mark(Lane::kCompute);
+  std::optional<std::chrono::steady_clock::time_point> idle_since;
+  while (!device_.has_passed(last_use)) {
+    const auto now = std::chrono::steady_clock::now();
+    if (!idle_since && device_.has_passed(computed)) idle_since = now;
+    if (idle_since && now - *idle_since >= kLongestIdleWait) return false;
+    std::this_thread::sleep_for(kPollInterval);
+  }
+  return true;
+}
+
+Region GradientSlots::stage(std::size_t unit, std::size_t bytes) {
+  staged_[unit].push_back(staging_.acquire(bytes, slot_index_[unit]));
+  return staged_[unit].back().region();
+}
+
+}  // namespace zb

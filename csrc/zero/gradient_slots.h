@@ -1,0 +1,70 @@
+// Memory for gradients that do not persist in full (stages 2 and 3): slots that units pack them into and reduce them
+// from, and staging shards where a further micro-batch's sum lands before it is added.
+//
+// [Note: gradient slots]
+// Slots are shared and taken in the order of reduction: a unit may take a slot only after the unit before it in that
+// slot was reduced. One that is too early packs into private spare memory and moves when its turn comes. Waiting for a
+// slot in the middle of a backward is bounded, so that a rank whose peers are held up elsewhere never closes a circle
+// of waits.
+// Where the device works in lanes there are no spares: gradients are held as they are until their unit is packed in its
+// turn, and the compute lane waits for the slot. That too could close a circle, where parameters are gathered: a peer
+// may have to use a unit before it brings what holds this rank's slot, and this rank takes part in the gather once its
+// compute lane is past the slot. So there the host waits first. It gives up some time after its compute lane ran empty,
+// and the unit is tried again with the next one, or when backward ends.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "kernels/device.h"
+#include "memory/ledger.h"
+#include "zero/clock.h"
+#include "zero/slot_pool.h"
+#include "zero/unit.h"
+
+namespace zb {
+
+class GradientSlots {
+ public:
+  // `gathers_beside`: backwards gather parameters too.
+  GradientSlots(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
+                CommunicationClock& clock, bool gathers_beside);
+
+  // Makes the slots, and staging shards where micro-batches accumulate. Collective.
+  void reserve(const std::vector<std::size_t>& order, long accumulation_steps);
+  // Deals the slots out to the units in their order of reduction.
+  void assign(const std::vector<std::size_t>& order);
+
+  // Takes the unit's slot if the unit before it there is through.
+  bool try_take(std::size_t unit);
+  // The same, or a spare after a bounded wait. `finish_ready` ends reductions that are over.
+  void take_or_spare(std::size_t unit, const std::function<void()>& finish_ready);
+  // Whether the compute lane may wait for the unit's slot; waits a while until it may.
+  bool await(std::size_t unit);
+
+  // A staging shard of the unit; lives until the unit's are dropped.
+  Region stage(std::size_t unit, std::size_t bytes);
+  const std::vector<SlotLease>& staged(std::size_t unit) const { return staged_[unit]; }
+  void drop_staged(std::size_t unit) noexcept { staged_[unit].clear(); }
+
+ private:
+  bool may_take(std::size_t unit) const;
+  SlotLease acquire(std::size_t unit);
+  SlotLease await_release(std::size_t unit, const std::function<void()>& finish_ready);
+
+  Device& device_;
+  Communicator& communicator_;
+  Ledger* ledger_;
+  std::vector<Unit>& units_;
+  CommunicationClock& clock_;
+  bool gathers_beside_;
+  SlotPool slots_;
+  SlotPool staging_;
+  std::vector<std::size_t> slot_index_;         // by unit
+  std::vector<std::size_t> predecessor_;        // by unit: who has its slot before it; SIZE_MAX where none
+  std::vector<std::vector<SlotLease>> staged_;  // by unit
+};
+
+}  // namespace zb
