@@ -1,33 +1,30 @@
 """The training engine: ``initialize`` wraps a model, and the engine trains it at any ZeRO stage.
 
-Hooks are thin: they tell the C++ core (csrc/zero/engine.h) when a unit's forward or backward begins and ends. Gradients
+Hooks (hooks.py) tell the C++ core (csrc/zero/engine.h) when a unit's forward or backward begins and ends. Gradients
 reach the core through autograd's accumulation nodes without touching Python.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 
 from zerobench import _native, placement
 from zerobench import config as config_module
 from zerobench import topology as topology_module
 from zerobench.config import Config
 from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientError, StateError
+from zerobench.hooks import ModuleHooks
 from zerobench.optimizer import ZeroOptimizer
+from zerobench.parameters import Materialise, core_arguments, materialise_unit, param_groups
 from zerobench.units import find_units
-
-Materialise = Callable[..., Any]
-"""``materialise(model, names, device=...)`` gives parameters on the meta device memory and values."""
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -71,19 +68,15 @@ class Engine:
         self.module = model
         self.config = config
         self.topology = topology_module.resolve(config)
-        self.optimizer = ZeroOptimizer(_param_groups(model, model_parameters), config.optimizer)
+        self.optimizer = ZeroOptimizer(param_groups(model, model_parameters), config.optimizer)
         self._units = find_units(model, config.units)
         self._dtypes = config.effective_dtypes()
         self._micro_step = 0
         self._stepped = False
         self._stream = 0
-        self._handles: list[Any] = []
-        self._unit_handles: list[Any] = []
-        self._awaited_at_once: list[int] = []
-        self._begin_failed = False
-        self._error_before_forward: BaseException | None = None
-        self._materialise = materialise
-        arguments = self._parameter_arguments(core)
+        arguments = core_arguments(
+            core, units=self._units, groups=self.optimizer.param_groups, dtypes=self._dtypes
+        )
         self._place = placement.choose(model, config, self.topology)
         used_bytes = self._place.used_bytes()
         communicators = topology_module.make_communicators(core, config, self.topology, self._place.device)
@@ -113,14 +106,22 @@ class Engine:
             reduce_communicator=communicators.reduce,
             device=self._place.name,
             parts=self._place.parts(),
-            materialise=self._materialise_unit if materialise else None,
+            materialise=materialise
+            and functools.partial(
+                materialise_unit, materialise=materialise, units=self._units, device=self._place.name
+            ),
         )
-        self._materialise = None  # may hold a checkpoint
         self._share_buffers()
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self.optimizer.attach(self)
         self._parameter_units = self._units.unit_of_parameters()
-        self._install_hooks()
+        casts = config.cast_forward_inputs and self._dtypes["param"] != "float32"
+        self._hooks = ModuleHooks(
+            self._core,
+            units=self._units,
+            input_dtype=_TORCH_DTYPES[self._dtypes["param"]] if casts else None,
+            enter=self._enter_stream,
+        )
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -208,10 +209,7 @@ class Engine:
                 "stage 3 gathers parameters between units, which one graph of the whole model has no place for: "
                 "compile each block's forward before zerobench.initialize, or use stage 0, 1 or 2"
             )
-        for handle in self._unit_handles:
-            handle.remove()
-        self._unit_handles.clear()
-        self._awaited_at_once = list(range(1, len(self._units.names)))
+        self._hooks.await_units_at_once()
         self.module.forward = torch.compile(self.module.forward, **options)  # hooks on the model stay outside
 
     def train(self, mode: bool = True) -> Engine:
@@ -341,10 +339,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data."""
-        for handle in (*self._handles, *self._unit_handles):
-            handle.remove()
-        self._handles.clear()
-        self._unit_handles.clear()
+        self._hooks.remove()
         self._core.close()
         self._close_communicators()
         self._close_communicators = _nothing
@@ -369,49 +364,6 @@ class Engine:
         if stream != self._stream:
             self._core.set_compute_stream(stream)
             self._stream = stream
-
-    def _parameter_arguments(self, core: Any) -> list[Any]:
-        unit_of = self._units.unit_of_parameters()
-        group_of = {
-            id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]
-        }
-        arguments = []
-        for name, parameter in self.module.named_parameters():
-            if not parameter.is_floating_point():
-                continue  # quantised or integer parameters stay where they are
-            trainable = parameter.requires_grad and id(parameter) in group_of
-            if parameter.requires_grad and not trainable:
-                raise ConfigError(
-                    f"parameter '{name}' needs a gradient but is in no param group; add it to model_parameters or call "
-                    "requires_grad_(False)"
-                )
-            arguments.append(
-                core.ParameterArgument(
-                    name,
-                    # The core must not hold what materialise is to swap for another tensor.
-                    torch.empty_like(parameter) if parameter.is_meta else parameter,
-                    param_dtype=self._dtypes["param"],
-                    reduce_dtype=self._dtypes["reduce"],
-                    trainable=trainable,
-                    param_group=group_of.get(id(parameter), 0),
-                    unit=unit_of[name],
-                )
-            )
-        return arguments
-
-    def _materialise_unit(self, unit: int) -> dict[int, torch.Tensor]:
-        """Give the unit's parameters on the meta device values; the new tensors by index."""
-        assert self._materialise is not None
-        parameters = [(name, p) for name, p in self.module.named_parameters() if p.is_floating_point()]
-        unit_of = self._units.unit_of_parameters()
-        indices = {
-            name: index for index, (name, p) in enumerate(parameters) if p.is_meta and unit_of[name] == unit
-        }
-        if not indices:
-            return {}
-        self._materialise(self.module, list(indices), device=self._place.name)
-        made = dict(self.module.named_parameters())
-        return {index: made[name] for name, index in indices.items()}
 
     def _share_buffers(self) -> None:
         dtype = _TORCH_DTYPES[self._dtypes["param"]]
@@ -457,137 +409,6 @@ class Engine:
             ) else None
         self._core.rethrow_hook_error()
 
-    def _install_hooks(self) -> None:
-        root = self.module
-        self._handles.append(
-            root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
-        )
-        sharded = self._core.parameters_sharded
-        for index, module in enumerate(self._units.modules):
-            if index == 0:
-                continue
-            hook = self._pre_forward_hook(index)
-            self._unit_handles.append(module.register_forward_pre_hook(hook, with_kwargs=sharded))
-            if sharded:  # elsewhere nothing happens behind a unit's forward
-                hook = self._post_forward_hook(index)
-                self._unit_handles.append(module.register_forward_hook(hook, always_call=True))
-        self._handles.append(root.register_forward_hook(self._end_forward, always_call=True))
-
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._error_before_forward = sys.exc_info()[1]
-        self._enter_stream()
-        try:
-            self._core.begin_forward(train=torch.is_grad_enabled())
-        except BaseException:
-            self._begin_failed = True  # the hook that ends forwards must leave the running one alone
-            raise
-        try:
-            self._core.pre_forward(0)
-            for unit in self._awaited_at_once:
-                self._core.pre_forward(unit)
-        except BaseException:
-            self._core.abandon_forward()
-            raise
-        if self.config.cast_forward_inputs and self._dtypes["param"] != "float32":
-            return self._cast_inputs((args, kwargs))
-        return None
-
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._begin_failed:
-            self._begin_failed = False
-            return
-        if sys.exc_info()[1] is self._error_before_forward:
-            self._core.post_forward(0)
-            self._core.end_forward()
-            return
-        with contextlib.suppress(Exception):  # the error that ends this forward is the one to report
-            self._core.abandon_forward()
-
-    def _cast_inputs(self, inputs: Any) -> Any:
-        dtype = _TORCH_DTYPES[self._dtypes["param"]]
-        return pytree.tree_map(
-            lambda leaf: (
-                leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-            ),
-            inputs,
-        )
-
-    def _pre_forward_hook(self, unit: int) -> Any:
-        pre_forward = self._core.pre_forward
-        frozen = self._core.parameters_sharded and self._core.has_frozen(unit)
-
-        def hook(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            pre_forward(unit)
-            if frozen and torch.is_grad_enabled():
-                inputs = [x for x in _tensors((args, kwargs)) if x.requires_grad]
-                if inputs:
-                    self._core.await_inputs(unit)
-                    torch.autograd.graph.register_multi_grad_hook(
-                        inputs, lambda _: self._core.inputs_done(unit)
-                    )
-
-        return hook
-
-    def _post_forward_hook(self, unit: int) -> Any:
-        def pre_backward(_: Any) -> None:
-            self._core.pre_backward(unit)
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._core.post_forward(unit)
-            if not torch.is_grad_enabled():
-                return
-            for tensor in _tensors(output):
-                # Nodes' hooks run after tensors' hooks, so a frozen unit behind this one is resharded before.
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(pre_backward)
-                elif tensor.requires_grad:
-                    tensor.register_hook(pre_backward)
-
-        return hook
-
 
 def _nothing() -> None:
     """What is left to close of a closed engine."""
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested containers and dataclasses."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from _tensors(getattr(leaf, field.name))
-
-
-def _param_groups(
-    model: nn.Module, model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
-    given: list[Any] = list(model.parameters()) if model_parameters is None else list(model_parameters)
-    if not given:
-        raise ConfigError("the model has no parameters to train")
-    groups = given if isinstance(given[0], dict) else [{"params": given}]
-    known = {id(parameter) for parameter in model.parameters()}
-    cleaned = []
-    for index, group in enumerate(groups):
-        if "params" not in group:
-            raise ConfigError(f"param group {index} has no 'params'")
-        parameters = group["params"]
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for parameter in parameters:
-            if not isinstance(parameter, torch.Tensor):
-                raise ConfigError(
-                    f"model_parameters must hold parameters or dicts with 'params', not {type(parameter).__name__}; "
-                    "pass model.parameters()"
-                )
-            if id(parameter) not in known:
-                raise ConfigError(
-                    f"param group {index} has a parameter of shape {tuple(parameter.shape)} that the model does not "
-                    "have"
-                )
-        kept = [p for p in parameters if p.requires_grad and p.is_floating_point()]
-        if kept or len(groups) > 1:
-            cleaned.append({**group, "params": kept})
-    if not any(group["params"] for group in cleaned):
-        raise ConfigError("the model has no parameter that needs a gradient; there is nothing to train")
-    return cleaned

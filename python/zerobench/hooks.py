@@ -1,0 +1,142 @@
+"""Hooks on a model's modules that tell the core when forwards begin and end, and when backward reaches a unit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zerobench.units import UnitModules
+
+
+class ModuleHooks:
+    """The hooks of one engine. A forward that ends by an exception is ended in the core too.
+
+    ``enter`` is called before each forward. Floating-point inputs are cast to ``input_dtype``, if there is one.
+    """
+
+    def __init__(
+        self, core: Any, *, units: UnitModules, input_dtype: torch.dtype | None, enter: Callable[[], None]
+    ) -> None:
+        self._core = core
+        self._input_dtype = input_dtype
+        self._enter = enter
+        self._unit_num = len(units.names)
+        self._begin_failed = False
+        self._error_before_forward: BaseException | None = None
+        self._awaited_at_once: list[int] = []
+        self._unit_handles: list[Any] = []
+        root = units.modules[0]
+        begin = root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+        for unit, module in enumerate(units.modules[1:], start=1):
+            self._install(unit, module)
+        self._handles = [begin, root.register_forward_hook(self._end_forward, always_call=True)]
+
+    def await_units_at_once(self) -> None:
+        """From now on a forward begins when every unit is there, and no hook lies inside it."""
+        for handle in self._unit_handles:
+            handle.remove()
+        self._unit_handles.clear()
+        self._awaited_at_once = list(range(1, self._unit_num))
+
+    def remove(self) -> None:
+        """Leave the modules without hooks."""
+        for handle in (*self._handles, *self._unit_handles):
+            handle.remove()
+        self._handles.clear()
+        self._unit_handles.clear()
+
+    def _install(self, unit: int, module: nn.Module) -> None:
+        sharded = self._core.parameters_sharded
+        hook = self._pre_forward_hook(unit)
+        self._unit_handles.append(module.register_forward_pre_hook(hook, with_kwargs=sharded))
+        if sharded:  # elsewhere nothing happens behind a unit's forward
+            hook = self._post_forward_hook(unit)
+            self._unit_handles.append(module.register_forward_hook(hook, always_call=True))
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._error_before_forward = sys.exc_info()[1]
+        self._enter()
+        try:
+            self._core.begin_forward(train=torch.is_grad_enabled())
+        except BaseException:
+            self._begin_failed = True  # the hook that ends forwards must leave the running one alone
+            raise
+        try:
+            self._core.pre_forward(0)
+            for unit in self._awaited_at_once:
+                self._core.pre_forward(unit)
+        except BaseException:
+            self._core.abandon_forward()
+            raise
+        return None if self._input_dtype is None else self._cast_inputs((args, kwargs))
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._begin_failed:
+            self._begin_failed = False
+            return
+        if sys.exc_info()[1] is self._error_before_forward:
+            self._core.post_forward(0)
+            self._core.end_forward()
+            return
+        with contextlib.suppress(Exception):  # the error that ends this forward is the one to report
+            self._core.abandon_forward()
+
+    def _cast_inputs(self, inputs: Any) -> Any:
+        return pytree.tree_map(
+            lambda leaf: (
+                leaf.to(self._input_dtype)
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+                else leaf
+            ),
+            inputs,
+        )
+
+    def _pre_forward_hook(self, unit: int) -> Any:
+        pre_forward = self._core.pre_forward
+        frozen = self._core.parameters_sharded and self._core.has_frozen(unit)
+
+        def hook(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+            pre_forward(unit)
+            if frozen and torch.is_grad_enabled():
+                inputs = [x for x in _tensors((args, kwargs)) if x.requires_grad]
+                if inputs:
+                    self._core.await_inputs(unit)
+                    torch.autograd.graph.register_multi_grad_hook(
+                        inputs, lambda _: self._core.inputs_done(unit)
+                    )
+
+        return hook
+
+    def _post_forward_hook(self, unit: int) -> Any:
+        def pre_backward(_: Any) -> None:
+            self._core.pre_backward(unit)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._core.post_forward(unit)
+            if not torch.is_grad_enabled():
+                return
+            for tensor in _tensors(output):
+                # Nodes' hooks run after tensors' hooks, so a frozen unit behind this one is resharded before.
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(pre_backward)
+                elif tensor.requires_grad:
+                    tensor.register_hook(pre_backward)
+
+        return hook
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested containers and dataclasses."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _tensors(getattr(leaf, field.name))

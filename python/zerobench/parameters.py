@@ -1,0 +1,106 @@
+"""What the core is told of a model's parameters, and the values of those that have none yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerobench.errors import ConfigError
+from zerobench.units import UnitModules
+
+Materialise = Callable[..., Any]
+"""``materialise(model, names, device=...)`` gives parameters on the meta device memory and values."""
+
+
+def param_groups(
+    model: nn.Module, model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Torch-style param groups of what is to be trained: by default every parameter of the model in one group.
+
+    Parameters that need no gradient are left out. Raises ConfigError for what is no parameter of the model, and where
+    nothing is left to train.
+    """
+    given: list[Any] = list(model.parameters()) if model_parameters is None else list(model_parameters)
+    if not given:
+        raise ConfigError("the model has no parameters to train")
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    known = {id(parameter) for parameter in model.parameters()}
+    cleaned = []
+    for index, group in enumerate(groups):
+        if "params" not in group:
+            raise ConfigError(f"param group {index} has no 'params'")
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for parameter in parameters:
+            if not isinstance(parameter, torch.Tensor):
+                raise ConfigError(
+                    f"model_parameters must hold parameters or dicts with 'params', not {type(parameter).__name__}; "
+                    "pass model.parameters()"
+                )
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"param group {index} has a parameter of shape {tuple(parameter.shape)} that the model does not "
+                    "have"
+                )
+        kept = [p for p in parameters if p.requires_grad and p.is_floating_point()]
+        if kept or len(groups) > 1:
+            cleaned.append({**group, "params": kept})
+    if not any(group["params"] for group in cleaned):
+        raise ConfigError("the model has no parameter that needs a gradient; there is nothing to train")
+    return cleaned
+
+
+def core_arguments(
+    core: Any, *, units: UnitModules, groups: list[dict[str, Any]], dtypes: dict[str, str]
+) -> list[Any]:
+    """The core's ParameterArgument of every floating-point parameter, in the model's order.
+
+    ``dtypes`` by role: param, reduce. Raises ConfigError for a parameter that needs a gradient and is in no group.
+    """
+    unit_of = units.unit_of_parameters()
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    arguments = []
+    for name, parameter in _floating(units.modules[0]):
+        trainable = parameter.requires_grad and id(parameter) in group_of
+        if parameter.requires_grad and not trainable:
+            raise ConfigError(
+                f"parameter '{name}' needs a gradient but is in no param group; add it to model_parameters or call "
+                "requires_grad_(False)"
+            )
+        arguments.append(
+            core.ParameterArgument(
+                name,
+                # The core must not hold what materialise is to swap for another tensor.
+                torch.empty_like(parameter) if parameter.is_meta else parameter,
+                param_dtype=dtypes["param"],
+                reduce_dtype=dtypes["reduce"],
+                trainable=trainable,
+                param_group=group_of.get(id(parameter), 0),
+                unit=unit_of[name],
+            )
+        )
+    return arguments
+
+
+def materialise_unit(
+    unit: int, *, materialise: Materialise, units: UnitModules, device: str
+) -> dict[int, torch.Tensor]:
+    """Give the unit's parameters on the meta device values; the new tensors by index into ``core_arguments``."""
+    model = units.modules[0]
+    unit_of = units.unit_of_parameters()
+    indices = {
+        name: index for index, (name, p) in enumerate(_floating(model)) if p.is_meta and unit_of[name] == unit
+    }
+    if not indices:
+        return {}
+    materialise(model, list(indices), device=device)
+    made = dict(model.named_parameters())
+    return {index: made[name] for name, index in indices.items()}
+
+
+def _floating(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Quantised and integer parameters stay where they are."""
+    return [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
