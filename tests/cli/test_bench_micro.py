@@ -74,7 +74,10 @@ def test_adam_measures_every_mix_with_every_thread_count(command) -> None:
     }
     for row in rows:
         assert row["wrong"] == 0
-        assert set(row["samples_us"]) == {"adam", "torch", "mix", "triad"}
+        # DeepSpeed's only where it is installed and its operator compiles; the notes say why it is missing.
+        deepspeed = {"deepspeed"} if "without DeepSpeed" not in result.stderr else set()
+        assert set(row["samples_us"]) == {"adam", "torch", "mix", "triad"} | deepspeed
+        assert (row["ratio_to_deepspeed"] is not None) == bool(deepspeed)
         per_element = {"fp32 / none": 28, "fp32 / bf16": 30, "bf16 / bf16": 28}[row["dtypes"]]
         assert row["bytes_per_step"] == per_element * row["numel"]
         assert row["gb_s"]["adam"] == pytest.approx(row["bytes_per_step"] / row["time_ms"]["adam"] / 1e6)

@@ -1,4 +1,5 @@
-"""`bench adam`: the CPU Adam beside torch's fused AdamW, a memory stream of the same mix, and triad.
+"""`bench adam`: the CPU Adam beside torch's fused AdamW, DeepSpeed's CPU Adam where it is installed, a memory stream
+of the same mix, and triad.
 
 torch is imported when measuring starts.
 """
@@ -19,6 +20,7 @@ from zerobench.bench.micro.adam_arrays import (
     BETAS,
     CHECK_FACTOR,
     CHECK_STEPS,
+    DEEPSPEED,
     EPS,
     LEARNING_RATE,
     MIXES,
@@ -27,6 +29,7 @@ from zerobench.bench.micro.adam_arrays import (
     AdamSizes,
     Arrays,
     Mix,
+    deepspeed_step,
     differing_num,
     torch_step,
 )
@@ -49,6 +52,8 @@ from zerobench.bench.micro.sampling import (
 )
 from zerobench.errors import ConfigError
 from zerobench.report.stats import Ratio, median
+from zerobench.strategies.requirements import DEEPSPEED as DEEPSPEED_REQUIREMENT
+from zerobench.strategies.requirements import missing_package
 
 MIX, TRIAD = "mix", "triad"
 MIN_NUMEL, MAX_NUMEL = 1 << 19, 1 << 25
@@ -56,8 +61,8 @@ SAMPLE_S = 20e-3
 # torch's OpenMP threads spin for some milliseconds after a region and would take a core from whoever comes next.
 SETTLE_S = 5e-3
 _BYTES_PER_ELEMENT = (
-    16 + 4 + 16 + 4 + 14 + 12
-)  # ours, torch's, the copy that the check compares with, triad's third
+    16 + 4 + 16 + 4 + 16 + 4 + 14 + 12
+)  # ours, torch's, DeepSpeed's, the copy that the check compares with, triad's third
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +82,9 @@ class AdamOptions(AdamSizes):
 
 NOTES = (
     "Dtypes are those of the gradient and of the low-precision copy of the master; torch is AdamW(fused=True) on one "
-    "flat fp32 tensor, plus the casts where a dtype is bf16; mix is the same traffic with additions for arithmetic, "
-    "triad is a = b + f c past the caches; vs torch and of mix are medians of the ratios of each pair with their 95 % "
-    "interval"
+    "flat fp32 tensor, plus the casts where a dtype is bf16; deepspeed is its CPU Adam with the same casts; mix is the "
+    "same traffic with additions for arithmetic, triad is a = b + f c past the caches; ratios are medians of the "
+    "ratios of each pair with their 95 % interval"
 )
 
 
@@ -90,6 +95,9 @@ def run_adam(options: AdamOptions, *, output: OutputFile, console: Console, note
     console.print(f"# {machine}", highlight=False, soft_wrap=True)
     cases = list(itertools.product(options.thread_nums, sizes, MIXES))
     rows = []
+    peer, why_not = deepspeed_peer()
+    if why_not is not None:
+        notes.print(f"without DeepSpeed's CPU Adam: {why_not}", style="dim", highlight=False)
     with new_progress(notes) as bar:
         task = bar.add_task("adam", total=len(cases) * (options.repeats + 1))
 
@@ -97,7 +105,7 @@ def run_adam(options: AdamOptions, *, output: OutputFile, console: Console, note
             bar.update(task, advance=1, description=what)
 
         for thread_num, numel, mix in cases:
-            rows.append(measure(numel, mix, thread_num, options.repeats, tick))
+            rows.append(measure(numel, mix, thread_num, options.repeats, tick, peer=peer))
     table = adam_table(rows)
     console.print(table)
     console.print(f"# {NOTES}", highlight=False, soft_wrap=True)
@@ -114,7 +122,8 @@ def adam_table(rows: Sequence[dict[str, Any]]) -> TextTable:
     table = TextTable(
         title=f"Adam, {rows[0]['isa']}",
         columns=(
-            "dtypes", "elements", "threads", "time ms", "GB/s", "mix GB/s", "triad GB/s", "vs torch", "of mix", "wrong"
+            "dtypes", "elements", "threads", "time ms", "GB/s", "mix GB/s", "triad GB/s", "vs torch", "vs deepspeed",
+            "of mix", "wrong"
         ),
     )  # fmt: skip
     for _, group in itertools.groupby(rows, key=lambda row: row["threads"]):
@@ -129,14 +138,36 @@ def adam_cells(row: dict[str, Any]) -> list[str]:
         f"{row['threads']}",
         f"{row['time_ms'][ADAM]:.3f}",
         *(f"{row['gb_s'][side]:.2f}" for side in (ADAM, MIX, TRIAD)),
-        *(ratio_cell(Ratio(**row[name])) for name in ("ratio_to_torch", "ratio_to_mix")),
+        *(
+            ratio_cell(Ratio(**row[name]) if row[name] else None)
+            for name in ("ratio_to_torch", "ratio_to_deepspeed", "ratio_to_mix")
+        ),
         f"{row['wrong']}",
     ]
 
 
+def deepspeed_peer() -> tuple[Callable[[Arrays], Call] | None, str | None]:
+    """What makes steps of DeepSpeed's CPU Adam, or why it cannot; compiles the operator."""
+    why_not = missing_package("deepspeed", DEEPSPEED_REQUIREMENT)
+    if why_not is not None:
+        return None, why_not
+    try:
+        deepspeed_step(Arrays(64, MIXES[0]))()
+    except (ImportError, RuntimeError) as error:
+        return None, f"its operator could not be built: {error}"
+    return deepspeed_step, None
+
+
 def measure(
-    numel: int, mix: Mix, thread_num: int, repeats: int, tick: Callable[[str], None]
+    numel: int,
+    mix: Mix,
+    thread_num: int,
+    repeats: int,
+    tick: Callable[[str], None],
+    *,
+    peer: Callable[[Arrays], Call] | None,
 ) -> dict[str, Any]:
+    """`peer` makes the steps of DeepSpeed's CPU Adam."""
     import torch
 
     from zerobench import _native
@@ -166,6 +197,8 @@ def measure(
         MIX: lambda: runner.stream_mix(pool),
         TRIAD: lambda: core.stream_triad(ours.exp_avg, ours.exp_avg_sq, other, factor=0.5, pool=pool),
     }
+    if peer is not None:
+        calls[DEEPSPEED] = peer(ours)
     times_s = sample(calls, ours, repeats, lambda: tick(what))
     moved = {ADAM: runner.bytes_per_step, MIX: runner.bytes_per_step, TRIAD: 12 * numel}
     return {
@@ -179,6 +212,9 @@ def measure(
         "time_ms": {side: median(samples) * 1e3 for side, samples in times_s.items()},
         "gb_s": {side: moved[side] / median(times_s[side]) / 1e9 for side in moved},
         "ratio_to_torch": ratio_json(speed_ratio(times_s, ADAM, TORCH)),
+        "ratio_to_deepspeed": ratio_json(
+            speed_ratio(times_s, ADAM, DEEPSPEED) if DEEPSPEED in times_s else None
+        ),
         "ratio_to_mix": ratio_json(speed_ratio(times_s, ADAM, MIX)),
         "ratio_to_triad": ratio_json(speed_ratio(times_s, ADAM, TRIAD, scale=moved[ADAM] / moved[TRIAD])),
         "wrong": wrong,

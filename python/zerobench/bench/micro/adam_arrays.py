@@ -1,4 +1,4 @@
-"""What the benchmarks of Adam share: sizes, dtypes, arrays, torch's step, and the comparison of results.
+"""What the benchmarks of Adam share: sizes, dtypes, arrays, the peers' steps, and the comparison of results.
 
 torch is imported when arrays are made.
 """
@@ -15,7 +15,7 @@ from zerobench.bench.micro.output import size_text
 from zerobench.bench.micro.sampling import Call
 from zerobench.errors import ConfigError, Error
 
-ADAM, TORCH = "adam", "torch"
+ADAM, TORCH, DEEPSPEED = "adam", "torch", "deepspeed"
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 CHECK_STEPS = 3
 CHECK_FACTOR = 0.37  # on the gradients of the check
@@ -156,20 +156,40 @@ def differing_num(actual: Arrays, expected: Arrays) -> int:
 
 
 def torch_step(arrays: Arrays) -> Call:
-    """torch's step with the same inputs and outputs: casts are part of it where a dtype is not float32."""
+    """torch's fused AdamW with the same inputs and outputs."""
     import torch
 
     parameter = torch.nn.Parameter(arrays.master.clone())
-    parameter.grad = arrays.gradient.float() if arrays.mix.gradient != "float32" else arrays.gradient
     optimizer = torch.optim.AdamW(
         [parameter], lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
     )
+    return step_with_casts(arrays, parameter, optimizer)
+
+
+def deepspeed_step(arrays: Arrays) -> Call:
+    """DeepSpeed's CPU Adam with the same inputs and outputs. Its operator is compiled at the first use; raises
+    RuntimeError where that fails, ImportError where it is not installed."""
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    parameter = torch.nn.Parameter(arrays.master.clone())
+    optimizer = DeepSpeedCPUAdam(
+        [parameter], lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
+    )
+    return step_with_casts(arrays, parameter, optimizer)
+
+
+def step_with_casts(arrays: Arrays, parameter: Any, optimizer: Any) -> Call:
+    """One step of an optimizer of float32; casts are part of it where a dtype is another one."""
+    import torch
+
     gradient, low_precision = arrays.gradient, arrays.low_precision
+    parameter.grad = gradient if gradient.dtype == torch.float32 else gradient.float()
     low_copy = None if low_precision is None else torch.empty_like(low_precision)
 
     def step() -> None:
         if parameter.grad is not gradient:
-            parameter.grad.copy_(gradient)  # type: ignore[union-attr]
+            parameter.grad.copy_(gradient)
         optimizer.step()
         if low_copy is not None:
             low_copy.copy_(parameter.detach())
