@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 
+from zerobench.bench.environments import free_ports, local_environments
 from zerobench.bench.given import Answer, merge
 from zerobench.bench.job import Progress, RankError, Report, Skipped
-from zerobench.bench.launch import RankState, free_ports, judge, local_environments, where
+from zerobench.bench.outcome import judge
+from zerobench.bench.ranks import RankState, where
 from zerobench.bench.result import RowDtypes
 
 DTYPES = RowDtypes(param="float32", compute="float32", reduce="float32", master="float32", state="float32")

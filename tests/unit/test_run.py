@@ -7,10 +7,12 @@ import json
 import pytest
 
 from zerobench.bench.assess import ReferenceRun, apply_outcome, first_row
+from zerobench.bench.environments import environment_of
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.job import DeviceMemory, Report, Window
-from zerobench.bench.launch import Launcher, Outcome, environment_of
+from zerobench.bench.launch import Launcher
 from zerobench.bench.options import CompareOptions
+from zerobench.bench.outcome import Outcome
 from zerobench.bench.output import OutputFolder
 from zerobench.bench.plan import make_plan
 from zerobench.bench.result import RowDtypes

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from zerobench.bench.job import Report, Window
-from zerobench.bench.launch import Outcome
+from zerobench.bench.outcome import Outcome
 from zerobench.bench.plan import Configuration
 from zerobench.bench.result import Deviation, Results, Row, Transfers
 from zerobench.bench.tolerances import TOLERANCES, VERIFY_STEPS, describe, exceeded, tolerance_precision

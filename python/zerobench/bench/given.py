@@ -19,8 +19,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from zerobench.bench.environments import meeting_point, rank_environment
 from zerobench.bench.job import Job, Report
-from zerobench.bench.launch import Launcher, Outcome, ProgressCallback, meeting_point, rank_environment
+from zerobench.bench.launch import Launcher
+from zerobench.bench.outcome import Outcome
+from zerobench.bench.ranks import ProgressCallback
 from zerobench.errors import ConfigError, Error
 
 _POLL_S = 0.5

@@ -16,7 +16,7 @@ from rich.progress import (
 )
 
 from zerobench.bench.job import Progress as RankProgress
-from zerobench.bench.launch import ProgressCallback
+from zerobench.bench.ranks import ProgressCallback
 from zerobench.bench.result import Row
 
 # Share of a configuration's time that has passed when a phase begins, roughly.

@@ -23,12 +23,14 @@ from zerobench.bench.assess import (
     largest,
     settle,
 )
+from zerobench.bench.environments import device_environment
 from zerobench.bench.fit import verification_model, why_too_large
 from zerobench.bench.job import Job, Window
-from zerobench.bench.launch import Launcher, Outcome, device_environment
+from zerobench.bench.launch import Launcher
 from zerobench.bench.machine import busy_warning, machine_facts, version_facts
 from zerobench.bench.mfu import utilisation
 from zerobench.bench.names import rerun_command
+from zerobench.bench.outcome import Outcome
 from zerobench.bench.output import OutputFolder
 from zerobench.bench.plan import Configuration, Plan
 from zerobench.bench.progress import ProgressDisplay
