@@ -15,11 +15,14 @@ transformers builds it. MODE is one of
     split:R    stage 2, the share R of the state on the host
     nvme       stage 2, optimizer on NVMe, in files in --nvme-path
     nvme:GIB   the same with GIB of host memory for what fits
+    auto       stage 2, on the host what does not fit on the GPU (--device-memory-gib makes it smaller)
     device     stage 2, nothing on the host
     fsdp2      FSDP2 with CPUOffloadPolicy and torch's fused AdamW
 
 Each mode prints a JSON line: the median of the steps' milliseconds, host to device synchronised after each step (as the
-peers' own benchmark does for offload), all samples, peak GB of torch's allocator, GB of host memory.
+peers' own benchmark does for offload), all samples, peak GB of torch's allocator and of the GPU as the driver counts,
+GB of host memory. Behind `limits` in the same call, modes with state on the host also show their own roofline: of the
+CPU's Adam and of the copies as much as the share on the host takes.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ def make_model(num_layers: int, dtype: torch.dtype) -> Any:
     return model.train()
 
 
-def ours(model: Any, batch: dict[str, Any], mode: str, nvme_path: str) -> tuple[Step, zerobench.Engine]:
+def ours(
+    model: Any, batch: dict[str, Any], mode: str, *, nvme_path: str, limit_bytes: int | None
+) -> tuple[Step, zerobench.Engine]:
     name, _, ratio = mode.partition(":")
     config: dict[str, Any] = {
         "stage": 3 if name == "host3" else 2,
@@ -76,6 +81,8 @@ def ours(model: Any, batch: dict[str, Any], mode: str, nvme_path: str) -> tuple[
             config["offload_optimizer"]["host_memory_bytes"] = int(float(ratio) * (1 << 30))
     elif name != "device":
         config["offload_optimizer"] = {"device": "cpu", "ratio": float(ratio or 1.0)}
+    if name == "auto":
+        config["offload_optimizer"] |= {"ratio": "auto", "device_memory_bytes": limit_bytes}
     if name == "host3":
         config["offload_param"] = {"device": "cpu"}
     if name == "host-clip":
@@ -117,6 +124,19 @@ def floor(model: Any, batch: dict[str, Any]) -> Step:
         model(**batch).loss.backward()
 
     return step
+
+
+def outside_bytes() -> int:
+    """On the GPU, by the driver's count, and not torch's."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def leave_to_torch(limit_bytes: int | None) -> None:
+    """Torch gets what is left of the limit beside all else, as on a smaller GPU."""
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    share = 1.0 if limit_bytes is None else min((limit_bytes - outside_bytes()) / total, 1.0)
+    torch.cuda.set_per_process_memory_fraction(share)
 
 
 def timed(step: Step, *, step_num: int, warmup_num: int) -> list[float]:
@@ -252,10 +272,19 @@ def disk(num_layers: int, nvme_path: str) -> dict[str, Any]:
     }
 
 
-def measure(mode: str, options: argparse.Namespace, batch: dict[str, Any]) -> dict[str, Any]:
+def roofline(parts: dict[str, Any], ratio: float) -> float:
+    """Milliseconds at least with this share of the state on the host."""
+    return max(parts["forward_backward_ms"], ratio * parts["adam_beside_copies_ms"], ratio * parts["pcie_ms"])
+
+
+def measure(
+    mode: str, options: argparse.Namespace, batch: dict[str, Any], parts: dict[str, Any]
+) -> dict[str, Any]:
+    limit_bytes = None if options.device_memory_gib is None else round(options.device_memory_gib * (1 << 30))
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    leave_to_torch(limit_bytes)
     if mode == "limits":
         return limits(options.num_layers, batch, step_num=options.steps)
     if mode == "disk":
@@ -263,21 +292,36 @@ def measure(mode: str, options: argparse.Namespace, batch: dict[str, Any]) -> di
     began_s = time.perf_counter()
     with torch.device("cuda"):
         model = make_model(options.num_layers, torch.float32)
-    step, engine = fsdp2(model, batch) if mode == "fsdp2" else ours(model, batch, mode, options.nvme_path)
-    samples = timed(step, step_num=options.steps, warmup_num=options.warmup_steps)
+    if mode == "fsdp2":
+        step, engine = fsdp2(model, batch)
+    else:
+        step, engine = ours(model, batch, mode, nvme_path=options.nvme_path, limit_bytes=limit_bytes)
+    leave_to_torch(limit_bytes)
+    step()  # in which auto chooses
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    leave_to_torch(limit_bytes)
+    samples = timed(step, step_num=options.steps, warmup_num=options.warmup_steps - 1)
     found = {
         "mode": mode,
         "step_ms": round(median(samples), 1),
         "window_ms": round(windowed(step, step_num=options.steps), 1),
         "samples_ms": [round(sample, 1) for sample in samples],
         "torch_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "gpu_peak_gb": round((outside_bytes() + torch.cuda.max_memory_reserved()) / 1e9, 2),
         "host_rss_gb": round(psutil.Process().memory_info().rss / 1e9, 1),
         "took_s": round(time.perf_counter() - began_s, 1),
     }
     if engine is not None:
         if mode.startswith("nvme"):
             found["swap"] = engine.swap_stats()
+        ratio = engine.offload_ratio
         engine.close()
+        if ratio is not None:
+            found["offload_ratio"] = ratio
+        if ratio is not None and parts and not mode.startswith("nvme"):
+            found["roofline_ms"] = round(roofline(parts, ratio), 1)
+            found["of_roofline"] = round(found["roofline_ms"] / found["window_ms"], 3)
     return found
 
 
@@ -291,6 +335,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup-steps", type=int, default=2)
     parser.add_argument("--nvme-path", default=tempfile.gettempdir())
+    parser.add_argument("--device-memory-gib", type=float)
     parser.add_argument("modes", nargs="+", metavar="MODE")
     options = parser.parse_args()
     os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -298,9 +343,12 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     ids = torch.randint(0, 32000, (options.batch_size, options.seq_length), device="cuda")
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    parts: dict[str, Any] = {}
     for mode in options.modes:
         try:
-            found = measure(mode, options, batch)
+            found = measure(mode, options, batch, parts)
+            if mode == "limits":
+                parts = found
         except Exception as error:
             found = {"mode": mode, "error": f"{type(error).__name__}: {error}"}
         if dist.get_rank() == 0:

@@ -213,6 +213,12 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
             return py::make_tuple(outcome.applied, outcome.grad_norm);
           },
           "(applied, global gradient norm before clipping) of the last step. Blocks until it is known.")
+      .def_property_readonly("awaits_share", [](const BoundEngine& e) { return e.get().awaits_share(); })
+      .def(
+          "place_state", [](BoundEngine& e, double fitting_share) { return e.get().place_state(fitting_share); },
+          py::arg("fitting_share"), Release(),
+          "Behind the first backward: puts the share of optimizer state on the device that fits on every rank's, of "
+          "which this rank says its own, and returns the share on the host. Collective.")
       .def(
           "set_compute_stream",
           [](BoundEngine& e, std::uintptr_t stream) { e.set_compute_stream(reinterpret_cast<void*>(stream)); },

@@ -17,4 +17,7 @@ void check_segments(const ShardSpec& spec) {
   }
 }
 
+void Store::choose_share(double) { ZB_EXPECT_STATE(false, "the store's share of state on the host is fixed"); }
+void Store::take_share() { ZB_EXPECT_STATE(false, "the store's share of state on the host is fixed"); }
+
 }  // namespace zb

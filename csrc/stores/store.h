@@ -127,6 +127,13 @@ class Store {
   virtual void write_state(std::size_t shard, StateKind kind, std::span<const float> source) = 0;
 
   virtual SwapStats swap_stats() const { return {}; }
+
+  // See [Note: a share chosen late] in trial_store.h. Whether it is yet to be chosen, before the first update.
+  virtual bool awaits_share() const noexcept { return false; }
+  // Chooses it and looks for the memory that it takes, before a barrier of the ranks as with reserve; take_share then
+  // moves the state there. The shards keep their numbers.
+  virtual void choose_share(double host_share);
+  virtual void take_share();
 };
 
 std::unique_ptr<Store> make_device_store(Ledger* ledger, const DeviceParts& parts);

@@ -47,6 +47,7 @@ struct ToyOptions {
   std::size_t publish_bytes = 0;  // every unit alone
   LossScaleOptions loss_scale;
   std::function<std::unique_ptr<Store>(Ledger*, const DeviceParts&)> make_store = make_device_store;
+  double fitting_share = 0.0;               // of rank 0, the smallest, where the store waits to be told
   std::function<void()> before_allocation;  // of gradient shards; may throw
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   // Schedules of devices with lanes to run on; 0 is the CPU.
@@ -189,7 +190,10 @@ class ToyRank {
     return engine_->outcome();
   }
   // In lanes the host runs on without the outcome.
-  void start_step() { engine_->step(toy_groups()); }
+  void start_step() {
+    if (engine_->awaits_share()) engine_->place_state(options_.fitting_share + 0.01 * rank());
+    engine_->step(toy_groups());
+  }
 
   // A step as most models do it.
   void train(std::vector<std::size_t> units = {1, 2, 3, 4}) {

@@ -9,6 +9,7 @@
 #include "lane_device.h"
 #include "stores/host_store.h"
 #include "stores/split_store.h"
+#include "stores/trial_store.h"
 
 namespace zb::test {
 
@@ -77,6 +78,16 @@ inline std::unique_ptr<Store> make_half_swapping_store(Ledger* ledger, const Dev
 // A third of every shard stays on the device.
 inline std::unique_ptr<Store> make_third_store(Ledger* ledger, const DeviceParts& parts) {
   return make_split_store(make_device_store_with_masters(ledger, parts), make_small_host_store(ledger, parts), 2.0 / 3);
+}
+
+// The share on the host is chosen behind the first backward: all, a part, or none.
+inline std::unique_ptr<Store> make_store_on_trial(Ledger* ledger, const DeviceParts& parts) {
+  return make_trial_store(ledger, parts, {}, 1, [ledger, parts](double share) {
+    if (share == 0.0) return make_device_store(ledger, parts);
+    std::unique_ptr<Store> on_host = make_small_host_store(ledger, parts);
+    if (share == 1.0) return on_host;
+    return make_split_store(make_device_store_with_masters(ledger, parts), std::move(on_host), share);
+  });
 }
 
 }  // namespace zb::test

@@ -51,6 +51,54 @@ TEST_P(EngineOffload, EndsAsTheDeviceStoreDoes) {
   }
 }
 
+// Where state lies is chosen behind the first backward, whose gradients are then updated there; with the optimizer in
+// backward from the second step on.
+TEST_P(EngineOffload, APlaceChosenBehindATrialEndsAsTheDeviceStoreDoes) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    ToyOptions with = options();
+    with.param_dtype = with.reduce_dtype = dtype;
+    with.accumulation_steps = dtype == DType::kFloat32 ? 2 : 1;
+    with.loss_scale = {.enabled = dtype == DType::kFloat16, .initial_scale = 64.0};
+    ToyOptions on_device = with;
+    on_device.lane_schedule_num = 0;
+    const Values expected = same_on_all(on_device, [&](ToyRank& toy) { return walk(toy, with); });
+    with.make_store = test::make_store_on_trial;
+    with.keep_parameter_shards = true;
+    for (const double fitting : {0.0, 0.3333, 1.0}) {
+      with.fitting_share = fitting;
+      with.optimizer_in_backward = dtype == DType::kBFloat16 && fitting > 0.0;
+      EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected)
+          << dtype_name(dtype) << " " << fitting;
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// The ranks agree on what fits everywhere, in thousandths that fit, and choose once.
+TEST_P(EngineOffload, TheSmallestDeviceDecidesOnThePlace) {
+  ToyOptions with = options();
+  with.lane_schedule_num = 0;
+  with.make_store = test::make_store_on_trial;
+  with.keep_parameter_shards = true;
+  run_ranks(with, [&](ToyRank& toy) {
+    EXPECT_TRUE(toy.engine().awaits_share());
+    const Values before = toy.state(FullState::kMaster);
+    EXPECT_THROW(toy.engine().step(test::toy_groups()), StateError);
+    toy.forward(kUnits);
+    toy.backward(kReversed);
+    EXPECT_DOUBLE_EQ(toy.engine().place_state(0.6239 - 0.1 * toy.rank()),
+                     1.0 - (623.0 - 100.0 * (world_size() - 1)) / 1000.0);
+    EXPECT_FALSE(toy.engine().awaits_share());
+    EXPECT_EQ(toy.state(FullState::kMaster), before);
+    if (world_size() == 1) {  // the shards of more ranks are too small to be split
+      EXPECT_GT(toy.engine().ledger().entry(Tier::kDevice, Category::kExpAvg).current_bytes, 0);
+    }
+    EXPECT_GT(toy.engine().ledger().entry(Tier::kHost, Category::kExpAvg).current_bytes, 0);
+    toy.engine().step(test::toy_groups());
+    EXPECT_NE(toy.state(FullState::kMaster), before);
+  });
+}
+
 // Values that a user writes reach the master, wherever it is.
 TEST_P(EngineOffload, KeepsWhatIsWrittenIntoAGather) {
   if (is_in_lanes()) GTEST_SKIP() << "the toy's tensors are written on the host, beside the lanes";
@@ -73,9 +121,12 @@ TEST_P(EngineOffload, KeepsWhatIsWrittenIntoAGather) {
     ToyOptions on_device = with;
     on_device.lane_schedule_num = 0;
     const Values expected = same_on_all(on_device, body);
-    with.make_store = test::make_third_store;
     with.keep_parameter_shards = true;
-    EXPECT_EQ(same_on_all(with, body), expected) << dtype_name(dtype);
+    for (const auto make_store : {test::make_third_store, test::make_store_on_trial}) {
+      with.make_store = make_store;
+      with.fitting_share = 0.5;
+      EXPECT_EQ(same_on_all(with, body), expected) << dtype_name(dtype);
+    }
   }
 }
 

@@ -116,6 +116,12 @@ class Engine {
   // Of the last step. Blocks until it is known.
   StepOutcome outcome();
 
+  // Whether the store waits for place_state, which must come before the first step.
+  bool awaits_share() const { return store_->awaits_share(); }
+  // Chooses the share of optimizer state on the host, behind a backward: all but what fits on the device of every rank,
+  // of which each gives its own. Returns the share. Collective.
+  double place_state(double fitting_share);
+
   // Collective; calls `visit` with every parameter's values (row-major) in registration order of the flats. Frozen
   // parameters have values and masters, but no moments.
   void read_full_state(FullState kind, const std::function<void(std::size_t parameter, const float* values)>& visit);
@@ -265,6 +271,7 @@ class Engine {
   struct PendingStep {
     MarkPtr arrived;
     bool is_pending = false;
+    bool was_in_backward = false;  // its updates were
   };
 
   EngineOptions options_;

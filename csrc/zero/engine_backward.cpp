@@ -35,7 +35,8 @@ void Engine::expect_not_updated(const Unit& unit) const {
 void Engine::begin_updates(bool last, std::span<const AdamHyperparameters> groups) {
   BackwardUpdates& updates = backward_updates_;
   updates.has_begun = false;
-  if (!options_.optimizer_in_backward || !last) return;
+  // The trial step that precedes the choice of a place updates behind its backward.
+  if (!options_.optimizer_in_backward || !last || store_->awaits_share()) return;
   ZB_EXPECT(!groups.empty(), "a backward with updates needs hyperparameters");
   updates.rows.clear();
   const long step = steps_applied_ + (pending_.is_pending ? 2 : 1);  // one that is not finite tears the engine

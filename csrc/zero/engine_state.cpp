@@ -1,5 +1,6 @@
 // Full states and explicit gathers: the parts of Engine that look at whole parameters outside of training.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "common/error.h"
@@ -86,6 +87,27 @@ void Engine::read_own_parameters(const FlatBuffer& flat, std::span<float> values
   const Drain drain(device());
   store_->fetch_parameters(flat.store_shard, Lane::kCompute, fetched.data());
   cast_from(fetched.data());
+}
+
+double Engine::place_state(double fitting_share) {
+  // Thousandths: what is left of one is little, and the share is readable.
+  constexpr double kSteps = 1000.0;
+  return enter([&] {
+    std::vector<double> all(static_cast<std::size_t>(world_size()));
+    reduce_communicator_->exchange(std::as_bytes(std::span(&fitting_share, 1)), std::as_writable_bytes(std::span(all)),
+                                   "what fits on the device");
+    const double fitting = std::clamp(*std::min_element(all.begin(), all.end()), 0.0, 1.0);
+    const double share = 1.0 - std::floor(fitting * kSteps) / kSteps;
+    try {
+      store_->choose_share(share);
+      if (world_size() > 1) reduce_communicator_->barrier("the store's memory");
+      store_->take_share();
+    } catch (const std::exception& error) {
+      abort(error.what());  // peers that have room do not wait for this rank
+      throw;
+    }
+    return share;
+  });
 }
 
 void Engine::broadcast(std::byte* data, std::size_t bytes) {

@@ -80,13 +80,14 @@ void Engine::combine_norm() {
                                .flat_sums = reinterpret_cast<double*>(scalars + 1),
                                .scalars = scalars});
   device().copy_to_pinned(lane, norm_on_host_.get(), norm_.data(), norm_.bytes());
-  pending_ = {device().mark(lane), true};
+  pending_ = {.arrived = device().mark(lane), .is_pending = true, .was_in_backward = backward_updates_.is_on};
 }
 
 // Learns how the last step ended.
 void Engine::settle_step() {
   if (!pending_.is_pending) return;
   device().synchronize(pending_.arrived);
+  const bool was_in_backward = pending_.was_in_backward;
   pending_ = {};
   check_communicators();
   StepScalars scalars;
@@ -99,7 +100,7 @@ void Engine::settle_step() {
   }
   scaler_.step_overflowed();
   if (scaler_.enabled()) return;
-  is_torn_ = options_.optimizer_in_backward;
+  is_torn_ = was_in_backward;
   const auto* sums = reinterpret_cast<const double*>(norm_on_host_.get() + sizeof(scalars));
   std::size_t position = 0;
   for (const Unit& unit : units_) {

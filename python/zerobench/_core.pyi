@@ -304,7 +304,7 @@ class OffloadOptions:
     def __init__(
         self,
         *,
-        ratio: float,
+        ratio: float | None,
         parameters: bool,
         thread_num: int,
         cpus: Sequence[int],
@@ -316,8 +316,9 @@ class OffloadOptions:
         memory_bytes: int | None = None,
     ) -> None:
         """
-        ratio is the share of the state that is not on the device; parameters puts the shards of stage 3 on the host
-        too; paged puts the state into files, but for what memory_bytes of the host hold.
+        ratio is the share of the state that is not on the device, None leaves it to Engine.place_state; parameters
+        puts the shards of stage 3 on the host too; paged puts the state into files, but for what memory_bytes of the
+        host hold.
         """
 
 class EngineOptions:
@@ -394,6 +395,11 @@ class Engine:
         (applied, global gradient norm before clipping) of the last step. Blocks until it is known.
         """
     def post_forward(self, unit: int) -> None: ...
+    def place_state(self, fitting_share: float) -> float:
+        """
+        Behind the first backward: puts the share of optimizer state on the device that fits on every rank's, of which
+        this rank says its own, and returns the share on the host. Collective.
+        """
     def pre_backward(self, unit: int) -> None: ...
     def pre_forward(self, unit: int) -> None: ...
     def reset_counters(self) -> None: ...
@@ -417,6 +423,8 @@ class Engine:
         """
     def unit_state(self, arg0: int) -> tuple[str, str]: ...
     def units(self) -> list[dict[str, Any]]: ...
+    @property
+    def awaits_share(self) -> bool: ...
     @property
     def ledger(self) -> Ledger: ...
     @property

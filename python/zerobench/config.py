@@ -74,8 +74,15 @@ class OffloadOptimizerConfig(_Section):
         False, description="true uses threads where io_uring is refused, and buffered I/O where O_DIRECT is"
     )
     io_checksums: bool = Field(False, description="true finds corrupted state when it is read")
-    ratio: float = Field(
-        1.0, gt=0, le=1, description="share of the state on the host; the rest stays on the device"
+    ratio: float | Literal["auto"] = Field(
+        1.0,
+        description="share of the state on the host; the rest stays on the device. auto: the first step, before its "
+        "update, puts on the device what fits there",
+    )
+    device_memory_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="device memory that ratio auto may count on, by everything of this rank; null: all that is there",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of the updates; null is `threads`, or this rank's share of CPUs"
@@ -96,6 +103,21 @@ class OffloadOptimizerConfig(_Section):
     def _one_path(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
+    @field_validator("ratio", mode="before")
+    @classmethod
+    def _ratio_is_a_share(cls, value: Any) -> Any:
+        if value != "auto" and not (isinstance(value, (int, float)) and 0 < value <= 1):
+            raise ValueError("give a share above 0 and at most 1, or auto")
+        return value
+
+    @model_validator(mode="after")
+    def _limit_is_for_auto(self) -> OffloadOptimizerConfig:
+        if self.device_memory_bytes is not None and self.ratio != "auto":
+            raise ValueError(
+                "device_memory_bytes is what ratio auto counts on; leave it out or set the ratio"
+            )
+        return self
+
     @model_validator(mode="after")
     def _device_fits(self) -> OffloadOptimizerConfig:
         if self.device == "nvme" and not self.nvme_path:
@@ -103,6 +125,7 @@ class OffloadOptimizerConfig(_Section):
         given = self.model_fields_set - {
             "device",
             "ratio",
+            "device_memory_bytes",
             "threads",
             "numa_node",
             "chunk_numel",

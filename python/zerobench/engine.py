@@ -122,6 +122,11 @@ class Engine:
             input_dtype=_TORCH_DTYPES[self._dtypes["param"]] if casts else None,
             enter=self._enter_stream,
         )
+        self._offload_ratio: float | None = None
+        if offload := config.offload_optimizer:
+            self._offload_ratio = None if offload.ratio == "auto" else offload.ratio
+        if self._core.awaits_share:
+            self._place.begin_trial()
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -187,6 +192,8 @@ class Engine:
         self.optimizer.step_was_called()
         self._check_frozen()
         self._enter_stream()
+        if self._micro_step and self._core.awaits_share:
+            self._place_state()
         try:
             self._core.step(self._hyperparameters())
         except (NonFiniteGradientError, CommunicationError):
@@ -239,6 +246,12 @@ class Engine:
     def was_step_skipped(self) -> bool:
         """True when the last step was skipped because fp16 overflowed."""
         return self._stepped and not self._core.outcome()[0]
+
+    @property
+    def offload_ratio(self) -> float | None:
+        """Share of the optimizer state that is off the device; None where none is, and with ``ratio: auto`` until the
+        first step has chosen it."""
+        return self._offload_ratio
 
     @property
     def loss_scale(self) -> float:
@@ -364,6 +377,21 @@ class Engine:
         if stream != self._stream:
             self._core.set_compute_stream(stream)
             self._stream = stream
+
+    def _place_state(self) -> None:
+        """Put as much of the optimizer state on the device as the first forward and backward have left free there, and
+        reading the full state does; at stage 3 a further unit may be gathered in later steps."""
+        assert self.config.offload_optimizer is not None
+        units, ranks = self._core.units(), self.topology.world_size
+        largest_numel = max(flat["padded_numel"] for unit in units for flat in unit["flats"])
+        free_bytes = self._place.free_bytes(
+            limit_bytes=self.config.offload_optimizer.device_memory_bytes,
+            extra_bytes=4 * (largest_numel + largest_numel // ranks),
+        )
+        if self._core.parameters_sharded:
+            free_bytes -= max(unit["gather_bytes"] for unit in units)
+        share = placement.fitting_share(units, free_bytes=free_bytes)
+        self._offload_ratio = self._core.place_state(share)
 
     def _share_buffers(self) -> None:
         dtype = _TORCH_DTYPES[self._dtypes["param"]]

@@ -15,6 +15,11 @@ from zerobench.errors import ConfigError
 from zerobench.io_settings import settings_for
 from zerobench.topology import Topology
 
+# What offload_ratio auto leaves alone of the device's memory: later steps fragment torch's memory in other ways than
+# the trial, and each buffer of state rounds up to the driver's pages.
+_MARGIN = 0.02
+_CUDA_MARGIN_BYTES = 256 << 20
+
 
 class Place(ABC):
     """A device as the core and torch see it."""
@@ -34,6 +39,15 @@ class Place(ABC):
     def used_bytes(self) -> int:
         """Memory in use on a device of its own, by anyone; 0 where the device's memory is the host's."""
 
+    @abstractmethod
+    def begin_trial(self) -> None:
+        """Peaks of memory count from here."""
+
+    @abstractmethod
+    def free_bytes(self, *, limit_bytes: int | None, extra_bytes: int) -> int:
+        """What the trial left free at its peak, of the device or of a limit below it, less a margin. What comes later
+        holds at least ``extra_bytes`` beside what is allocated now."""
+
 
 class CpuPlace(Place):
     """This rank's share of the CPUs."""
@@ -45,6 +59,7 @@ class CpuPlace(Place):
         core = _native.load()
         cpus = rank_cpus(config, topology)
         threads = config.threads or len(cpus)
+        self._ranks_on_host = topology.local_world_size
         self._parts = core.cpu_device_parts(
             thread_num=threads, cpus=cpus if config.pin_threads and threads <= len(cpus) else []
         )
@@ -57,6 +72,19 @@ class CpuPlace(Place):
 
     def used_bytes(self) -> int:
         return 0
+
+    def begin_trial(self) -> None:
+        _native.load().reset_process_usage_peak()
+
+    def free_bytes(self, *, limit_bytes: int | None, extra_bytes: int) -> int:
+        """By the ledger, and by torch's allocator where it is counted. Without a limit: of this rank's share of what
+        the host has available."""
+        core = _native.load()
+        now_bytes = core.process_usage_bytes()
+        peak_bytes = max(core.process_usage_peak_bytes(), now_bytes + extra_bytes)
+        if limit_bytes is None:
+            limit_bytes = now_bytes + core.available_host_bytes() // self._ranks_on_host
+        return limit_bytes - peak_bytes - round(_MARGIN * limit_bytes)
 
 
 class CudaPlace(Place):
@@ -80,6 +108,23 @@ class CudaPlace(Place):
         free, total = torch.cuda.mem_get_info(self._index)
         return total - free
 
+    def begin_trial(self) -> None:
+        torch.cuda.synchronize(self._index)
+        torch.cuda.empty_cache()  # of the model as it was given
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+    def free_bytes(self, *, limit_bytes: int | None, extra_bytes: int) -> int:
+        """By the driver's count, whoever uses it, and the peak of what torch's allocator took from the driver."""
+        torch.cuda.synchronize(self._index)
+        _, total_bytes = torch.cuda.mem_get_info(self._index)
+        limit_bytes = min(limit_bytes or total_bytes, total_bytes)
+        outside_bytes = self.used_bytes() - torch.cuda.memory_reserved(self._index)
+        peak_bytes = max(
+            torch.cuda.max_memory_reserved(self._index),
+            torch.cuda.memory_allocated(self._index) + extra_bytes,
+        )
+        return limit_bytes - outside_bytes - peak_bytes - round(_MARGIN * limit_bytes) - _CUDA_MARGIN_BYTES
+
 
 def offload_options(config: Config, topology: Topology, place: Place) -> Any | None:
     """Where the optimizer state lies, for the core; None on the device."""
@@ -93,7 +138,7 @@ def offload_options(config: Config, topology: Topology, place: Place) -> Any | N
     threads = offload.threads or config.threads or share
     node = core.numa_node_of_cpus(cpus) if offload.numa_node == "auto" else offload.numa_node
     return core.OffloadOptions(
-        ratio=offload.ratio,
+        ratio=None if offload.ratio == "auto" else offload.ratio,
         parameters=config.offload_param is not None,
         thread_num=threads,
         cpus=cpus if config.pin_threads and threads <= len(cpus) else [],
@@ -121,6 +166,15 @@ def paged_options(offload: OffloadOptimizerConfig, topology: Topology) -> Any:
         allow_fallback=offload.io_allow_fallback,
         checksums=offload.io_checksums,
     )
+
+
+def fitting_share(units: list[dict[str, Any]], *, free_bytes: int) -> float:
+    """Of the optimizer state of these units on this rank, what ``free_bytes`` hold. State that is split keeps a master
+    of fp32 parameters too; where all of it is on the device they are their own."""
+    flats = [flat for unit in units for flat in unit["flats"] if flat["trainable"]]
+    numel = sum(flat["shard_numel"] for flat in flats)
+    whole_bytes = sum(flat["shard_numel"] * (8 if flat["param_dtype"] == "float32" else 12) for flat in flats)
+    return 1.0 if whole_bytes <= free_bytes else max(free_bytes, 0) / (12 * numel)
 
 
 def keeps_parameter_shards(config: Config) -> bool:

@@ -84,6 +84,29 @@ def test_what_needs_more_than_the_device_limit_is_oom(command) -> None:
     assert result.returncode == 1  # none is ok
 
 
+def test_auto_fills_what_the_device_limit_leaves_and_the_row_says_how_much(command) -> None:
+    asked = [
+        "compare", "--num-layers", "4", "--hidden-size", "64", "--batch-size", "2", "--seq-length", "32",
+        "--num-steps", "2", "--warmup-steps", "2", "--strategies", "zero2", "--offload", "cpu_optimizer",
+    ]  # fmt: skip
+    command.run(*asked, "--output-dir", "all")
+    whole = command.rows("all")["zero2"]
+    assert whole["status"] == "ok", whole["error"]
+    state = sum(whole["memory_bytes"]["host"][kind] for kind in ("master", "exp_avg", "exp_avg_sq"))
+    limit_gib = (whole["peak_device_bytes"] + 0.5 * state) / 0.98 / (1 << 30)
+    result = command.run(
+        *asked, "--offload-ratio", "auto", "--device-memory-gib", str(limit_gib), "--output-dir", "auto"
+    )
+    row = command.rows("auto")["zero2"]
+    assert (row["status"], row["checksum"]) == ("ok", whole["checksum"]), row["error"]
+    assert row["settings"]["offload_ratio"] == "auto"
+    ratio, memory = row["transfers"]["offload_ratio"], row["memory_bytes"]
+    assert 0.3 < ratio < 0.7
+    assert memory["host"]["exp_avg"] < whole["memory_bytes"]["host"]["exp_avg"]
+    assert whole["peak_device_bytes"] < row["peak_device_bytes"] <= limit_gib * (1 << 30)
+    assert f"{ratio:.3g} (auto)" in result.stdout
+
+
 def test_a_folder_that_takes_no_files_is_refused(command) -> None:
     result = command.run("compare", "--offload", "nvme", "--nvme-path", "/proc")
     assert result.returncode == 2 and "--nvme-path /proc" in result.stderr

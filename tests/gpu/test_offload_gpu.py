@@ -5,10 +5,12 @@ One process a GPU; all cases of a world size run in one group of processes.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks  # noqa: E402
 import zoo  # noqa: E402
+
+import zerobench  # noqa: E402
 
 HOST = {"chunk_numel": 128, "threads": 2}
 # Many chunks of these small shards, few frames.
@@ -102,6 +106,69 @@ def results(tmp_path_factory):
         return found[world_size]
 
     return of
+
+
+class Stack(torch.nn.Sequential):
+    """What becomes a unit."""
+
+
+def fill_the_gpu(rank: ranks.Rank) -> dict[str, Any]:
+    """Steps with all on the GPU, with all on the host, and on a GPU with room for half of the state."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.cuda.set_device(rank.rank)
+    width, block_num = 1536, 4
+
+    def train(offload: dict | None) -> tuple[Any, int]:
+        torch.manual_seed(0)
+        stacks = [
+            Stack(*(torch.nn.Linear(width, width, bias=False) for _ in range(16))) for _ in range(block_num)
+        ]
+        model = torch.nn.Sequential(*stacks)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(3**0.5)  # values keep their size through all layers
+        engine = zerobench.initialize(
+            model.cuda(),
+            config=rank.config(stage=2, precision="bf16", offload_optimizer=offload, units=["Stack"]),
+        )
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for step in range(3):
+            x = torch.randn(64, width, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        used = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
+        return engine, used
+
+    found: dict[str, Any] = {"digests": []}
+    limit = state = 0
+    for offload in (None, {"threads": 2}, "auto"):
+        if offload == "auto":
+            limit = round((found["used"] + (256 << 20) + 0.5 * state) / 0.98)
+            offload = {"threads": 2, "ratio": "auto", "device_memory_bytes": limit}
+        engine, found["used"] = train(offload)
+        state = 12 * sum(flat["shard_numel"] for unit in engine.units() for flat in unit["flats"])
+        found["digests"].append(zoo.digest(engine.full_parameters()))
+        found["ratio"], found["held"] = engine.offload_ratio, engine.memory_bytes(peak=False)
+        engine.close()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found | {"limit": limit, "state": state}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_auto_fills_the_gpu_within_its_limit(world_size):
+    found = ranks.run(fill_the_gpu, world_size=world_size, timeout_s=120.0)
+    assert len({rank["ratio"] for rank in found}) == 1
+    for rank in found:
+        assert len(set(rank["digests"])) == 1
+        assert 0.3 < rank["ratio"] < 0.7, rank
+        assert rank["used"] <= rank["limit"]
+        assert rank["held"]["device"]["exp_avg"] > 0.25 * rank["state"] / 3
+        assert rank["held"]["host"]["exp_avg"] > 0.25 * rank["state"] / 3
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

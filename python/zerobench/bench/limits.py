@@ -43,7 +43,7 @@ class DeviceLimit:
             torch.cuda.set_per_process_memory_fraction(1.0, self._meter.device)
 
     def count_outside(self) -> None:
-        """Call it once everything is built. Raises OutOfMemoryError where nothing is left for torch."""
+        """Call it once everything is built, and again when more was. OutOfMemoryError where nothing is left."""
         if self._limit_bytes is None or self._meter is None:
             return
         outside_bytes = self._meter.outside_bytes()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,11 +26,14 @@ def measure(
     validation: Sequence[Batch],
     profile: Steps,
     tick: Tick,
+    built: Callable[[], None] = lambda: None,
 ) -> Window:
-    """Train and time. Batches are made and placed beforehand, so that reading data is in nobody's time. Collective."""
+    """Train and time. Batches are made and placed beforehand, so that reading data is in nobody's time. ``built`` is
+    called once steps have made whatever a strategy makes in its first one. Collective."""
     for step, batches in enumerate(warmup[:-1]):
         strategy.step(batches)
         tick("warm-up", step + 1)
+    built()
     with only_new_garbage():
         meter.settle()  # before the last step, so that the window begins on a device that is busy as in training
         for batches in warmup[-1:]:

@@ -274,6 +274,7 @@ def measured(
             validation=validation,
             profile=steps[warmup_steps + num_steps :],
             tick=channel.tick,
+            built=limit.count_outside,
         )
         limit.judge(window.memory)
         judge_host(window.memory_bytes, settings.host_memory_bytes)

@@ -68,6 +68,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         ),
         Column(title="memory", unit=f"vs {base}", cells=_cells(shown, _change_cell), keep=60),
         Column(title="of the row", unit="not offloaded", cells=_cells(shown, _practicality_cell), keep=75),
+        Column(title="off device", unit="of the state", cells=_cells(shown, _share_cell), keep=56),
         *_tier_columns(shown),
         *_transfer_columns(shown),
         Column(title="power", unit="W/GPU", cells=_cells(shown, _power_cell), keep=25),
@@ -144,6 +145,14 @@ def _floor_cell(row: Row) -> str | None:
 
 def _practicality_cell(row: Row) -> str | None:
     return None if row.offload_practicality is None else f"{100 * row.offload_practicality:.0f} %"
+
+
+def _share_cell(row: Row) -> str | None:
+    """Where a share was asked for: what it came to."""
+    asked = row.settings.offload_ratio
+    if asked is None or row.transfers is None or row.transfers.offload_ratio is None:
+        return None
+    return f"{row.transfers.offload_ratio:.3g}" + (" (auto)" if asked == "auto" else "")
 
 
 def _tier_columns(rows: Sequence[Row | None]) -> list[Column]:

@@ -61,6 +61,8 @@ def placement(settings: StrategySettings) -> dict[str, Any]:
     section: dict[str, Any] = {"device": "nvme" if settings.offload == "nvme" else "cpu"}
     if settings.offload_ratio is not None:
         section["ratio"] = settings.offload_ratio
+    if settings.offload_ratio == "auto" and settings.device_memory_bytes is not None:
+        section["device_memory_bytes"] = settings.device_memory_bytes
     if settings.offload == "nvme":
         section["nvme_path"] = list(settings.nvme_paths)
         if settings.host_memory_bytes is not None:

@@ -1,0 +1,151 @@
+#include "stores/trial_store.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "common/error.h"
+#include "kernels/device_buffer.h"
+#include "kernels/drain.h"
+#include "memory/host_limits.h"
+#include "memory/pinned_pool.h"
+
+namespace zb {
+namespace {
+
+constexpr const char* kWhat = "masters that wait on the host for the choice of offload_ratio";
+
+class TrialStore final : public Store {
+ public:
+  TrialStore(Ledger* ledger, const DeviceParts& parts, PinnedOptions pinned, std::size_t ranks_on_host,
+             MakeStoreOfShare make_store)
+      : ledger_(ledger),
+        device_(parts.device),
+        pinned_(std::move(pinned)),
+        ranks_on_host_(ranks_on_host),
+        make_store_(std::move(make_store)) {}
+  ~TrialStore() override {
+    store_.reset();
+    const Drain drain(*device_);  // copies under way read and write the masters
+  }
+
+  Tier tier() const noexcept override { return store_ ? store_->tier() : Tier::kHost; }
+  bool issues_at_once() const noexcept override { return store_ && store_->issues_at_once(); }
+  bool keeps_master(DType param_dtype) const noexcept override {
+    return awaits_share() || store_->keeps_master(param_dtype);
+  }
+  StoreTraffic traffic() override { return store_ ? store_->traffic() : StoreTraffic{}; }
+  double waited_ms() const override { return store_ ? store_->waited_ms() : 0.0; }
+  SwapStats swap_stats() const override { return store_ ? store_->swap_stats() : SwapStats{}; }
+
+  bool awaits_share() const noexcept override { return !is_settled_; }
+  void choose_share(double host_share) override {
+    ZB_EXPECT_STATE(store_ == nullptr, "the share of state on the host was chosen before");
+    auto store = make_store_(host_share);
+    store->reserve(specs_);
+    store_ = std::move(store);
+  }
+  void take_share() override {
+    ZB_EXPECT_STATE(store_ != nullptr && !is_settled_, "a share is chosen once, before it is taken");
+    std::size_t largest_numel = 0;
+    for (const ShardSpec& spec : specs_) largest_numel = std::max(largest_numel, spec.numel);
+    {
+      const DeviceBuffer staging(*device_, largest_numel * sizeof(float), ledger_, Category::kStaging);
+      const Drain drain(*device_);
+      for (std::size_t index = 0; index < masters_.size(); ++index) {
+        const PinnedBlock& master = masters_[index];
+        device_->copy_from_pinned(Lane::kCompute, staging.data(), master.data(), master.bytes());
+        store_->add_shard(specs_[index], {staging.as<float>(), specs_[index].numel});
+      }
+    }
+    is_settled_ = true;
+    masters_.clear();
+    pool_.reset();
+  }
+
+  void reserve(std::span<const ShardSpec> shards) override {
+    specs_.assign(shards.begin(), shards.end());
+    std::size_t bytes = 0;
+    for (const ShardSpec& spec : specs_) bytes += PinnedPool::footprint_bytes(spec.numel * sizeof(float), kAlignment);
+    pool_bytes_ = bytes;
+    require_host_memory(ranks_on_host_ * bytes, kWhat);
+  }
+  std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) override {
+    check_segments(spec);
+    const std::size_t index = masters_.size();
+    ZB_EXPECT(index < specs_.size() && specs_[index].numel == spec.numel && initial.size() == spec.numel,
+              "shard " + std::to_string(index) + " is not what was reserved");
+    if (!pool_) pool_ = std::make_unique<PinnedPool>(pool_bytes_, ledger_, pinned_);
+    masters_.push_back(pool_->allocate(initial.size_bytes(), Category::kMaster, kAlignment));
+    device_->copy_to_pinned(Lane::kCompute, masters_.back().data(), initial.data(), initial.size_bytes());
+    return index;
+  }
+
+  void offer_gradient(std::size_t shard, const ShardGradient& gradient) override {
+    if (is_settled_) store_->offer_gradient(shard, gradient);
+  }
+  void drop_gradients(Lane lane) override {
+    if (is_settled_) store_->drop_gradients(lane);
+  }
+  void start_update(std::size_t shard, const ShardUpdate& update) override { settled().start_update(shard, update); }
+  bool is_issued(std::size_t shard) const override { return !is_settled_ || store_->is_issued(shard); }
+  void wait_update(std::size_t shard, Lane lane) override {
+    if (is_settled_) store_->wait_update(shard, lane);
+  }
+  void fetch_parameters(std::size_t shard, Lane lane, void* destination) override {
+    settled().fetch_parameters(shard, lane, destination);
+  }
+
+  void read_state(std::size_t shard, StateKind kind, std::span<float> destination) override {
+    if (is_settled_) return store_->read_state(shard, kind, destination);
+    const PinnedBlock& master = master_of(shard, destination.size_bytes());
+    if (kind == StateKind::kMaster) {
+      device_->copy_from_pinned(Lane::kCompute, destination.data(), master.data(), master.bytes());
+    } else {
+      device_->zero(Lane::kCompute, destination.data(), destination.size_bytes());
+    }
+  }
+  void write_state(std::size_t shard, StateKind kind, std::span<const float> source) override {
+    if (is_settled_) return store_->write_state(shard, kind, source);
+    ZB_EXPECT_STATE(kind == StateKind::kMaster,
+                    "offload_ratio auto has no place for moments before the first step; give a number as ratio");
+    const PinnedBlock& master = master_of(shard, source.size_bytes());
+    device_->copy_to_pinned(Lane::kCompute, master.data(), source.data(), master.bytes());
+  }
+
+ private:
+  static constexpr std::size_t kAlignment = PinnedPool::kLineAlignment;
+
+  Store& settled() {
+    ZB_EXPECT_STATE(is_settled_, "the share of state on the host is chosen before the first update");
+    return *store_;
+  }
+  const PinnedBlock& master_of(std::size_t shard, std::size_t bytes) const {
+    ZB_EXPECT(shard < masters_.size() && masters_[shard].bytes() == bytes,
+              "shard " + std::to_string(shard) + " has another size than the other side of the copy");
+    return masters_[shard];
+  }
+
+  Ledger* ledger_;
+  std::shared_ptr<Device> device_;
+  PinnedOptions pinned_;
+  std::size_t ranks_on_host_;
+  MakeStoreOfShare make_store_;
+  std::vector<ShardSpec> specs_;
+  std::size_t pool_bytes_ = 0;
+  std::unique_ptr<PinnedPool> pool_;
+  std::vector<PinnedBlock> masters_;
+  std::unique_ptr<Store> store_;  // null until the share is chosen
+  bool is_settled_ = false;       // store_ has the state
+};
+
+}  // namespace
+
+std::unique_ptr<Store> make_trial_store(Ledger* ledger, const DeviceParts& parts, PinnedOptions pinned,
+                                        std::size_t ranks_on_host, MakeStoreOfShare make_store) {
+  pinned.what = kWhat;
+  pinned.registrar = host_registrar(parts.device);
+  return std::make_unique<TrialStore>(ledger, parts, std::move(pinned), ranks_on_host, std::move(make_store));
+}
+
+}  // namespace zb
