@@ -15,6 +15,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks
+import small_models
 import zoo
 
 import zerobench
@@ -49,7 +50,7 @@ class BackwardFuse(torch.autograd.Function):
         return gradient, None
 
 
-class FusedBlock(zoo.Block):
+class FusedBlock(small_models.Block):
     def __init__(self) -> None:
         super().__init__()
         self.fuse = Fuse()
@@ -58,8 +59,8 @@ class FusedBlock(zoo.Block):
         return self.fuse(super().forward(x))
 
 
-def fused() -> zoo.Chain:
-    return zoo.Chain(3, block=FusedBlock)
+def fused() -> small_models.Chain:
+    return small_models.Chain(3, block=FusedBlock)
 
 
 CASE = zoo.Case(fused, steps=4)
@@ -241,7 +242,7 @@ def replaced_storage(rank, stage):
 
 
 def unfrozen_after_the_start(rank, stage):
-    case = zoo.Case(zoo.frozen_parts)
+    case = zoo.Case(small_models.frozen_parts)
     with training(rank, stage, case=case) as engine:
         one_step(engine, rank, 0, case=case)
         engine.module.outlet.bias.requires_grad_(True)

@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks
+import small_models
 import zoo
 
 import zerobench
@@ -201,13 +202,13 @@ def forward_inside(rank, stage):
 def ranks_start_alike(rank, stage):
     """Rank 0's values and buffers become everybody's, whatever the others had."""
     torch.manual_seed(rank.rank)
-    model = zoo.Chain(2, block=zoo.NormBlock)
+    model = small_models.Chain(2, block=small_models.NormBlock)
     model.register_buffer("table", torch.randn(4, 6).t())
     for block in model.blocks:
         block.norm.running_mean.normal_()
     expected = None
     torch.manual_seed(0)
-    reference = zoo.Chain(2, block=zoo.NormBlock)
+    reference = small_models.Chain(2, block=small_models.NormBlock)
     expected = reference.state_dict()
     table = torch.randn(4, 6).t()
     for block in reference.blocks:

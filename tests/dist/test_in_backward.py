@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -46,17 +45,14 @@ def train_offloaded(rank: ranks.Rank) -> dict:
 
 
 def train_all(rank: ranks.Rank) -> dict:
-    results = {}
-    for name in NAMES:
-        for stage in STAGES:
-            for in_backward in (False, True):
-                try:
-                    results[name, stage, in_backward] = zoo.train_engine(
-                        zoo.CASES[name], rank, stage=stage, optimizer_in_backward=in_backward
-                    )
-                except Exception:
-                    results[name, stage, in_backward] = {"error": traceback.format_exc()}
-    return results
+    return {
+        (name, stage, in_backward): zoo.train_or_error(
+            zoo.CASES[name], rank, stage=stage, optimizer_in_backward=in_backward
+        )
+        for name in NAMES
+        for stage in STAGES
+        for in_backward in (False, True)
+    }
 
 
 @pytest.fixture(scope="module")

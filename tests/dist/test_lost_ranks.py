@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks
+import small_models
 import zoo
 
 import zerobench
@@ -22,7 +23,7 @@ STAGES = (0, 1, 2, 3)
 TIMEOUT_S = 3.0
 # What a loaded machine may take on top: noticing is polling, and processes wait for CPUs.
 GRACE_S = 20.0
-CASE = zoo.Case(zoo.Chain)
+CASE = zoo.Case(small_models.Chain)
 
 
 def start(rank, stage, **config):
@@ -215,7 +216,7 @@ def differ(rank, kind):
         if kind == "stage":
             stage = 3
         elif kind == "model":
-            model = zoo.Chain(4)
+            model = small_models.Chain(4)
     try:
         engine = zerobench.initialize(model, config=rank.config(stage=stage, timeout_s=TIMEOUT_S))
         zoo.run_plan(engine, CASE, 0, rank.rank, [])

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks
+import small_models
 import zoo
 
 import zerobench
@@ -74,7 +75,7 @@ CASES = {
     "blocks, bf16 in fp32": zoo.CASES["bf16 reduced in fp32"],
     "odd sizes": zoo.CASES["odd sizes"],
     "frozen": zoo.CASES["frozen"],
-    "frozen, bf16": zoo.Case(zoo.frozen_parts, config={"precision": "bf16"}),
+    "frozen, bf16": zoo.Case(small_models.frozen_parts, config={"precision": "bf16"}),
     "non-reentrant": zoo.CASES["non-reentrant"],
     "reentrant": zoo.CASES["reentrant"],
     "lora": zoo.CASES["lora"],

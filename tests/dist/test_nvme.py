@@ -6,7 +6,6 @@ All cases of a world size run in one group of processes.
 from __future__ import annotations
 
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -50,29 +49,20 @@ CASES = {
 }
 RUNS = {1: ("odd sizes", "fp16"), 2: tuple(CASES)}
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def train_all(rank: ranks.Rank, names: tuple[str, ...], path: str) -> dict[tuple[str, str, int], dict]:
-    results = {}
-    for name in names:
-        for placement in ("device", *PLACEMENTS):
-            config = {}
-            if placement != "device":
-                config = {"offload_optimizer": PLACEMENTS[placement] | {"nvme_path": [path, path]}}
-            for stage in (1, 2, 3):
-                try:
-                    found = zoo.train_engine(CASES[name], rank, stage=stage, **config)
-                except Exception:
-                    found = {"error": traceback.format_exc()}
-                results[name, placement, stage] = found
-    return results
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    on_disk = {
+        placement: {"offload_optimizer": offload | {"nvme_path": [path, path]}}
+        for placement, offload in PLACEMENTS.items()
+    }
+    return {
+        (name, placement, stage): zoo.train_or_error(CASES[name], rank, stage=stage, **config)
+        for name in names
+        for placement, config in ({"device": {}} | on_disk).items()
+        for stage in (1, 2, 3)
+    }
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ All cases of a world size run in one group of processes.
 from __future__ import annotations
 
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -49,30 +48,20 @@ CASES = {
 ON_OTHERS = ("odd sizes", "bf16", "fp16")
 RUNS = {1: ON_OTHERS, 2: tuple(CASES), 3: ON_OTHERS}
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def stages_of(placement: str) -> tuple[int, ...]:
     return (3,) if placement == "parameters too" else (1, 2, 3)
 
 
 def train_all(rank: ranks.Rank, names: tuple[str, ...]) -> dict[tuple[str, str, int], dict]:
-    results = {}
-    for name in names:
-        for placement, config in PLACEMENTS.items():
-            for stage in stages_of(placement):
-                try:
-                    found = zoo.train_engine(CASES[name], rank, stage=stage, **config)
-                except Exception:
-                    found = {"error": traceback.format_exc()}
-                results[name, placement, stage] = found
-    return results
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    return {
+        (name, placement, stage): zoo.train_or_error(CASES[name], rank, stage=stage, **config)
+        for name in names
+        for placement, config in PLACEMENTS.items()
+        for stage in stages_of(placement)
+    }
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks
+import small_models
 import zoo
 
 import zerobench
@@ -101,7 +102,7 @@ def test_a_skipped_step_changes_nothing_and_the_scale_recovers(fp16):
 
 def test_fp16_trains_what_fp32_trains(fp16):
     """Where nothing overflows, losses follow those of float32 training."""
-    case = zoo.Case(zoo.Chain, config={"gradient_clipping": 1.0, "optimizer": {"lr": zoo.LR}}, steps=14)
+    case = zoo.Case(small_models.Chain, config={"gradient_clipping": 1.0, "optimizer": {"lr": zoo.LR}}, steps=14)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = zoo.train_plainly(case, world_size=2)

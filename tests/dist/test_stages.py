@@ -6,7 +6,6 @@ All cases of a world size run in one group of processes.
 from __future__ import annotations
 
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -33,24 +32,15 @@ RUNS = {2: tuple(zoo.CASES), 3: ON_THREE_RANKS}
 # Relative L2 of the optimizer's first moments and of all updates together. Adam turns noise into full steps.
 TOLERANCES = {"fp32": (2e-4, 5e-3), "bf16": (0.03, 0.15), "fp16": (0.01, 0.05)}
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def train_all(rank: ranks.Rank, names: tuple[str, ...]) -> dict[tuple[str, int], dict]:
-    results = {}
-    for name in names:
-        for stage in STAGES:
-            try:
-                results[name, stage] = zoo.train_engine(zoo.CASES[name], rank, stage=stage)
-            except Exception:
-                results[name, stage] = {"error": traceback.format_exc()}
-    return results
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    return {
+        (name, stage): zoo.train_or_error(zoo.CASES[name], rank, stage=stage)
+        for name in names
+        for stage in STAGES
+    }
 
 
 @pytest.fixture(scope="module")

@@ -185,15 +185,6 @@ def ranks(tmp_path_factory) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def one_thread():
-    """OpenMP threads that wait for each other crawl on a machine that is busy with other things."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
 def references(one_thread) -> dict[str, dict]:
     return {case: train("single", case, rank=0, world_size=1) for case in CASES}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -56,16 +55,11 @@ def train_all(rank: ranks.Rank, names: tuple[str, ...]) -> dict[tuple[str, int],
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(rank.rank)
-    results = {}
-    for name in names:
-        for stage in STAGES:
-            try:
-                results[name, stage] = zoo.train_engine(
-                    zoo.CASES[name], rank, stage=stage, device=f"cuda:{rank.rank}"
-                )
-            except Exception:
-                results[name, stage] = {"error": traceback.format_exc()}
-    return results
+    return {
+        (name, stage): zoo.train_or_error(zoo.CASES[name], rank, stage=stage, device=f"cuda:{rank.rank}")
+        for name in names
+        for stage in STAGES
+    }
 
 
 @pytest.fixture(scope="module")

@@ -178,15 +178,6 @@ def test_vocabulary_and_sequence_must_be_possible(text_file):
         open_small("synthetic", vocab_size=0)
 
 
-@pytest.fixture
-def one_thread():
-    """OpenMP threads that wait for each other crawl on a machine that is busy with other things."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_tiny_learns_the_text(one_thread):
     """A few hundred steps end well below the unigram entropy: the model has learned what follows what."""
     data = open_small("stdlib", seq_length=64)

@@ -12,6 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks
+import small_models
 import zoo
 
 import zerobench
@@ -20,13 +21,7 @@ from zerobench.errors import StateError
 RANK = ranks.Rank(0, 1, "alone")
 NAMES = [name for name, case in zoo.CASES.items() if name != "fp16"]
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,7 +38,7 @@ def test_one_rank_trains_what_plain_pytorch_trains(name):
 
 
 def test_an_engine_looks_like_its_model():
-    model = zoo.Chain(2)
+    model = small_models.Chain(2)
     engine = zerobench.initialize(model, config={"world_size": 1})
     assert engine.module is model and engine.blocks is model.blocks
     assert engine.train() is engine and model.training
@@ -60,7 +55,7 @@ def test_an_engine_looks_like_its_model():
 
 
 def test_low_precision_parameters_and_inputs():
-    model = zoo.Bare()
+    model = small_models.Bare()
     engine = zerobench.initialize(model, config={"world_size": 1, "precision": "bf16"})
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     seen = []
@@ -72,7 +67,7 @@ def test_low_precision_parameters_and_inputs():
 
 
 def test_integer_parameters_stay_as_they_are():
-    model = zoo.Bare()
+    model = small_models.Bare()
     model.table = torch.nn.Parameter(torch.arange(5), requires_grad=False)
     engine = zerobench.initialize(model, config={"world_size": 1, "precision": "bf16"})
     assert torch.equal(model.table, torch.arange(5))

@@ -30,13 +30,7 @@ UNTIED = ("meta-llama/Meta-Llama-3-8B", "mistralai/Mistral-7B-v0.1", "Qwen/Qwen2
 ENGINE = {"threads": 1, "pin_threads": False, "optimizer": {"lr": 1e-3}}
 every_model = pytest.mark.parametrize("name", hf_zoo.MODELS)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", models.hub_models())

@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import small_models
 import zoo
 
 import zerobench
@@ -46,7 +47,7 @@ def test_groups_have_defaults_and_their_own():
 
 
 def test_what_it_refuses():
-    model = zoo.Bare()
+    model = small_models.Bare()
     with pytest.raises(ConfigError, match="param group 0 has the unknown key 'learning_rate'"):
         start(model, model_parameters=[{"params": model.parameters(), "learning_rate": 1}])
     with pytest.raises(ConfigError, match=r"'second\.weight' needs a gradient but is in no param group"):
@@ -60,7 +61,7 @@ def test_what_it_refuses():
     with pytest.raises(ConfigError, match="param group 0 has no 'params'"):
         start(model, model_parameters=[{"lr": 1}])
     with pytest.raises(ConfigError, match="nothing to train"):
-        start(zoo.Bare().requires_grad_(False))
+        start(small_models.Bare().requires_grad_(False))
     with pytest.raises(ConfigError, match="belongs to no engine"):
         ZeroOptimizer([{"params": list(model.parameters())}], OptimizerConfig()).step()
     engine = start(model)
@@ -70,7 +71,7 @@ def test_what_it_refuses():
 
 
 def test_schedulers_work_without_warnings():
-    engine, optimizer, loader, scheduler = start(zoo.Bare())
+    engine, optimizer, loader, scheduler = start(small_models.Bare())
     assert loader is None and scheduler is None and isinstance(optimizer, torch.optim.Optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     with warnings.catch_warnings():
@@ -88,7 +89,7 @@ def test_schedulers_work_without_warnings():
 
 
 def test_a_learning_rate_of_zero_changes_nothing():
-    engine = start(zoo.Bare())
+    engine = start(small_models.Bare())
     engine.optimizer.param_groups[0]["lr"] = 0.0
     before = engine.state_dict()
     engine.backward(engine(**zoo.points(0, 0)))

@@ -10,7 +10,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import zoo
+import small_models
 
 from zerobench import models
 from zerobench.errors import ConfigError
@@ -35,7 +35,7 @@ def test_large_untied_embeddings_and_heads_are_units():
 
 
 def test_a_parameter_of_two_units_belongs_to_the_root():
-    units = find_units(zoo.Tied())
+    units = find_units(small_models.Tied())
     unit_of = units.unit_of_parameters()
     assert units.names == ["root", "blocks.0", "blocks.1", "blocks.2"]
     assert unit_of["blocks.0.norm.weight"] == 0  # shared with block 2
@@ -44,25 +44,25 @@ def test_a_parameter_of_two_units_belongs_to_the_root():
 
 
 def test_without_repeated_blocks_all_is_root():
-    assert find_units(zoo.Bare()).names == ["root"]
+    assert find_units(small_models.Bare()).names == ["root"]
 
 
 def test_the_outermost_repeated_modules_are_taken():
-    outer = nn.ModuleList(nn.ModuleList(zoo.Block() for _ in range(2)) for _ in range(2))
+    outer = nn.ModuleList(nn.ModuleList(small_models.Block() for _ in range(2)) for _ in range(2))
     assert find_units(outer).names == ["root", "0", "1"]
 
 
 def test_blocks_that_differ_are_no_repetition():
-    assert find_units(nn.Sequential(zoo.Block(8), zoo.Block(16))).names == ["root"]
+    assert find_units(nn.Sequential(small_models.Block(8), small_models.Block(16))).names == ["root"]
 
 
 def test_one_block_object_in_two_places_is_one_unit():
-    block = zoo.Block()
-    assert find_units(nn.Sequential(block, zoo.Block(), block)).names == ["root", "0", "1"]
+    block = small_models.Block()
+    assert find_units(nn.Sequential(block, small_models.Block(), block)).names == ["root", "0", "1"]
 
 
 def test_classes_by_name():
-    model = zoo.Chain(2)
+    model = small_models.Chain(2)
     assert find_units(model, ["Block"]).names == ["root", "blocks.0", "blocks.1"]
     nested = find_units(model, ["Block", "LayerNorm"])
     assert nested.names == ["root", "blocks.0", "blocks.0.norm", "blocks.1", "blocks.1.norm"]
