@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from zerobench import _native
+from zerobench.bench.storage import io_uring_text
 
 pytest.importorskip("torch")
 MIB = 1 << 20
@@ -49,6 +50,10 @@ def test_every_mode_moves_the_bytes_it_reports(core, tmp_path: Path) -> None:
         assert [len(list(folder.iterdir())) for folder in folders] == [0, 0]
 
 
+def test_info_says_of_io_uring_what_the_core_says(core) -> None:
+    assert (io_uring_text() == "usable") == (core.io_uring_refusal() is None)
+
+
 def test_wrong_arguments_are_value_errors(core, tmp_path: Path) -> None:
     files = core.IoBench(directories=[str(tmp_path)], chunk_bytes=MIB, chunk_num=4)
     with pytest.raises(ValueError, match="aio"):
@@ -74,6 +79,7 @@ def test_a_probe_gives_rates_and_predictions(core, tmp_path: Path) -> None:
 _VICTIM = """
 import sys
 from zerobench import _native
+from zerobench.bench.storage import io_uring_text
 files = _native.load().IoBench(directories=[sys.argv[1]], chunk_bytes=1 << 20, chunk_num=32)
 files.open(engine="threads", block_bytes=65536, depth=4, frame_num=4)
 files.fill()

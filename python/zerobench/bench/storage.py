@@ -15,6 +15,8 @@ from zerobench.errors import ConfigError
 NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 _IO_URING_SETUP = 425  # the system call's number on every architecture
 _IO_URING_PARAMS_BYTES = 120  # struct io_uring_params
+_IO_URING_FEATURES = slice(20, 24)  # its field features
+_IO_URING_NEEDED = 0b11  # IORING_FEAT_SINGLE_MMAP and IORING_FEAT_NODROP
 
 
 def storage_facts() -> dict[str, Any]:
@@ -23,13 +25,16 @@ def storage_facts() -> dict[str, Any]:
 
 
 def io_uring_text() -> str:
-    """Asks the kernel for a ring of one entry, without the core, whose loading takes torch."""
+    """What the core says (csrc/io/ring.cpp), found without it, since loading it takes torch: asks for a small ring."""
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
     descriptor = libc.syscall(_IO_URING_SETUP, 1, parameters)
     if descriptor < 0:
         return f"not available: io_uring_setup failed with {os.strerror(ctypes.get_errno())}"
     os.close(descriptor)
+    features = int.from_bytes(parameters.raw[_IO_URING_FEATURES], sys.byteorder)
+    if features & _IO_URING_NEEDED != _IO_URING_NEEDED:
+        return "not available: the kernel is older than 5.5"
     return "usable"
 
 
