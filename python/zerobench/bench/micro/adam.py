@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zerobench.bench.machine import cpus_usable, memory_available_bytes
+from zerobench.bench.machine import memory_available_bytes
 from zerobench.bench.micro.adam_arrays import (
     ADAM,
     BETAS,
@@ -33,12 +33,14 @@ from zerobench.bench.micro.adam_arrays import (
     differing_num,
     torch_step,
 )
+from zerobench.bench.micro.checks import check_threads
 from zerobench.bench.micro.output import (
     MicroReport,
     OutputFile,
     TextTable,
     machine_line,
     new_progress,
+    print_comment,
     ratio_cell,
     ratio_json,
 )
@@ -50,7 +52,6 @@ from zerobench.bench.micro.sampling import (
     seconds_per_call,
     speed_ratio,
 )
-from zerobench.errors import ConfigError
 from zerobench.report.stats import Ratio, median
 from zerobench.strategies.requirements import DEEPSPEED as DEEPSPEED_REQUIREMENT
 from zerobench.strategies.requirements import missing_package
@@ -73,10 +74,7 @@ class AdamOptions(AdamSizes):
 
     def check(self) -> None:
         for thread_num in self.thread_nums:
-            if not 1 <= thread_num <= cpus_usable():
-                raise ConfigError(
-                    f"--threads {thread_num} is not possible: give 1 to {cpus_usable()}, the cores usable here"
-                )
+            check_threads(thread_num)
         super().check()
 
 
@@ -92,7 +90,7 @@ def run_adam(options: AdamOptions, *, output: OutputFile, console: Console, note
     """Measure, show and write; the exit code: 1 where a result was wrong."""
     sizes = options.sizes_within(memory_available_bytes(), bytes_per_element=_BYTES_PER_ELEMENT, notes=notes)
     machine = machine_line()
-    console.print(f"# {machine}", highlight=False, soft_wrap=True)
+    print_comment(console, machine)
     cases = list(itertools.product(options.thread_nums, sizes, MIXES))
     rows = []
     peer, why_not = deepspeed_peer()
@@ -108,7 +106,7 @@ def run_adam(options: AdamOptions, *, output: OutputFile, console: Console, note
             rows.append(measure(numel, mix, thread_num, options.repeats, tick, peer=peer))
     table = adam_table(rows)
     console.print(table)
-    console.print(f"# {NOTES}", highlight=False, soft_wrap=True)
+    print_comment(console, NOTES)
     settings = {"repeats": options.repeats, "threads": list(options.thread_nums)}
     output.write(
         MicroReport(

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from zerobench.bench.micro.checks import check_repeats
 from zerobench.bench.micro.output import size_text
 from zerobench.bench.micro.sampling import Call
 from zerobench.errors import ConfigError, Error
@@ -54,8 +55,7 @@ class AdamSizes:
             raise ConfigError(
                 f"--min-numel {self.min_numel} and --max-numel {self.max_numel} are no range: give 1 <= min <= max"
             )
-        if self.repeats < 1:
-            raise ConfigError(f"--repeats {self.repeats} measures nothing: give at least 1")
+        check_repeats(self.repeats)
 
     def sizes_within(self, free_bytes: int, *, bytes_per_element: int, notes: Console) -> list[int]:
         """Those that fit into half of what is free; the others are named in the notes."""

@@ -38,6 +38,7 @@ from zerobench.bench.micro.output import (
     TextTable,
     machine_line,
     new_progress,
+    print_comment,
     ratio_cell,
     ratio_json,
 )
@@ -84,7 +85,7 @@ def run_adam_gpu(options: AdamGpuOptions, *, output: OutputFile, console: Consol
     free_bytes = torch.cuda.mem_get_info(options.gpu.index)[0]
     sizes = options.sizes_within(free_bytes, bytes_per_element=_BYTES_PER_ELEMENT, notes=notes)
     machine = machine_line([options.gpu])
-    console.print(f"# {machine}", highlight=False, soft_wrap=True)
+    print_comment(console, machine)
     cases = list(itertools.product(sizes, MIXES))
     rows = []
     with new_progress(notes) as bar:
@@ -98,7 +99,7 @@ def run_adam_gpu(options: AdamGpuOptions, *, output: OutputFile, console: Consol
             torch.cuda.empty_cache()
     table = adam_table(rows, options.gpu)
     console.print(table)
-    console.print(f"# {NOTES}", highlight=False, soft_wrap=True)
+    print_comment(console, NOTES)
     output.write(
         MicroReport(
             benchmark="adam",

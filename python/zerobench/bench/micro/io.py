@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from zerobench.bench.micro.checks import check_known, check_repeats
 from zerobench.bench.micro.io_disk import MIB, Disk, IoSetting, check_memory, io_errors
 from zerobench.bench.micro.output import (
     MicroReport,
@@ -19,6 +20,7 @@ from zerobench.bench.micro.output import (
     TextTable,
     machine_line,
     new_progress,
+    print_comment,
     ratio_cell,
     ratio_json,
     size_text,
@@ -68,18 +70,15 @@ class IoOptions:
 
     def check(self) -> None:
         check_directories(list(self.paths))
-        for option, values, known in (("--engines", self.engines, ENGINES), ("--modes", self.modes, MODES)):
-            for value in values:
-                if value not in known:
-                    raise ConfigError(f"{option} {value!r} is unknown: choose of {', '.join(known)}")
+        check_known("--engines", self.engines, ENGINES)
+        check_known("--modes", self.modes, MODES)
         for size in (*self.block_bytes, self.chunk_bytes):
             if size < 4096 or size % 4096:
                 raise ConfigError(f"{size} bytes are no block for O_DIRECT: give a multiple of 4096")
         for depth in self.depths:
             if not 1 <= depth <= 1024:
                 raise ConfigError(f"--depth {depth} is not possible: give 1 to 1024")
-        if self.repeats < 1:
-            raise ConfigError(f"--repeats {self.repeats} measures nothing: give 1 or more")
+        check_repeats(self.repeats)
         if not self.sample_s > 0:
             raise ConfigError(f"--sample-seconds {self.sample_s:g} measures nothing: give more than 0")
         check_memory(self.settings(), self.chunk_bytes)
@@ -90,7 +89,7 @@ def run_io(options: IoOptions, *, output: OutputFile, console: Console, notes: C
     machine = machine_line()
     devices = [device_facts(path) for path in options.paths]
     for line in (machine, *map(device_line, devices)):
-        console.print(f"# {line}", highlight=False, soft_wrap=True)
+        print_comment(console, line)
     rows: list[dict[str, Any]] = []
     with new_progress(notes) as bar, io_errors():
         settings = options.settings()
@@ -114,7 +113,7 @@ def run_io(options: IoOptions, *, output: OutputFile, console: Console, notes: C
     files = f"{size_text(disk.file_bytes)} in {len(options.paths)} file(s)"
     table = io_table(rows, title=f"I/O, {files}")
     console.print(table)
-    console.print(f"# {NOTES}", highlight=False, soft_wrap=True)
+    print_comment(console, NOTES)
     output.write(
         MicroReport(
             benchmark="io",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from zerobench.bench.micro.io import ENGINES
 from zerobench.bench.micro.io_disk import MIB, Disk, IoSetting, check_memory, io_errors
-from zerobench.bench.micro.output import TextTable, machine_line, new_progress, size_text
+from zerobench.bench.micro.output import TextTable, machine_line, new_progress, print_comment, size_text
 from zerobench.bench.storage import check_directories, device_facts, device_line
 from zerobench.errors import ConfigError
 from zerobench.io_settings import IoSettings, slow_path_warning, write_settings
@@ -111,7 +111,7 @@ def run_tune_io(options: TuneOptions, *, console: Console, notes: Console) -> in
     candidates = options.fitting(candidates_for(engines))
     check_memory(candidates, options.chunk_bytes)
     for line in (machine_line(), device_line(device_facts(options.path))):
-        console.print(f"# {line}", highlight=False, soft_wrap=True)
+        print_comment(console, line)
     with new_progress(notes) as bar, io_errors():
         task = bar.add_task("filling the file", total=options.seconds)
         disk = Disk(

@@ -160,6 +160,11 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
+def print_comment(console: Console, text: str) -> None:
+    """A line that is no data."""
+    console.print(f"# {text}", highlight=False, soft_wrap=True)
+
+
 def new_progress(notes: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),

@@ -12,13 +12,15 @@ from typing import Any
 from rich.console import Console
 
 from zerobench.bench.gpus import Gpu
-from zerobench.bench.machine import cpus_usable, memory_available_bytes
+from zerobench.bench.machine import memory_available_bytes
+from zerobench.bench.micro.checks import check_threads
 from zerobench.bench.micro.output import (
     MicroReport,
     OutputFile,
     TextTable,
     machine_line,
     new_progress,
+    print_comment,
     ratio_cell,
     ratio_json,
     size_text,
@@ -68,10 +70,7 @@ class PinnedOptions:
         for name, value in (("--ready-gib", self.ready_bytes), ("--copy-bytes", self.copy_bytes)):
             if value < 1:
                 raise ConfigError(f"{name} must be positive")
-        if not 1 <= self.threads <= cpus_usable():
-            raise ConfigError(
-                f"--threads {self.threads} is not possible: give 1 to {cpus_usable()}, the cores usable here"
-            )
+        check_threads(self.threads)
         needed = max(self.ready_bytes, 4 * self.copy_bytes * max(1, len(self.gpus)))
         available = memory_available_bytes()
         if needed > available:
@@ -84,7 +83,7 @@ class PinnedOptions:
 def run_pinned(options: PinnedOptions, *, output: OutputFile, console: Console, notes: Console) -> int:
     """Measure, show and write."""
     machine = machine_line(options.gpus)
-    console.print(f"# {machine}", highlight=False, soft_wrap=True)
+    print_comment(console, machine)
     directions = DIRECTIONS if options.gpus else (ON_HOST,)
     groups = gpu_groups(options.gpus)
     copies = [(group, direction) for group in groups for direction in directions]
@@ -100,7 +99,7 @@ def run_pinned(options: PinnedOptions, *, output: OutputFile, console: Console, 
     for table in tables:
         console.print(table)
     text = NOTES if options.gpus else NOTES_WITHOUT_GPU
-    console.print(f"# {text}", highlight=False, soft_wrap=True)
+    print_comment(console, text)
     settings = {
         "repeats": options.repeats,
         "ready_repeats": options.ready_repeats,
