@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from zerobench import config as config_module
 from zerobench import topology
-from zerobench.config import Config, parse
+from zerobench.config import Config, LossScaleConfig, OffloadOptimizerConfig, OptimizerConfig, parse
 from zerobench.errors import ConfigError
 
 
@@ -18,6 +20,21 @@ def test_defaults():
     assert config.gradient_clipping is None and config.units == "auto" and config.communicator == "auto"
     assert config.optimizer.type == "adamw" and config.optimizer.betas == (0.9, 0.999)
     assert parse(config) is config
+
+
+def test_the_documentation_has_every_key_with_its_default():
+    docs = Path(__file__).parents[2] / "docs"
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", (docs / "configuration.md").read_text(), re.MULTILINE)
+    documented = {key: default for keys, default in rows for key in re.findall(r"`(\w+)`", keys)}
+    fields = {**Config.model_fields, **OptimizerConfig.model_fields, **LossScaleConfig.model_fields}
+    for key, field in fields.items():
+        sections = ("optimizer", "loss_scale")
+        expected = "see below" if key in sections else f"`{json.dumps(field.default)}`"
+        assert documented.pop(key) == expected, key
+    assert not documented, "keys that no longer exist"
+    offload = (docs / "offload.md").read_text()
+    for key in OffloadOptimizerConfig.model_fields:
+        assert f"`{key}`" in offload or f'"{key}"' in offload, key
 
 
 @pytest.mark.parametrize(
