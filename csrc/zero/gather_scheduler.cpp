@@ -1,8 +1,6 @@
 #include "zero/gather_scheduler.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <map>
 #include <utility>
 
@@ -10,35 +8,6 @@
 #include "common/scope_exit.h"
 
 namespace zb {
-namespace {
-
-constexpr std::int32_t kNoWish = -1;
-
-std::uint64_t hash_of(const std::vector<std::size_t>& list) {
-  std::uint64_t hash = 1469598103934665603ULL;  // FNV-1a over the unit indices
-  for (const std::size_t unit : list) {
-    hash ^= unit + 1;
-    hash *= 1099511628211ULL;
-  }
-  return hash;
-}
-
-}  // namespace
-
-// One rank's part of an agreement.
-struct GatherScheduler::Message {
-  std::uint64_t pass_number;
-  std::uint64_t gathered_hash;
-  std::uint32_t gathered_num;
-  std::int32_t wish;
-  std::uint32_t kind;
-  std::uint32_t reserved;
-};
-
-std::string_view pass_kind_name(PassKind kind) noexcept {
-  constexpr std::array<std::string_view, kPassKindNum> kNames{"training forward", "evaluation forward", "backward"};
-  return kNames[static_cast<std::size_t>(kind)];
-}
 
 GatherScheduler::GatherScheduler(Device& device, Communicator& communicator, Store& store, Ledger* ledger,
                                  std::vector<Unit>& units, std::vector<Parameter>& parameters,
@@ -277,12 +246,12 @@ void GatherScheduler::end_pass() {
     const CommunicationClock::Scope timed(clock_);
     while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
     drop_prefetched_before(SIZE_MAX);
-    std::vector<Message> messages = agree(kNoWish);
-    while (std::any_of(messages.begin(), messages.end(), [](const Message& m) { return m.wish != kNoWish; })) {
+    std::vector<GatherMessage> messages = agree(kNoWish);
+    while (std::any_of(messages.begin(), messages.end(), [](const GatherMessage& m) { return m.wish != kNoWish; })) {
       serve_wishes(messages);
       messages = agree(kNoWish);
     }
-    adopt_sequence(messages);
+    adopt_sequence(communicator_, messages, gathered_, sequence());
     if (kind_ == PassKind::kTrainForward && !forward_uses_.empty()) {
       const auto last = std::find_if(forward_uses_.rbegin(), forward_uses_.rend(),
                                      [&](std::size_t unit) { return !units_[unit].is_root; });
@@ -300,15 +269,13 @@ void GatherScheduler::wish_for(std::size_t unit_index) {
   }
 }
 
-void GatherScheduler::serve_wishes(const std::vector<Message>& messages) {
+std::vector<GatherMessage> GatherScheduler::agree(std::int32_t wish) {
+  return exchange_messages(communicator_, kind_, pass_number_, gathered_, wish);
+}
+
+void GatherScheduler::serve_wishes(const std::vector<GatherMessage>& messages) {
   const std::int32_t own = messages[static_cast<std::size_t>(communicator_.rank())].wish;
-  std::vector<std::int32_t> wishes;
-  for (const Message& message : messages) {
-    if (message.wish != kNoWish && std::find(wishes.begin(), wishes.end(), message.wish) == wishes.end()) {
-      wishes.push_back(message.wish);
-    }
-  }
-  for (const std::int32_t wish : wishes) {
+  for (const std::int32_t wish : wishes_in(messages)) {
     const auto unit = static_cast<std::size_t>(wish);
     if (wish == own) {
       start_gather(unit);
@@ -317,51 +284,6 @@ void GatherScheduler::serve_wishes(const std::vector<Message>& messages) {
       serve(unit);
     }
   }
-}
-
-std::vector<GatherScheduler::Message> GatherScheduler::agree(std::int32_t wish) {
-  const Message mine{pass_number_,
-                     hash_of(gathered_),
-                     static_cast<std::uint32_t>(gathered_.size()),
-                     wish,
-                     static_cast<std::uint32_t>(kind_),
-                     0};
-  std::vector<Message> all(static_cast<std::size_t>(communicator_.world_size()));
-  communicator_.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)),
-                         pass_kind_name(kind_));
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].kind != mine.kind || all[rank].pass_number != mine.pass_number) {
-      const std::string reason = "rank " + std::to_string(rank) + " is in a " +
-                                 std::string(pass_kind_name(static_cast<PassKind>(all[rank].kind))) + " (pass " +
-                                 std::to_string(all[rank].pass_number) + ") while rank " +
-                                 std::to_string(communicator_.rank()) + " is in a " +
-                                 std::string(pass_kind_name(kind_)) + " (pass " + std::to_string(pass_number_) +
-                                 "); every rank must call forward, backward and step equally often";
-      communicator_.abort(reason);
-      throw CommunicationError(reason, static_cast<int>(rank));
-    }
-  }
-  return all;
-}
-
-void GatherScheduler::adopt_sequence(const std::vector<Message>& messages) {
-  const std::uint64_t agreed = hash_of(sequence());
-  if (std::all_of(messages.begin(), messages.end(), [&](const Message& m) { return m.gathered_hash == agreed; }))
-    return;
-  std::size_t longest = 0;
-  for (std::size_t rank = 1; rank < messages.size(); ++rank) {
-    if (messages[rank].gathered_num > messages[longest].gathered_num) longest = rank;
-  }
-  const std::size_t list_num = messages[longest].gathered_num;
-  std::vector<std::uint32_t> mine(list_num, 0);
-  for (std::size_t i = 0; i < std::min(list_num, gathered_.size()); ++i)
-    mine[i] = static_cast<std::uint32_t>(gathered_[i]);
-  std::vector<std::uint32_t> all(list_num * messages.size());
-  if (list_num > 0) {
-    communicator_.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)), "gather order");
-  }
-  const auto begin = all.begin() + static_cast<std::ptrdiff_t>(longest * list_num);
-  sequence().assign(begin, begin + static_cast<std::ptrdiff_t>(list_num));
 }
 
 void GatherScheduler::gather(const std::vector<std::size_t>& units) {

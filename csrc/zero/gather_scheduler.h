@@ -3,9 +3,8 @@
 // [Note: agreed gathers]
 // All-gathers must be started in the same order on every rank, whatever the ranks' own modules do. A pass (a forward, a
 // backward) works through an agreed sequence of units, recorded in an earlier pass of the same kind:
-// - A unit that comes later in the sequence is reached by starting everything before it; what this rank does not need
-// is
-//   received and dropped.
+// - A unit that comes later in the sequence is reached by starting everything before it; what this rank does not
+//   need is received and dropped.
 // - A unit that does not come any more is wished for: ranks that have finished the sequence exchange wishes, serve all
 //   of them together, and exchange again. A rank whose pass has ended takes part with no wish.
 // - A pass ends when no rank wishes for anything. Ranks then compare what they gathered; where that differs from the
@@ -19,21 +18,17 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
 #include "memory/ledger.h"
 #include "stores/store.h"
 #include "zero/clock.h"
+#include "zero/gather_agreement.h"
 #include "zero/slot_pool.h"
 #include "zero/unit.h"
 
 namespace zb {
-
-enum class PassKind : std::uint8_t { kTrainForward, kEvalForward, kBackward };
-inline constexpr std::size_t kPassKindNum = 3;
-std::string_view pass_kind_name(PassKind kind) noexcept;
 
 struct GatherOptions {
   bool sharded = false;  // else (stages 0 to 2, or one rank) every call but the bookkeeping of uses is a no-op
@@ -80,7 +75,6 @@ class GatherScheduler {
     std::size_t position;
     std::size_t unit;
   };
-  struct Message;
   struct StagingShard {
     Region region;
     std::vector<WorkPtr> readers;  // gathers that peers may still read it in
@@ -103,9 +97,8 @@ class GatherScheduler {
   void prefetch();
   void drop_prefetched_before(std::size_t position);
   void wish_for(std::size_t unit);
-  std::vector<Message> agree(std::int32_t wish);
-  void serve_wishes(const std::vector<Message>& messages);
-  void adopt_sequence(const std::vector<Message>& messages);
+  std::vector<GatherMessage> agree(std::int32_t wish);
+  void serve_wishes(const std::vector<GatherMessage>& messages);
   std::vector<std::size_t>& sequence() { return sequences_[static_cast<std::size_t>(kind_)]; }
 
   Device& device_;
