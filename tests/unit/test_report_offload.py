@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_report_output import GOLDEN, sample
+from report_samples import GOLDEN, sample
 
 from zerobench.bench.assess import transfers_of
 from zerobench.bench.job import DeviceMemory, Window, WindowTransfers

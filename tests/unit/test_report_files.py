@@ -1,0 +1,141 @@
+"""Result files: schema, frames, CSV; and what importing the report costs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas
+import pytest
+from report_samples import SAMPLE, mixed, sample
+
+from zerobench.bench.result import Results
+from zerobench.errors import DataError
+from zerobench.report import (
+    load,
+    write_csv,
+    write_plots,
+)
+
+
+def test_schema_round_trip() -> None:
+    results = mixed()
+    text = results.model_dump_json()
+    assert Results.model_validate_json(text) == results
+    assert json.loads(text)["rows"][3]["step_time_ms"] is None  # what cannot be had is null
+
+
+def test_fields_of_newer_files_are_kept(tmp_path: Path) -> None:
+    content = json.loads(SAMPLE.read_text())
+    content["rows"][0]["energy_j"] = 12.5
+    content["rows"][0]["step_time_ms"]["p99"] = 130.0
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    frame = load(tmp_path)
+    assert frame["energy_j"][0] == 12.5 and pandas.isna(frame["energy_j"][1])
+    assert frame["step_time_ms.p99"][0] == 130.0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"does not exist: give a results\.json"),
+        ("{", "is not a zerobench result file"),
+        ('{"created": 3}', "is not a zerobench result file: created"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
+)
+def test_files_that_cannot_serve(tmp_path: Path, content: str | bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "results.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        load(tmp_path)
+
+
+def test_file_of_a_newer_schema(tmp_path: Path) -> None:
+    content = json.loads(SAMPLE.read_text()) | {"schema_version": 99}
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"schema_version 99 .* upgrade"):
+        load(tmp_path)
+
+
+def test_frame_is_flat() -> None:
+    frame = load(SAMPLE)
+    rows = {row.strategy: row for row in sample().rows}
+    zero3 = frame[frame["strategy"] == "zero3"].iloc[0]
+    time, memory = rows["zero3"].step_time_ms, rows["zero3"].memory_bytes
+    assert time is not None and memory is not None
+    assert zero3["step_time_ms.median"] == time.median
+    assert zero3["step_time_ms.samples"] == time.samples
+    assert zero3["settings.batch_size"] == 8
+    assert zero3["settings.model_config_resolved.hidden_size"] == 128
+    assert zero3["memory_bytes.device.parameters"] == memory["device"]["parameters"]
+    assert zero3["phases_ms.exposed_communication"] == 13.2
+    single = frame[frame["strategy"] == "single"].iloc[0]
+    assert pandas.isna(single["phases_ms.exposed_communication"])  # absent, not zero
+    assert frame["tokens_per_s"].dtype == float
+    assert "source" not in frame.columns
+    assert frame.attrs["results"][str(SAMPLE)]["versions"]["torch"] == "2.13.0"
+
+
+def test_frame_of_rows_without_measurements_has_the_same_columns(tmp_path: Path) -> None:
+    results = sample()
+    results.rows = [row for row in mixed().rows if row.status in ("oom", "failed")]
+    (tmp_path / "results.json").write_text(results.model_dump_json())
+    frame = load(tmp_path)
+    assert frame["step_time_ms.median"].isna().all() and len(frame) == 2
+    assert "step_time_ms" not in frame.columns and "deviation.update" in frame.columns
+    results.rows = []
+    (tmp_path / "results.json").write_text(results.model_dump_json())
+    frame = load(tmp_path)
+    assert len(frame) == 0 and "step_time_ms.median" in frame.columns
+
+
+def test_several_paths_carry_their_source(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(mixed().model_dump_json())
+    for frame in (load(SAMPLE, tmp_path), load([SAMPLE, tmp_path])):
+        assert list(frame["source"].unique()) == [str(SAMPLE), str(tmp_path)]
+        assert len(frame) == 14
+        assert len(frame.attrs["results"]) == 2
+
+
+def test_csv_is_the_summary(tmp_path: Path) -> None:
+    results = mixed()
+    write_csv(results, tmp_path / "results.csv")
+    with (tmp_path / "results.csv").open(newline="") as file:
+        records = list(csv.DictReader(file))
+    assert [record["status"] for record in records] == [row.status for row in results.rows]
+    first, oom = records[0], records[3]
+    assert float(first["step_time_ms.median"]) == results.rows[0].step_time_ms.median  # type: ignore[union-attr]
+    assert oom["step_time_ms.median"] == "" and oom["peak_device_bytes"] == ""
+    assert "step_time_ms.samples" not in first and "loss" not in first
+    assert first["settings.precision"] == "bf16"
+    assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]
+
+
+def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
+    (tmp_path / "results.csv").mkdir()  # a folder stands where the file should go
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "step_time.png").mkdir()
+    with pytest.raises(OSError, match=r"results\.csv"):
+        write_csv(sample(), tmp_path / "results.csv")
+    with pytest.raises(OSError, match=r"step_time\.png"):
+        write_plots(sample(), tmp_path / "plots")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_report_imports_are_light() -> None:
+    code = """
+import sys, zerobench.report
+heavy = {"torch", "pandas", "matplotlib", "rich", "numpy", "zerobench._core"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+from zerobench.report import (advise, finish_rows, load, median_of_ratios, ratio_of_medians, read_results,
+    render_table, summarise, table_text, write_csv, write_plots, Ratio)
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+results = read_results(sys.argv[1])
+finish_rows(results), advise(results), table_text(results)
+assert not {"torch", "pandas", "matplotlib", "zerobench._core"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code, str(SAMPLE)], check=True, timeout=120)

@@ -1,0 +1,83 @@
+"""The plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+from report_samples import grid, mixed, sample
+
+from zerobench.report import write_plots
+
+
+@pytest.mark.parametrize("make", [sample, mixed, grid])
+def test_plots_are_images(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
+    paths = write_plots(make(), tmp_path / "plots")
+    assert [path.name for path in paths] == ["step_time.png", "memory.png", "speed_memory.png"]
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {path.name for path in paths}
+    for path in paths:
+        image = matplotlib.image.imread(path)
+        assert image.shape[1] >= 1000 and image[..., :3].mean() > 0.6  # light background
+        assert image[..., :3].std() > 0.02  # something is drawn
+
+
+def test_plots_of_one_row_and_of_none(tmp_path: Path) -> None:
+    results = sample()
+    results.rows = results.rows[2:3]
+    assert len(write_plots(results, tmp_path)) == 3
+    results.rows[0].status = "failed"
+    assert write_plots(results, tmp_path / "nothing") == []
+    assert not (tmp_path / "nothing").exists()
+    results.rows = []
+    assert write_plots(results, tmp_path / "nothing") == []
+
+
+def test_bars_end_at_the_median_and_the_peak() -> None:
+    from zerobench.report.plots import memory_figure, step_time_figure
+
+    results = mixed()
+    figure = step_time_figure(results)
+    assert figure is not None
+    widths = [0.0] * len(results.rows)
+    for patch in figure.axes[0].patches:
+        widths[round(patch.get_y() + patch.get_height() / 2)] += patch.get_width()
+    expected = [
+        row.step_time_ms.median if row.status == "ok" and row.step_time_ms else 0.0 for row in results.rows
+    ]
+    assert widths == pytest.approx(expected)
+
+    figure = memory_figure(results)
+    assert figure is not None
+    ends = [0.0] * len(results.rows)
+    for patch in figure.axes[0].patches:
+        index = round(patch.get_y() + patch.get_height() / 2)
+        ends[index] = max(ends[index], patch.get_x() + patch.get_width())
+    peaks = [(row.peak_device_bytes or 0) / 2**20 if row.status == "ok" else 0.0 for row in results.rows]
+    assert ends == pytest.approx(peaks)
+
+
+def test_no_two_labels_overlap() -> None:
+    from zerobench.report.scatter import speed_memory_figure
+
+    figure = speed_memory_figure(grid())
+    assert figure is not None
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    for axes in figure.axes:
+        boxes = [text.get_window_extent(renderer) for text in axes.texts if text.get_text()]
+        assert len(boxes) > 5
+        for index, box in enumerate(boxes):
+            assert not any(box.overlaps(other) for other in boxes[index + 1 :])
+
+
+def test_pareto_front() -> None:
+    from zerobench.report.scatter import Point, pareto_front
+
+    points = [
+        Point("small", 1.0, 10.0, True),
+        Point("beaten", 2.0, 9.0, True),
+        Point("fast", 3.0, 20.0, True),
+        Point("same memory, slower", 3.0, 19.0, True),
+        Point("other dtypes", 0.5, 30.0, False),
+    ]
+    assert [point.label for point in pareto_front(points)] == ["small", "fast"]

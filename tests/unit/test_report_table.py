@@ -1,0 +1,110 @@
+"""The table, and the figures in it that hang together over rows."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from report_samples import GOLDEN, GOLDEN_TABLES, gpus, mixed, sample
+
+from zerobench.bench.result import Deviation
+from zerobench.report import (
+    advise,
+    finish_rows,
+    render_table,
+    table_text,
+)
+
+
+@pytest.mark.parametrize("name", GOLDEN_TABLES)
+def test_golden_tables(name: str) -> None:
+    make, width = GOLDEN_TABLES[name]
+    text = table_text(make(), width=width)
+    assert text == (GOLDEN / name).read_text(encoding="utf-8")
+    assert max(len(line) for line in text.splitlines()) <= width
+
+
+@pytest.mark.parametrize("width", range(60, 200, 7))
+@pytest.mark.parametrize("make", [sample, mixed])
+def test_no_width_breaks_a_number(make, width: int) -> None:  # type: ignore[no-untyped-def]
+    results = make()
+    text = table_text(results, width=width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    row = results.rows[0]
+    assert f"{row.step_time_ms.median:.1f} ± {row.step_time_ms.mad:.1f}" in text
+    assert f"{row.peak_device_bytes / 2**20:.1f}" in text
+
+
+def test_wrong_rows_show_no_number_but_their_deviation() -> None:
+    results = mixed()
+    line = next(line for line in table_text(results, width=180).splitlines() if line.startswith("zero1"))
+    assert line.split()[:2] == ["zero1", "wrong"]
+    assert [word for word in line.split()[2:] if word[0].isdigit()] == ["3.8e-01"]
+
+
+def test_unequal_checksums_are_marked() -> None:
+    results = sample()
+    assert "≠" not in table_text(results) and "= parameters equal bit for bit" in table_text(results)
+    results.rows[3].checksum = "another"
+    assert table_text(results).count("3.1e-03 ≠") == 4
+
+
+def test_rows_that_settings_do_not_tell_apart_go_by_name() -> None:
+    results = sample()
+    twin = results.rows[1].model_copy(deep=True)
+    twin.name = "zs0_second_config"
+    results.rows.append(twin)
+    assert "zs0_second_config" in table_text(results)
+
+
+def test_terminal_that_knows_ascii_only() -> None:
+    from rich.console import Console
+
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), width=100)
+    console.print(render_table(mixed()))
+    assert b"118.0 +- 1.2" in raw.getvalue()
+
+
+def test_no_rows() -> None:
+    results = sample()
+    results.rows = []
+    assert "no rows yet" in table_text(results)
+    assert advise(results) == ["Nothing to recommend: no row is both correct and comparable."]
+
+
+def test_wrong_row_without_a_deviation_still_says_why() -> None:
+    results = sample()
+    results.rows[2].status, results.rows[2].deviation = "wrong", Deviation()
+    assert "zero1: wrong: no reason was recorded" in table_text(results)
+
+
+def test_the_floor_is_no_competitor() -> None:
+    results = gpus()
+    floor = results.rows[0]
+    assert floor.relative is None and floor.speedup is None and floor.of_compute_only is None
+    assert not any("compute_only" in sentence for sentence in advise(results))
+    zero0 = next(row for row in results.rows if row.strategy == "zero0")
+    assert floor.step_time_ms is not None and zero0.step_time_ms is not None
+    assert zero0.of_compute_only == floor.step_time_ms.median / zero0.step_time_ms.median
+    assert results.rows[-1].of_compute_only is None  # it did not run
+
+
+def test_a_floor_of_other_settings_is_none() -> None:
+    for key, value in (("compile", "none"), ("batch_size", 4), ("grad_accum", 2), ("tf32", True)):
+        results = gpus()
+        setattr(results.rows[0].settings, key, value)
+        finish_rows(results)
+        assert {row.of_compute_only for row in results.rows} == {None}
+
+
+def test_compiled_rows_are_held_against_the_compiled_baseline() -> None:
+    results = gpus()
+    eager = next(row for row in results.rows if row.strategy == "ddp").model_copy(deep=True)
+    eager.name, eager.settings.compile = "ddp_eager", "none"
+    results.rows.append(eager)
+    finish_rows(results)
+    by_name = {row.name: row for row in results.rows}
+    zero0 = next(row for row in results.rows if row.strategy == "zero0")
+    assert zero0.baseline is not None and by_name[zero0.baseline].settings.compile == "block"
+    assert eager.baseline == "ddp_eager"
