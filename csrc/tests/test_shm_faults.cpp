@@ -1,0 +1,276 @@
+// Faults of ranks on the shm communicator, rendezvous, and what must not stay behind; with threads as ranks.
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "shm_support.h"
+
+namespace zb {
+namespace {
+
+using namespace test::shm;
+using Clock = std::chrono::steady_clock;
+
+void expect_same_error(const std::vector<std::exception_ptr>& errors, const std::vector<std::string>& parts) {
+  for (const std::exception_ptr& error : errors) {
+    EXPECT_EQ(message_of(error), message_of(errors[0]));
+    for (const std::string& part : parts) {
+      EXPECT_NE(message_of(error).find(part), std::string::npos) << part << " in: " << message_of(error);
+    }
+  }
+}
+
+TEST(ShmFaults, DifferentCollectives) {
+  expect_same_error(run_threads(3,
+                                [](Communicator& comm) {
+                                  const Region buffer = shared(comm, 1200);
+                                  const Region apart = local(comm, 1200);
+                                  if (comm.rank() == 1) {
+                                    comm.start_all_gather({buffer, apart, 400, "h.7"})->wait();
+                                  } else {
+                                    comm.start_reduce_scatter({buffer, apart, 100, DType::kFloat32, "h.3"})->wait();
+                                  }
+                                  comm.barrier("after");
+                                }),
+                    {"all_gather of 'h.7'", "reduce_scatter of 'h.3'", "rank 1", "400 bytes"});
+}
+
+TEST(ShmFaults, DifferentSizesDtypesRootsAndBuffers) {
+  const std::vector<std::function<void(Communicator&, Region, Region)>> calls{
+      [](Communicator& comm, Region a, Region) {
+        comm.start_all_reduce({a, comm.rank() == 1 ? 99U : 100U, DType::kFloat32, "size"})->wait();
+      },
+      [](Communicator& comm, Region a, Region) {
+        const DType dtype = comm.rank() == 1 ? DType::kFloat16 : DType::kBFloat16;
+        comm.start_all_reduce({a, 100, dtype, "dtype"})->wait();
+      },
+      [](Communicator& comm, Region a, Region) { comm.start_broadcast({a, 100, comm.rank(), "root"}); },
+      [](Communicator& comm, Region a, Region b) {
+        comm.start_all_reduce({comm.rank() == 1 ? a : b, 100, DType::kFloat32, "buffer"})->wait();
+      },
+      [](Communicator& comm, Region, Region) { shared(comm, comm.rank() == 1 ? 1000 : 2000); },
+  };
+  for (const auto& call : calls) {
+    expect_same_error(run_threads(2,
+                                  [&](Communicator& comm) {
+                                    const Region a = shared(comm, 400);
+                                    const Region b = shared(comm, 400);
+                                    call(comm, a, b);
+                                    comm.barrier("after");
+                                  }),
+                      {"all ranks must make the same calls"});
+  }
+}
+
+TEST(ShmFaults, StuckRankRaisesEverywhereWithOneCause) {
+  std::vector<std::string> later(3);
+  std::atomic<int> given_up_num{0};
+  const auto errors = run_threads(
+      3,
+      [&](Communicator& comm) {
+        const Region buffer = shared(comm, 400);
+        comm.barrier("together");
+        try {
+          // The stuck rank comes back when the others have given up.
+          while (comm.rank() == 2 && given_up_num < 2) std::this_thread::sleep_for(1ms);
+          comm.start_all_reduce({buffer, 100, DType::kFloat32, "h.3"})->wait();
+        } catch (const CommunicationError&) {
+          ++given_up_num;
+          later[static_cast<std::size_t>(comm.rank())] = communication_error([&] { comm.barrier("later"); });
+          throw;
+        }
+      },
+      1s);
+  expect_same_error(errors, {"waited 1.00 s for rank 2 in all_reduce of 'h.3'"});
+  for (const std::string& text : later) EXPECT_EQ(text, message_of(errors[0]));
+}
+
+TEST(ShmFaults, RankThatLeavesIsNamed) {
+  const auto errors = run_threads(3, [](Communicator& comm) {
+    const Region buffer = shared(comm, 400);
+    if (comm.rank() == 1) return;
+    comm.start_all_reduce({buffer, 100, DType::kFloat32, "h.3"})->wait();
+  });
+  EXPECT_EQ(message_of(errors[1]), "no CommunicationError");
+  expect_same_error({errors[0], errors[2]}, {"rank 1 left during all_reduce of 'h.3'"});
+}
+
+TEST(ShmFaults, RankThatLeavesAfterItsPartHarmsNobody) {
+  run_ranks(4, [](Communicator& comm) {
+    const Region source = shared(comm, 400);
+    const Region destination = local(comm, 1600);
+    std::memset(source.data(), comm.rank() + 1, 400);
+    if (comm.rank() != 0) std::this_thread::sleep_for(std::chrono::milliseconds(5 * comm.rank()));
+    comm.start_all_gather({source, destination, 400, "last"})->wait();
+    for (std::size_t i = 0; i < 1600; ++i) ASSERT_EQ(static_cast<std::size_t>(destination.data()[i]), i / 400 + 1);
+  });
+}
+
+TEST(ShmFaults, WorkOutlivesItsCommunicator) {
+  const std::string rendezvous = unique_rendezvous();
+  std::thread other([&] {
+    const auto comm = make_shm_communicator(options_of(1, 2, rendezvous));
+    const Region buffer = shared(*comm, 400);
+    const WorkPtr work = comm->start_all_reduce({buffer, 100, DType::kFloat32, "h.3"});
+    EXPECT_NE(communication_error([&] { work->wait(); }).find("rank 0 left during all_reduce of 'h.3'"),
+              std::string::npos);
+  });
+  auto comm = make_shm_communicator(options_of(0, 2, rendezvous));
+  const Region buffer = shared(*comm, 400);
+  const WorkPtr work = comm->start_all_reduce({buffer, 100, DType::kFloat32, "h.3"});
+  comm.reset();
+  EXPECT_THROW(work->wait(), StateError);
+  EXPECT_THROW(work->test(), StateError);
+  buffer.data()[399] = std::byte{1};
+  other.join();
+}
+
+// What one communicator allocated may be the source of another of the same ranks.
+TEST(ShmTwoCommunicators, ShareBuffers) {
+  const std::string rendezvous = unique_rendezvous();
+  run_ranks(3, [&](Communicator& reductions) {
+    const auto gathers = make_shm_communicator(options_of(reductions.rank(), 3, rendezvous));
+    for (int i = 0; i < 20; ++i) {
+      const Region full = shared(i % 2 == 0 ? reductions : *gathers, 1200);
+      const Region own = full.at(400 * static_cast<std::size_t>(reductions.rank()));
+      write_values(full.data(), DType::kFloat32, 300, [&](std::size_t k) { return value_of(reductions.rank(), k); });
+      reductions.start_reduce_scatter({full, own, 100, DType::kFloat32, "reduce"})->wait();
+      gathers->start_all_gather({own, full, 400, "gather"})->wait();
+      EXPECT_EQ(first_difference(full.data(), DType::kFloat32, 300, [](std::size_t k) { return sum_over_ranks(3, k); }),
+                -1);
+    }
+  });
+}
+
+// Rank 0 waits for the peers to read its reduction's source before it starts the gather that they wait for.
+TEST(ShmTwoCommunicators, OneIsServedWhileTheOtherBlocks) {
+  const std::string rendezvous = unique_rendezvous();
+  const auto errors = run_threads(
+      3,
+      [&](Communicator& reductions) {
+        const auto gathers = make_shm_communicator(options_of(reductions.rank(), 3, rendezvous, 5s));
+        gathers->serve_while_blocked(reductions);
+        const Region source = shared(reductions, 1200);
+        const Region destination = local(reductions, 1200);
+        const WorkPtr reduction = reductions.start_reduce_scatter({source, destination, 100, DType::kFloat32, "r"});
+        if (reductions.rank() == 0) reduction->wait_source_free();
+        gathers->start_all_gather({source, destination, 400, "g"})->wait();
+        reduction->wait();
+        gathers->barrier("end");
+      },
+      5s);
+  for (const std::exception_ptr& error : errors) EXPECT_EQ(message_of(error), "no CommunicationError");
+}
+
+TEST(ShmTwoCommunicators, OnlyThoseOfTheSameRanksAreServed) {
+  run_ranks(2, [](Communicator& comm) {
+    const auto solo = make_shm_communicator({});
+    EXPECT_THROW(comm.serve_while_blocked(*solo), ArgumentError);
+    EXPECT_THROW(comm.serve_while_blocked(comm), ArgumentError);
+  });
+}
+
+TEST(ShmOrder, SourceThatIsStillToBeWrittenIsRefused) {
+  run_ranks(3, [](Communicator& comm) {
+    const Region full = shared(comm, 1200);
+    const Region own = full.at(400 * static_cast<std::size_t>(comm.rank()));
+    comm.barrier("together");
+    const WorkPtr reduction = comm.start_reduce_scatter({full, own, 100, DType::kFloat32, "h.3"});
+    EXPECT_THROW(comm.start_all_gather({own, full, 400, "h.3"}), StateError);
+    reduction->wait();
+    // A gather in place writes the slices of others only, so its source may be read again at once.
+    const WorkPtr first = comm.start_all_gather({own, full, 400, "h.3"});
+    const WorkPtr second = comm.start_all_gather({own, full, 400, "h.3"});
+    EXPECT_THROW(comm.start_all_reduce({full, 300, DType::kFloat32, "h.3"}), StateError);
+    second->wait();
+    EXPECT_TRUE(first->test());
+    comm.barrier("end");
+  });
+}
+
+TEST(ShmFaults, BufferOfAnotherWorldIsRefused) {
+  run_ranks(2, [](Communicator& comm) {
+    const auto solo = make_shm_communicator({});
+    const Region foreign = shared(*solo, 400);
+    EXPECT_THROW(comm.start_all_reduce({foreign, 100, DType::kFloat32, ""}), ArgumentError);
+  });
+}
+
+TEST(ShmRendezvous, MissingRankIsNamed) {
+  const auto begin = Clock::now();
+  const std::string text =
+      communication_error([] { make_shm_communicator(options_of(0, 3, unique_rendezvous(), 200ms)); });
+  EXPECT_NE(text.find("rank(s) 1, 2"), std::string::npos) << text;
+  EXPECT_NE(communication_error([] {
+              make_shm_communicator(options_of(1, 2, unique_rendezvous(), 200ms));
+            }).find("found no rank 0"),
+            std::string::npos);
+  EXPECT_GE(Clock::now() - begin, 400ms);
+}
+
+TEST(ShmRendezvous, DisagreementIsAnErrorOnAllRanks) {
+  struct Case {
+    std::vector<std::pair<int, int>> rank_and_world_size;
+    std::string part;
+  };
+  for (const Case& c :
+       {Case{{{0, 2}, {1, 3}, {2, 3}}, "world_size 3"}, Case{{{0, 3}, {1, 3}, {1, 3}}, "two processes"}}) {
+    const std::string rendezvous = unique_rendezvous();
+    std::vector<std::string> texts(3);
+    std::vector<std::thread> threads;
+    for (std::size_t i = 0; i < 3; ++i) {
+      threads.emplace_back([&, i] {
+        const auto [rank, world_size] = c.rank_and_world_size[i];
+        texts[i] = communication_error([&] { make_shm_communicator(options_of(rank, world_size, rendezvous, 20s)); });
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const std::string& text : texts) EXPECT_NE(text.find(c.part), std::string::npos) << text;
+  }
+}
+
+TEST(ShmRendezvous, OneNameServesOneCommunicatorAfterAnother) {
+  const std::string rendezvous = unique_rendezvous() + std::string(300, 'x');
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::vector<std::unique_ptr<Communicator>> alive;
+      for (int i = 0; i < 10; ++i) {
+        alive.push_back(make_shm_communicator(options_of(rank, 3, rendezvous)));
+        exchange_int(*alive.back(), rank);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(ShmRendezvous, OptionsAreChecked) {
+  EXPECT_THROW(make_shm_communicator(options_of(0, 0, "x")), ArgumentError);
+  EXPECT_THROW(make_shm_communicator(options_of(2, 2, "x")), ArgumentError);
+  EXPECT_THROW(make_shm_communicator(options_of(0, 2, "")), ArgumentError);
+  EXPECT_THROW(make_shm_communicator(options_of(0, 2, "x", 0ms)), ArgumentError);
+}
+
+TEST(ShmLeftovers, NothingStaysOpenOrMapped) {
+  const int descriptors = open_descriptors();
+  run_ranks(3, [](Communicator& comm) {
+    const Region buffer = shared(comm, 1 << 20);
+    comm.start_all_reduce({buffer, 1000, DType::kFloat32, "sum"})->wait();
+  });
+  run_threads(3, [](Communicator& comm) {
+    const Region buffer = shared(comm, 1 << 20);
+    if (comm.rank() == 1) throw StateError("a failing rank");
+    comm.barrier("never");
+  });
+  EXPECT_EQ(open_descriptors(), descriptors);
+  EXPECT_EQ(lines_with("/proc/self/maps", "memfd:zerobench"), 0);
+  EXPECT_EQ(lines_with("/proc/net/unix", "test-" + std::to_string(::getpid())), 0);
+}
+
+}  // namespace
+}  // namespace zb
