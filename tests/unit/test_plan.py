@@ -199,6 +199,19 @@ def test_stages_share_a_checksum_where_the_design_promises_it() -> None:
     assert configuration(world_sizes=(4,)).checksum_group() != stage0.checksum_group()
 
 
+def test_a_file_that_changes_arithmetic_shares_no_checksum(tmp_path) -> None:
+    def group(**keys) -> str | None:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({"stage": 2, "precision": "bf16", **keys}))
+        (row,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)})).configurations
+        return row.checksum_group()
+
+    assert group() == configuration(strategies=("zero3",), precisions=("bf16",)).checksum_group()
+    assert group(prefetch_bytes=0) == group(reduce_dtype="bfloat16") == group()
+    for keys in ({"reduce_dtype": "float32"}, {"units": ["Block"]}, {"cast_forward_inputs": False}):
+        assert group(**keys) not in (None, group())
+
+
 def test_the_rerun_command_gives_the_same_row(tmp_path) -> None:
     row = configuration(
         models=("gpt2",), num_layers=(2,), model_options={"tied_embeddings": False}, strategies=("zero2",),

@@ -20,6 +20,7 @@ from zerobench.bench.names import OURS, stage_of, unique_names
 from zerobench.bench.options import OWN_ATTENTION, CompareOptions, Ratio, check_options
 from zerobench.bench.result import Settings
 from zerobench.bench.tolerances import VERIFY_STEPS
+from zerobench.config import parse as parse_config
 from zerobench.errors import ConfigError
 from zerobench.io_settings import settings_for, slow_path_warning
 from zerobench.strategies.base import OptimizerSettings
@@ -68,14 +69,23 @@ class Configuration(BaseModel):
         """Configurations with the same text must end with equal parameters, bit for bit (DESIGN, placement)."""
         if self.strategy not in OURS or self.settings.grad_accum != 1:
             return None
+        engine = parse_config({"precision": self.settings.precision, **self._of_the_bits()})
         return _digest(
             {
                 "reference": self.reference_group(),
                 "world_size": self.settings.world_size,
+                "dtypes": engine.effective_dtypes(),
+                "units": engine.units,
+                "cast_forward_inputs": engine.cast_forward_inputs,
                 "checkpointing": self.settings.checkpointing,
                 "compile": self.settings.compile,
             }
         )
+
+    def _of_the_bits(self) -> dict[str, Any]:
+        """What a file may set that a row's bits depend on and its settings do not tell."""
+        keys = ("precision", "param_dtype", "reduce_dtype", "units", "cast_forward_inputs")
+        return {key: self.options[key] for key in keys if key in self.options}
 
 
 def _digest(value: dict[str, Any]) -> str:
