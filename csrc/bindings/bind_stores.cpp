@@ -31,6 +31,17 @@ std::unique_ptr<Store> OffloadOptions::make_store_of(double share, Ledger* ledge
   return make_split_store(make_device_store_with_masters(ledger, parts), std::move(on_host), share);
 }
 
+namespace {
+
+ParameterHome home_from_name(const std::string& name) {
+  if (name == "device") return ParameterHome::kDevice;
+  if (name == "host") return ParameterHome::kHost;
+  ZB_EXPECT(name == "nvme", "parameters are on the device, the host or nvme, not " + name);
+  return ParameterHome::kFiles;
+}
+
+}  // namespace
+
 void bind_stores(py::module_& m) {
   py::class_<PagedStateOptions>(m, "PagedStateOptions", "Optimizer state in files (csrc/stores/paged_state.h).")
       .def(py::init([](std::vector<std::string> directories, std::string owner, const std::string& engine,
@@ -47,9 +58,10 @@ void bind_stores(py::module_& m) {
            py::arg("depth"), py::arg("allow_fallback"), py::arg("checksums"));
   py::class_<OffloadOptions>(m, "OffloadOptions", "Optimizer state on the host (csrc/stores/host_store.h).")
       .def(
-          py::init([](std::optional<double> ratio, bool parameters, std::size_t thread_num, std::vector<int> cpus,
-                      int numa_node, bool lock, std::size_t ranks_on_host, std::size_t chunk_numel,
-                      const std::optional<PagedStateOptions>& paged, std::optional<std::size_t> memory_bytes) {
+          py::init([](std::optional<double> ratio, const std::string& parameters, std::size_t thread_num,
+                      std::vector<int> cpus, int numa_node, bool lock, std::size_t ranks_on_host,
+                      std::size_t chunk_numel, const std::optional<PagedStateOptions>& paged,
+                      std::optional<std::size_t> memory_bytes) {
             return OffloadOptions{.ratio = ratio,
                                   .host = {.thread_num = thread_num,
                                            .cpus = std::move(cpus),
@@ -57,7 +69,7 @@ void bind_stores(py::module_& m) {
                                            .lock = lock ? PageLock::kLocked : PageLock::kNone,
                                            .ranks_on_host = ranks_on_host,
                                            .chunk_numel = chunk_numel,
-                                           .parameters = parameters ? ParameterHome::kHost : ParameterHome::kDevice,
+                                           .parameters = home_from_name(parameters),
                                            .paged = paged,
                                            .memory_bytes = memory_bytes}};
           }),
@@ -65,8 +77,8 @@ void bind_stores(py::module_& m) {
           py::arg("numa_node"), py::arg("lock"), py::arg("ranks_on_host"), py::arg("chunk_numel"),
           py::arg("paged") = std::nullopt, py::arg("memory_bytes") = std::nullopt,
           "ratio is the share of the state that is not on the device, None leaves it to Engine.place_state; parameters "
-          "puts the shards of stage 3 on the host too; paged puts the state into files, but for what memory_bytes of "
-          "the host hold.");
+          "says where the shards of stage 3 are: device, host or nvme; paged puts the state into files, but for what "
+          "memory_bytes of the host hold.");
 }
 
 }  // namespace zb

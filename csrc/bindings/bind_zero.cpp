@@ -352,7 +352,7 @@ void bind_zero(py::module_& m) {
                                    .keep_root_bytes = keep_root_bytes,
                                    .optimizer_in_backward = optimizer_in_backward};
              if (offload) {
-               options.parameters_away = offload->host.parameters == ParameterHome::kHost;
+               options.parameters_away = offload->host.parameters != ParameterHome::kDevice;
                options.make_store = [held = *offload](Ledger* ledger, const DeviceParts& parts) {
                  return held.make_store(ledger, parts);
                };

@@ -25,7 +25,11 @@ PagerPlan plan_pager(std::size_t chunk_num, std::size_t memory_frames, std::size
 
 Pager::Pager(const PagerPlan& plan, std::vector<std::size_t> chunk_bytes, const SwapSpace& space, IoEngine& engine,
              std::span<std::byte> memory, const PagerOptions& options)
-    : space_(space), engine_(engine), checksums_(options.checksums), swap_frame_num_(plan.frame_num) {
+    : space_(space),
+      engine_(engine),
+      checksums_(options.checksums),
+      swap_frame_num_(plan.frame_num),
+      ahead_frame_num_(plan.frame_num - std::min(plan.frame_num, options.spare_frame_num)) {
   ZB_EXPECT(chunk_bytes.size() == plan.chunk_num, "the plan has another number of chunks");
   ZB_EXPECT(space.slot_num() >= plan.swapped_num(), "the swap space has too few slots");
   ZB_EXPECT(!options.on_disk || (plan.resident_num == 0 && !options.checksums),
@@ -58,13 +62,12 @@ Pager::~Pager() {
 
 void Pager::set_order(const std::vector<std::size_t>& order) {
   const std::lock_guard lock(mutex_);
-  std::vector<std::size_t> places(chunks_.size(), kNone);
-  for (std::size_t i = 0; i < order.size(); ++i) {
-    ZB_EXPECT(order[i] < chunks_.size() && places[order[i]] == kNone,
-              "an order names each chunk at most once, and chunk " + std::to_string(order[i]) + " is not such a one");
-    places[order[i]] = i;
+  for (const std::size_t chunk : order) {
+    ZB_EXPECT(chunk < chunks_.size(),
+              "an order names chunk " + std::to_string(chunk) + " of " + std::to_string(chunks_.size()));
   }
-  for (std::size_t i = 0; i < chunks_.size(); ++i) chunks_[i].order = places[i];
+  for (Chunk& chunk : chunks_) chunk.places.clear();
+  for (std::size_t i = 0; i < order.size(); ++i) chunks_[order[i]].places.push_back(i);
   order_ = order;
   next_ = 0;
   read_ahead();
@@ -80,7 +83,7 @@ std::span<std::byte> Pager::acquire(std::size_t index, Content content) {
   const bool is_new = bring_in(lock, index, content);
   frames_[chunk.frame].state = State::kHeld;
   chunk.must_write = content == Content::kOverwritten;
-  if (chunk.order != kNone) next_ = (chunk.order + 1) % order_.size();
+  if (content == Content::kKept && !chunk.places.empty()) next_ = (next_ + distance(index) + 1) % order_.size();
   const std::span<std::byte> memory = memory_of(chunk);
   const bool must_check = std::exchange(chunk.unchecked, false) && content == Content::kKept;
   read_ahead();
@@ -106,7 +109,9 @@ bool Pager::bring_in(Lock& lock, std::size_t index, Content content) {
       wait_change(lock);
       continue;
     }
-    const std::size_t frame = take_frame(0);
+    // Overwriting leaves what is read ahead where it is, and waits for a spare frame instead.
+    const bool spares = content == Content::kOverwritten && ahead_frame_num_ < swap_frame_num_;
+    const std::size_t frame = take_frame(spares ? ahead_frame_num_ : 0);
     if (frame != kNone) {
       const bool reads = chunk.on_disk && content == Content::kKept;
       place(frame, index, reads ? State::kReading : State::kReady);
@@ -180,9 +185,9 @@ PagerStats Pager::stats() const {
 
 // How many acquisitions by the order come before the chunk's next one; those outside the order come last.
 std::size_t Pager::distance(std::size_t index) const {
-  const std::size_t place = chunks_[index].order;
-  if (place == kNone) return kNone;
-  return (place + order_.size() - next_) % order_.size();
+  std::size_t nearest = kNone;
+  for (const std::size_t place : chunks_[index].places) nearest = std::min(nearest, steps_to(place));
+  return nearest;
 }
 
 // A free frame, or the one whose chunk is needed last and not within `least_distance`; none otherwise.
@@ -244,7 +249,7 @@ void Pager::on_end(Direction direction, std::size_t frame, const IoFailurePtr& f
 
 void Pager::read_ahead() {
   if (failure_ || order_.empty() || frame_waiters_ > 0) return;
-  for (std::size_t ahead = 0, found = 0; ahead < order_.size() && found < swap_frame_num_; ++ahead) {
+  for (std::size_t ahead = 0, found = 0; ahead < order_.size() && found < ahead_frame_num_; ++ahead) {
     const std::size_t index = order_[(next_ + ahead) % order_.size()];
     const Chunk& chunk = chunks_[index];
     if (chunk.slot == kNone || !chunk.on_disk) continue;

@@ -41,6 +41,9 @@ struct PagerStats {
 };
 
 struct PagerOptions {
+  // Frames that reading ahead leaves alone, for chunks that are overwritten out of the order meanwhile: more than are
+  // ever held.
+  std::size_t spare_frame_num = 0;
   bool checksums = false;  // of every chunk on disk, compared when it comes back
   bool on_disk = false;    // an earlier pager over this space wrote all chunks; otherwise they begin as zeros
 };
@@ -53,7 +56,8 @@ class Pager {
         std::span<std::byte> memory, const PagerOptions& options = {});
   ~Pager();  // waits for transfers in flight
 
-  // The order in which chunks will be acquired, again and again, each at most once; empty: nothing is read ahead.
+  // The order in which chunks will be acquired to be read (Content::kKept), again and again; empty: nothing is read
+  // ahead. A chunk may come several times.
   void set_order(const std::vector<std::size_t>& order);
   std::span<std::byte> acquire(std::size_t chunk, Content content = Content::kKept);
   void release(std::size_t chunk, Change change);
@@ -71,9 +75,9 @@ class Pager {
   struct Chunk {
     std::size_t bytes = 0;
     std::size_t frame = kNone;
-    std::size_t slot = kNone;   // none: resident
-    std::size_t order = kNone;  // its place in the order
-    int acquirer_num = 0;       // waiting for it: its frame is not taken away
+    std::size_t slot = kNone;              // none: resident
+    std::vector<std::size_t> places = {};  // in the order
+    int acquirer_num = 0;                  // waiting for it: its frame is not taken away
     bool on_disk = false;
     bool must_write = false;
     bool unchecked = false;  // read since, and not yet compared with the checksum
@@ -85,6 +89,7 @@ class Pager {
   bool bring_in(Lock& lock, std::size_t chunk, Content content);
   bool check(std::size_t chunk, std::span<std::byte> memory);
   void wait_change(Lock& lock);
+  std::size_t steps_to(std::size_t place) const { return (place + order_.size() - next_) % order_.size(); }
   std::size_t distance(std::size_t chunk) const;
   std::size_t take_frame(std::size_t least_distance);
   void place(std::size_t frame, std::size_t chunk, State state);
@@ -101,6 +106,7 @@ class Pager {
   std::vector<Chunk> chunks_;
   std::vector<Frame> frames_;  // those of swapping chunks first
   std::size_t swap_frame_num_ = 0;
+  std::size_t ahead_frame_num_ = 0;  // of them, for what is read ahead
   std::vector<std::size_t> order_;
   std::size_t next_ = 0;  // place in the order after the chunk acquired last
   std::size_t in_flight_num_ = 0;

@@ -12,6 +12,7 @@
 #include "kernels/cpu_kernels.h"
 #include "kernels/drain.h"
 #include "memory/host_limits.h"
+#include "stores/paged_parameters.h"
 
 namespace zb {
 namespace {
@@ -60,6 +61,18 @@ std::size_t outgoing_numel(std::span<const ShardSpec> shards, std::size_t chunk_
   return std::min(largest, chunk_numel);
 }
 
+std::vector<ParameterShard> parameters_of(std::span<const ShardSpec> shards) {
+  std::vector<ParameterShard> parameters;
+  for (const ShardSpec& spec : shards) parameters.push_back({spec.numel, spec.param_dtype});
+  return parameters;
+}
+
+PagedStateOptions pages_of_parameters(const HostStoreOptions& options) {
+  PagedStateOptions pages = *options.paged;
+  pages.resident_bytes = options.resident_parameter_bytes;
+  return pages;
+}
+
 std::vector<std::size_t> numels_of(std::span<const ShardSpec> shards) {
   std::vector<std::size_t> numels;
   for (const ShardSpec& spec : shards) numels.push_back(spec.numel);
@@ -75,6 +88,8 @@ class HostStore final : public Store {
         adam_(options_.adam ? options_.adam : make_cpu_adam(options_.thread_num, options_.cpus)) {
     ZB_EXPECT(options_.chunk_numel > 0 && options_.chunk_numel % 64 == 0,
               "chunk_numel must be a positive multiple of 64, got " + std::to_string(options_.chunk_numel));
+    ZB_EXPECT(options_.parameters != ParameterHome::kFiles || options_.paged,
+              "parameters on NVMe need their optimizer state there, too");
     thread_ = std::make_unique<UpdateThread>(options_.updates_run);
   }
   ~HostStore() override {
@@ -96,7 +111,7 @@ class HostStore final : public Store {
                                std::to_string(*options_.memory_bytes) +
                                "; allow more, or give a smaller chunk_numel, io_block_bytes or io_depth");
       }
-      options_.paged->resident_bytes = *options_.memory_bytes - least_bytes;
+      spend(*options_.memory_bytes - least_bytes);
     }
     const std::size_t ranks = options_.ranks_on_host;
     require_host_memory(ranks * host_store_bytes(reserved_, options_),
@@ -114,7 +129,7 @@ class HostStore final : public Store {
     shard->spec = spec;
     shard->gradient = pool_->allocate(spec.numel * dtype_bytes(spec.gradient_dtype), Category::kGradients,
                                       PinnedPool::kLineAlignment);
-    if (parameters_on_host()) {
+    if (options_.parameters == ParameterHome::kHost) {
       shard->parameters = pool_->allocate(spec.numel * dtype_bytes(spec.param_dtype), Category::kParameters,
                                           PinnedPool::kLineAlignment);
     }
@@ -148,16 +163,17 @@ class HostStore final : public Store {
     if (shard.spec.numel == 0) return;
     ZB_EXPECT(update.gradient != nullptr && update.step_on_host != nullptr,
               "an update of shard " + std::to_string(index) + " needs its gradient and the step's scalars on the host");
-    ZB_EXPECT((update.parameters == nullptr) == parameters_on_host(),
+    ZB_EXPECT((update.parameters == nullptr) == parameters_away(),
               "an update of shard " + std::to_string(index) +
-                  (parameters_on_host() ? " was given parameters that the store keeps itself"
-                                        : " needs its parameters on the device"));
+                  (parameters_away() ? " was given parameters that the store keeps itself"
+                                     : " needs its parameters on the device"));
     for (const Segment& segment : shard.spec.segments) {
       ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
                 "shard " + std::to_string(index) + " needs hyperparameters of param group " +
                     std::to_string(segment.row) + ", got " + std::to_string(update.rows.size()) + " rows");
     }
     const MarkPtr started = device_->mark(update.lane);
+    if (paged_parameters_) paged_parameters_->begin_update(index);
     if (!std::exchange(shard.is_offered, false)) {
       device_->wait(Lane::kToHost, started);
       fetch_gradient(shard, update.gradient, update.gradient_dtype);
@@ -183,12 +199,19 @@ class HostStore final : public Store {
 
   void fetch_parameters(std::size_t index, Lane lane, void* destination) override {
     Shard& shard = at(index);
-    if (!parameters_on_host()) {
+    if (!parameters_away()) {
       send(shard, index, lane, destination, shard.spec.param_dtype, StateKind::kMaster);
       return;
     }
     wait_for(shard);
-    copy_to_device(lane, destination, shard.parameters.data(), shard.parameters.bytes());
+    if (paged_parameters_) {
+      paged_parameters_->fetch(index, [&](std::size_t offset_bytes, std::span<const std::byte> chunk) {
+        copy_to_device(lane, static_cast<std::byte*>(destination) + offset_bytes, chunk.data(), chunk.size());
+        return device_->mark(lane);
+      });
+    } else {
+      copy_to_device(lane, destination, shard.parameters.data(), shard.parameters.bytes());
+    }
     shard.fetched[static_cast<std::size_t>(lane)] = device_->mark(lane);
   }
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
@@ -203,7 +226,7 @@ class HostStore final : public Store {
           [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute),
            fetched = std::exchange(shard.fetched, {})] {
             device_->bind_thread();
-            for (const MarkPtr& mark : fetched) device_->synchronize(mark);
+            end_fetches(index, fetched);
             device_->wait(Lane::kFromHost, ready);
             for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
               Outgoing& buffer = next_outgoing();
@@ -211,9 +234,10 @@ class HostStore final : public Store {
               device_->synchronize(device_->mark(Lane::kFromHost));
               const StateChunk chunk = states_->borrow(index, begin, end);
               cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
-              if (kind == StateKind::kMaster && parameters_on_host()) {
-                cpu_kernels().cast(home_of(shard, begin), shard.spec.param_dtype, chunk.master, DType::kFloat32,
-                                   end - begin);
+              if (kind == StateKind::kMaster && parameters_away()) {
+                write_home(shard, index, begin, [&](std::byte* home) {
+                  cpu_kernels().cast(home, shard.spec.param_dtype, chunk.master, DType::kFloat32, end - begin);
+                });
               }
               states_->give_back(index, begin, end, ChunkUse::kWritten);
             });
@@ -224,7 +248,14 @@ class HostStore final : public Store {
   SwapStats swap_stats() const override {
     if (paged_ == nullptr) return {};
     const PagerStats stats = paged_->stats();
-    return {stats.read_bytes, stats.written_bytes, stats.wait_s, std::string(paged_->engine()), paged_->notes()};
+    SwapStats sum{stats.read_bytes, stats.written_bytes, stats.wait_s, std::string(paged_->engine()), paged_->notes()};
+    if (paged_parameters_) {
+      const PagerStats more = paged_parameters_->stats();
+      sum.read_bytes += more.read_bytes;
+      sum.written_bytes += more.written_bytes;
+      sum.wait_s += more.wait_s;
+    }
+    return sum;
   }
 
  private:
@@ -250,6 +281,26 @@ class HostStore final : public Store {
         make_paged_state(numels, options_.chunk_numel, *options_.paged, {frames_.data(), frames_.bytes()}, ledger_);
     paged_ = paged.get();
     states_ = std::move(paged);
+    if (options_.parameters != ParameterHome::kFiles) return;
+    const std::vector<ParameterShard> parameters = parameters_of(reserved_);
+    const PagedStateOptions pages = pages_of_parameters(options_);
+    parameter_frames_ =
+        pool_->allocate(paged_parameters_bytes(parameters, options_.chunk_numel, pages), Category::kStaging);
+    const std::span<std::byte> frames{parameter_frames_.data(), parameter_frames_.bytes()};
+    paged_parameters_ =
+        std::make_unique<PagedParameters>(parameters, options_.chunk_numel, pages, frames, device_, ledger_);
+  }
+
+  // Memory that is left goes to parameters first: a step moves their bytes three times, those of the state twice.
+  void spend(std::size_t bytes) {
+    if (options_.parameters == ParameterHome::kFiles) {
+      const std::vector<ParameterShard> parameters = parameters_of(reserved_);
+      const PagedStateOptions pages = pages_of_parameters(options_);
+      const std::size_t most_bytes = most_paged_parameters_bytes(parameters, options_.chunk_numel, pages);
+      options_.resident_parameter_bytes = std::min(bytes, most_bytes);
+      bytes -= options_.resident_parameter_bytes;
+    }
+    options_.paged->resident_bytes = bytes;
   }
 
   void copy_to_host(Lane lane, std::byte* destination, const void* source, std::size_t bytes) {
@@ -269,9 +320,17 @@ class HostStore final : public Store {
     thread_->wait(shard.ticket);
   }
 
-  bool parameters_on_host() const noexcept { return options_.parameters == ParameterHome::kHost; }
-  static std::byte* home_of(const Shard& shard, std::size_t begin) {
-    return at_element(shard.parameters.data(), shard.spec.param_dtype, begin);
+  bool parameters_away() const noexcept { return options_.parameters != ParameterHome::kDevice; }
+  // `write` fills the home of the parameters of the chunk that begins there.
+  template <class Write>
+  void write_home(const Shard& shard, std::size_t index, std::size_t begin, const Write& write) {
+    if (paged_parameters_) return paged_parameters_->write(index, begin, write);
+    write(at_element(shard.parameters.data(), shard.spec.param_dtype, begin));
+  }
+  // In the update thread: what was put in before has read the shard's home.
+  void end_fetches(std::size_t index, const std::array<MarkPtr, kLaneNum>& fetched) {
+    for (const MarkPtr& mark : fetched) device_->synchronize(mark);
+    if (paged_parameters_) paged_parameters_->release(index);
   }
 
   template <class Body>
@@ -304,22 +363,26 @@ class HostStore final : public Store {
   void run(const Update& update) {
     Shard& shard = *update.shard;
     device_->bind_thread();
-    for (const MarkPtr& mark : update.fetched) device_->synchronize(mark);
+    end_fetches(update.index, update.fetched);
     device_->synchronize(update.step_arrived);
     if (update.step->is_skipped != 0) {
       device_->synchronize(shard.arrived.back());  // the gradient may be written again
       return;
     }
-    if (!parameters_on_host()) device_->wait(Lane::kFromHost, update.started);
+    if (!parameters_away()) device_->wait(Lane::kFromHost, update.started);
     const DType dtype = shard.spec.param_dtype;
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
       states_->expect(update.index, end, std::min(end + options_.chunk_numel, shard.spec.numel));
       device_->synchronize(shard.arrived[begin / options_.chunk_numel]);
-      Outgoing* const outgoing = parameters_on_host() ? nullptr : &next_outgoing();
+      Outgoing* const outgoing = parameters_away() ? nullptr : &next_outgoing();
       const StateChunk chunk = states_->borrow(update.index, begin, end);
-      update_chunk(update, chunk, outgoing ? outgoing->memory.data() : home_of(shard, begin), begin, end);
+      if (outgoing == nullptr) {
+        write_home(shard, update.index, begin, [&](std::byte* home) { update_chunk(update, chunk, home, begin, end); });
+        states_->give_back(update.index, begin, end, ChunkUse::kWritten);
+        return;
+      }
+      update_chunk(update, chunk, outgoing->memory.data(), begin, end);
       states_->give_back(update.index, begin, end, ChunkUse::kWritten);
-      if (outgoing == nullptr) return;
       copy_to_device(Lane::kFromHost, at_element(update.parameters, dtype, begin), outgoing->memory.data(),
                      (end - begin) * dtype_bytes(dtype));
       outgoing->sent = shard.sent = device_->mark(Lane::kFromHost);
@@ -412,6 +475,8 @@ class HostStore final : public Store {
   PinnedBlock frames_;  // of state in files
   std::unique_ptr<StateSpace> states_;
   const PagedState* paged_ = nullptr;  // states_, where it is that
+  PinnedBlock parameter_frames_;       // of parameters in files
+  std::unique_ptr<PagedParameters> paged_parameters_;
   std::vector<std::unique_ptr<Shard>> shards_;
   std::vector<AdamRun> runs_;
   std::unique_ptr<UpdateThread> thread_;
@@ -429,6 +494,10 @@ std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreO
       kOutgoingNum * PinnedPool::footprint_bytes(outgoing_numel(shards, options.chunk_numel) * sizeof(float));
   if (options.paged) {
     bytes += PinnedPool::footprint_bytes(paged_state_bytes(numels_of(shards), options.chunk_numel, *options.paged));
+  }
+  if (options.parameters == ParameterHome::kFiles) {
+    bytes += PinnedPool::footprint_bytes(
+        paged_parameters_bytes(parameters_of(shards), options.chunk_numel, pages_of_parameters(options)));
   }
   for (const ShardSpec& spec : shards) {
     if (!options.paged) bytes += resident_state_bytes(spec.numel);

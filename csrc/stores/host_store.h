@@ -24,7 +24,7 @@
 
 namespace zb {
 
-enum class ParameterHome : std::uint8_t { kDevice, kHost };
+enum class ParameterHome : std::uint8_t { kDevice, kHost, kFiles };
 
 struct HostStoreOptions {
   std::size_t thread_num = 1;  // of Adam
@@ -35,10 +35,13 @@ struct HostStoreOptions {
   // A multiple of 64. 4 Mi elements are 8 MiB of bf16, for which a transfer takes a hundred times as long as starting
   // it, and a small share of any unit worth offloading.
   std::size_t chunk_numel = std::size_t{4} << 20;
-  // kHost: shards of parameters lie there, too, and are fetched from the store before each gather.
+  // kHost, kFiles: shards of parameters lie there, too, and are fetched from the store before each gather. kFiles needs
+  // paged state, whose paths they share.
   ParameterHome parameters = ParameterHome::kDevice;
   std::optional<PagedStateOptions> paged = {};  // the state lies in files
-  // Of pinned memory in all; paged state stays in what is left of it beside gradients and buffers. None: all swaps.
+  std::size_t resident_parameter_bytes = 0;     // of paged parameters, that never swap
+  // Of pinned memory in all; paged parameters, then paged state, stay in what is left of it beside gradients and
+  // buffers. None: all swaps.
   std::optional<std::size_t> memory_bytes = {};
   UpdatesRun updates_run = UpdatesRun::kInThread;
   std::shared_ptr<DeviceAdam> adam = nullptr;  // of host memory; null: make_cpu_adam

@@ -57,13 +57,16 @@ inline std::unique_ptr<Store> make_home_store(Ledger* ledger, const DeviceParts&
 }
 
 // Files that go with the test process's folder; tests of stores make engines in many threads.
-inline std::unique_ptr<Store> make_paged_store(Ledger* ledger, const DeviceParts& parts, std::size_t resident_bytes) {
+inline std::unique_ptr<Store> make_paged_store(Ledger* ledger, const DeviceParts& parts, std::size_t resident_bytes,
+                                               ParameterHome parameters = ParameterHome::kDevice) {
   static const Folder folder;
   HostStoreOptions options = small_chunks(parts);
   options.paged = PagedStateOptions{.directories = {folder.path(), folder.path()},
                                     .engine = {.allow_fallback = true, .block_bytes = 4096, .depth = 1},
                                     .resident_bytes = resident_bytes,
                                     .checksums = true};
+  options.parameters = parameters;
+  options.resident_parameter_bytes = resident_bytes / 3;
   return make_host_store(ledger, parts, options);
 }
 
@@ -73,6 +76,14 @@ inline std::unique_ptr<Store> make_swapping_store(Ledger* ledger, const DevicePa
 }
 inline std::unique_ptr<Store> make_half_swapping_store(Ledger* ledger, const DeviceParts& parts) {
   return make_paged_store(ledger, parts, 6 * 8192);
+}
+
+// Parameters in files too: all that swaps, and with memory for some of both.
+inline std::unique_ptr<Store> make_swapping_home_store(Ledger* ledger, const DeviceParts& parts) {
+  return make_paged_store(ledger, parts, 0, ParameterHome::kFiles);
+}
+inline std::unique_ptr<Store> make_half_swapping_home_store(Ledger* ledger, const DeviceParts& parts) {
+  return make_paged_store(ledger, parts, 6 * 8192, ParameterHome::kFiles);
 }
 
 // A third of every shard stays on the device.

@@ -45,9 +45,12 @@ TEST_P(EngineOffload, EndsAsTheDeviceStoreDoes) {
     }
     if (with.stage != ZeroStage::kZero3 || world_size() == 1) continue;
     with.keep_parameter_shards = false;
-    with.make_store = test::make_home_store;
-    EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected) << dtype_name(dtype);
-    if (HasFailure()) return;
+    for (const auto make_store :
+         {test::make_home_store, test::make_swapping_home_store, test::make_half_swapping_home_store}) {
+      with.make_store = make_store;
+      EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected) << dtype_name(dtype);
+      if (HasFailure()) return;
+    }
   }
 }
 

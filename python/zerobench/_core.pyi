@@ -305,7 +305,7 @@ class OffloadOptions:
         self,
         *,
         ratio: float | None,
-        parameters: bool,
+        parameters: str,
         thread_num: int,
         cpus: Sequence[int],
         numa_node: int,
@@ -317,8 +317,8 @@ class OffloadOptions:
     ) -> None:
         """
         ratio is the share of the state that is not on the device, None leaves it to Engine.place_state; parameters
-        puts the shards of stage 3 on the host too; paged puts the state into files, but for what memory_bytes of the
-        host hold.
+        says where the shards of stage 3 are: device, host or nvme; paged puts the state into files, but for what
+        memory_bytes of the host hold.
         """
 
 class EngineOptions:

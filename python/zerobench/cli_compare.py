@@ -71,7 +71,7 @@ def compare(
         str,
         typer.Option(
             help="What leaves the device: none, cpu_optimizer (optimizer state, to host memory), cpu_full (parameters "
-            "too) or nvme (optimizer state, to NVMe)."
+            "too), nvme (optimizer state, to NVMe) or nvme_full (parameters too)."
         ),
     ] = "none",
     offload_ratio: Annotated[

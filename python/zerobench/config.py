@@ -139,9 +139,10 @@ class OffloadOptimizerConfig(_Section):
 
 
 class OffloadParamConfig(_Section):
-    """Shards of parameters in host memory, beside their optimizer state; sent to the device before each gather."""
+    """Shards of parameters in host memory, beside their optimizer state, or on NVMe, in files beside those of the
+    optimizer (paths, budget and all else are ``offload_optimizer``'s); sent to the device before each gather."""
 
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu", "nvme"] = "cpu"
 
 
 class Config(_Section):
@@ -190,7 +191,7 @@ class Config(_Section):
         None, description="optimizer state on the host, at stages 1 to 3"
     )
     offload_param: OffloadParamConfig | None = Field(
-        None, description="shards of parameters on the host, at stage 3 with offload_optimizer"
+        None, description="shards of parameters on the host or on NVMe, at stage 3 with offload_optimizer"
     )
     units: Literal["auto"] | list[str] = "auto"
     prefetch_bytes: int | None = Field(
@@ -238,6 +239,11 @@ class Config(_Section):
                 )
             if self.offload_optimizer is None:
                 raise ValueError("offload_param needs offload_optimizer, too")
+            if self.offload_param.device == "nvme" and self.offload_optimizer.device != "nvme":
+                raise ValueError(
+                    "offload_param on nvme puts files beside those of the optimizer; set offload_optimizer's device to "
+                    "nvme, too"
+                )
             if self.offload_optimizer.ratio != 1.0 or self.keep_parameter_shards:
                 raise ValueError(
                     "offload_param moves all shards of parameters; leave out keep_parameter_shards and "

@@ -139,7 +139,7 @@ def offload_options(config: Config, topology: Topology, place: Place) -> Any | N
     node = core.numa_node_of_cpus(cpus) if offload.numa_node == "auto" else offload.numa_node
     return core.OffloadOptions(
         ratio=None if offload.ratio == "auto" else offload.ratio,
-        parameters=config.offload_param is not None,
+        parameters=parameter_home(config),
         thread_num=threads,
         cpus=cpus if config.pin_threads and threads <= len(cpus) else [],
         numa_node=-1 if node is None else node,
@@ -149,6 +149,13 @@ def offload_options(config: Config, topology: Topology, place: Place) -> Any | N
         paged=paged_options(offload, topology) if offload.device == "nvme" else None,
         memory_bytes=offload.host_memory_bytes,
     )
+
+
+def parameter_home(config: Config) -> str:
+    """Where shards of parameters lie between gathers, as the core says it."""
+    if config.offload_param is None:
+        return "device"
+    return "nvme" if config.offload_param.device == "nvme" else "host"
 
 
 def paged_options(offload: OffloadOptimizerConfig, topology: Topology) -> Any:

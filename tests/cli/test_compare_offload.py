@@ -14,7 +14,7 @@ def placed(shared_command):
     bind = ["--bind", "numa"] if Path("/sys/devices/system/node/node0").exists() else []
     result = shared_command.run(
         "compare", *SMALL, "--strategies", "single,ddp,fsdp2,zero0,zero1,zero3",
-        "--offload", "none,cpu_optimizer,cpu_full,nvme", "--nvme-path", ".", "--host-memory-gib", "1",
+        "--offload", "none,cpu_optimizer,cpu_full,nvme,nvme_full", "--nvme-path", ".", "--host-memory-gib", "1",
         "--precision", "bf16", *bind, "--output-dir", "out",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -27,7 +27,7 @@ def test_what_cannot_be_placed_is_skipped_with_the_reason(placed) -> None:
     peers = {point: row["status"] for point, row in rows.items() if not point[0].startswith("zero")}
     ran = {("single", "none"), ("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "cpu_full")}
     assert peers == {point: "ok" if point in ran else "skipped" for point in peers}
-    assert len(peers) == 1 + 2 * 4
+    assert len(peers) == 1 + 2 * 5
     assert rows["ddp", "cpu_full"]["error"] == "ddp keeps all of its state on its device"
     assert "use --offload cpu_full" in rows["fsdp2", "nvme"]["error"]
     assert "use --offload cpu_full" in result.stdout
@@ -58,7 +58,11 @@ def test_our_rows_offload_at_the_stages_that_shard_with_the_same_bits(placed) ->
         assert moved["offload_ratio"] == 1
         assert row["phases_ms"]["exposed_offload"] >= 0
     assert rows["zero3", "cpu_optimizer"]["offload_practicality"] > 0
-    for point in (("zero0", "cpu_optimizer"), ("zero1", "cpu_full")):
+    row = rows["zero3", "nvme_full"]
+    assert (row["status"], row["checksum"]) == ("ok", plain["checksum"]), row["error"]
+    assert not row["memory_bytes"]["device"].get("parameters")
+    assert row["transfers"]["offload_ratio"] == 1
+    for point in (("zero0", "cpu_optimizer"), ("zero1", "cpu_full"), ("zero1", "nvme_full")):
         assert rows[point]["status"] == "skipped" and "offload_" in rows[point]["error"]
 
 

@@ -33,6 +33,14 @@ PLACEMENTS = {
     "what a budget leaves": SWAP | {"host_memory_bytes": 200_000},
     "a third": SWAP | {"ratio": 0.33},
     "threads": SWAP | {"io_engine": "threads"},
+    "parameters too": SWAP,
+    "parameters too, within a budget": SWAP | {"host_memory_bytes": 240_000},
+    "parameters on the host": SWAP,
+}
+PARAMETERS = {
+    "parameters too": {"device": "nvme"},
+    "parameters too, within a budget": {"device": "nvme"},
+    "parameters on the host": {"device": "cpu"},
 }
 CASES = {
     name: zoo.CASES[name]
@@ -45,24 +53,37 @@ CASES = {
         "order differs",
         "bf16",
         "fp16",
+        "lora",
+        "two forwards, two backwards",
+        "evaluation in between",
     )
 }
+OF_PARAMETERS = ("lora", "two forwards, two backwards", "evaluation in between")  # the state is as in the others
 RUNS = {1: ("odd sizes", "fp16"), 2: tuple(CASES)}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def placements_of(case: str) -> list[str]:
+    return [name for name in PLACEMENTS if name in PARAMETERS or case not in OF_PARAMETERS]
+
+
+def stages_of(placement: str) -> tuple[int, ...]:
+    return (3,) if placement in PARAMETERS else (1, 2, 3)
+
+
 def train_all(rank: ranks.Rank, names: tuple[str, ...], path: str) -> dict[tuple[str, str, int], dict]:
-    on_disk = {
-        placement: {"offload_optimizer": offload | {"nvme_path": [path, path]}}
-        for placement, offload in PLACEMENTS.items()
-    }
-    return {
-        (name, placement, stage): zoo.train_or_error(CASES[name], rank, stage=stage, **config)
-        for name in names
-        for placement, config in ({"device": {}} | on_disk).items()
-        for stage in (1, 2, 3)
-    }
+    results = {}
+    for name in names:
+        for placement in ("device", *placements_of(name)):
+            config: dict = {}
+            if placement != "device":
+                config["offload_optimizer"] = PLACEMENTS[placement] | {"nvme_path": [path, path]}
+            if placement in PARAMETERS:
+                config["offload_param"] = PARAMETERS[placement]
+            for stage in stages_of(placement):
+                results[name, placement, stage] = zoo.train_or_error(CASES[name], rank, stage=stage, **config)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +101,13 @@ def results(disk: Path):
     return found
 
 
-@pytest.mark.parametrize("placement", list(PLACEMENTS))
-@pytest.mark.parametrize(("world_size", "case"), [(w, name) for w, names in RUNS.items() for name in names])
+@pytest.mark.parametrize(
+    ("world_size", "case", "placement"),
+    [(w, name, place) for w, names in RUNS.items() for name in names for place in placements_of(name)],
+)
 def test_ends_with_the_bits_of_state_on_the_device(results, world_size, case, placement):
     for rank in results[world_size]:
-        for stage in (1, 2, 3):
+        for stage in stages_of(placement):
             zoo.assert_same_end(rank[case, placement, stage], rank[case, "device", stage], stage=stage)
 
 
@@ -114,6 +137,48 @@ def test_a_budget_keeps_state_in_memory(disk: Path):
     assert none["nvme"] > some["nvme"] > all_["nvme"] == 0
     assert none["written"] > some["written"] > all_["written"] == 0
     assert none["host"] < some["host"] <= none["host"] + 40_000
+
+
+def swapped_parameters(rank: ranks.Rank, path: str, budget_bytes: int | None) -> dict:
+    case = CASES["bf16"]
+    offload = SWAP | {"nvme_path": path, "host_memory_bytes": budget_bytes}
+    engine = zerobench.initialize(
+        zoo.make(case),
+        config=rank.config(
+            stage=3, precision="bf16", offload_optimizer=offload, offload_param={"device": "nvme"}
+        ),
+    )
+    for step in range(4):
+        zoo.run_plan(engine, case, step, rank.rank, [])
+    engine.offload_traffic()  # waits for updates
+    before, moved = engine.swap_stats(), engine.offload_traffic()
+    zoo.run_plan(engine, case, 4, rank.rank, [])
+    after_traffic = engine.offload_traffic()
+    after, held = engine.swap_stats(), engine.memory_bytes(peak=False)
+    numel = sum(flat["shard_numel"] for unit in engine.units() for flat in unit["flats"])
+    engine.close()
+    return {
+        "numel": numel,
+        "sent": after_traffic["to_device_bytes"] - moved["to_device_bytes"],
+        "written": after["written_bytes"] - before["written_bytes"],
+        "held": held,
+        "host": sum(held["host"].values()),
+    }
+
+
+def test_parameters_lie_in_files_but_for_what_a_budget_keeps(disk: Path):
+    (none,) = ranks.run(swapped_parameters, str(disk), None, world_size=1)
+    assert none["held"]["nvme"]["parameters"] == 2 * none["numel"]
+    assert "parameters" not in none["held"]["host"] and "parameters" not in none["held"]["device"]
+    # Each unit is gathered for forward and for backward, but those that stay in between.
+    assert 2 * none["numel"] <= none["sent"] <= 4 * none["numel"]
+    (some,) = ranks.run(swapped_parameters, str(disk), none["host"] + 40_000, world_size=1)
+    (all_,) = ranks.run(swapped_parameters, str(disk), 1 << 30, world_size=1)
+    assert some["held"]["nvme"]["parameters"] < none["held"]["nvme"]["parameters"]
+    assert "nvme" not in all_["held"]
+    assert none["written"] > some["written"] > all_["written"] == 0
+    assert some["host"] <= none["host"] + 40_000
+    assert list(disk.iterdir()) == []
 
 
 def too_little(rank: ranks.Rank, path: str) -> str:

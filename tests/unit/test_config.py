@@ -78,6 +78,10 @@ def test_the_documentation_has_every_key_with_its_default():
             "offload_param moves all shards of parameters",
         ),
         ({"stage": 1, "offload_optimizer": {"device": "nvme"}}, "device nvme needs nvme_path"),
+        (
+            {"stage": 3, "offload_optimizer": {}, "offload_param": {"device": "nvme"}},
+            "set offload_optimizer's device",
+        ),
         ({"stage": 1, "offload_optimizer": {"nvme_path": "/disk"}}, "nvme_path is about device nvme"),
         (
             {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/d", "io_block_bytes": 5000}},

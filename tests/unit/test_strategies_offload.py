@@ -34,15 +34,16 @@ def compilers(monkeypatch):
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
-@pytest.mark.parametrize("offload", ["none", "cpu_optimizer", "cpu_full", "nvme"])
+@pytest.mark.parametrize("offload", ["none", "cpu_optimizer", "cpu_full", "nvme", "nvme_full"])
 def test_every_peer_runs_what_it_is_asked_for_or_says_why_not(name, offload):
     runs = {
         "none": set(EVERYWHERE) - {"deepspeed3_super"},
         "cpu_optimizer": {"deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_super"},
         "cpu_full": {"fsdp2", "fsdp2_keep", "deepspeed3"},
         "nvme": {"deepspeed3"},
+        "nvme_full": set(),
     }
-    paths = ("/disk",) if offload == "nvme" else ()
+    paths = ("/disk",) if offload.startswith("nvme") else ()
     reason = strategies.get(name).unplaced(on_gpus(offload=offload, nvme_paths=paths))
     assert (reason is None) == (name in runs[offload])
     assert reason is None or ("\n" not in reason and len(reason) > 20)
@@ -54,6 +55,8 @@ def test_every_peer_runs_what_it_is_asked_for_or_says_why_not(name, offload):
         ("ddp", {"optimizer_in_backward": True}, "never during backward"),
         ("fsdp2", {"optimizer_in_backward": True}, "no optimizer step during backward"),
         ("fsdp2", {"offload": "cpu_full", "offload_ratio": 0.5}, "--offload-ratio"),
+        ("fsdp2", {"offload": "nvme_full", "nvme_paths": ("/a",)}, "host memory only"),
+        ("deepspeed3", {"offload": "nvme_full", "nvme_paths": ("/a",)}, "no parameters"),
         ("fsdp2", {"offload": "cpu_full", "precision": "fp16"}, "GradScaler"),
         ("deepspeed3", {"optimizer_in_backward": True}, "deepspeed3_super"),
         ("deepspeed2", {"offload": "cpu_optimizer", "offload_ratio": 0.5}, "stage 3 only"),

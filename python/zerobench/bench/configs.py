@@ -48,8 +48,9 @@ def placement(own: Mapping[str, Any]) -> dict[str, Any]:
     if section is None:
         return {**decided, "offload": "none", "offload_ratio": None, "nvme_paths": []}
     on_nvme = section.get("device") == "nvme"
+    nvme = "nvme_full" if (own.get("offload_param") or {}).get("device") == "nvme" else "nvme"
     decided |= {
-        "offload": "nvme" if on_nvme else "cpu_full" if own.get("offload_param") else "cpu_optimizer",
+        "offload": nvme if on_nvme else "cpu_full" if own.get("offload_param") else "cpu_optimizer",
         "offload_ratio": section.get("ratio"),
         "nvme_paths": list(section.get("nvme_path", [])) if on_nvme else [],
     }

@@ -63,6 +63,8 @@ def least_rank_bytes(configuration: Configuration) -> Need:
     )
     if settings.offload == "none":
         return Need(device=parameters + gradients + state)
+    if settings.offload == "nvme_full":
+        return Need(device=0)
     if settings.offload == "nvme" or settings.offload_ratio == "auto":
         return Need(device=parameters)
     gone = int(state * (1.0 if settings.offload_ratio is None else settings.offload_ratio))

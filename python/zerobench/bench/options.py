@@ -12,7 +12,7 @@ from zerobench import strategies
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.tolerances import TOLERANCES
 from zerobench.errors import ConfigError
-from zerobench.strategies.base import OFFLOADS, OptimizerSettings
+from zerobench.strategies.base import NVME_OFFLOADS, OFFLOADS, OptimizerSettings
 
 COMPILE_MODES = ("none", "block", "whole")
 BINDINGS = ("none", "numa")
@@ -145,9 +145,10 @@ def check_offload(options: CompareOptions) -> None:
         ):
             if given:
                 raise ConfigError(f"{option} is about offloaded state: add --offload, or leave it out")
-    if "nvme" in options.offloads and not options.nvme_paths:
+    on_nvme = not set(NVME_OFFLOADS).isdisjoint(options.offloads)
+    if on_nvme and not options.nvme_paths:
         raise ConfigError("--offload nvme needs a folder on the disk to use: add --nvme-path")
-    if "nvme" not in options.offloads and options.nvme_paths:
+    if not on_nvme and options.nvme_paths:
         raise ConfigError("--nvme-path is where state on NVMe goes: add --offload nvme, or leave it out")
     for path in options.nvme_paths:
         check_folder(path)

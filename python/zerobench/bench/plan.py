@@ -23,7 +23,7 @@ from zerobench.bench.tolerances import VERIFY_STEPS
 from zerobench.config import parse as parse_config
 from zerobench.errors import ConfigError
 from zerobench.io_settings import settings_for, slow_path_warning
-from zerobench.strategies.base import OptimizerSettings
+from zerobench.strategies.base import NVME_OFFLOADS, OptimizerSettings
 
 _SWAPPED_BYTES = 24  # a parameter and step: fp32 master and two moments, read and written
 
@@ -177,7 +177,9 @@ def placement(
     return {
         "offload": offload,
         "offload_ratio": ratio if offloaded else None,
-        "nvme_paths": [str(path.absolute()) for path in options.nvme_paths] if offload == "nvme" else [],
+        "nvme_paths": [str(path.absolute()) for path in options.nvme_paths]
+        if offload in NVME_OFFLOADS
+        else [],
         "host_memory_gib": options.host_memory_gib if offloaded else None,
         "optimizer_in_backward": in_backward,
     }
@@ -273,7 +275,7 @@ def warnings_about(configurations: Sequence[Configuration]) -> list[str]:
 def slow_disks(configurations: Sequence[Configuration]) -> list[str]:
     """What `tune io` measured of the folders, where that is little: masters and moments are read and written each step,
     all of them once, in shares of the same size for each folder."""
-    swapping = [c.settings for c in configurations if c.settings.offload == "nvme"]
+    swapping = [c.settings for c in configurations if c.settings.offload in NVME_OFFLOADS]
     largest = max((settings.parameter_count or 0 for settings in swapping), default=0)
     warnings = []
     for paths in {tuple(settings.nvme_paths) for settings in swapping}:

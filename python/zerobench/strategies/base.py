@@ -20,8 +20,10 @@ Batch = Mapping[str, "torch.Tensor"]
 """Keyword arguments of the model's forward: ``input_ids`` and ``labels``, both (batch_size, seq_length) int64."""
 
 
-OFFLOADS = ("none", "cpu_optimizer", "cpu_full", "nvme")
-"""What leaves the device: nothing; optimizer state, to host memory; parameters too; optimizer state, to NVMe."""
+OFFLOADS = ("none", "cpu_optimizer", "cpu_full", "nvme", "nvme_full")
+"""What leaves the device: nothing; optimizer state, to host memory; parameters too; optimizer state, to NVMe;
+parameters too."""
+NVME_OFFLOADS = ("nvme", "nvme_full")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,8 @@ def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool) -> 
         return "of DeepSpeed only SuperOffload updates during backward: use deepspeed3_super without --clip"
     if offload == "none":
         return None
+    if offload == "nvme_full":
+        return "this row swaps DeepSpeed's optimizer state and no parameters: use --offload nvme"
     if stage == 0:
         return "DeepSpeed offloads at stages 1 to 3: use deepspeed1, deepspeed2 or deepspeed3"
     if stage != 3:

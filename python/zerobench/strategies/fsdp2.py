@@ -35,7 +35,7 @@ class FSDP2Strategy(PeerStrategy):
     def unplaced(cls, settings: StrategySettings) -> str | None:
         if settings.offload == "cpu_optimizer":
             return "FSDP2 offloads parameters, gradients and optimizer together: use --offload cpu_full"
-        if settings.offload == "nvme":
+        if settings.offload in ("nvme", "nvme_full"):
             return "FSDP2 offloads to host memory only: use --offload cpu_full"
         if settings.offload == "cpu_full" and settings.offload_ratio is not None:
             return "FSDP2 offloads all of its state or none: leave --offload-ratio out"

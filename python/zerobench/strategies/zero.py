@@ -10,7 +10,15 @@ from torch import nn
 
 from zerobench.config import Config, parse
 from zerobench.errors import ConfigError
-from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings, Transfers
+from zerobench.strategies.base import (
+    NVME_OFFLOADS,
+    Batch,
+    Dtypes,
+    StepResult,
+    Strategy,
+    StrategySettings,
+    Transfers,
+)
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.shared import Determinism, mean_loss, mean_of, merge, prepare_model, torch_device
@@ -58,18 +66,18 @@ def placement(settings: StrategySettings) -> dict[str, Any]:
         config["cpus"] = list(settings.cpus)
     if settings.offload == "none":
         return config
-    section: dict[str, Any] = {"device": "nvme" if settings.offload == "nvme" else "cpu"}
+    section: dict[str, Any] = {"device": "nvme" if settings.offload in NVME_OFFLOADS else "cpu"}
     if settings.offload_ratio is not None:
         section["ratio"] = settings.offload_ratio
     if settings.offload_ratio == "auto" and settings.device_memory_bytes is not None:
         section["device_memory_bytes"] = settings.device_memory_bytes
-    if settings.offload == "nvme":
+    if settings.offload in NVME_OFFLOADS:
         section["nvme_path"] = list(settings.nvme_paths)
         if settings.host_memory_bytes is not None:
             section["host_memory_bytes"] = settings.host_memory_bytes
     config["offload_optimizer"] = section
-    if settings.offload == "cpu_full":
-        config["offload_param"] = {"device": "cpu"}
+    if settings.offload in ("cpu_full", "nvme_full"):
+        config["offload_param"] = {"device": "nvme" if settings.offload == "nvme_full" else "cpu"}
     return config
 
 
@@ -169,7 +177,7 @@ class ZeroStrategy(Strategy):
             return None
         moved = self._traffic_since(self._traffic_at_reset)
         swapped = self._engine.swap_stats()
-        on_nvme = self.settings.offload == "nvme"
+        on_nvme = self.settings.offload in NVME_OFFLOADS
         held = self._engine.memory_bytes()
         moments = {tier: categories.get("exp_avg", 0) for tier, categories in held.items()}
         total = sum(moments.values())
