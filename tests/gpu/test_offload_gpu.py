@@ -44,6 +44,7 @@ PLACEMENTS = {
     "NVMe": {"offload_optimizer": NVME},
     "NVMe, what a budget leaves": {"offload_optimizer": NVME | {"host_memory_bytes": 200_000}},
     "NVMe, by threads": {"offload_optimizer": NVME | {"io_engine": "threads"}},
+    "NVMe, parameters too": {"offload_optimizer": NVME, "offload_param": {"device": "nvme"}},
 }
 CASES = (
     "odd sizes",
@@ -59,7 +60,7 @@ KEYS = ("digest", "served", "norms", "scales", "applied", "losses")
 
 
 def stages_of(placement: str, world_size: int) -> tuple[int, ...]:
-    if placement == "parameters too":
+    if placement.endswith("parameters too"):
         return (3,)
     if world_size > 1:
         return (1, 2, 3)
