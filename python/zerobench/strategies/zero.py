@@ -179,8 +179,6 @@ class ZeroStrategy(Strategy):
         swapped = self._engine.swap_stats()
         on_nvme = self.settings.offload in NVME_OFFLOADS
         held = self._engine.memory_bytes()
-        moments = {tier: categories.get("exp_avg", 0) for tier, categories in held.items()}
-        total = sum(moments.values())
         return Transfers(
             to_host_bytes=moved["to_host_bytes"],
             to_device_bytes=moved["to_device_bytes"],
@@ -190,7 +188,7 @@ class ZeroStrategy(Strategy):
             pinned_requested_bytes=(
                 sum(held.get("host", {}).values()) if self.settings.device == "cuda" else None
             ),
-            offload_ratio=1 - moments.get("device", 0) / total if total else None,
+            offload_ratio=self._engine.offload_ratio,
         )
 
     def _traffic_since(self, before: dict[str, int]) -> dict[str, int]:
