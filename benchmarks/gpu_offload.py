@@ -16,6 +16,7 @@ transformers builds it. MODE is one of
     nvme       stage 2, optimizer on NVMe, in files in --nvme-path
     nvme:GIB   the same with GIB of host memory for what fits
     auto       stage 2, on the host what does not fit on the GPU (--device-memory-gib makes it smaller)
+    auto-beside  the same with optimizer_in_backward
     device     stage 2, nothing on the host
     fsdp2      FSDP2 with CPUOffloadPolicy and torch's fused AdamW
 
@@ -81,13 +82,13 @@ def ours(
             config["offload_optimizer"]["host_memory_bytes"] = int(float(ratio) * (1 << 30))
     elif name != "device":
         config["offload_optimizer"] = {"device": "cpu", "ratio": float(ratio or 1.0)}
-    if name == "auto":
+    if name in ("auto", "auto-beside"):
         config["offload_optimizer"] |= {"ratio": "auto", "device_memory_bytes": limit_bytes}
     if name == "host3":
         config["offload_param"] = {"device": "cpu"}
     if name == "host-clip":
         config["gradient_clipping"] = 1.0
-    if name == "host-beside":
+    if name in ("host-beside", "auto-beside"):
         config["optimizer_in_backward"] = True
     engine = zerobench.initialize(model, config=config)
 
