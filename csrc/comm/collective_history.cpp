@@ -18,7 +18,7 @@ std::uint64_t hash_on(std::uint64_t hash, std::uint64_t value) noexcept {
 std::uint64_t hash_on(std::uint64_t hash, const StartedCollective& started) noexcept {
   hash = hash_on(hash, static_cast<std::uint64_t>(started.name.kind) << 32 |
                            static_cast<std::uint64_t>(started.dtype) << 16 | started.root);
-  hash = hash_on(hash, started.bytes);
+  hash = hash_on(hash_on(hash, started.bytes), started.place);
   std::array<std::uint64_t, sizeof(started.name.label) / sizeof(std::uint64_t)> words;
   std::memcpy(words.data(), started.name.label.data(), sizeof(words));
   for (const std::uint64_t word : words) hash = hash_on(hash, word);
@@ -101,6 +101,7 @@ std::string CollectiveHistory::difference(std::span<const Recent> of_ranks) {
       const std::string theirs = has ? describe(other.at(index)) : "nothing more";
       const std::string of_zero = zero_has ? describe(zero.at(index)) : "nothing more";
       return intro + "rank 0 " + of_zero + ", rank " + std::to_string(rank) + " " + theirs +
+             (theirs == of_zero ? ", whose data lies in another place" : "") +
              (index == first && first > 0 ? ", or another one before" : "");
     }
   }

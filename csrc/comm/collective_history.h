@@ -36,6 +36,7 @@ struct StartedCollective {
   DType dtype{};
   std::uint16_t root = 0;
   std::uint64_t bytes = 0;  // of a shard, of the buffer
+  std::uint64_t place = 0;  // LaneTransport::place_of
 };
 
 class CollectiveHistory {

@@ -84,10 +84,14 @@ class LaneCommunicator final : public Communicator {
   bool runs_in_background() const noexcept override { return true; }
   Lane lane() const noexcept override { return lane_; }
 
-  std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole, Ledger* ledger,
+  std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                              Category category) override {
     check();
-    auto memory = watched_->transport->allocate(bytes, category_name(category));
+    if (ledger != nullptr && own_.bytes() == 0) {
+      own_ = Allocation(ledger, Tier::kDevice, Category::kStaging, watched_->transport->own_bytes());
+    }
+    std::shared_ptr<std::byte> memory;
+    with_control([&] { memory = watched_->transport->allocate(bytes, role, category_name(category)); });
     return std::make_shared<LaneBuffer>(std::move(memory), bytes, watched_->device->is_async(),
                                         Allocation(ledger, Tier::kDevice, category, bytes));
   }
@@ -199,8 +203,9 @@ class LaneCommunicator final : public Communicator {
     throw CommunicationError(reason, fault_rank);
   }
 
-  WorkPtr start(const StartedCollective& started, const LaneCall& call) {
+  WorkPtr start(StartedCollective started, const LaneCall& call) {
     check();
+    started.place = watched_->transport->place_of(call);
     history_.add(started);
     watched_->log.start(started.name);
     if (calls_.empty()) first_name_ = started.name;
@@ -248,6 +253,7 @@ class LaneCommunicator final : public Communicator {
   std::shared_ptr<Ticket> group_;  // of the open group
   std::vector<LaneCall> calls_;    // not put in yet
   OperationName first_name_;       // of calls_
+  Allocation own_;                 // the transport's memory
   std::shared_ptr<WatchedLane> watched_;
   std::optional<Watchdog> watchdog_;  // a world of one rank needs none
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
@@ -29,7 +30,16 @@ class LaneTransport {
   LaneTransport(const LaneTransport&) = delete;
   LaneTransport& operator=(const LaneTransport&) = delete;
 
-  virtual std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) = 0;
+  // The role matters where peers read each other's memory.
+  virtual std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole role, std::string_view what) = 0;
+  // Device memory that it holds besides.
+  virtual std::size_t own_bytes() const noexcept { return 0; }
+  // What must be the same on all ranks about where a call's data lies. Throws ArgumentError for memory that peers
+  // cannot read.
+  virtual std::uint64_t place_of(const LaneCall& call) const {
+    static_cast<void>(call);
+    return 0;
+  }
   // Puts all calls into the lane, as one group. Throws when that fails, and after abort().
   virtual void put_in(std::span<const LaneCall> calls) = 0;
 

@@ -1,19 +1,16 @@
 #include "comm/nccl_communicator.h"
 
-#include <cuda_runtime.h>
-
-#include <array>
 #include <cstdlib>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "comm/cuda_ranks.h"
 #include "comm/lane_communicator.h"
 #include "comm/nccl_transport.h"
 #include "comm/peer_processes.h"
 #include "comm/shm_rendezvous.h"
 #include "comm/solo_transport.h"
-#include "common/cuda_check.h"
 
 namespace zb {
 namespace {
@@ -22,22 +19,23 @@ using Clock = std::chrono::steady_clock;
 
 // What ranks tell each other before NCCL connects them. Plain bytes.
 struct Greeting {
-  ProcessIdentity process;
-  std::array<char, 32> pci_bus_id{};
+  RankDevice device;
   int nccl_version = 0;
   ncclUniqueId id{};  // of rank 0
 };
 
 Greeting own_greeting(Device& device, int rank) {
   Greeting greeting;
-  greeting.process = ProcessIdentity::own();
-  device.bind_thread();
-  int ordinal = 0;
-  ZB_CUDA(cudaGetDevice(&ordinal));
-  ZB_CUDA(cudaDeviceGetPCIBusId(greeting.pci_bus_id.data(), static_cast<int>(greeting.pci_bus_id.size()), ordinal));
+  greeting.device = RankDevice::own(device);
   check_nccl(ncclGetVersion(&greeting.nccl_version), "ncclGetVersion");
   if (rank == 0) check_nccl(ncclGetUniqueId(&greeting.id), "ncclGetUniqueId");
   return greeting;
+}
+
+std::vector<RankDevice> devices_of(const std::vector<Greeting>& greetings) {
+  std::vector<RankDevice> devices;
+  for (const Greeting& greeting : greetings) devices.push_back(greeting.device);
+  return devices;
 }
 
 // The same on all ranks, so that all of them raise.
@@ -50,17 +48,8 @@ void check_greetings(const std::vector<Greeting>& greetings) {
                                    "; install one version of torch for all ranks",
                                static_cast<int>(rank));
     }
-    for (std::size_t other = 0; other < rank; ++other) {
-      if (greeting.process.host != greetings[other].process.host ||
-          greeting.pci_bus_id != greetings[other].pci_bus_id) {
-        continue;
-      }
-      throw CommunicationError("ranks " + std::to_string(other) + " and " + std::to_string(rank) +
-                                   " of one host both use the GPU " + greeting.pci_bus_id.data() +
-                                   "; start at most one rank for each GPU that is visible",
-                               static_cast<int>(rank));
-    }
   }
+  check_one_rank_a_gpu(devices_of(greetings));
 }
 
 std::vector<Greeting> exchange_greetings(Communicator& control, const Greeting& mine) {
@@ -68,14 +57,6 @@ std::vector<Greeting> exchange_greetings(Communicator& control, const Greeting& 
   control.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)), "NCCL setup");
   check_greetings(all);
   return all;
-}
-
-PeerProcesses watch_processes(Communicator& control, const std::vector<Greeting>& greetings) {
-  std::vector<ProcessIdentity> identities;
-  for (const Greeting& greeting : greetings) identities.push_back(greeting.process);
-  PeerProcesses processes(control.rank(), identities);
-  control.barrier("NCCL setup");  // all of them lived until here, so it is them that are watched
-  return processes;
 }
 
 void connect(NcclTransport& transport, Communicator& control, const PeerProcesses& processes, const ncclUniqueId& id,
@@ -98,7 +79,7 @@ LaneOptions connected(NcclOptions& options) {
   Communicator& control = *options.control;
   auto transport = std::make_unique<NcclTransport>(options.device, options.lane, options.buffers);
   const auto greetings = exchange_greetings(control, own_greeting(*options.device, control.rank()));
-  PeerProcesses processes = watch_processes(control, greetings);
+  PeerProcesses processes = watch_processes(control, devices_of(greetings), "NCCL setup");
   connect(*transport, control, processes, greetings[0].id, options.timeout);
   LaneOptions lane;
   lane.transport = std::move(transport);

@@ -155,7 +155,7 @@ void NcclTransport::connect(int rank, int world_size, const ncclUniqueId& id,
   handle_->comm = shared->comm;
 }
 
-std::shared_ptr<std::byte> NcclTransport::allocate(std::size_t bytes, std::string_view what) {
+std::shared_ptr<std::byte> NcclTransport::allocate(std::size_t bytes, BufferRole, std::string_view what) {
   return buffers_ == NcclBuffers::kPlain ? device_->allocate(bytes, what) : allocate_symmetric(bytes);
 }
 

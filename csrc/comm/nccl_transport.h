@@ -26,7 +26,7 @@ class NcclTransport final : public LaneTransport {
   // several times a second and throws to give up. Throws NcclError.
   void connect(int rank, int world_size, const ncclUniqueId& id, const std::function<void()>& keep_waiting);
 
-  std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override;
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole role, std::string_view what) override;
   void put_in(std::span<const LaneCall> calls) override;
   void enter_thread() override;
   std::optional<std::string> failure() override;

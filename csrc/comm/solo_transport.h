@@ -12,7 +12,7 @@ class SoloTransport final : public LaneTransport {
  public:
   SoloTransport(std::shared_ptr<Device> device, Lane lane) : device_(std::move(device)), lane_(lane) {}
 
-  std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override {
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole, std::string_view what) override {
     return device_->allocate(bytes, what);
   }
   void put_in(std::span<const LaneCall> calls) override {

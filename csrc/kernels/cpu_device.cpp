@@ -39,6 +39,10 @@ class CpuDevice final : public Device {
     kernels_.add(destination, destination_dtype, source, source_dtype, numel);
   }
 
+  void sum(Lane, void* destination, std::span<const void* const> sources, DType dtype, std::size_t numel) override {
+    kernels_.reduce(destination, sources.data(), sources.size(), dtype, numel);
+  }
+
   void pack(Lane, std::span<const PackItem> items) override {
     for (const PackItem& item : items) {
       if (item.source == nullptr) {

@@ -99,21 +99,26 @@ void CudaDevice::synchronize() {
 std::shared_ptr<std::byte> CudaDevice::allocate(std::size_t bytes, std::string_view what) {
   bind_thread();
   bytes = std::max<std::size_t>(bytes, 1);  // so that nothing has an address too
-  std::shared_ptr<std::byte> memory(static_cast<std::byte*>(allocate_or_empty_caches(bytes, what)),
+  void* taken = nullptr;
+  take_memory(bytes, what, [&] { return cudaMalloc(&taken, bytes); });
+  std::shared_ptr<std::byte> memory(static_cast<std::byte*>(taken),
                                     [](std::byte* held) { static_cast<void>(cudaFree(held)); });
-  ZB_CUDA(cudaMemsetAsync(memory.get(), 0, bytes, host_stream_.get()));
-  ZB_CUDA(cudaStreamSynchronize(host_stream_.get()));
+  zero_fresh_memory(memory.get(), bytes);
   return memory;
 }
 
-void* CudaDevice::allocate_or_empty_caches(std::size_t bytes, std::string_view what) {
-  void* memory = nullptr;
-  cudaError_t code = cudaMalloc(&memory, bytes);
+void CudaDevice::zero_fresh_memory(void* memory, std::size_t bytes) {
+  ZB_CUDA(cudaMemsetAsync(memory, 0, bytes, host_stream_.get()));
+  ZB_CUDA(cudaStreamSynchronize(host_stream_.get()));
+}
+
+void CudaDevice::take_memory(std::size_t bytes, std::string_view what, const std::function<cudaError_t()>& take) {
+  cudaError_t code = take();
   if (code == cudaErrorMemoryAllocation && on_out_of_memory_) {
     static_cast<void>(cudaGetLastError());
     on_out_of_memory_();
     bind_thread();
-    code = cudaMalloc(&memory, bytes);
+    code = take();
   }
   if (code == cudaErrorMemoryAllocation) {
     static_cast<void>(cudaGetLastError());
@@ -125,7 +130,6 @@ void* CudaDevice::allocate_or_empty_caches(std::size_t bytes, std::string_view w
                            " MiB are free; use a higher ZeRO stage, more devices, a smaller model or a smaller batch");
   }
   ZB_CUDA(code);
-  return memory;
 }
 
 std::shared_ptr<std::byte> CudaDevice::allocate_pinned(std::size_t bytes) {
@@ -158,6 +162,12 @@ void CudaDevice::add(Lane lane, void* destination, DType destination_dtype, cons
                      std::size_t numel) {
   const PackItem item{destination, destination_dtype, source, source_dtype, numel, true};
   pack(lane, {&item, 1});
+}
+
+void CudaDevice::sum(Lane lane, void* destination, std::span<const void* const> sources, DType dtype,
+                     std::size_t numel) {
+  bind_thread();
+  launch_sum(destination, sources, dtype, numel, cuda_stream(lane));
 }
 
 void CudaDevice::pack(Lane lane, std::span<const PackItem> items) {

@@ -49,6 +49,9 @@ class CudaDevice final : public Device, public HostRegistrar {
   void hold_stream(cudaStream_t stream, const MarkPtr& mark);
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override;
+  // Another way to take device memory: tried once more when caches are empty. Throws OutOfMemoryError naming `what`.
+  void take_memory(std::size_t bytes, std::string_view what, const std::function<cudaError_t()>& take);
+  void zero_fresh_memory(void* memory, std::size_t bytes);  // blocks the host, and waits for no lane
   std::shared_ptr<std::byte> allocate_pinned(std::size_t bytes) override;
   HostRegistrar* host_registrar() noexcept override { return this; }
   // For every device of the process. From any thread, beside other calls.
@@ -59,6 +62,7 @@ class CudaDevice final : public Device, public HostRegistrar {
             std::size_t numel) override;
   void add(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
            std::size_t numel) override;
+  void sum(Lane lane, void* destination, std::span<const void* const> sources, DType dtype, std::size_t numel) override;
   void pack(Lane lane, std::span<const PackItem> items) override;
   void zero(Lane lane, void* destination, std::size_t bytes) override;
   void copy(Lane lane, void* destination, const void* source, std::size_t bytes) override;
@@ -74,7 +78,6 @@ class CudaDevice final : public Device, public HostRegistrar {
   void pop_range() override;
 
  private:
-  void* allocate_or_empty_caches(std::size_t bytes, std::string_view what);
   void blocking_copy(void* destination, const void* source, std::size_t bytes, cudaMemcpyKind kind);
 
   int ordinal_;

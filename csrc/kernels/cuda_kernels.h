@@ -24,6 +24,9 @@ inline std::size_t element_index(const void* address, DType dtype) {
 // One launch per kPackItemNum items (pack.cu).
 void launch_pack(std::span<const PackItem> items, cudaStream_t stream);
 
+void launch_sum(void* destination, std::span<const void* const> sources, DType dtype, std::size_t numel,
+                cudaStream_t stream);
+
 // Bytes of device memory, zero-filled once, that calls of one stream share.
 std::size_t sum_scratch_bytes();
 void launch_sum_of_squares(double* result, const void* source, DType dtype, std::size_t numel, void* scratch,

@@ -63,6 +63,8 @@ struct NormArguments {
   StepScalars* scalars = nullptr;  // written
 };
 
+inline constexpr std::size_t kSumSourceMax = 8;
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -97,6 +99,10 @@ class Device {
                     std::size_t numel) = 0;
   // destination[i] = convert(float(destination[i]) + float(source[i]))
   virtual void add(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
+                   std::size_t numel) = 0;
+  // destination[i] = convert(((s0[i] + s1[i]) + s2[i]) + ...), added in float in the order of `sources`, of which there
+  // are at most kSumSourceMax. destination may be one of them.
+  virtual void sum(Lane lane, void* destination, std::span<const void* const> sources, DType dtype,
                    std::size_t numel) = 0;
   // All items as if one after the other; they do not overlap.
   virtual void pack(Lane lane, std::span<const PackItem> items) = 0;

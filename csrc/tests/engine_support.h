@@ -57,6 +57,11 @@ struct ToyOptions {
 inline LaneSchedule lane_schedule(std::uint32_t number) {
   return {number, static_cast<LanePolicy>(number % kLanePolicyNum)};
 }
+// The second round of policies is for ranks that pull.
+inline constexpr std::uint32_t kLaneScheduleNum = 2 * kLanePolicyNum;
+inline LaneCollectives lane_collectives(std::uint32_t number) {
+  return number / kLanePolicyNum % 2 == 0 ? LaneCollectives::kMet : LaneCollectives::kPulled;
+}
 
 // The bytes that one rank's forwards and backwards read, one entry a unit's use.
 using Reads = std::vector<std::vector<std::byte>>;
@@ -340,7 +345,7 @@ inline std::vector<std::exception_ptr> try_ranks(const ToyOptions& options, cons
   if (options.lane_schedule_num == 0) return run_threads(options, places_on_cpu(options), body);
   std::vector<std::exception_ptr> errors;
   for (std::uint32_t number = 0; number < options.lane_schedule_num; ++number) {
-    LaneWorld world(options.world_size, lane_schedule(number));
+    LaneWorld world(options.world_size, lane_schedule(number), lane_collectives(number));
     const std::vector<ToyPlace> places(static_cast<std::size_t>(options.world_size), ToyPlace{.lanes = &world});
     const std::vector<std::exception_ptr> found = run_threads(options, places, body);
     errors.insert(errors.end(), found.begin(), found.end());
@@ -355,7 +360,7 @@ inline void rethrow_first(const std::vector<std::exception_ptr>& errors) {
 }
 
 inline void run_in_lanes(const ToyOptions& options, std::uint32_t schedule_number, const ToyBody& body) {
-  LaneWorld world(options.world_size, lane_schedule(schedule_number));
+  LaneWorld world(options.world_size, lane_schedule(schedule_number), lane_collectives(schedule_number));
   rethrow_first(run_threads(
       options, std::vector<ToyPlace>(static_cast<std::size_t>(options.world_size), ToyPlace{.lanes = &world}), body));
 }
@@ -367,7 +372,7 @@ inline void run_ranks(const ToyOptions& options, const ToyBody& body) {
   for (std::size_t rank = 0; rank < places.size(); ++rank) places[rank].reads = &reads[rank];
   rethrow_first(run_threads(options, places, body));
   for (std::uint32_t number = 0; number < options.lane_schedule_num; ++number) {
-    LaneWorld world(options.world_size, lane_schedule(number));
+    LaneWorld world(options.world_size, lane_schedule(number), lane_collectives(number));
     for (std::size_t rank = 0; rank < places.size(); ++rank) {
       places[rank] = {.lanes = &world, .expected_reads = &reads[rank]};
     }

@@ -157,10 +157,15 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   }
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override {
-    auto memory = make_memory(bytes);
+    std::shared_ptr<std::byte> memory;
+    return allocate(bytes, what, memory);
+  }
+  // `memory` stays when the owner lets go, with other bytes in it.
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what, std::shared_ptr<std::byte>& memory) {
+    memory = make_memory(bytes);
     races_.allocated(memory.get(), bytes, what);
     std::byte* const data = memory.get();
-    return {data, [device = weak_from_this(), memory = std::move(memory), bytes](std::byte*) {
+    return {data, [device = weak_from_this(), memory, bytes](std::byte*) {
               if (const auto alive = device.lock()) alive->free(memory, bytes);
             }};
   }
@@ -180,6 +185,14 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
            std::size_t numel) override {
     put_in(lane, "add", {written(destination, destination_dtype, numel), read(source, source_dtype, numel)},
            [=, this] { kernels_.add(destination, destination_dtype, source, source_dtype, numel); });
+  }
+  void sum(Lane lane, void* destination, std::span<const void* const> sources, DType dtype,
+           std::size_t numel) override {
+    std::vector<Touched> touched{written(destination, dtype, numel)};
+    for (const void* source : sources) touched.push_back(read(source, dtype, numel));
+    put_in(lane, "sum", touched, [=, this, held = std::vector<const void*>(sources.begin(), sources.end())] {
+      kernels_.reduce(destination, held.data(), held.size(), dtype, numel);
+    });
   }
   // The items run in any order.
   void pack(Lane lane, std::span<const PackItem> items) override {

@@ -19,6 +19,7 @@
 #include "comm/solo_communicator.h"
 #include "comm/solo_transport.h"
 #include "lane_device.h"
+#include "lane_peers.h"
 
 namespace zb::test {
 
@@ -251,7 +252,7 @@ class MeetingTransport final : public LaneTransport {
                    Lane lane)
       : device_(std::move(device)), point_(std::move(point)), rank_(rank), world_size_(world_size), lane_(lane) {}
 
-  std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override {
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole, std::string_view what) override {
     return device_->allocate(bytes, what);
   }
   void put_in(std::span<const LaneCall> calls) override {
@@ -343,20 +344,30 @@ class MeetingControl final : public Communicator {
   std::uint64_t next_number_ = 0;
 };
 
+// How the ranks' collectives are carried out.
+enum class LaneCollectives : std::uint8_t {
+  kMet,     // all at once, when the last rank is there
+  kPulled,  // by PeerTransport
+};
+
 // What the ranks of one run share.
 class LaneWorld {
  public:
-  LaneWorld(int rank_num, const LaneSchedule& schedule)
+  LaneWorld(int rank_num, const LaneSchedule& schedule, LaneCollectives collectives = LaneCollectives::kMet)
       : rank_num_(rank_num),
         schedule_(schedule),
+        collectives_(collectives),
         turns_(rank_num, schedule.seed),
         gather_point_(std::make_shared<MeetingPoint>(rank_num)),
-        reduce_point_(std::make_shared<MeetingPoint>(rank_num)) {}
+        reduce_point_(std::make_shared<MeetingPoint>(rank_num)),
+        gather_peers_(std::make_shared<PeerWorld>(rank_num)),
+        reduce_peers_(std::make_shared<PeerWorld>(rank_num)) {}
 
   RankTurns& turns() { return turns_; }
   std::string text() const {
     return "lane schedule " + std::to_string(schedule_.seed) + ", policy " +
-           std::to_string(static_cast<int>(schedule_.policy));
+           std::to_string(static_cast<int>(schedule_.policy)) +
+           (collectives_ == LaneCollectives::kPulled ? ", pulled" : "");
   }
 
   std::shared_ptr<LaneDevice> make_device(int rank) {
@@ -376,7 +387,15 @@ class LaneWorld {
       options.control = make_solo_communicator();
     } else {
       const auto& point = lane == Lane::kGather ? gather_point_ : reduce_point_;
-      options.transport = std::make_unique<MeetingTransport>(device, point, rank, rank_num_, lane);
+      if (collectives_ == LaneCollectives::kPulled) {
+        // So small that most reductions take it several times.
+        constexpr std::size_t kScratchBytes = 2048;
+        const auto& peers = lane == Lane::kGather ? gather_peers_ : reduce_peers_;
+        options.transport = std::make_unique<WatchedPeerTransport>(
+            device, lane, std::make_unique<LanePeerLink>(device, peers, rank, rank_num_, lane), kScratchBytes);
+      } else {
+        options.transport = std::make_unique<MeetingTransport>(device, point, rank, rank_num_, lane);
+      }
       options.control = std::make_unique<MeetingControl>(device, point, rank, rank_num_);
     }
     return make_lane_communicator(std::move(options));
@@ -385,9 +404,12 @@ class LaneWorld {
  private:
   int rank_num_;
   LaneSchedule schedule_;
+  LaneCollectives collectives_;
   RankTurns turns_;
   std::shared_ptr<MeetingPoint> gather_point_;
   std::shared_ptr<MeetingPoint> reduce_point_;
+  std::shared_ptr<PeerWorld> gather_peers_;
+  std::shared_ptr<PeerWorld> reduce_peers_;
 };
 
 }  // namespace zb::test

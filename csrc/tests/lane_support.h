@@ -116,6 +116,12 @@ class ThreadDevice final : public Device {
            std::size_t numel) override {
     host_->add(lane, destination, destination_dtype, source, source_dtype, numel);
   }
+  void sum(Lane lane, void* destination, std::span<const void* const> sources, DType dtype,
+           std::size_t numel) override {
+    put(lane, [=, this, held = std::vector<const void*>(sources.begin(), sources.end())] {
+      host_->sum(lane, destination, held, dtype, numel);
+    });
+  }
   void pack(Lane lane, std::span<const PackItem> items) override { host_->pack(lane, items); }
   void zero(Lane lane, void* destination, std::size_t bytes) override { host_->zero(lane, destination, bytes); }
   void copy(Lane lane, void* destination, const void* source, std::size_t bytes) override {
@@ -151,7 +157,7 @@ class HostTransport final : public LaneTransport {
   ~HostTransport() override { device_->synchronize(device_->mark(lane_)); }
 
   // Collective here: peers read the memory where it lies.
-  std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view) override {
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole, std::string_view) override {
     auto buffer = data_->allocate(bytes, BufferRole::kShared, nullptr, Category::kStaging);
     buffers_[buffer->data()] = buffer;
     return {buffer, buffer->data()};
@@ -202,7 +208,7 @@ class StuckTransport final : public LaneTransport {
  public:
   StuckTransport(std::shared_ptr<ThreadDevice> device, Lane lane) : device_(std::move(device)), lane_(lane) {}
 
-  std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override {
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole, std::string_view what) override {
     return device_->allocate(bytes, what);
   }
   void put_in(std::span<const LaneCall>) override {

@@ -24,7 +24,7 @@ using test::walk;
 
 using EngineLanes = test::StageTest;
 
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineLanes, test::in_lanes(testing::Range(1, 4), test::kLanePolicyNum),
+INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineLanes, test::in_lanes(testing::Range(1, 4), test::kLaneScheduleNum),
                          test::stage_test_name);
 
 TEST_P(EngineLanes, EndAsTheCpuDoes) {

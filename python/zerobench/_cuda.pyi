@@ -138,3 +138,7 @@ def make_nccl_communicator(
 ) -> object:
     """NCCL in a lane of the device, over the capsule of a host communicator that names the ranks. A capsule, too.
     Collective. ``symmetric`` puts buffers into NCCL's symmetric windows, whose allocation is collective."""
+
+def make_peer_communicator(*, device: CudaDevice, lane: str, control: object, timeout_s: float) -> object:
+    """GPUs of one host by copy engines, in a lane of the device, over the capsule of a host communicator that names
+    the ranks. A capsule, too. Collective."""

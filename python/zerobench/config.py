@@ -199,7 +199,11 @@ class Config(_Section):
         ge=0,
         description="unsharded bytes gathered ahead of use at stage 3; null is one largest unit",
     )
-    communicator: Literal["auto", "shm", "c10d", "nccl"] = "auto"
+    communicator: Literal["auto", "shm", "c10d", "nccl", "peer"] = Field(
+        "auto",
+        description="what moves data between ranks: shm or c10d (gloo) on CPU, nccl or peer (copy engines, GPUs of one "
+        "host) on GPUs; auto is shm on one host, c10d on several, nccl on GPUs",
+    )
     rendezvous: str | None = Field(
         None, min_length=1, description="unique text by which ranks of one host meet"
     )

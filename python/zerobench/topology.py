@@ -72,15 +72,22 @@ def make_communicators(
     host_kind = "shm" if topology.local_world_size == topology.world_size else "c10d"
     if kind == "auto":
         kind = host_kind if device is None else "nccl"
-    if (kind == "nccl") != (device is not None):
+    of_gpus = kind in ("nccl", "peer")
+    if of_gpus != (device is not None):
         raise ConfigError(
-            "communicator 'nccl' moves memory of GPUs and this engine computes on CPU; use 'auto', 'shm' or 'c10d'"
+            f"communicator '{kind}' moves memory of GPUs and this engine computes on CPU; use 'auto', 'shm' or 'c10d'"
             if device is None
-            else f"communicator '{kind}' moves host memory and this engine computes on a GPU; use 'auto' or 'nccl'"
+            else f"communicator '{kind}' moves host memory and this engine computes on a GPU; use 'auto', 'nccl' or "
+            "'peer'"
         )
-    make_control = _make_shm if (host_kind if kind == "nccl" else kind) == "shm" else _make_c10d
+    if kind == "peer" and host_kind != "shm":
+        raise ConfigError(
+            f"communicator 'peer' connects GPUs of one host, but {topology.world_size} ranks are spread over several "
+            f"({topology.local_world_size} here); use 'nccl'"
+        )
+    make_control = _make_shm if (host_kind if of_gpus else kind) == "shm" else _make_c10d
     control = make_control(core, config, topology)
-    return control if device is None else _over_nccl(control, core, config, device)
+    return control if device is None else _on_device(kind, control, core, config, device)
 
 
 def _rendezvous_from_environment(topology: Topology) -> str:
@@ -146,12 +153,13 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
     return Communicators("c10d", gather, reduce, close)
 
 
-def _over_nccl(control: Communicators, core: Any, config: Config, device: Any) -> Communicators:
-    """NCCL in the device's lanes; what ranks tell each other on the host goes over ``control``."""
+def _on_device(kind: str, control: Communicators, core: Any, config: Config, device: Any) -> Communicators:
+    """Communicators in the device's lanes; what ranks tell each other on the host goes over ``control``."""
     cuda = _native.load_cuda()
+    make = cuda.make_peer_communicator if kind == "peer" else cuda.make_nccl_communicator
 
     def over(communicator: Any, lane: str) -> Any:
-        capsule = cuda.make_nccl_communicator(
+        capsule = make(
             device=device,
             lane=lane,
             control=core.release_communicator(communicator),
@@ -160,7 +168,7 @@ def _over_nccl(control: Communicators, core: Any, config: Config, device: Any) -
         return core.adopt_communicator(capsule)
 
     gather, reduce = over(control.gather, "gather"), over(control.reduce, "reduce")
-    return Communicators("nccl", gather, reduce, control.close)
+    return Communicators(kind, gather, reduce, control.close)
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""A rank with its device and an NCCL communicator, for tests on real devices."""
+"""A rank with its device and a communicator of GPUs, for tests on real devices."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from zerobench import _native
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What may pass between a fault and the error, besides the communicator's own timeout: turns, graces, NCCL's abort.
 SLACK_S = 20.0
+KINDS = ("nccl", "peer")
 
 
 class Connected:
-    """A rank's device and its NCCL communicator over shared memory."""
+    """A rank's device and its communicator, whose host messages go over shared memory."""
 
     def __init__(
-        self, rank: ranks.Rank, *, lane: str = "gather", timeout_s: float = 60.0, ordinal: int | None = None
+        self,
+        rank: ranks.Rank,
+        *,
+        kind: str,
+        lane: str = "gather",
+        timeout_s: float = 60.0,
+        ordinal: int | None = None,
     ) -> None:
         self.core, cuda = _native.load(), _native.load_cuda()
         ordinal = rank.rank if ordinal is None else ordinal
@@ -34,8 +41,9 @@ class Connected:
             rendezvous=f"{rank.meeting_point}-{lane}",
             timeout_s=timeout_s,
         )
+        make = {"nccl": cuda.make_nccl_communicator, "peer": cuda.make_peer_communicator}[kind]
         self.comm = self.core.adopt_communicator(
-            cuda.make_nccl_communicator(
+            make(
                 device=self.device,
                 lane=lane,
                 control=self.core.release_communicator(control),
@@ -44,7 +52,8 @@ class Connected:
         )
 
     def buffer(self, numel: int, dtype: str) -> tuple[Any, torch.Tensor]:
-        held = self.comm.allocate(numel * DTYPES[dtype].itemsize, shared=False)
+        """One that peers may read, so all ranks make it."""
+        held = self.comm.allocate(numel * DTYPES[dtype].itemsize, shared=True)
         return held, held.tensor(dtype)
 
     def ready(self) -> None:

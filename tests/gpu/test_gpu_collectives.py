@@ -1,4 +1,4 @@
-"""The NCCL communicator on real devices: every collective is exact, ordered and counted. One process a GPU.
+"""Communicators of GPUs on real devices: every collective is exact, ordered and counted. One process a GPU.
 
 A group of processes takes seconds to connect, so checks that leave the communicator whole share one.
 """
@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks  # noqa: E402
-from nccl_ranks import DTYPES, SLACK_S, Connected, sums, values  # noqa: E402
+from gpu_ranks import DTYPES, KINDS, SLACK_S, Connected, sums, values  # noqa: E402
 
 from zerobench import _native  # noqa: E402
 from zerobench.errors import StateError  # noqa: E402
@@ -178,9 +178,9 @@ def check_two_lanes(at: Connected, other: Connected) -> None:
     assert torch.equal(shard_tensor, sums(ranks_, numel * ranks_, "bfloat16")[begin:][:numel])
 
 
-def check_whole(rank: ranks.Rank) -> None:
-    at = Connected(rank)
-    assert at.comm.kind == "nccl" and at.comm.rank == rank.rank and at.comm.world_size == rank.world_size
+def check_whole(rank: ranks.Rank, kind: str) -> None:
+    at = Connected(rank, kind=kind)
+    assert at.comm.kind == kind and at.comm.rank == rank.rank and at.comm.world_size == rank.world_size
     for dtype in DTYPES:
         for numel in NUMELS:
             check_all_gather(at, dtype, numel)
@@ -190,20 +190,21 @@ def check_whole(rank: ranks.Rank) -> None:
     check_lane_order(at)
     check_group(at)
     check_counters_and_messages(at)
-    other = Connected(rank, lane="reduce")
+    other = Connected(rank, kind=kind, lane="reduce")
     check_two_lanes(at, other)
     begin = time.monotonic()
     at.comm.close()
     other.comm.close()
     assert time.monotonic() - begin < SLACK_S
-    again = Connected(rank)  # after another one has ended
+    again = Connected(rank, kind=kind)  # after another one has ended
     check_all_gather(again, "float32", 1000)
     again.comm.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_collectives_are_exact_ordered_and_counted(world_size: int) -> None:
-    ranks.run(check_whole, world_size=world_size, timeout_s=200.0)
+def test_collectives_are_exact_ordered_and_counted(world_size: int, kind: str) -> None:
+    ranks.run(check_whole, kind, world_size=world_size, timeout_s=200.0)
 
 
 def check_over_gloo(rank: ranks.Rank, store: str) -> None:

@@ -1,4 +1,4 @@
-"""Faults of the NCCL communicator on real devices: every rank ends in time and says why. One process a GPU, killed when
+"""Faults of communicators of GPUs on real devices: every rank ends in time and says why. One process a GPU, killed when
 it hangs."""
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks  # noqa: E402
-from nccl_ranks import SLACK_S, Connected  # noqa: E402
+from gpu_ranks import KINDS, SLACK_S, Connected  # noqa: E402
 
 from zerobench.errors import CommunicationError  # noqa: E402
 
 GPU_NUM = torch.cuda.device_count()
+every_kind = pytest.mark.parametrize("kind", KINDS)
 several_gpus = pytest.mark.skipif(GPU_NUM < 2, reason=f"needs 2 GPUs, and this machine has {GPU_NUM}")
 
 
@@ -58,8 +59,8 @@ def ends(at: Connected, begin: float) -> dict[str, Any]:
     return {"text": text, "took_s": took_s, "closed_s": time.monotonic() - begin}
 
 
-def lose_a_rank(rank: ranks.Rank) -> dict[str, Any]:
-    at = Connected(rank)
+def lose_a_rank(rank: ranks.Rank, kind: str) -> dict[str, Any]:
+    at = Connected(rank, kind=kind)
     full, _ = at.buffer(1000 * rank.world_size, "float32")
     at.comm.barrier()
     if rank.rank == rank.world_size - 1:
@@ -72,9 +73,10 @@ def lose_a_rank(rank: ranks.Rank) -> dict[str, Any]:
 
 
 @several_gpus
-def test_a_killed_rank_is_named_by_all_others() -> None:
+@every_kind
+def test_a_killed_rank_is_named_by_all_others(kind: str) -> None:
     victim = GPU_NUM - 1
-    with ranks.Group(lose_a_rank, world_size=GPU_NUM) as group:
+    with ranks.Group(lose_a_rank, kind, world_size=GPU_NUM) as group:
         group.wait(timeout_s=150.0)
     assert group.outcomes[victim].exit_code == -signal.SIGKILL
     for outcome in group.outcomes[:victim]:
@@ -83,8 +85,8 @@ def test_a_killed_rank_is_named_by_all_others() -> None:
         assert outcome.value["took_s"] < SLACK_S  # far below the timeout of 60 s
 
 
-def stall(rank: ranks.Rank) -> dict[str, Any]:
-    at = Connected(rank, timeout_s=5.0)
+def stall(rank: ranks.Rank, kind: str) -> dict[str, Any]:
+    at = Connected(rank, kind=kind, timeout_s=5.0)
     full, shard_bytes = warm(at)
     at.comm.barrier()
     begin = time.monotonic()
@@ -96,16 +98,17 @@ def stall(rank: ranks.Rank) -> dict[str, Any]:
 
 
 @several_gpus
-def test_a_rank_that_does_not_come_ends_the_others_at_the_timeout() -> None:
-    waiting, sleeping = ranks.run(stall, world_size=2, timeout_s=120.0)
+@every_kind
+def test_a_rank_that_does_not_come_ends_the_others_at_the_timeout(kind: str) -> None:
+    waiting, sleeping = ranks.run(stall, kind, world_size=2, timeout_s=120.0)
     said = "rank 0 waited 5.00 s for all_gather of 'python'"
     assert waiting["text"] == said
     assert 5.0 <= waiting["took_s"] < 5.0 + SLACK_S
     assert sleeping["text"] == f"rank 0 aborted: {said}"
 
 
-def mismatch(rank: ranks.Rank) -> dict[str, Any]:
-    at = Connected(rank)
+def mismatch(rank: ranks.Rank, kind: str) -> dict[str, Any]:
+    at = Connected(rank, kind=kind)
     full, shard_bytes = warm(at)
     begin = time.monotonic()
     at.gather(full, shard_bytes if rank.rank == 0 else shard_bytes // 4)
@@ -116,8 +119,9 @@ def mismatch(rank: ranks.Rank) -> dict[str, Any]:
 
 
 @several_gpus
-def test_a_mismatched_collective_is_named_on_all_ranks() -> None:
-    results = ranks.run(mismatch, world_size=2, timeout_s=120.0)
+@every_kind
+def test_a_mismatched_collective_is_named_on_all_ranks(kind: str) -> None:
+    results = ranks.run(mismatch, kind, world_size=2, timeout_s=120.0)
     for result in results:
         assert (
             "rank 0 all_gather of 'python' (4000 bytes), rank 1 all_gather of 'python' (1000 bytes)"
@@ -126,8 +130,8 @@ def test_a_mismatched_collective_is_named_on_all_ranks() -> None:
         assert result["took_s"] < SLACK_S
 
 
-def abort_in_the_middle(rank: ranks.Rank) -> dict[str, Any]:
-    at = Connected(rank)
+def abort_in_the_middle(rank: ranks.Rank, kind: str) -> dict[str, Any]:
+    at = Connected(rank, kind=kind)
     full, shard_bytes = warm(at)
     at.comm.barrier()
     begin = time.monotonic()
@@ -141,14 +145,15 @@ def abort_in_the_middle(rank: ranks.Rank) -> dict[str, Any]:
 
 
 @several_gpus
-def test_an_abort_reaches_ranks_whose_device_waits() -> None:
-    for result in ranks.run(abort_in_the_middle, world_size=2, timeout_s=120.0):
+@every_kind
+def test_an_abort_reaches_ranks_whose_device_waits(kind: str) -> None:
+    for result in ranks.run(abort_in_the_middle, kind, world_size=2, timeout_s=120.0):
         assert result["text"] == "rank 0 aborted: the model is wrong"
         assert result["took_s"] < SLACK_S
 
 
-def close_in_the_middle(rank: ranks.Rank) -> float:
-    at = Connected(rank, timeout_s=3.0)
+def close_in_the_middle(rank: ranks.Rank, kind: str) -> float:
+    at = Connected(rank, kind=kind, timeout_s=3.0)
     full, shard_bytes = warm(at)
     at.comm.barrier()
     begin = time.monotonic()
@@ -162,15 +167,17 @@ def close_in_the_middle(rank: ranks.Rank) -> float:
 
 
 @several_gpus
-def test_closing_ends_what_cannot_end() -> None:
-    for took_s in ranks.run(close_in_the_middle, world_size=2, timeout_s=120.0):
+@every_kind
+def test_closing_ends_what_cannot_end(kind: str) -> None:
+    for took_s in ranks.run(close_in_the_middle, kind, world_size=2, timeout_s=120.0):
         assert took_s < 6.0 + SLACK_S
 
 
-def share_a_gpu(rank: ranks.Rank) -> str:
-    return raised(lambda: Connected(rank, ordinal=0, timeout_s=30.0))
+def share_a_gpu(rank: ranks.Rank, kind: str) -> str:
+    return raised(lambda: Connected(rank, kind=kind, ordinal=0, timeout_s=30.0))
 
 
-def test_two_ranks_on_one_gpu_are_refused() -> None:
-    for text in ranks.run(share_a_gpu, world_size=2, timeout_s=120.0):
+@every_kind
+def test_two_ranks_on_one_gpu_are_refused(kind: str) -> None:
+    for text in ranks.run(share_a_gpu, kind, world_size=2, timeout_s=120.0):
         assert "both use the GPU" in text, text

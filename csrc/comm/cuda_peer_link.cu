@@ -1,0 +1,211 @@
+#include "comm/cuda_peer_link.h"
+
+#include <cuda_runtime.h>
+#include <sys/mman.h>
+
+#include <array>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/cuda_shared_memory.h"
+#include "comm/shm_memory.h"
+#include "common/cuda_check.h"
+#include "common/error.h"
+
+namespace zb {
+namespace {
+
+CUdeviceptr device_address(const void* address) { return reinterpret_cast<CUdeviceptr>(address); }
+
+class CudaPeerMemory final : public PeerMemory {
+ public:
+  CudaPeerMemory(std::shared_ptr<CudaDevice> device, std::vector<MappedMemory> parts)
+      : device_(std::move(device)), parts_(std::move(parts)) {
+    for (const MappedMemory& part : parts_) views_.push_back(part.data());
+  }
+  // Unmapping does not wait for the device, as freeing does.
+  ~CudaPeerMemory() override {
+    try {
+      device_->bind_thread();
+      static_cast<void>(cudaDeviceSynchronize());
+    } catch (const std::exception&) {
+      // The device has failed, and runs nothing any more.
+    }
+  }
+
+ private:
+  std::shared_ptr<CudaDevice> device_;
+  std::vector<MappedMemory> parts_;  // by rank
+};
+
+enum class Outcome : std::uint8_t { kDone, kOutOfMemory, kFailed };
+
+// What ranks tell each other about their part of an allocation. Plain bytes.
+struct Report {
+  std::uint64_t bytes = 0;
+  std::uint64_t number = 0;
+  Outcome outcome = Outcome::kDone;
+  std::array<char, 447> error{};
+};
+
+// The same on all ranks, so that all of them raise.
+void check_reports(const std::vector<Report>& reports) {
+  for (std::size_t rank = 0; rank < reports.size(); ++rank) {
+    const Report& report = reports[rank];
+    const std::string text = "rank " + std::to_string(rank) + ": " + report.error.data();
+    if (report.outcome == Outcome::kOutOfMemory) throw OutOfMemoryError(text);
+    if (report.outcome == Outcome::kFailed) throw CommunicationError(text, static_cast<int>(rank));
+    if (report.bytes == reports[0].bytes && report.number == reports[0].number) continue;
+    throw CommunicationError("ranks allocate different shared memory: rank 0 " + std::to_string(reports[0].bytes) +
+                                 " bytes as number " + std::to_string(reports[0].number) + ", rank " +
+                                 std::to_string(rank) + " " + std::to_string(report.bytes) + " bytes as number " +
+                                 std::to_string(report.number),
+                             static_cast<int>(rank));
+  }
+}
+
+void set_error(Report& report, Outcome outcome, std::string_view text) {
+  report.outcome = outcome;
+  text.copy(report.error.data(), report.error.size() - 1);
+}
+
+}  // namespace
+
+// A rank's row of flags, pinned for this process.
+class PinnedRow {
+ public:
+  explicit PinnedRow(std::shared_ptr<shm::Mapping> mapping) : mapping_(std::move(mapping)) {
+    ZB_CUDA(cudaHostRegister(mapping_->data(), mapping_->bytes(), cudaHostRegisterMapped));
+  }
+  PinnedRow(const PinnedRow&) = delete;
+  PinnedRow& operator=(const PinnedRow&) = delete;
+  ~PinnedRow() { static_cast<void>(cudaHostUnregister(mapping_->data())); }
+
+  std::byte* data() const noexcept { return mapping_->data(); }
+  std::byte* data_on_device() const {
+    void* address = nullptr;
+    ZB_CUDA(cudaHostGetDevicePointer(&address, mapping_->data(), 0));
+    return static_cast<std::byte*>(address);
+  }
+
+ private:
+  std::shared_ptr<shm::Mapping> mapping_;
+};
+
+struct CudaPeerLink::Flags {
+  std::vector<std::unique_ptr<PinnedRow>> rows;  // by rank
+  std::optional<PeerFlags> on_host;
+  std::optional<PeerFlags> on_device;  // the same, where the device sees them
+};
+
+CudaPeerLink::CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Communicator& control,
+                           std::chrono::milliseconds timeout)
+    : device_(std::move(device)),
+      control_(control),
+      lane_(lane),
+      stream_(device_->cuda_stream(lane)),
+      rank_(control.rank()),
+      world_size_(control.world_size()),
+      granularity_bytes_(mapping_granularity_bytes(*device_)),
+      mesh_(control, timeout),
+      flags_(std::make_unique<Flags>()) {
+  const std::size_t row_bytes = shm::round_up_to_page(PeerFlags::row_bytes(world_size_));
+  const shm::FileDescriptor own = shm::create_memfd(row_bytes);
+  const std::vector<shm::FileDescriptor> all = mesh_.exchange(own, next_number_++);
+  std::vector<std::byte*> on_host;
+  std::vector<std::byte*> on_device;
+  device_->bind_thread();
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const shm::FileDescriptor& memfd = rank == rank_ ? own : all[static_cast<std::size_t>(rank)];
+    flags_->rows.push_back(std::make_unique<PinnedRow>(shm::Mapping::of_file(memfd, row_bytes)));
+    on_host.push_back(flags_->rows.back()->data());
+    on_device.push_back(flags_->rows.back()->data_on_device());
+  }
+  flags_->on_host.emplace(rank_, std::move(on_host));
+  flags_->on_device.emplace(rank_, std::move(on_device));
+}
+
+CudaPeerLink::~CudaPeerLink() = default;
+
+std::shared_ptr<PeerMemory> CudaPeerLink::allocate(std::size_t bytes, std::string_view what) {
+  const std::size_t mapped_bytes = (bytes + granularity_bytes_ - 1) / granularity_bytes_ * granularity_bytes_;
+  Report report{.bytes = mapped_bytes, .number = next_number_++};
+  MappedMemory mine;
+  shm::FileDescriptor descriptor;
+  try {
+    mine = MappedMemory::create(*device_, mapped_bytes, what);
+    descriptor = mine.export_descriptor();
+  } catch (const OutOfMemoryError& error) {
+    set_error(report, Outcome::kOutOfMemory, error.what());
+  } catch (const std::exception& error) {
+    set_error(report, Outcome::kFailed, error.what());
+  }
+  std::vector<Report> reports(static_cast<std::size_t>(world_size_));
+  control_.exchange(std::as_bytes(std::span(&report, 1)), std::as_writable_bytes(std::span(reports)), what);
+  check_reports(reports);
+  const std::vector<shm::FileDescriptor> theirs = mesh_.exchange(descriptor, report.number);
+  std::vector<MappedMemory> parts(static_cast<std::size_t>(world_size_));
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const auto index = static_cast<std::size_t>(rank);
+    parts[index] = rank == rank_ ? std::move(mine) : MappedMemory::import(*device_, mapped_bytes, theirs[index]);
+  }
+  return std::make_shared<CudaPeerMemory>(device_, std::move(parts));
+}
+
+void CudaPeerLink::copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) {
+  device_->copy(lane_, destination, source, bytes);
+}
+
+void CudaPeerLink::put_in(Operations& operations) {
+  device_->bind_thread();
+  const auto num = static_cast<unsigned>(operations.size());
+  check_driver(cuda_driver().stream_batch_mem_op(stream_, num, operations.data(), 0), "cuStreamBatchMemOp");
+}
+
+// A write waits until what stood before it in the stream can be seen by all.
+void CudaPeerLink::announce() {
+  ++meeting_;
+  Operations operations;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_) continue;
+    CUstreamBatchMemOpParams& operation = operations.emplace_back();
+    operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+    operation.writeValue.address = device_address(&flags_->on_device->word(peer, rank_));
+    operation.writeValue.value64 = meeting_;
+    operation.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  }
+  put_in(operations);
+}
+
+void CudaPeerLink::await() {
+  Operations operations;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_) continue;
+    CUstreamBatchMemOpParams& operation = operations.emplace_back();
+    operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+    operation.waitValue.address = device_address(&flags_->on_device->word(rank_, peer));
+    operation.waitValue.value64 = meeting_;
+    operation.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+  }
+  put_in(operations);
+}
+
+void CudaPeerLink::enter_thread() {
+  device_->bind_thread();
+  // This thread's queries must not break a capture that another thread has begun.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  ZB_CUDA(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
+void CudaPeerLink::release() noexcept { flags_->on_host->release(); }
+
+bool CudaPeerLink::is_idle() noexcept {
+  const cudaError_t code = cudaStreamQuery(stream_);
+  if (code == cudaErrorNotReady) static_cast<void>(cudaGetLastError());
+  return code != cudaErrorNotReady;
+}
+
+}  // namespace zb

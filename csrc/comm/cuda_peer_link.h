@@ -1,0 +1,55 @@
+// The PeerLink of CUDA devices of one host: memory mapped by all ranks, copy engines, and memory operations of streams
+// for meetings. The flags lie in pinned host memory, where the watchdog can raise them while the device waits.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/cuda_driver.h"
+#include "comm/descriptor_mesh.h"
+#include "comm/peer_flags.h"
+#include "comm/peer_link.h"
+#include "kernels/cuda_device.h"
+
+namespace zb {
+
+class CudaPeerLink final : public PeerLink {
+ public:
+  // Collective. `control` must outlive all calls but the destructor.
+  CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Communicator& control, std::chrono::milliseconds timeout);
+
+  ~CudaPeerLink() override;
+
+  int rank() const noexcept override { return rank_; }
+  int world_size() const noexcept override { return world_size_; }
+  std::shared_ptr<PeerMemory> allocate(std::size_t bytes, std::string_view what) override;
+  void copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) override;
+  void announce() override;
+  void await() override;
+  void enter_thread() override;
+  void release() noexcept override;
+  bool is_idle() noexcept override;
+
+ private:
+  using Operations = std::vector<CUstreamBatchMemOpParams>;  // fewer than 256
+  struct Flags;
+
+  void put_in(Operations& operations);
+
+  std::shared_ptr<CudaDevice> device_;
+  Communicator& control_;
+  Lane lane_;
+  cudaStream_t stream_;
+  int rank_;
+  int world_size_;
+  std::size_t granularity_bytes_;
+  DescriptorMesh mesh_;
+  std::uint64_t next_number_ = 0;
+  std::unique_ptr<Flags> flags_;
+  std::uint64_t meeting_ = 0;  // announced so far
+};
+
+}  // namespace zb

@@ -1,0 +1,33 @@
+// File descriptors passed between all ranks of one host: a Unix socket for each pair of them, which has no name any
+// more once the ranks are connected.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/file_descriptor.h"
+
+namespace zb {
+
+class DescriptorMesh {
+ public:
+  // Collective. `control` tells addresses and failures, and must outlive exchanges. Throws CommunicationError.
+  DescriptorMesh(Communicator& control, std::chrono::milliseconds timeout);
+
+  // Every rank gives a descriptor and gets those of its peers, by rank; its own place stays empty. `number` must be the
+  // same on all ranks. Throws CommunicationError.
+  std::vector<shm::FileDescriptor> exchange(const shm::FileDescriptor& mine, std::uint64_t number);
+
+ private:
+  void connect(const shm::FileDescriptor& listener);
+  // Throws once the communicator failed or the time is out.
+  void keep_waiting(std::chrono::steady_clock::time_point deadline, int peer) const;
+
+  Communicator& control_;
+  std::chrono::milliseconds timeout_;
+  std::vector<shm::FileDescriptor> sockets_;  // by rank
+};
+
+}  // namespace zb

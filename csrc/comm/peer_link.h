@@ -1,0 +1,56 @@
+// What a PeerTransport needs of the machine: memory that peers read, copies from theirs, and meetings of the lanes.
+//
+// [Note: meetings]
+// The lanes of all ranks meet by flags: `announce` raises this rank's flag at every peer once what stands before it in
+// the lane has run, and `await` holds the lane back until every peer's flag of the same meeting is up. Flags are
+// numbers that only grow, one for each pair of ranks, and a lane's n-th meeting is every lane's n-th. So the host waits
+// for nothing, and knows nothing of the peers when it puts work in.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+namespace zb {
+
+// One allocation of every rank, mapped here. Dropping it drops this rank's memory and its views of the peers'.
+class PeerMemory {
+ public:
+  virtual ~PeerMemory() = default;
+  PeerMemory(const PeerMemory&) = delete;
+  PeerMemory& operator=(const PeerMemory&) = delete;
+
+  std::byte* of(int rank) const noexcept { return views_[static_cast<std::size_t>(rank)]; }
+
+ protected:
+  PeerMemory() = default;
+  std::vector<std::byte*> views_;  // by rank
+};
+
+class PeerLink {
+ public:
+  virtual ~PeerLink() = default;
+  PeerLink() = default;
+  PeerLink(const PeerLink&) = delete;
+  PeerLink& operator=(const PeerLink&) = delete;
+
+  virtual int rank() const noexcept = 0;
+  virtual int world_size() const noexcept = 0;
+  // Collective, with the same size on all ranks; zero-filled. Throws OutOfMemoryError on all ranks where one has too
+  // little, CommunicationError where a peer fails.
+  virtual std::shared_ptr<PeerMemory> allocate(std::size_t bytes, std::string_view what) = 0;
+
+  // These three are put into the lane. `source` lies in a peer's memory.
+  virtual void copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) = 0;
+  virtual void announce() = 0;
+  virtual void await() = 0;
+
+  // The rest is called by the watchdog's thread, beside what puts work in.
+  virtual void enter_thread() {}
+  // Lets this rank's lane pass all meetings for now; called again and again until is_idle().
+  virtual void release() noexcept = 0;
+  virtual bool is_idle() noexcept = 0;
+};
+
+}  // namespace zb

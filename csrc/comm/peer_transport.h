@@ -1,0 +1,97 @@
+// Collectives by copies out of the peers' memory: the transport of a LaneCommunicator whose ranks share one host.
+//
+// [Note: pulled collectives]
+// A group of calls runs in the lane between two meetings (peer_link.h). At the first all sources are final, then each
+// rank copies what it needs from where it lies at the peers, one peer after the other, beginning with its neighbour, so
+// that no two ranks read the same peer at a time. At the second all have read, so sources may be written again. Copies
+// are the work of copy engines. Reductions fetch the peers' pieces into a scratch, a part at a time, and one kernel
+// adds them in rank order in float and rounds once; all_reduce meets once more and gathers the sums.
+//
+// [Note: places]
+// A rank knows where a peer's source lies because it lies in the same shared allocation, at the same offset; the source
+// of an all_gather in place lies in each rank's own slice of the destination. What calls name is thus part of the
+// history by which ranks find out that they started different collectives (collective_history.h).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string_view>
+
+#include "comm/lane_transport.h"
+#include "comm/peer_link.h"
+
+namespace zb {
+
+class PeerTransport final : public LaneTransport {
+ public:
+  // `scratch_bytes` of device memory hold pieces of reductions.
+  PeerTransport(std::shared_ptr<Device> device, Lane lane, std::unique_ptr<PeerLink> link, std::size_t scratch_bytes);
+
+  // Shared memory: collective; small pieces share an allocation, since one takes at least kBlockBytes.
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole role, std::string_view what) override;
+  std::size_t own_bytes() const noexcept override { return scratch_bytes_; }
+  std::uint64_t place_of(const LaneCall& call) const override;
+  void put_in(std::span<const LaneCall> calls) override;
+  void enter_thread() override { link_->enter_thread(); }
+  void abort() noexcept override;
+
+ private:
+  static constexpr std::size_t kBlockBytes = std::size_t{2} << 20U;  // what CUDA makes memory in
+  static constexpr std::size_t kAlignment = 256;
+
+  struct Shared {
+    std::shared_ptr<PeerMemory> memory;
+    std::size_t offset_bytes = 0;  // in it
+    std::size_t bytes = 0;
+    std::uint64_t number = 0;  // the same on all ranks
+  };
+  // Shared with buffers, which may outlive the transport.
+  struct Registry {
+    mutable std::mutex mutex;
+    std::map<const std::byte*, Shared> by_begin;
+  };
+  struct Place {
+    Shared shared;
+    std::size_t offset_bytes = 0;  // in the shared allocation
+
+    const std::byte* at(int rank) const noexcept { return shared.memory->of(rank) + offset_bytes; }
+  };
+
+  Shared take(std::size_t bytes, std::string_view what);
+  bool is_in_place(const LaneCall& call) const noexcept;
+  // Of the region that peers read: the source, or the whole destination of an all_gather in place.
+  Place find(const LaneCall& call) const;
+  template <typename Visit>
+  void for_each_peer(const Visit& visit) const;
+
+  void copy_own_part(const LaneCall& call);
+  void pull(const LaneCall& call);
+  void gather(const LaneCall& call);
+  void reduce_scatter(const LaneCall& call);
+  void all_reduce_own_part(const LaneCall& call);
+  void all_reduce_others(const LaneCall& call);
+  // destination = sum over ranks of `numel` elements that lie at `offset_bytes` of the ranks' sources.
+  void sum_into(std::byte* destination, const Place& place, std::size_t offset_bytes, std::size_t numel, DType dtype);
+  void meet();
+
+  std::shared_ptr<Device> device_;
+  Lane lane_;
+  std::unique_ptr<PeerLink> link_;
+  int rank_;
+  int world_size_;
+  std::size_t scratch_bytes_;
+  std::shared_ptr<std::byte> scratch_;
+  std::shared_ptr<Registry> registry_ = std::make_shared<Registry>();
+  std::uint64_t next_number_ = 1;
+  std::shared_ptr<PeerMemory> block_;  // that small pieces are taken from
+  std::size_t block_used_bytes_ = 0;
+  std::mutex mutex_;  // held while something is put in
+  std::atomic<bool> is_aborted_ = false;
+};
+
+}  // namespace zb

@@ -1,0 +1,165 @@
+// The PeerLink of ranks whose devices are LaneDevices: memory and flags are this process's, copies and meetings work in
+// the lanes. What a peer's copy reads is what lies there when the copy runs.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "comm/peer_flags.h"
+#include "comm/peer_link.h"
+#include "comm/peer_transport.h"
+#include "lane_device.h"
+
+namespace zb::test {
+
+// What the links of one communicator share. Ranks take turns (lane_ranks.h), so nothing here is locked but what the
+// watchdogs touch: flags and releases.
+class PeerWorld {
+ public:
+  explicit PeerWorld(int rank_num) : rank_num_(static_cast<std::size_t>(rank_num)), is_released_(rank_num_) {
+    for (std::size_t rank = 0; rank < rank_num_; ++rank) {
+      rows_.emplace_back(PeerFlags::row_bytes(rank_num) / sizeof(std::uint64_t), 0);
+    }
+  }
+
+  PeerFlags flags(int rank) {
+    std::vector<std::byte*> rows;
+    for (auto& row : rows_) rows.push_back(reinterpret_cast<std::byte*>(row.data()));
+    return {rank, std::move(rows)};
+  }
+  std::atomic<bool>& is_released(int rank) { return is_released_[static_cast<std::size_t>(rank)]; }
+
+  // The parts of the `number`-th allocation, by rank.
+  std::vector<std::shared_ptr<std::byte>>& parts(std::uint64_t number) {
+    auto& parts = allocations_[number];
+    parts.resize(rank_num_);
+    return parts;
+  }
+
+ private:
+  std::size_t rank_num_;
+  std::vector<std::vector<std::uint64_t>> rows_;
+  std::vector<std::atomic<bool>> is_released_;
+  std::map<std::uint64_t, std::vector<std::shared_ptr<std::byte>>> allocations_;  // as long as the world
+};
+
+class LanePeerLink final : public PeerLink {
+ public:
+  LanePeerLink(std::shared_ptr<LaneDevice> device, std::shared_ptr<PeerWorld> world, int rank, int world_size,
+               Lane lane)
+      : device_(std::move(device)),
+        world_(std::move(world)),
+        flags_(world_->flags(rank)),
+        rank_(rank),
+        world_size_(world_size),
+        lane_(lane) {}
+
+  int rank() const noexcept override { return rank_; }
+  int world_size() const noexcept override { return world_size_; }
+
+  std::shared_ptr<PeerMemory> allocate(std::size_t bytes, std::string_view what) override {
+    auto& parts = world_->parts(next_number_++);
+    // Peers' views stay valid when this rank drops its own, as those of a driver's allocation do.
+    std::shared_ptr<std::byte> mine = device_->allocate(bytes, what, parts[static_cast<std::size_t>(rank_)]);
+    device_->run_until([&] {
+      return world_->is_released(rank_) ||
+             std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part != nullptr; });
+    });
+    if (world_->is_released(rank_)) throw CommunicationError("the ranks were aborted while they allocated", -1);
+    return std::make_shared<Memory>(std::move(mine), parts);
+  }
+
+  void copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) override {
+    device_->put_in(lane_, "copy_from_peer", {{destination, bytes, true}},
+                    [=] { std::memcpy(destination, source, bytes); });
+  }
+  void announce() override {
+    device_->put_in(lane_, "announce", {}, [flags = flags_, meeting = ++meeting_, n = world_size_, rank = rank_] {
+      for (int peer = 0; peer < n; ++peer) {
+        if (peer != rank) flags.raise(peer, meeting);
+      }
+    });
+  }
+  void await() override {
+    device_->put_in_polled(lane_, "await", {},
+                           [flags = flags_, meeting = meeting_, n = world_size_, rank = rank_, world = world_] {
+                             if (world->is_released(rank)) return true;
+                             for (int peer = 0; peer < n; ++peer) {
+                               if (peer != rank && !flags.is_up(peer, meeting)) return false;
+                             }
+                             return true;
+                           });
+  }
+  void release() noexcept override { world_->is_released(rank_) = true; }
+  bool is_idle() noexcept override { return true; }  // a release stays
+
+ private:
+  class Memory final : public PeerMemory {
+   public:
+    Memory(std::shared_ptr<std::byte> mine, const std::vector<std::shared_ptr<std::byte>>& parts)
+        : mine_(std::move(mine)), parts_(parts) {
+      for (const auto& part : parts_) views_.push_back(part.get());
+    }
+
+   private:
+    std::shared_ptr<std::byte> mine_;
+    std::vector<std::shared_ptr<std::byte>> parts_;
+  };
+
+  std::shared_ptr<LaneDevice> device_;
+  std::shared_ptr<PeerWorld> world_;
+  PeerFlags flags_;
+  int rank_;
+  int world_size_;
+  Lane lane_;
+  std::uint64_t next_number_ = 0;
+  std::uint64_t meeting_ = 0;
+};
+
+// Tells the race detector that peers read what a rank shows them, from the first meeting of a group to its last.
+class WatchedPeerTransport final : public LaneTransport {
+ public:
+  WatchedPeerTransport(std::shared_ptr<LaneDevice> device, Lane lane, std::unique_ptr<PeerLink> link,
+                       std::size_t scratch_bytes)
+      : device_(device),
+        lane_(lane),
+        world_size_(link->world_size()),
+        inner_(std::move(device), lane, std::move(link), scratch_bytes) {}
+
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole role, std::string_view what) override {
+    return inner_.allocate(bytes, role, what);
+  }
+  std::uint64_t place_of(const LaneCall& call) const override { return inner_.place_of(call); }
+  void put_in(std::span<const LaneCall> calls) override {
+    show(calls);
+    inner_.put_in(calls);
+    show(calls);
+  }
+  void abort() noexcept override { inner_.abort(); }
+
+ private:
+  void show(std::span<const LaneCall> calls) {
+    std::vector<Touched> touched;
+    for (const LaneCall& call : calls) {
+      const bool reduces = call.kind == Collective::kReduceScatter || call.kind == Collective::kAllReduce;
+      std::size_t bytes = reduces ? call.num * dtype_bytes(call.dtype) : call.num;
+      if (call.kind == Collective::kReduceScatter) bytes *= static_cast<std::size_t>(world_size_);
+      touched.push_back({call.source, bytes, false});
+    }
+    device_->put_in(lane_, "what peers read", touched, [] {});
+  }
+
+  std::shared_ptr<LaneDevice> device_;
+  Lane lane_;
+  int world_size_;
+  PeerTransport inner_;
+};
+
+}  // namespace zb::test
