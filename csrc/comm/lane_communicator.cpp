@@ -87,9 +87,6 @@ class LaneCommunicator final : public Communicator {
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                              Category category) override {
     check();
-    if (ledger != nullptr && own_.bytes() == 0) {
-      own_ = Allocation(ledger, Tier::kDevice, Category::kStaging, watched_->transport->own_bytes());
-    }
     std::shared_ptr<std::byte> memory;
     with_control([&] { memory = watched_->transport->allocate(bytes, role, category_name(category)); });
     return std::make_shared<LaneBuffer>(std::move(memory), bytes, watched_->device->is_async(),
@@ -253,7 +250,6 @@ class LaneCommunicator final : public Communicator {
   std::shared_ptr<Ticket> group_;  // of the open group
   std::vector<LaneCall> calls_;    // not put in yet
   OperationName first_name_;       // of calls_
-  Allocation own_;                 // the transport's memory
   std::shared_ptr<WatchedLane> watched_;
   std::optional<Watchdog> watchdog_;  // a world of one rank needs none
 };

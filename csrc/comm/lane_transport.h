@@ -32,8 +32,6 @@ class LaneTransport {
 
   // The role matters where peers read each other's memory.
   virtual std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole role, std::string_view what) = 0;
-  // Device memory that it holds besides.
-  virtual std::size_t own_bytes() const noexcept { return 0; }
   // What must be the same on all ranks about where a call's data lies. Throws ArgumentError for memory that peers
   // cannot read.
   virtual std::uint64_t place_of(const LaneCall& call) const {

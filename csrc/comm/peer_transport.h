@@ -34,7 +34,6 @@ class PeerTransport final : public LaneTransport {
 
   // Shared memory: collective; small pieces share an allocation, since one takes at least kBlockBytes.
   std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole role, std::string_view what) override;
-  std::size_t own_bytes() const noexcept override { return scratch_bytes_; }
   std::uint64_t place_of(const LaneCall& call) const override;
   void put_in(std::span<const LaneCall> calls) override;
   void enter_thread() override { link_->enter_thread(); }

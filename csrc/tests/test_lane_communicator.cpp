@@ -380,7 +380,7 @@ TEST(LaneProcesses, ADeadRankIsNamedWithTheOperationThatWaitsForIt) {
 // What NCCL is where a peer has broken its connections.
 class BrokenTransport final : public LaneTransport {
  public:
-  std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override {
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole, std::string_view what) override {
     return make_cpu_device()->allocate(bytes, what);
   }
   void put_in(std::span<const LaneCall>) override { throw NcclError("connection closed", 6); }

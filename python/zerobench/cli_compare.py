@@ -98,6 +98,13 @@ def compare(
     device_memory_gib: Annotated[
         float | None, typer.Option(help="GiB of its device that a rank may use; more is oom.")
     ] = None,
+    communicator: Annotated[
+        str,
+        typer.Option(
+            help="Of zerobench's own rows: auto, shm or c10d on CPU, nccl or peer (copy engines, GPUs of one host) on "
+            "GPUs."
+        ),
+    ] = "auto",
     bind: Annotated[
         str, typer.Option(help="none, or numa: each rank runs on its share of its NUMA node's cores.")
     ] = "none",
@@ -217,6 +224,7 @@ def compare(
         host_memory_gib=host_memory_gib,
         optimizer_in_backward=split("--optimizer-in-backward", optimizer_in_backward, on_or_off),
         device_memory_gib=device_memory_gib,
+        communicators=split("--communicator", communicator, name),
         bind=bind,
         attention=attention,
         dropout=dropout,

@@ -41,22 +41,25 @@ ON_SEVERAL = (
     "bf16 reduced in fp32",
     "fp16",
 )
-RUNS = {1: tuple(zoo.CASES)}
+RUNS = {(1, "nccl"): tuple(zoo.CASES)}
 RUNS |= {
-    world_size: tuple(name for name in ON_SEVERAL if name in zoo.CASES)
+    (world_size, communicator): tuple(name for name in ON_SEVERAL if name in zoo.CASES)
     for world_size in (2, 4)
+    for communicator in ("nccl", "peer")
     if torch.cuda.device_count() >= world_size
 }
 # As tests/dist/test_stages.py: relative L2 of the first moments and of all updates together.
 TOLERANCES = {"fp32": (2e-4, 5e-3), "bf16": (0.03, 0.15), "fp16": (0.01, 0.05)}
 
 
-def train_all(rank: ranks.Rank, names: tuple[str, ...]) -> dict[tuple[str, int], dict]:
+def train_all(rank: ranks.Rank, names: tuple[str, ...], communicator: str) -> dict[tuple[str, int], dict]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(rank.rank)
     return {
-        (name, stage): zoo.train_or_error(zoo.CASES[name], rank, stage=stage, device=f"cuda:{rank.rank}")
+        (name, stage): zoo.train_or_error(
+            zoo.CASES[name], rank, stage=stage, device=f"cuda:{rank.rank}", communicator=communicator
+        )
         for name in names
         for stage in STAGES
     }
@@ -66,10 +69,11 @@ def train_all(rank: ranks.Rank, names: tuple[str, ...]) -> dict[tuple[str, int],
 def results():
     found = {}
 
-    def of(world_size):
-        if world_size not in found:
-            found[world_size] = ranks.run(train_all, RUNS[world_size], world_size=world_size, timeout_s=300.0)
-        return found[world_size]
+    def of(world_size, communicator):
+        run = world_size, communicator
+        if run not in found:
+            found[run] = ranks.run(train_all, RUNS[run], communicator, world_size=world_size, timeout_s=300.0)
+        return found[run]
 
     return of
 
@@ -78,8 +82,8 @@ def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         # Steps that overflow differ from a plain loop's.
         left_out = {"fp16"} if metafunc.function is test_trains_what_plain_pytorch_trains else set()
-        runs = [(w, name) for w, names in RUNS.items() for name in names if name not in left_out]
-        metafunc.parametrize(("world_size", "case"), runs)
+        runs = [(*run, name) for run, names in RUNS.items() for name in names if name not in left_out]
+        metafunc.parametrize(("world_size", "communicator", "case"), runs)
 
 
 def accumulates_shards(case: str) -> bool:
@@ -87,8 +91,8 @@ def accumulates_shards(case: str) -> bool:
     return zoo.CASES[case].config.get("gradient_accumulation_steps", 1) > 1
 
 
-def test_all_stages_end_with_the_same_bits(results, world_size, case):
-    by_rank = results(world_size)
+def test_all_stages_end_with_the_same_bits(results, world_size, communicator, case):
+    by_rank = results(world_size, communicator)
     for rank in by_rank:
         for stage in STAGES:
             assert "error" not in rank[case, stage], f"stage {stage}: {rank[case, stage]['error']}"
@@ -100,17 +104,17 @@ def test_all_stages_end_with_the_same_bits(results, world_size, case):
             assert len({repr(rank[case, stage]["losses"]) for stage in alike}) == 1
 
 
-def test_trains_what_plain_pytorch_trains(results, world_size, case):
+def test_trains_what_plain_pytorch_trains(results, world_size, communicator, case):
     settings = zoo.CASES[case]
     expected = zoo.train_plainly(settings, world_size=world_size)
     gradient, update = TOLERANCES[settings.config.get("precision", "fp32")]
     origin = {name: p.detach() for name, p in zoo.make(settings).named_parameters()}
     for stage in STAGES if accumulates_shards(case) else (0,):
-        found = results(world_size)[0][case, stage]
+        found = results(world_size, communicator)[0][case, stage]
         assert zoo.relative(found["exp_avg"], expected["exp_avg"]) <= gradient
         assert zoo.relative(found["parameters"], expected["parameters"], origin) <= update
         assert found["norms"] == pytest.approx(expected["norms"], rel=10 * gradient)
         for rank in range(world_size):
-            assert results(world_size)[rank][case, stage]["losses"] == pytest.approx(
+            assert results(world_size, communicator)[rank][case, stage]["losses"] == pytest.approx(
                 expected["losses"][rank], rel=10 * gradient, abs=1e-5
             )

@@ -54,9 +54,9 @@ def test_what_cannot_be_measured_is_refused(values: dict[str, Any], said: str) -
 
 def answer(nccl_s: list[float], *, wrong: int = 0) -> dict[str, Any]:
     return {
-        "times_s": {"nccl": nccl_s, "torch": [2e-3, 2e-3, 2e-3]},
-        "calls": {"nccl": 5, "torch": 5},
-        "wrong": {"nccl": wrong, "torch": 0},
+        "times_s": {"zerobench": nccl_s, "torch": [2e-3, 2e-3, 2e-3]},
+        "calls": {"zerobench": 5, "torch": 5},
+        "wrong": {"zerobench": wrong, "torch": 0},
         "bus_factor": 0.5,
     }
 
@@ -64,14 +64,14 @@ def answer(nccl_s: list[float], *, wrong: int = 0) -> dict[str, Any]:
 def test_a_sample_is_the_slowest_ranks_and_bandwidths_follow() -> None:
     answers = {0: answer([1e-3, 1e-3, 4e-3]), 1: answer([1e-3, 2e-3, 1e-3], wrong=7)}
     row = comm_row("all_gather", 80_000_000, 2, LINK, answers)
-    assert row["samples_us"]["nccl"]["samples"] == pytest.approx([1000.0, 2000.0, 4000.0])
-    assert row["time_us"] == pytest.approx({"nccl": 2000.0, "torch": 2000.0})
+    assert row["samples_us"]["zerobench"]["samples"] == pytest.approx([1000.0, 2000.0, 4000.0])
+    assert row["time_us"] == pytest.approx({"zerobench": 2000.0, "torch": 2000.0})
     assert row["algbw_gb_s"] == pytest.approx(40.0)
     assert row["busbw_gb_s"] == pytest.approx(20.0)
     assert row["busbw_of_link"] == pytest.approx(0.2)
     assert row["ratio_to_torch"]["value"] == pytest.approx(1.0)
     assert row["wrong"] == 7 and row["wrong_torch"] == 0
-    cells = comm_table([row], 2).sections[0][0]
+    cells = comm_table([row], 2, "nccl").sections[0][0]
     assert cells[0] == "all_gather" and cells[-1] == "7"
 
 

@@ -212,6 +212,23 @@ def test_a_file_that_changes_arithmetic_shares_no_checksum(tmp_path) -> None:
         assert group(**keys) not in (None, group())
 
 
+def test_communicators_are_an_axis_of_our_rows() -> None:
+    options = {**SMALL, "strategies": ("zero2", "ddp"), "communicators": ("auto", "c10d")}
+    configurations = make_plan(CompareOptions(**options)).configurations
+    assert [(one.strategy, one.options) for one in configurations] == [
+        ("zero2", {}),
+        ("ddp", {}),
+        ("zero2", {"communicator": "c10d"}),
+    ]
+    first, _, second = configurations
+    assert second.name == f"{first.name}_c10d"
+    assert first.checksum_group() != second.checksum_group()
+    assert "--communicator c10d" in rerun_command(second, CompareOptions(**options))
+    assert "--communicator" not in rerun_command(first, CompareOptions(**options))
+    with pytest.raises(ConfigError, match="unknown --communicator on cpu 'peer'"):
+        make_plan(CompareOptions(**{**options, "communicators": ("peer",)}))
+
+
 def test_the_rerun_command_gives_the_same_row(tmp_path) -> None:
     row = configuration(
         models=("gpt2",), num_layers=(2,), model_options={"tied_embeddings": False}, strategies=("zero2",),

@@ -23,9 +23,10 @@ def test_ranks_of_one_host_on_cpu_share_memory(kind: str) -> None:
     assert communicators.kind == communicators.gather.kind == communicators.reduce.kind == "shm"
 
 
-def test_nccl_needs_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="'nccl' moves memory of GPUs"):
-        made(communicator="nccl")
+@pytest.mark.parametrize("kind", ["nccl", "peer"])
+def test_what_moves_memory_of_gpus_needs_one(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{kind}' moves memory of GPUs"):
+        made(communicator=kind)
 
 
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
@@ -37,6 +38,11 @@ def test_what_moves_host_memory_serves_no_gpu(kind: str) -> None:
 def test_shm_connects_one_host_only() -> None:
     with pytest.raises(ConfigError, match="spread over several"):
         made(communicator="shm", world_size=4, local_world_size=2)
+
+
+def test_peer_connects_one_host_only() -> None:
+    with pytest.raises(ConfigError, match="GPUs of one host, but 4 ranks are spread over several"):
+        made(device=object(), communicator="peer", world_size=4, local_world_size=2)
 
 
 def test_a_communicator_that_was_given_away_is_gone() -> None:

@@ -37,7 +37,10 @@ def stage_of(strategy: str) -> int | None:
 def unique_names(drafts: Sequence[Draft]) -> list[str]:
     """Such as zs0_fp32_ranks2_bs4_sl64; what else differs between rows, or is not the default, follows."""
     several_models = len({json.dumps(settings.model_config_resolved) for _, settings, _ in drafts}) > 1
-    names = [base_name(strategy, settings, several_models=several_models) for strategy, settings, _ in drafts]
+    names = [
+        base_name(strategy, settings, extra, several_models=several_models)
+        for strategy, settings, extra in drafts
+    ]
     counts: dict[str, int] = {}
     for index, name in enumerate(names):
         counts[name] = counts.get(name, 0) + 1
@@ -46,7 +49,7 @@ def unique_names(drafts: Sequence[Draft]) -> list[str]:
     return names
 
 
-def base_name(strategy: str, settings: Settings, *, several_models: bool) -> str:
+def base_name(strategy: str, settings: Settings, extra: dict[str, Any], *, several_models: bool) -> str:
     parts = [
         short_name(strategy),
         settings.precision,
@@ -67,6 +70,8 @@ def base_name(strategy: str, settings: Settings, *, several_models: bool) -> str
         config = settings.model_config_resolved
         model = re.sub(r"[^\w.-]", "-", settings.model.rpartition("/")[2])
         parts += [model, f"l{config['num_layers']}", f"h{config['hidden_size']}"]
+    if settings.config_file is None and "communicator" in extra:
+        parts.append(extra["communicator"])
     if settings.config_file is not None:
         parts.append(re.sub(r"[^\w.-]", "-", Path(settings.config_file).stem))
     return "_".join(parts)
@@ -115,6 +120,8 @@ def rerun_command(configuration: Configuration, options: CompareOptions) -> str:
     if settings.compile != "none":
         words += ["--compile", settings.compile]
     words += placement_words(settings)
+    if settings.config_file is None and "communicator" in configuration.options:
+        words += ["--communicator", configuration.options["communicator"]]
     if settings.tf32:
         words += ["--tf32"]
     if options.verify_layers is not None:

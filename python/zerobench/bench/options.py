@@ -18,6 +18,7 @@ COMPILE_MODES = ("none", "block", "whole")
 BINDINGS = ("none", "numa")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 OWN_ATTENTION = "sdpa"  # of our presets
+COMMUNICATORS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "peer")}
 
 Ratio = float | Literal["auto"]
 
@@ -44,6 +45,7 @@ class CompareOptions:
     offloads: Sequence[str] = ("none",)
     offload_ratios: Sequence[Ratio | None] = (None,)
     optimizer_in_backward: Sequence[bool] = (False,)
+    communicators: Sequence[str] = ("auto",)  # of our rows
     nvme_paths: Sequence[Path] = ()
     host_memory_gib: float | None = None
     device_memory_gib: float | None = None
@@ -100,6 +102,7 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         "compile mode": (options.compiles, COMPILE_MODES),
         "offload": (options.offloads, OFFLOADS),
         "--bind": ([options.bind], BINDINGS),
+        f"--communicator on {options.device}": (options.communicators, COMMUNICATORS[options.device]),
         "attention": ([options.attention] if options.attention else [], ATTENTIONS),
     }
     for what, (asked, choices) in known.items():

@@ -37,7 +37,7 @@ class Configuration(BaseModel):
     strategy: str
     stage: int | None
     settings: Settings
-    options: dict[str, Any] = {}  # a zerobench configuration, from a file
+    options: dict[str, Any] = {}  # what a zerobench configuration says besides, as from a file
 
     @property
     def model(self) -> dict[str, Any]:
@@ -79,12 +79,13 @@ class Configuration(BaseModel):
                 "cast_forward_inputs": engine.cast_forward_inputs,
                 "checkpointing": self.settings.checkpointing,
                 "compile": self.settings.compile,
+                "communicator": engine.communicator,  # may add in another order
             }
         )
 
     def _of_the_bits(self) -> dict[str, Any]:
         """What a file may set that a row's bits depend on and its settings do not tell."""
-        keys = ("precision", "param_dtype", "reduce_dtype", "units", "cast_forward_inputs")
+        keys = ("precision", "param_dtype", "reduce_dtype", "units", "cast_forward_inputs", "communicator")
         return {key: self.options[key] for key in keys if key in self.options}
 
 
@@ -127,11 +128,12 @@ def grid(options: CompareOptions) -> list[Draft]:
     axes: tuple[Sequence[Any], ...] = (
         options.models, options.num_layers, options.hidden_sizes, options.precisions, options.seq_lengths,
         options.batch_sizes, options.grad_accums, options.clips, options.world_sizes, options.compiles,
-        options.offloads, options.offload_ratios, options.optimizer_in_backward, options.strategies,
+        options.offloads, options.offload_ratios, options.optimizer_in_backward, options.communicators,
+        options.strategies,
     )  # fmt: skip
     for (
         model, layers, hidden, precision, seq, batch, accum, clip, world_size, mode, offload, ratio, in_backward,
-        strategy,
+        communicator, strategy,
     ) in itertools.product(*axes):  # fmt: skip
         settings = resolve_settings(
             options,
@@ -145,7 +147,8 @@ def grid(options: CompareOptions) -> list[Draft]:
             compile=mode,
             **placement(options, strategy, offload=offload, ratio=ratio, in_backward=in_backward, clip=clip),
         )
-        draft: Draft = (strategy, settings, {})
+        chosen = communicator != "auto" and strategy in OURS
+        draft: Draft = (strategy, settings, {"communicator": communicator} if chosen else {})
         if draft not in drafts:  # what runs alone is the same row at every world size
             drafts.append(draft)
     return drafts
@@ -203,10 +206,10 @@ def from_files(options: CompareOptions) -> list[Draft]:
     drafts: list[Draft] = []
     for path in options.config_files:
         strategy, decided, own = read_row(path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)))
-        for _, settings, _ in grid(replace(options, strategies=[strategy])):
+        for _, settings, chosen in grid(replace(options, strategies=[strategy])):
             resolved = settings.model_copy(update=decided)
             resolved.tf32 = tf32_of(options, resolved.precision)
-            draft: Draft = (strategy, resolved, own)
+            draft: Draft = (strategy, resolved, {**chosen, **own})
             if draft not in drafts:
                 drafts.append(draft)
     return drafts

@@ -1,4 +1,4 @@
-"""`bench comm` on GPUs: zerobench's NCCL communicator beside torch.distributed's NCCL, on ranks of this host.
+"""`bench comm` on GPUs: a communicator of zerobench beside torch.distributed's NCCL, on ranks of this host.
 
 This part runs in the command, which initialises no CUDA (what is forked after that cannot use it) and imports no torch
 before its ranks start; comm_gpu_ranks.py runs in the ranks.
@@ -33,7 +33,8 @@ from zerobench.bench.micro.sampling import as_json, speed_ratio
 from zerobench.errors import ConfigError, Error
 from zerobench.report.stats import Ratio, median
 
-NCCL, TORCH = "nccl", "torch"
+OURS, TORCH = "zerobench", "torch"
+COMMUNICATORS = ("nccl", "peer")
 MAX_BYTES = 1 << 30
 TIMED_DTYPE = "bfloat16"
 SHARD_ALIGNMENT_BYTES = 16
@@ -53,6 +54,7 @@ class CommGpuOptions(CommOptions):
     """What to measure. Each size is four times the one before it."""
 
     gpus: Sequence[Gpu]
+    communicator: str = "nccl"  # of COMMUNICATORS
     symmetric: bool = False  # zerobench's buffers lie in NCCL's symmetric windows
 
     def check(self) -> None:
@@ -90,13 +92,14 @@ def run_comm_gpu(options: CommGpuOptions, *, output: OutputFile, console: Consol
         for world_size in options.world_sizes:
             found = measure_world(options, world_size, link, scratch, notes)
             rows += found
-            tables.append(comm_table(found, world_size))
+            tables.append(comm_table(found, world_size, options.communicator))
             console.print(tables[-1])
     console.print(f"# {NOTES}", highlight=False, soft_wrap=True)
     settings = {
         "repeats": options.repeats,
         "world_sizes": list(options.world_sizes),
         "dtype": TIMED_DTYPE,
+        "communicator": options.communicator,
         "symmetric": options.symmetric,
         "link_gb_s": link.gb_s,
         "link_is_direct": link.is_direct,
@@ -159,7 +162,7 @@ def comm_row(
         ]
         for side in first["times_s"]
     }
-    algbw = size_bytes / median(times_s[NCCL]) / 1e9
+    algbw = size_bytes / median(times_s[OURS]) / 1e9
     busbw = algbw * first["bus_factor"]
     return {
         "collective": collective,
@@ -171,16 +174,16 @@ def comm_row(
         "busbw_gb_s": busbw,
         "link_gb_s": median(link.gb_s),
         "busbw_of_link": busbw / median(link.gb_s),
-        "ratio_to_torch": ratio_json(speed_ratio(times_s, NCCL, TORCH)),
-        "wrong": sum(answers[rank]["wrong"][NCCL] for rank in answers),
+        "ratio_to_torch": ratio_json(speed_ratio(times_s, OURS, TORCH)),
+        "wrong": sum(answers[rank]["wrong"][OURS] for rank in answers),
         "wrong_torch": sum(answers[rank]["wrong"][TORCH] for rank in answers),
         "samples_us": as_json(times_s),
     }
 
 
-def comm_table(rows: Iterable[dict[str, Any]], world_size: int) -> TextTable:
+def comm_table(rows: Iterable[dict[str, Any]], world_size: int, communicator: str) -> TextTable:
     table = TextTable(
-        title=f"{world_size} GPUs, {TIMED_DTYPE}",
+        title=f"{world_size} GPUs, {TIMED_DTYPE}, {communicator}",
         columns=(
             "collective", "size", "time us", "algbw GB/s", "busbw GB/s", "of link", "torch us", "vs torch", "wrong"
         ),
@@ -194,7 +197,7 @@ def comm_cells(row: dict[str, Any]) -> list[str]:
     return [
         row["collective"],
         size_text(row["size_bytes"]),
-        f"{row['time_us'][NCCL]:.1f}",
+        f"{row['time_us'][OURS]:.1f}",
         f"{row['algbw_gb_s']:.2f}",
         f"{row['busbw_gb_s']:.2f}",
         f"{row['busbw_of_link']:.2f}",

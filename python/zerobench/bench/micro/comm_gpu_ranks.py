@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zerobench import _native
 from zerobench.bench.micro.collectives import bus_factor
-from zerobench.bench.micro.comm_gpu import NCCL, TIMED_DTYPE, TORCH, CommGpuOptions
+from zerobench.bench.micro.comm_gpu import OURS, TIMED_DTYPE, TORCH, CommGpuOptions
 from zerobench.bench.micro.output import size_text
 from zerobench.bench.micro.ranks import Message, RankPlace
 from zerobench.bench.micro.sampling import calls_per_sample, rotated, seconds_per_call
@@ -56,7 +56,7 @@ class Side:
         raise NotImplementedError
 
 
-class NcclSide(Side):
+class OurSide(Side):
     """zerobench's communicator."""
 
     def __init__(self, case: GpuCase, comm: Any) -> None:
@@ -138,19 +138,20 @@ def connect(place: RankPlace, options: CommGpuOptions) -> Any:
         rendezvous=place.rendezvous,
         timeout_s=options.timeout_s,
     )
+    given = {
+        "device": device,
+        "control": core.release_communicator(control),
+        "timeout_s": options.timeout_s,
+    }
+    if options.communicator == "peer":
+        return core.adopt_communicator(cuda.make_peer_communicator(lane="reduce", **given))
     return core.adopt_communicator(
-        cuda.make_nccl_communicator(
-            device=device,
-            lane="gather",
-            control=core.release_communicator(control),
-            timeout_s=options.timeout_s,
-            symmetric=options.symmetric,
-        )
+        cuda.make_nccl_communicator(lane="gather", symmetric=options.symmetric, **given)
     )
 
 
 def measure_case(case: GpuCase, comm: Any, send: Callable[[Message], None], repeats: int) -> Message:
-    sides: dict[str, Side] = {NCCL: NcclSide(case, comm), TORCH: TorchSide(case)}
+    sides: dict[str, Side] = {OURS: OurSide(case, comm), TORCH: TorchSide(case)}
     wrong = {name: wrong_num(case, side, comm) for name, side in sides.items()}
     for side in sides.values():  # sums of zeros stay what they are however often they are summed in place
         side.source.zero_()
