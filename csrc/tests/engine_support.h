@@ -57,10 +57,10 @@ struct ToyOptions {
 inline LaneSchedule lane_schedule(std::uint32_t number) {
   return {number, static_cast<LanePolicy>(number % kLanePolicyNum)};
 }
-// The second round of policies is for ranks that pull.
+// Both kinds in turn; two rounds of the policies have all of each.
 inline constexpr std::uint32_t kLaneScheduleNum = 2 * kLanePolicyNum;
 inline LaneCollectives lane_collectives(std::uint32_t number) {
-  return number / kLanePolicyNum % 2 == 0 ? LaneCollectives::kMet : LaneCollectives::kPulled;
+  return (number + number / kLanePolicyNum) % 2 == 0 ? LaneCollectives::kMet : LaneCollectives::kPulled;
 }
 
 // The bytes that one rank's forwards and backwards read, one entry a unit's use.

@@ -99,13 +99,13 @@ TEST(DescriptorMesh, AnotherAllocationIsNoticed) {
 
 TEST(DescriptorMesh, AnAbortEndsTheWait) {
   run_ranks(2, [](Communicator& control) {
-    DescriptorMesh mesh(control, 20s);
-    if (control.rank() == 1) {
-      control.abort("enough");
-      return;
-    }
     const auto mine = shm::create_memfd(shm::page_bytes());
-    const std::string error = error_of([&] { mesh.exchange(mine, 1); });
+    const std::string error = error_of([&] {
+      DescriptorMesh mesh(control, 20s);
+      control.barrier("connected");
+      if (control.rank() == 1) control.abort("enough");
+      mesh.exchange(mine, 1);
+    });
     EXPECT_TRUE(error.find("enough") != std::string::npos || error.find("died or left") != std::string::npos) << error;
   });
 }
