@@ -42,6 +42,14 @@ py::capsule bound_make_nccl_communicator(const BoundDevice& device, const std::s
   return to_capsule(std::move(communicator));
 }
 
+std::string bound_peer_obstacle(const BoundDevice& device, const py::object& control, double timeout_s) {
+  Communicator* const held = in_capsule<std::unique_ptr<Communicator>>(control).get();
+  ZB_EXPECT_STATE(held != nullptr, "the control communicator was taken out of its capsule before");
+  const auto timeout = timeout_of(timeout_s);
+  const py::gil_scoped_release release;
+  return peer_obstacle(device.device, *held, timeout);
+}
+
 py::capsule bound_make_peer_communicator(const BoundDevice& device, const std::string& lane, const py::object& control,
                                          double timeout_s) {
   PeerOptions options{.device = device.device,
@@ -63,6 +71,10 @@ void bind_cuda_comm(py::module_& m) {
         py::arg("control"), py::arg("timeout_s"), py::arg("symmetric") = false,
         "NCCL in a lane of the device, over the capsule of a host communicator that names the ranks. A capsule, too. "
         "Collective. `symmetric` puts buffers into NCCL's symmetric windows, whose allocation is collective.");
+  m.def("peer_obstacle", &bound_peer_obstacle, py::kw_only(), py::arg("device"), py::arg("control"),
+        py::arg("timeout_s"),
+        "Why make_peer_communicator cannot connect these ranks, as one sentence; empty where it can. Collective. The "
+        "capsule keeps its communicator.");
   m.def("make_peer_communicator", &bound_make_peer_communicator, py::kw_only(), py::arg("device"), py::arg("lane"),
         py::arg("control"), py::arg("timeout_s"),
         "GPUs of one host by copy engines, in a lane of the device, over the capsule of a host communicator that names "

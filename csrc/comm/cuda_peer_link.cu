@@ -57,7 +57,7 @@ void check_reports(const std::vector<Report>& reports) {
     const Report& report = reports[rank];
     const std::string text = "rank " + std::to_string(rank) + ": " + report.error.data();
     if (report.outcome == Outcome::kOutOfMemory) throw OutOfMemoryError(text);
-    if (report.outcome == Outcome::kFailed) throw CommunicationError(text, static_cast<int>(rank));
+    if (report.outcome == Outcome::kFailed) throw CudaError(text, cudaErrorUnknown);
     if (report.bytes == reports[0].bytes && report.number == reports[0].number) continue;
     throw CommunicationError("ranks allocate different shared memory: rank 0 " + std::to_string(reports[0].bytes) +
                                  " bytes as number " + std::to_string(reports[0].number) + ", rank " +

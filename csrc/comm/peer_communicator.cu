@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,8 @@ constexpr std::size_t kSmallScratchBytes = std::size_t{2} << 20U;
 // Fewer hardware queues make streams share one, and a lane that waits for a peer would hold up what the peer waits for.
 constexpr long kQueueMin = 8;
 constexpr const char* kLabel = "peer setup";
+constexpr std::size_t kTrialBytes = 4096;
+constexpr std::chrono::seconds kTrialTime{5};
 
 // Why a rank cannot take part; empty where it can. Plain bytes.
 struct Obstacle {
@@ -75,26 +78,79 @@ std::string obstacle_of(CudaDevice& device, int rank, const std::vector<RankDevi
 }
 
 // The first obstacle of any rank is everybody's.
-void check_obstacles(CudaDevice& device, Communicator& control, const std::vector<RankDevice>& ranks) {
+std::string first_obstacle(Communicator& control, const std::string& own) {
   Obstacle mine;
-  obstacle_of(device, control.rank(), ranks).copy(mine.text.data(), mine.text.size() - 1);
-  std::vector<Obstacle> all(ranks.size());
+  own.copy(mine.text.data(), mine.text.size() - 1);
+  std::vector<Obstacle> all(static_cast<std::size_t>(control.world_size()));
   control.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)), kLabel);
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    ZB_EXPECT(all[rank].text[0] == '\0',
-              "communicator 'peer' cannot be used on rank " + std::to_string(rank) + ": " + all[rank].text.data());
+    if (all[rank].text[0] != '\0') return "on rank " + std::to_string(rank) + " " + all[rank].text.data();
   }
+  return {};
+}
+
+// Does what all ranks do; where it fails on one, all of them get to know why.
+template <typename Body>
+std::string obstacle_in(Communicator& control, const Body& body) {
+  std::string text;
+  try {
+    body();
+  } catch (const CommunicationError&) {
+    throw;
+  } catch (const std::exception& error) {
+    text = error.what();
+  }
+  return first_obstacle(control, text);
+}
+
+// A peer's copy must hold what the peer wrote.
+void copy_once(CudaDevice& device, CudaPeerLink& link, const PeerMemory& memory) {
+  const auto pattern_of = [](int rank) {
+    return std::vector<std::byte>(kTrialBytes, std::byte{static_cast<unsigned char>(rank + 1)});
+  };
+  const std::shared_ptr<std::byte> copies =
+      device.allocate(kTrialBytes * static_cast<std::size_t>(link.world_size()), "a trial of peer access");
+  device.upload(memory.of(link.rank()), pattern_of(link.rank()).data(), kTrialBytes);
+  const auto copy_of = [&](int peer) { return copies.get() + static_cast<std::size_t>(peer) * kTrialBytes; };
+  link.announce();
+  link.await();
+  for (int peer = 0; peer < link.world_size(); ++peer) {
+    if (peer != link.rank()) link.copy_from_peer(copy_of(peer), memory.of(peer), kTrialBytes);
+  }
+  link.announce();
+  link.await();
+  const auto deadline = std::chrono::steady_clock::now() + kTrialTime;
+  bool is_late = false;
+  while (!link.is_idle()) {
+    is_late = is_late || std::chrono::steady_clock::now() >= deadline;
+    if (is_late) link.release();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  if (is_late) throw CudaError("flags of peers did not arrive in a trial", cudaErrorTimeout);
+  for (int peer = 0; peer < link.world_size(); ++peer) {
+    if (peer == link.rank()) continue;
+    std::vector<std::byte> found(kTrialBytes);
+    device.download(found.data(), copy_of(peer), kTrialBytes);
+    if (found != pattern_of(peer)) {
+      throw CudaError("a copy from rank " + std::to_string(peer) + " brought other bytes in a trial", cudaErrorUnknown);
+    }
+  }
+}
+
+std::vector<RankDevice> meet(CudaDevice& device, Communicator& control) {
+  const RankDevice mine = RankDevice::own(device);
+  std::vector<RankDevice> ranks(static_cast<std::size_t>(control.world_size()));
+  control.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(ranks)), kLabel);
+  check_one_rank_a_gpu(ranks);
+  return ranks;
 }
 
 LaneOptions connected(PeerOptions& options) {
   Communicator& control = *options.control;
-  const RankDevice mine = RankDevice::own(*options.device);
-  std::vector<RankDevice> ranks(static_cast<std::size_t>(control.world_size()));
-  control.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(ranks)), kLabel);
-  check_one_rank_a_gpu(ranks);
-  check_obstacles(*options.device, control, ranks);
+  const std::string obstacle = peer_obstacle(options.device, control, options.timeout);
+  ZB_EXPECT(obstacle.empty(), "communicator 'peer' cannot be used: " + obstacle);
   LaneOptions lane;
-  lane.processes = watch_processes(control, ranks, kLabel);
+  lane.processes = watch_processes(control, meet(*options.device, control), kLabel);
   auto link = std::make_unique<CudaPeerLink>(options.device, options.lane, control, options.timeout);
   lane.transport = std::make_unique<PeerTransport>(options.device, options.lane, std::move(link),
                                                    options.lane == Lane::kReduce ? kScratchBytes : kSmallScratchBytes);
@@ -103,6 +159,22 @@ LaneOptions connected(PeerOptions& options) {
 }
 
 }  // namespace
+
+std::string peer_obstacle(const std::shared_ptr<CudaDevice>& device, Communicator& control,
+                          std::chrono::milliseconds timeout) {
+  if (control.world_size() == 1) return {};
+  const std::vector<RankDevice> ranks = meet(*device, control);
+  std::string text = first_obstacle(control, obstacle_of(*device, control.rank(), ranks));
+  if (!text.empty()) return text;
+  std::unique_ptr<CudaPeerLink> link;
+  std::shared_ptr<PeerMemory> memory;
+  text = obstacle_in(control, [&] { link = std::make_unique<CudaPeerLink>(device, Lane::kGather, control, timeout); });
+  if (text.empty()) {
+    text = obstacle_in(control, [&] { memory = link->allocate(kTrialBytes, "a trial of peer access"); });
+  }
+  if (text.empty()) text = obstacle_in(control, [&] { copy_once(*device, *link, *memory); });
+  return text;
+}
 
 std::unique_ptr<Communicator> make_peer_communicator(PeerOptions options) {
   ZB_EXPECT(options.device != nullptr && options.control != nullptr,

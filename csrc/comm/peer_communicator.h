@@ -5,8 +5,8 @@
 #pragma once
 
 #include <chrono>
-#include <cstddef>
 #include <memory>
+#include <string>
 
 #include "comm/communicator.h"
 #include "kernels/device.h"
@@ -22,8 +22,14 @@ struct PeerOptions {
   std::chrono::milliseconds timeout{300'000};
 };
 
-// Collective. Throws ArgumentError on all ranks where some rank's GPU cannot take part, CommunicationError after the
-// timeout or when a peer failed.
+// Why these ranks cannot use it, the first rank's reason on all of them; empty where they can. Asks the devices, and
+// then tries memory, meetings and copies once. Collective over `control`, in the gather lane. Throws CommunicationError
+// when a peer failed.
+std::string peer_obstacle(const std::shared_ptr<CudaDevice>& device, Communicator& control,
+                          std::chrono::milliseconds timeout);
+
+// Collective. Throws ArgumentError on all ranks where there is an obstacle, CommunicationError after the timeout or
+// when a peer failed.
 std::unique_ptr<Communicator> make_peer_communicator(PeerOptions options);
 
 }  // namespace zb

@@ -139,6 +139,10 @@ def make_nccl_communicator(
     """NCCL in a lane of the device, over the capsule of a host communicator that names the ranks. A capsule, too.
     Collective. ``symmetric`` puts buffers into NCCL's symmetric windows, whose allocation is collective."""
 
+def peer_obstacle(*, device: CudaDevice, control: object, timeout_s: float) -> str:
+    """Why make_peer_communicator cannot connect these ranks, as one sentence; empty where it can. Collective. The
+    capsule keeps its communicator."""
+
 def make_peer_communicator(*, device: CudaDevice, lane: str, control: object, timeout_s: float) -> object:
     """GPUs of one host by copy engines, in a lane of the device, over the capsule of a host communicator that names
     the ranks. A capsule, too. Collective."""

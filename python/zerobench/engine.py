@@ -82,6 +82,7 @@ class Engine:
         communicators = topology_module.make_communicators(core, config, self.topology, self._place.device)
         self._communicator_bytes = max(self._place.used_bytes() - used_bytes, 0)
         self.communicator = communicators.kind
+        self.communicator_note = communicators.note
         self._close_communicators = communicators.close
         self._core_types = core
         self._core = core.Engine(

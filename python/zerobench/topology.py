@@ -58,6 +58,7 @@ class Communicators:
     gather: Any
     reduce: Any
     close: Callable[[], None]  # after the engine has let go of them
+    note: str | None = None  # why "auto" did not choose what it prefers
 
 
 def make_communicators(
@@ -70,9 +71,9 @@ def make_communicators(
     """
     kind: str = config.communicator
     host_kind = "shm" if topology.local_world_size == topology.world_size else "c10d"
-    if kind == "auto":
-        kind = host_kind if device is None else "nccl"
-    of_gpus = kind in ("nccl", "peer")
+    if kind == "auto" and device is None:
+        kind = host_kind
+    of_gpus = kind in ("nccl", "peer") or (kind == "auto" and device is not None)
     if of_gpus != (device is not None):
         raise ConfigError(
             f"communicator '{kind}' moves memory of GPUs and this engine computes on CPU; use 'auto', 'shm' or 'c10d'"
@@ -87,7 +88,10 @@ def make_communicators(
         )
     make_control = _make_shm if (host_kind if of_gpus else kind) == "shm" else _make_c10d
     control = make_control(core, config, topology)
-    return control if device is None else _on_device(kind, control, core, config, device)
+    if device is None:
+        return control
+    may_be_peer = kind != "nccl" and host_kind == "shm" and topology.world_size > 1
+    return _on_device("nccl" if kind == "auto" and not may_be_peer else kind, control, core, config, device)
 
 
 def _rendezvous_from_environment(topology: Topology) -> str:
@@ -154,21 +158,21 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
 
 
 def _on_device(kind: str, control: Communicators, core: Any, config: Config, device: Any) -> Communicators:
-    """Communicators in the device's lanes; what ranks tell each other on the host goes over ``control``."""
+    """Communicators in the device's lanes; what ranks tell each other on the host goes over ``control``. "auto" is
+    "peer" where all ranks can use it."""
     cuda = _native.load_cuda()
+    given = {"device": device, "timeout_s": config.timeout_s}
+    gather, reduce = (core.release_communicator(c) for c in (control.gather, control.reduce))
+    obstacle = cuda.peer_obstacle(control=gather, **given) if kind == "auto" else ""
+    if kind == "auto":
+        kind = "nccl" if obstacle else "peer"
     make = cuda.make_peer_communicator if kind == "peer" else cuda.make_nccl_communicator
 
-    def over(communicator: Any, lane: str) -> Any:
-        capsule = make(
-            device=device,
-            lane=lane,
-            control=core.release_communicator(communicator),
-            timeout_s=config.timeout_s,
-        )
-        return core.adopt_communicator(capsule)
-
-    gather, reduce = over(control.gather, "gather"), over(control.reduce, "reduce")
-    return Communicators(kind, gather, reduce, control.close)
+    gather, reduce = (
+        core.adopt_communicator(make(lane=lane, control=capsule, **given))
+        for lane, capsule in (("gather", gather), ("reduce", reduce))
+    )
+    return Communicators(kind, gather, reduce, control.close, f"not peer: {obstacle}" if obstacle else None)
 
 
 def _nothing() -> None:

@@ -195,7 +195,7 @@ def test_two_gpus_compiled_by_block(tmp_path) -> None:
     assert rows["zero3"]["name"] == "zs3_bf16_gpus2_bs8_sl128_compile-block"
     assert rows["zero1"]["checksum"] == rows["zero3"]["checksum"]
     for name in ("zero1", "zero3"):
-        assert rows[name]["settings"]["communicator"] == "nccl"
+        assert rows[name]["settings"]["communicator"].startswith(("peer", "nccl; not peer: "))
         assert rows[name]["compiled_graphs"] == 2
         assert rows[name]["of_compute_only"] > 0
     assert rows["compute_only"]["settings"]["world_size"] == 1

@@ -195,4 +195,31 @@ def forbid_queues(rank: ranks.Rank) -> str:
 
 def test_too_few_queues_are_refused() -> None:
     for text in ranks.run(forbid_queues, world_size=2, timeout_s=60.0):
-        assert "communicator 'peer' cannot be used on rank 0: CUDA_DEVICE_MAX_CONNECTIONS=1" in text
+        assert "communicator 'peer' cannot be used: on rank 0 CUDA_DEVICE_MAX_CONNECTIONS=1" in text
+
+
+def choose(rank: ranks.Rank, connections: str | None) -> tuple[str, str | None]:
+    import os
+
+    from zerobench import _native, config, topology
+
+    if connections is not None and rank.rank == 1:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+    torch.cuda.set_device(rank.rank)
+    torch.cuda.init()
+    device = _native.load_cuda().make_device(rank.rank, on_out_of_memory=torch.cuda.empty_cache)
+    parsed = config.parse(rank.config())
+    made = topology.make_communicators(_native.load(), parsed, topology.resolve(parsed), device)
+    assert made.kind == made.gather.kind == made.reduce.kind
+    made.gather.barrier()
+    for comm in (made.gather, made.reduce):
+        comm.close()
+    made.close()
+    return made.kind, made.note
+
+
+def test_auto_chooses_it_where_all_ranks_can_use_it() -> None:
+    assert ranks.run(choose, None, world_size=2, timeout_s=60.0) == [("peer", None)] * 2
+    for kind, note in ranks.run(choose, "1", world_size=2, timeout_s=60.0):
+        assert kind == "nccl"
+        assert note is not None and note.startswith("not peer: on rank 1 CUDA_DEVICE_MAX_CONNECTIONS=1")

@@ -167,7 +167,9 @@ class ZeroStrategy(Strategy):
         return self._engine.memory_bytes()
 
     def communicator(self) -> str | None:
-        return self._engine.communicator if self.settings.world_size > 1 else None
+        if self.settings.world_size == 1:
+            return None
+        return "; ".join(filter(None, (self._engine.communicator, self._engine.communicator_note)))
 
     def communication_bytes(self) -> int | None:
         return self._engine.communication_bytes()
