@@ -183,11 +183,19 @@ class LaneCommunicator final : public Communicator {
       wake();
     }
   }
-  std::optional<CommunicationError> poisoned() const noexcept override { return watched_->cause->get(); }
+  // A peer that gave up says so over the control communicator before its lane is let go. What that lane then does looks
+  // well to this rank's, so the peer's cause counts from then on, not from the watchdog's next turn.
+  std::optional<CommunicationError> poisoned() const noexcept override {
+    if (auto cause = watched_->cause->get()) return cause;
+    return watched_->control->poisoned();
+  }
 
  private:
   std::size_t ranks() const noexcept { return static_cast<std::size_t>(world_size()); }
-  void check() const { watched_->cause->check(); }
+  void check() {
+    watched_->cause->check();
+    if (const auto theirs = watched_->control->poisoned()) fail(theirs->what(), theirs->rank());
+  }
   void wake() noexcept {
     if (watchdog_) watchdog_->wake();
   }

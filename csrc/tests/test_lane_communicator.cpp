@@ -287,9 +287,12 @@ TEST(LaneFaults, AStalledOperationEndsAtTheTimeoutOnAllRanks) {
 TEST(LaneFaults, AnErrorOfTheTransportNamesTheOperation) {
   run_ranks(2, [](int rank, std::unique_ptr<Communicator> control) {
     const auto comm = stuck(std::move(control), 30s, rank == 0 ? "a link broke" : "");
-    const Region full = region(*comm, 8);
+    Region full;
     WorkPtr work;
-    std::string text = communication_error([&] { work = comm->start_all_gather(gather_of(full, rank, 4, "h.3")); });
+    std::string text = communication_error([&] {
+      full = region(*comm, 8);
+      work = comm->start_all_gather(gather_of(full, rank, 4, "h.3"));
+    });
     if (work) text = raised_by(*comm);
     EXPECT_TRUE(contains(text, "all_gather of 'h.3' failed on rank 0: a link broke")) << text;
     if (!work) {  // a peer that begins when all is over
