@@ -103,7 +103,10 @@ TEST(DescriptorMesh, AnAbortEndsTheWait) {
     const std::string error = error_of([&] {
       DescriptorMesh mesh(control, 20s);
       control.barrier("connected");
-      if (control.rank() == 1) control.abort("enough");
+      if (control.rank() == 1) {
+        control.abort("enough");
+        throw CommunicationError("enough", 1);
+      }
       mesh.exchange(mine, 1);
     });
     EXPECT_TRUE(error.find("enough") != std::string::npos || error.find("died or left") != std::string::npos) << error;
