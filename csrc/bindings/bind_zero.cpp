@@ -130,6 +130,15 @@ class BoundEngine {
     return result;
   }
 
+  void load_full_state(const std::map<std::string, std::map<std::string, at::Tensor>>& states, long step) {
+    static const std::map<FullState, std::string> kKinds{
+        {FullState::kMaster, "parameters"}, {FullState::kExpAvg, "exp_avg"}, {FullState::kExpAvgSq, "exp_avg_sq"}};
+    get().write_full_state(step, [&](FullState kind, std::size_t index, float* values) {
+      const at::Tensor& tensor = states.at(kKinds.at(kind)).at(get().parameter(index).name);
+      std::memcpy(values, tensor.const_data_ptr(), static_cast<std::size_t>(tensor.numel()) * sizeof(float));
+    });
+  }
+
  private:
   std::shared_ptr<TorchMemory> memory_;  // null where the device's own memory serves
   std::shared_ptr<Engine> engine_;
@@ -231,6 +240,8 @@ void bind_engine_reading(py::class_<BoundEngine>& engine) {
   engine
       .def("full_state", &BoundEngine::full_state, py::arg("kind"), Release(),
            "Full values by parameter name, fp32. Collective.")
+      .def("load_full_state", &BoundEngine::load_full_state, py::arg("states"), py::kw_only(), py::arg("step"),
+           Release(), "Rank 0's full values by kind and parameter name become everybody's. Collective.")
       .def(
           "gather", [](BoundEngine& e, const std::vector<std::size_t>& units) { e.get().gather(units); },
           py::arg("units"), Release())
@@ -290,6 +301,31 @@ void bind_engine_reading(py::class_<BoundEngine>& engine) {
       .def(
           "store_waited_ms", [](BoundEngine& e) { return e.get().store_waited_ms(); },
           "How long the callers were blocked for updates since the engine was made.")
+      .def(
+          "store_waited_for_files_ms", [](BoundEngine& e) { return e.get().store_waited_for_files_ms(); },
+          "Of that, while the updates themselves waited for files.")
+      .def(
+          "store_pinned",
+          [](BoundEngine& e) {
+            const PinnedStats stats = e.get().store_pinned();
+            return py::dict(py::arg("mapped_bytes") = stats.mapped_bytes,
+                            py::arg("requested_bytes") = stats.requested_bytes,
+                            py::arg("huge_bytes") = stats.huge_bytes, py::arg("is_registered") = stats.is_registered);
+          },
+          "Host memory of offloaded state, as asked for and as taken.")
+      .def(
+          "start_timeline", [](BoundEngine& e) { e.get().timeline().start(); },
+          "Records from now on what updates, transfers and collectives do, and when.")
+      .def(
+          "stop_timeline",
+          [](BoundEngine& e) {
+            py::list spans;
+            for (const TimelineSpan& span : e.get().timeline().stop()) {
+              spans.append(py::make_tuple(span.place, span.what, span.unit, span.begin_ns, span.end_ns));
+            }
+            return spans;
+          },
+          "(place, what, unit, begin, end) of each, in nanoseconds of time.perf_counter_ns.")
       .def("reset_counters", [](BoundEngine& e) { e.get().reset_counters(); })
       .def("units",
            [](const BoundEngine& e) {

@@ -21,6 +21,20 @@ constexpr int kRetryNum = 100;
 // After a short O_DIRECT transfer the rest begins at a sector again.
 constexpr std::size_t kSectorBytes = 512;
 
+const char* cure_of(int error_number) {
+  switch (error_number) {
+    case ENOSPC:
+    case EDQUOT:
+      return " (what was reserved there is gone: free space, or give another path)";
+    case EFBIG:
+      return " (raise the limit on the size of files, ulimit -f)";
+    case EIO:
+      return " (the kernel's log says what its device reports; give another path)";
+    default:
+      return "";
+  }
+}
+
 }  // namespace
 
 void IoFailure::raise() const { throw IoError(error_number, what, path); }
@@ -103,9 +117,9 @@ IoFailurePtr BlockQueue::failure_of_call(const Block& block, ssize_t result) con
   const std::string what = std::string(reads ? "read" : "write") + " of " + std::to_string(block.bytes) +
                            " bytes at offset " + std::to_string(block.offset) + " of " + files_[block.file].path;
   const int error_number = result < 0 ? static_cast<int>(-result) : EIO;
-  const char* why = result < 0   ? ""
+  const char* why = result < 0   ? cure_of(error_number)
                     : result > 0 ? " (too few bytes at a time)"
-                    : reads      ? " (the file ends there)"
+                    : reads      ? " (the file ends there: something else has cut it)"
                                  : " (no byte was written)";
   return std::make_shared<IoFailure>(IoFailure{error_number, what + " failed" + why, files_[block.file].path});
 }

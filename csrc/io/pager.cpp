@@ -12,6 +12,13 @@
 #include "io/checksum.h"
 
 namespace zb {
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+}  // namespace
 
 bool PagerPlan::is_resident(std::size_t chunk) const noexcept {
   return (chunk + 1) * resident_num / chunk_num > chunk * resident_num / chunk_num;
@@ -28,6 +35,7 @@ Pager::Pager(const PagerPlan& plan, std::vector<std::size_t> chunk_bytes, const 
     : space_(space),
       engine_(engine),
       checksums_(options.checksums),
+      on_transfer_(options.on_transfer),
       swap_frame_num_(plan.frame_num),
       ahead_frame_num_(plan.frame_num - std::min(plan.frame_num, options.spare_frame_num)) {
   ZB_EXPECT(chunk_bytes.size() == plan.chunk_num, "the plan has another number of chunks");
@@ -130,9 +138,9 @@ bool Pager::bring_in(Lock& lock, std::size_t index, Content content) {
 }
 
 void Pager::wait_change(Lock& lock) {
-  const auto begin = std::chrono::steady_clock::now();
+  if (waiter_num_++ == 0) wait_begin_ = std::chrono::steady_clock::now();
   changed_.wait(lock);
-  stats_.wait_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  if (--waiter_num_ == 0) stats_.wait_s += seconds_since(wait_begin_);
 }
 
 bool Pager::check(std::size_t index, std::span<std::byte> memory) {
@@ -180,7 +188,9 @@ void Pager::flush() {
 
 PagerStats Pager::stats() const {
   const std::lock_guard lock(mutex_);
-  return stats_;
+  PagerStats stats = stats_;
+  if (waiter_num_ > 0) stats.wait_s += seconds_since(wait_begin_);
+  return stats;
 }
 
 // How many acquisitions by the order come before the chunk's next one; those outside the order come last.
@@ -221,6 +231,7 @@ void Pager::transfer(Direction direction, std::size_t frame) {
   const Chunk& chunk = chunks_[frames_[frame].chunk];
   const std::size_t bytes = space_.aligned(chunk.bytes);
   ++in_flight_num_;
+  frames_[frame].begin = std::chrono::steady_clock::now();
   try {
     engine_.start(space_.transfers(direction, chunk.slot, {frames_[frame].memory, bytes}),
                   [this, direction, frame](const IoFailurePtr& failure) {
@@ -237,6 +248,12 @@ void Pager::on_end(Direction direction, std::size_t frame, const IoFailurePtr& f
   --in_flight_num_;
   Chunk& chunk = chunks_[frames_[frame].chunk];
   frames_[frame].state = State::kReady;
+  if (on_transfer_) {
+    on_transfer_({.direction = direction,
+                  .chunk = frames_[frame].chunk,
+                  .begin = frames_[frame].begin,
+                  .end = std::chrono::steady_clock::now()});
+  }
   if (failure) {
     fail(failure);
   } else {

@@ -5,9 +5,11 @@
 // transfer surfaces at the next acquire or flush, and at each one after it. Thread-safe.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -37,15 +39,25 @@ enum class Change : std::uint8_t { kClean, kDirty };
 struct PagerStats {
   std::uint64_t read_bytes = 0;
   std::uint64_t written_bytes = 0;
-  double wait_s = 0;  // in acquire and flush: exposed I/O
+  double wait_s = 0;  // in acquire and flush, up to now: exposed I/O
+};
+
+struct ChunkTransfer {
+  Direction direction = Direction::kRead;
+  std::size_t chunk = 0;
+  std::chrono::steady_clock::time_point begin;
+  std::chrono::steady_clock::time_point end;
 };
 
 struct PagerOptions {
+  using OnTransfer = std::function<void(const ChunkTransfer&)>;
+
   // Frames that reading ahead leaves alone, for chunks that are overwritten out of the order meanwhile: more than are
   // ever held.
   std::size_t spare_frame_num = 0;
-  bool checksums = false;  // of every chunk on disk, compared when it comes back
-  bool on_disk = false;    // an earlier pager over this space wrote all chunks; otherwise they begin as zeros
+  bool checksums = false;       // of every chunk on disk, compared when it comes back
+  bool on_disk = false;         // an earlier pager over this space wrote all chunks; otherwise they begin as zeros
+  OnTransfer on_transfer = {};  // called when one is over, by the engine's threads; must not throw
 };
 
 class Pager {
@@ -71,6 +83,7 @@ class Pager {
     std::byte* memory = nullptr;
     State state = State::kFree;
     std::size_t chunk = kNone;
+    std::chrono::steady_clock::time_point begin;  // of its transfer
   };
   struct Chunk {
     std::size_t bytes = 0;
@@ -101,6 +114,7 @@ class Pager {
   const SwapSpace& space_;
   IoEngine& engine_;
   const bool checksums_;
+  const PagerOptions::OnTransfer on_transfer_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Chunk> chunks_;
@@ -113,6 +127,8 @@ class Pager {
   std::size_t frame_waiters_ = 0;
   IoFailurePtr failure_;
   PagerStats stats_;
+  std::size_t waiter_num_ = 0;  // in a wait that stats_ does not have yet
+  std::chrono::steady_clock::time_point wait_begin_;
 };
 
 }  // namespace zb

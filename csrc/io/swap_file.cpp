@@ -10,12 +10,12 @@
 #include <atomic>
 #include <cctype>
 #include <cerrno>
-#include <cstdio>
 #include <filesystem>
 #include <utility>
 #include <vector>
 
 #include "common/error.h"
+#include "memory/host_limits.h"
 
 namespace zb {
 namespace {
@@ -24,12 +24,6 @@ constexpr std::string_view kPrefix = "zerobench-swap.";
 constexpr std::string_view kSuffix = ".tmp";
 constexpr std::size_t kLeastAlignmentBytes = 4096;
 constexpr int kCreateAttempts = 100;
-
-std::string in_gib(std::uint64_t bytes) {
-  char text[64];
-  std::snprintf(text, sizeof(text), "%.2f GiB", static_cast<double>(bytes) / (1 << 30));
-  return text;
-}
 
 // Letters, digits, - and _ of a text: what may stand between the dots of a name.
 std::string word(std::string text) {
@@ -171,13 +165,21 @@ void SwapFile::reserve(const SwapFileSpec& spec) {
     // A reservation that failed half way holds what it got; the figure is that of before.
     const auto had = static_cast<std::uint64_t>(std::max<std::int64_t>(0, free_bytes));
     const std::string missing =
-        had < spec.bytes ? in_gib(spec.bytes - had) + " too little" : "taken meanwhile, or a quota";
+        had < spec.bytes ? memory_text(spec.bytes - had) + " too little" : "taken meanwhile, or a quota";
     throw_io(-result,
-             spec.directory + " has not enough space for the swap file of " + spec.owner + ": " + in_gib(spec.bytes) +
-                 " are needed and " + in_gib(had) + " are free (" + missing + "); free some or give another path",
+             spec.directory + " has not enough space for the swap file of " + spec.owner + ": " +
+                 memory_text(spec.bytes) + " are needed and " + memory_text(had) + " are free (" + missing +
+                 "); free some or give another path",
              spec.directory);
   }
-  throw_io(-result, spec.directory + " cannot reserve " + in_gib(spec.bytes) + "; choose a file system with fallocate",
+  if (result == -EFBIG) {
+    throw_io(EFBIG,
+             spec.directory + " takes no swap file of " + memory_text(spec.bytes) + " for " + spec.owner +
+                 "; raise the limit on the size of files (ulimit -f), or give several paths",
+             spec.directory);
+  }
+  throw_io(-result,
+           spec.directory + " cannot reserve " + memory_text(spec.bytes) + "; choose a file system with fallocate",
            spec.directory);
 }
 

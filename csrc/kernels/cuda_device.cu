@@ -67,6 +67,11 @@ MarkPtr CudaDevice::mark_stream(cudaStream_t stream) {
   return std::make_shared<const CudaMark>(events_, stream);
 }
 
+MarkPtr CudaDevice::mark_for_host(Lane lane) {
+  bind_thread();
+  return std::make_shared<const CudaMark>(events_for_host_, cuda_stream(lane));
+}
+
 void CudaDevice::hold_stream(cudaStream_t stream, const MarkPtr& mark) {
   if (mark == nullptr || cuda_mark(mark).stream() == stream) return;  // a stream runs in order
   bind_thread();

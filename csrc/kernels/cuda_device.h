@@ -40,6 +40,7 @@ class CudaDevice final : public Device, public HostRegistrar {
 
   // Marks given to the calls below were made by a CudaDevice.
   MarkPtr mark(Lane lane) override { return mark_stream(cuda_stream(lane)); }
+  MarkPtr mark_for_host(Lane lane) override;
   void wait(Lane lane, const MarkPtr& mark) override { hold_stream(cuda_stream(lane), mark); }
   bool has_passed(const MarkPtr& mark) override;
   void synchronize(const MarkPtr& mark) override;
@@ -82,7 +83,8 @@ class CudaDevice final : public Device, public HostRegistrar {
 
   int ordinal_;
   std::function<void()> on_out_of_memory_;
-  std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>();
+  std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>(HostWait::kSpins);
+  std::shared_ptr<EventPool> events_for_host_ = std::make_shared<EventPool>(HostWait::kSleeps);
   std::array<cudaStream_t, kLaneNum> streams_{};  // by lane; the first is the caller's
   std::array<OwnStream, kLaneNum> own_streams_;   // of the other lanes
   OwnStream host_stream_;                         // of calls that block: fresh memory and copies from and to the host

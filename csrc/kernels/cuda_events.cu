@@ -20,7 +20,8 @@ cudaEvent_t EventPool::take() {
     free_.reserve(free_.capacity() + 1);  // giving back must not allocate
   }
   cudaEvent_t event = nullptr;
-  ZB_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  const unsigned wait = host_wait_ == HostWait::kSleeps ? cudaEventBlockingSync : cudaEventDefault;
+  ZB_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | wait));
   return event;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -11,11 +12,15 @@
 
 namespace zb {
 
+// How a host thread waits for an event. Sleeping costs an interrupt with every record, and some 20 us to wake up;
+// spinning takes the core from whoever computes on it.
+enum class HostWait : std::uint8_t { kSpins, kSleeps };
+
 // Events of one device. Creating one takes many times as long as recording it, so they are kept. Thread-safe, since the
 // last reference to a mark may go anywhere.
 class EventPool {
  public:
-  EventPool() = default;
+  explicit EventPool(HostWait host_wait) : host_wait_(host_wait) {}
   ~EventPool();
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
@@ -24,6 +29,7 @@ class EventPool {
   void give_back(cudaEvent_t event) noexcept;
 
  private:
+  HostWait host_wait_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> free_;
 };

@@ -82,6 +82,8 @@ class Device {
   virtual void* stream(Lane lane) const noexcept = 0;
 
   virtual MarkPtr mark(Lane lane) = 0;
+  // The same, for a host thread that will wait: there it sleeps, and leaves its core to others.
+  virtual MarkPtr mark_for_host(Lane lane) { return mark(lane); }
   virtual void wait(Lane lane, const MarkPtr& mark) = 0;
   virtual bool has_passed(const MarkPtr& mark) = 0;   // from any thread, beside other calls
   virtual void synchronize(const MarkPtr& mark) = 0;  // blocks the host until the mark has passed

@@ -79,7 +79,7 @@ PinnedMapping::PinnedMapping(std::size_t bytes, const PinnedOptions& options) {
   require_host_memory(bytes, options.what);
   if (options.lock == PageLock::kLocked) require_lockable(round_up(bytes, page_bytes()), options.what);
   const auto begin = Clock::now();
-  map(bytes);
+  map(bytes, options.what);
   try {
     if (options.numa_node != kAnyNode) is_on_node_ = prefer_node(data_, bytes_, options.numa_node);
     fill(options);
@@ -102,12 +102,15 @@ PinnedMapping::PinnedMapping(std::size_t bytes, const PinnedOptions& options) {
 PinnedMapping::~PinnedMapping() { unmap(); }
 
 // With a huge page to spare, whose ends are given back, so that the mapping begins on a huge-page boundary.
-void PinnedMapping::map(std::size_t bytes) {
+void PinnedMapping::map(std::size_t bytes, const std::string& what) {
   bytes_ = round_up(bytes, page_bytes());
   const std::size_t spare_bytes = bytes_ >= kHugePageBytes ? kHugePageBytes : 0;
   void* address =
       mmap(nullptr, bytes_ + spare_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (address == MAP_FAILED) detail::throw_system("mmap of pinned memory", {}, std::source_location::current());
+  if (address == MAP_FAILED) {
+    throw OutOfMemoryError(memory_text(bytes_) + " of " + what + " cannot be mapped (" + std::strerror(errno) +
+                           "); raise the limit of the process's memory (`ulimit -v`, `ulimit -d`, --rank-memory-gib)");
+  }
   auto* wide = static_cast<std::byte*>(address);
   data_ = wide;
   if (spare_bytes > 0) {

@@ -53,7 +53,7 @@ class PinnedMapping {
   double register_ms() const noexcept { return register_ms_; }
 
  private:
-  void map(std::size_t bytes);
+  void map(std::size_t bytes, const std::string& what);
   void fill(const PinnedOptions& options);
   void unmap() noexcept;
 

@@ -119,6 +119,12 @@ PinnedPool::PinnedPool(std::size_t bytes, Ledger* ledger, const PinnedOptions& o
     : space_(std::make_shared<PinnedSpace>(bytes, options)), ledger_(ledger) {}
 
 PinnedBlock PinnedPool::allocate(std::size_t bytes, Category category, std::size_t alignment) {
+  PinnedBlock block = allocate(bytes, alignment);
+  block.allocation_ = Allocation(ledger_, Tier::kHost, category, bytes);
+  return block;
+}
+
+PinnedBlock PinnedPool::allocate(std::size_t bytes, std::size_t alignment) {
   ZB_EXPECT(std::has_single_bit(alignment) && alignment <= kDirectAlignment,
             "blocks of pinned memory are aligned to a power of two up to " + std::to_string(kDirectAlignment) +
                 ", not " + std::to_string(alignment));
@@ -127,7 +133,6 @@ PinnedBlock PinnedPool::allocate(std::size_t bytes, Category category, std::size
   block.data_ = space_->take(bytes, alignment);
   block.space_ = space_;
   block.bytes_ = bytes;
-  block.allocation_ = Allocation(ledger_, Tier::kHost, category, bytes);
   return block;
 }
 

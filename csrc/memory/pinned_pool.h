@@ -67,6 +67,8 @@ class PinnedPool {
   // The first gap that is large enough. `alignment` is a power of two up to a page. Zeros, where no block was before.
   // Throws OutOfMemoryError.
   PinnedBlock allocate(std::size_t bytes, Category category, std::size_t alignment = kDirectAlignment);
+  // The same for who counts it himself.
+  PinnedBlock allocate(std::size_t bytes, std::size_t alignment = kDirectAlignment);
 
   PinnedStats stats() const;
 

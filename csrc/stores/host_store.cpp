@@ -19,6 +19,7 @@ namespace {
 
 // One being filled, one being sent, and one more, so that neither waits for the other's last moments.
 constexpr std::size_t kOutgoingNum = 3;
+constexpr std::string_view kThread = "update thread";
 constexpr const char* kWhat = "optimizer state and gradients on the host";
 
 struct Shard {
@@ -100,6 +101,7 @@ class HostStore final : public Store {
   Tier tier() const noexcept override { return options_.paged ? Tier::kNvme : Tier::kHost; }
   bool issues_at_once() const noexcept override { return false; }
   bool keeps_master(DType) const noexcept override { return true; }
+  std::exception_ptr failure() const override { return fetch_failure_ ? fetch_failure_ : thread_->failure(); }
 
   void reserve(std::span<const ShardSpec> shards) override {
     reserved_.assign(shards.begin(), shards.end());
@@ -146,6 +148,9 @@ class HostStore final : public Store {
             .to_device_bytes = to_device_bytes_.load(std::memory_order_relaxed)};
   }
   double waited_ms() const override { return waited_ms_; }
+  double waited_for_files_ms() const override { return waited_for_files_ms_; }
+  PinnedStats pinned() const override { return pool_ ? pool_->stats() : PinnedStats(); }
+  void set_timeline(Timeline* timeline) override { timeline_ = timeline; }
 
   void offer_gradient(std::size_t index, const ShardGradient& gradient) override {
     Shard& shard = at(index);
@@ -205,14 +210,11 @@ class HostStore final : public Store {
     }
     wait_for(shard);
     if (paged_parameters_) {
-      paged_parameters_->fetch(index, [&](std::size_t offset_bytes, std::span<const std::byte> chunk) {
-        copy_to_device(lane, static_cast<std::byte*>(destination) + offset_bytes, chunk.data(), chunk.size());
-        return device_->mark(lane);
-      });
+      fetch_from_files(index, lane, static_cast<std::byte*>(destination));
     } else {
       copy_to_device(lane, destination, shard.parameters.data(), shard.parameters.bytes());
     }
-    shard.fetched[static_cast<std::size_t>(lane)] = device_->mark(lane);
+    shard.fetched[static_cast<std::size_t>(lane)] = device_->mark_for_host(lane);
   }
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
     Shard& shard = at(index);
@@ -231,7 +233,7 @@ class HostStore final : public Store {
             for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
               Outgoing& buffer = next_outgoing();
               copy_to_host(Lane::kFromHost, buffer.memory.data(), source.data() + begin, (end - begin) * sizeof(float));
-              device_->synchronize(device_->mark(Lane::kFromHost));
+              device_->synchronize(device_->mark_for_host(Lane::kFromHost));
               const StateChunk chunk = states_->borrow(index, begin, end);
               cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
               if (kind == StateKind::kMaster && parameters_away()) {
@@ -276,9 +278,15 @@ class HostStore final : public Store {
       return;
     }
     const std::vector<std::size_t> numels = numels_of(reserved_);
-    frames_ = pool_->allocate(paged_state_bytes(numels, options_.chunk_numel, *options_.paged), Category::kStaging);
-    auto paged =
-        make_paged_state(numels, options_.chunk_numel, *options_.paged, {frames_.data(), frames_.bytes()}, ledger_);
+    frames_ = pool_->allocate(paged_state_bytes(numels, options_.chunk_numel, *options_.paged));
+    if (timeline_ != nullptr) {
+      options_.paged->on_transfer = [this](const StateTransfer& transfer) {
+        timeline_->add("disk", transfer.direction == Direction::kRead ? "read" : "write",
+                       reserved_[transfer.shard].unit, transfer.begin, transfer.end);
+      };
+    }
+    auto paged = make_paged_state(numels, options_.chunk_numel, *options_.paged, {frames_.data(), frames_.bytes()},
+                                  ledger_, *options_.system);
     paged_ = paged.get();
     states_ = std::move(paged);
     if (options_.parameters != ParameterHome::kFiles) return;
@@ -287,8 +295,8 @@ class HostStore final : public Store {
     parameter_frames_ =
         pool_->allocate(paged_parameters_bytes(parameters, options_.chunk_numel, pages), Category::kStaging);
     const std::span<std::byte> frames{parameter_frames_.data(), parameter_frames_.bytes()};
-    paged_parameters_ =
-        std::make_unique<PagedParameters>(parameters, options_.chunk_numel, pages, frames, device_, ledger_);
+    paged_parameters_ = std::make_unique<PagedParameters>(parameters, options_.chunk_numel, pages, frames, device_,
+                                                          ledger_, *options_.system);
   }
 
   // Memory that is left goes to parameters first: a step moves their bytes three times, those of the state twice.
@@ -313,11 +321,34 @@ class HostStore final : public Store {
   }
   void wait_for(const Shard& shard) {
     if (thread_->is_done(shard.ticket)) return thread_->wait(shard.ticket);  // an error of the thread surfaces there
+    const TimelineScope recorded(timeline_, "computing thread", "wait for an update", shard.spec.unit);
     const auto begin = std::chrono::steady_clock::now();
+    const double files_before_s = file_wait_s();
     const ScopeExit count([&] {
       waited_ms_ += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+      waited_for_files_ms_ += (file_wait_s() - files_before_s) * 1e3;
     });
     thread_->wait(shard.ticket);
+  }
+
+  double file_wait_s() const { return paged_ == nullptr ? 0.0 : paged_->stats().wait_s; }
+
+  // In the caller's thread, which waits for what is not yet read. An error there is as final as one of the updates.
+  void fetch_from_files(std::size_t index, Lane lane, std::byte* destination) {
+    const TimelineScope recorded(timeline_, "computing thread", "wait for files", reserved_[index].unit);
+    const double before_s = paged_parameters_->stats().wait_s;
+    try {
+      paged_parameters_->fetch(index, [&](std::size_t offset_bytes, std::span<const std::byte> chunk) {
+        copy_to_device(lane, destination + offset_bytes, chunk.data(), chunk.size());
+        return device_->mark_for_host(lane);
+      });
+    } catch (const std::exception&) {
+      fetch_failure_ = std::current_exception();
+      throw;
+    }
+    const double waited_ms = (paged_parameters_->stats().wait_s - before_s) * 1e3;
+    waited_ms_ += waited_ms;
+    waited_for_files_ms_ += waited_ms;
   }
 
   bool parameters_away() const noexcept { return options_.parameters != ParameterHome::kDevice; }
@@ -354,7 +385,7 @@ class HostStore final : public Store {
       const std::size_t offset_bytes = begin * dtype_bytes(dtype);
       copy_to_host(Lane::kToHost, shard.gradient.data() + offset_bytes,
                    static_cast<const std::byte*>(gradient) + offset_bytes, (end - begin) * dtype_bytes(dtype));
-      shard.arrived[begin / options_.chunk_numel] = device_->mark(Lane::kToHost);
+      shard.arrived[begin / options_.chunk_numel] = device_->mark_for_host(Lane::kToHost);
     });
   }
 
@@ -363,8 +394,12 @@ class HostStore final : public Store {
   void run(const Update& update) {
     Shard& shard = *update.shard;
     device_->bind_thread();
-    end_fetches(update.index, update.fetched);
-    device_->synchronize(update.step_arrived);
+    const std::string& unit = shard.spec.unit;
+    {
+      const TimelineScope recorded(timeline_, kThread, "wait for the step's scalars", unit);
+      end_fetches(update.index, update.fetched);
+      device_->synchronize(update.step_arrived);
+    }
     if (update.step->is_skipped != 0) {
       device_->synchronize(shard.arrived.back());  // the gradient may be written again
       return;
@@ -373,20 +408,33 @@ class HostStore final : public Store {
     const DType dtype = shard.spec.param_dtype;
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
       states_->expect(update.index, end, std::min(end + options_.chunk_numel, shard.spec.numel));
-      device_->synchronize(shard.arrived[begin / options_.chunk_numel]);
-      Outgoing* const outgoing = parameters_away() ? nullptr : &next_outgoing();
-      const StateChunk chunk = states_->borrow(update.index, begin, end);
-      if (outgoing == nullptr) {
-        write_home(shard, update.index, begin, [&](std::byte* home) { update_chunk(update, chunk, home, begin, end); });
-        states_->give_back(update.index, begin, end, ChunkUse::kWritten);
-        return;
+      Outgoing* outgoing = nullptr;
+      {
+        const TimelineScope recorded(timeline_, kThread, "wait for the device", unit);
+        device_->synchronize(shard.arrived[begin / options_.chunk_numel]);
+        if (!parameters_away()) outgoing = &next_outgoing();
       }
-      update_chunk(update, chunk, outgoing->memory.data(), begin, end);
+      const StateChunk chunk = borrow(update, begin, end);
+      {
+        const TimelineScope recorded(timeline_, kThread, "adam", unit);
+        if (outgoing != nullptr) {
+          update_chunk(update, chunk, outgoing->memory.data(), begin, end);
+        } else {
+          write_home(shard, update.index, begin,
+                     [&](std::byte* home) { update_chunk(update, chunk, home, begin, end); });
+        }
+      }
       states_->give_back(update.index, begin, end, ChunkUse::kWritten);
+      if (outgoing == nullptr) return;
       copy_to_device(Lane::kFromHost, at_element(update.parameters, dtype, begin), outgoing->memory.data(),
                      (end - begin) * dtype_bytes(dtype));
-      outgoing->sent = shard.sent = device_->mark(Lane::kFromHost);
+      outgoing->sent = shard.sent = device_->mark_for_host(Lane::kFromHost);
     });
+  }
+
+  StateChunk borrow(const Update& update, std::size_t begin, std::size_t end) {
+    const TimelineScope recorded(timeline_, kThread, "wait for files", update.shard->spec.unit);
+    return states_->borrow(update.index, begin, end);
   }
 
   // Adam where a param group holds; elsewhere lies padding, which keeps its values.
@@ -444,7 +492,7 @@ class HostStore final : public Store {
         states_->give_back(index, begin, end, ChunkUse::kRead);
         copy_to_device(Lane::kFromHost, at_element(destination, dtype, begin), outgoing.memory.data(),
                        (end - begin) * dtype_bytes(dtype));
-        outgoing.sent = shard.sent = device_->mark(Lane::kFromHost);
+        outgoing.sent = shard.sent = device_->mark_for_host(Lane::kFromHost);
       });
     });
     wait_update(index, lane);
@@ -470,6 +518,9 @@ class HostStore final : public Store {
   std::atomic<std::uint64_t> to_host_bytes_{0};  // from two threads
   std::atomic<std::uint64_t> to_device_bytes_{0};
   double waited_ms_ = 0.0;  // of the caller's thread
+  double waited_for_files_ms_ = 0.0;
+  Timeline* timeline_ = nullptr;
+  std::exception_ptr fetch_failure_;  // of reading parameters
   std::array<Outgoing, kOutgoingNum> outgoing_;
   std::size_t next_outgoing_ = 0;
   PinnedBlock frames_;  // of state in files

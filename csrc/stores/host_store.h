@@ -39,6 +39,7 @@ struct HostStoreOptions {
   // paged state, whose paths they share.
   ParameterHome parameters = ParameterHome::kDevice;
   std::optional<PagedStateOptions> paged = {};  // the state lies in files
+  System* system = &kernel_system();            // that moves them
   std::size_t resident_parameter_bytes = 0;     // of paged parameters, that never swap
   // Of pinned memory in all; paged parameters, then paged state, stay in what is left of it beside gradients and
   // buffers. None: all swaps.

@@ -1,7 +1,7 @@
 #include "stores/paged_state.h"
 
 #include <algorithm>
-#include <array>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -31,6 +31,7 @@ struct ChunkTable {
   std::size_t largest_bytes() const {
     return numels.empty() ? 1 : kStateNum * part_bytes(*std::ranges::max_element(numels));
   }
+  std::size_t numel() const { return std::accumulate(shards.begin(), shards.end(), std::size_t{0}); }
   std::vector<std::size_t> chunk_bytes() const {
     std::vector<std::size_t> bytes;
     for (const std::size_t numel : numels) bytes.push_back(kStateNum * part_bytes(numel));
@@ -65,14 +66,15 @@ class PagedStateImpl final : public PagedState {
                 .allow_fallback = options.engine.allow_fallback},
                system),
         engine_(make_io_engine(options.engine, space_.files(), std::span(&memory, 1), system)),
-        pager_(plan_, table_.chunk_bytes(), space_, *engine_, memory, {.checksums = options.checksums}),
+        pager_(plan_, table_.chunk_bytes(), space_, *engine_, memory,
+               {.checksums = options.checksums, .on_transfer = told_by_shard(options)}),
         is_recorded_(table_.numels.size()) {
-    std::size_t swapped_numel = 0;
-    for (std::size_t i = 0; i < table_.numels.size(); ++i) swapped_numel += plan_.is_resident(i) ? 0 : table_.numels[i];
-    constexpr std::array<Category, kStateNum> kCategories{Category::kMaster, Category::kExpAvg, Category::kExpAvgSq};
-    for (std::size_t i = 0; i < kStateNum; ++i) {
-      counted_[i] = Allocation(ledger, Tier::kNvme, kCategories[i], swapped_numel * sizeof(float));
-    }
+    std::size_t resident_numel = 0;
+    for (std::size_t i = 0; i < table_.numels.size(); ++i)
+      resident_numel += plan_.is_resident(i) ? table_.numels[i] : 0;
+    swapped_numel_ = table_.numel() - resident_numel;
+    count(ledger, Tier::kHost, resident_numel, plan_.memory_frames() * space_.slot_bytes());
+    count(ledger, Tier::kNvme, swapped_numel_, space_.file_bytes() * options.directories.size());
   }
 
   Tier tier() const noexcept override { return Tier::kNvme; }
@@ -97,11 +99,7 @@ class PagedStateImpl final : public PagedState {
   }
 
   PagerStats stats() const override { return pager_.stats(); }
-  std::size_t swapped_bytes() const override {
-    std::size_t bytes = 0;
-    for (const Allocation& counted : counted_) bytes += counted.bytes();
-    return bytes;
-  }
+  std::size_t swapped_bytes() const override { return kStateNum * swapped_numel_ * sizeof(float); }
   std::string_view engine() const override { return io_engine_name(engine_->kind()); }
   std::vector<std::string> notes() const override {
     std::vector<std::string> notes = space_.notes();
@@ -110,6 +108,25 @@ class PagedStateImpl final : public PagedState {
   }
 
  private:
+  // So many elements of each state, and what else these bytes hold: frames, ends of slots.
+  void count(Ledger* ledger, Tier tier, std::size_t numel, std::size_t bytes) {
+    for (const Category category : {Category::kMaster, Category::kExpAvg, Category::kExpAvgSq}) {
+      counted_.emplace_back(ledger, tier, category, numel * sizeof(float));
+    }
+    counted_.emplace_back(ledger, tier, Category::kStaging, bytes - kStateNum * numel * sizeof(float));
+  }
+
+  PagerOptions::OnTransfer told_by_shard(const PagedStateOptions& options) const {
+    if (!options.on_transfer) return {};
+    return [this, tell = options.on_transfer](const ChunkTransfer& transfer) {
+      const auto after = std::ranges::upper_bound(table_.first, transfer.chunk);
+      tell({.direction = transfer.direction,
+            .shard = static_cast<std::size_t>(after - table_.first.begin()) - 1,
+            .begin = transfer.begin,
+            .end = transfer.end});
+    };
+  }
+
   std::size_t chunk_at(std::size_t shard, std::size_t begin, std::size_t end) const {
     ZB_EXPECT(shard < added_num_ && begin % chunk_numel_ == 0 &&
                   end == std::min(begin + chunk_numel_, table_.shards[shard]) && begin < end,
@@ -138,7 +155,8 @@ class PagedStateImpl final : public PagedState {
   SwapSpace space_;
   std::unique_ptr<IoEngine> engine_;
   Pager pager_;
-  std::array<Allocation, kStateNum> counted_;
+  std::size_t swapped_numel_ = 0;
+  std::vector<Allocation> counted_;
   std::size_t added_num_ = 0;
   std::vector<std::size_t> order_;
   std::vector<std::size_t> round_;

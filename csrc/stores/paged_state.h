@@ -6,7 +6,9 @@
 // recorded from one repetition to the next and then read ahead by; a change of it costs one round without.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -20,6 +22,14 @@
 
 namespace zb {
 
+// What a thread of the I/O engine tells when it is over.
+struct StateTransfer {
+  Direction direction = Direction::kRead;
+  std::size_t shard = 0;
+  std::chrono::steady_clock::time_point begin;
+  std::chrono::steady_clock::time_point end;
+};
+
 struct PagedStateOptions {
   std::vector<std::string> directories;  // several are striped
   std::string owner = "rank0";           // a word, part of the files' names
@@ -27,6 +37,7 @@ struct PagedStateOptions {
   bool direct = true;              // O_DIRECT; refused: an error, or with engine.allow_fallback buffered
   std::size_t resident_bytes = 0;  // of host memory, for chunks that never swap
   bool checksums = false;
+  std::function<void(const StateTransfer&)> on_transfer = {};  // must not throw
 };
 
 class PagedState : public StateSpace {
@@ -41,8 +52,9 @@ class PagedState : public StateSpace {
 std::size_t paged_state_bytes(std::span<const std::size_t> shard_numels, std::size_t chunk_numel,
                               const PagedStateOptions& options);
 
-// For exactly these shards, added in this order. `memory`: paged_state_bytes, page aligned; it outlives the state, and
-// is counted by who gave it; the ledger counts what lies in files. Throws IoError where the paths do not serve.
+// For exactly these shards, added in this order. `memory`: paged_state_bytes, page aligned; it outlives the state. The
+// ledger counts memory and files by category, each to the last byte: states where they lie for good, the rest staging.
+// Throws IoError where the paths do not serve.
 std::unique_ptr<PagedState> make_paged_state(std::span<const std::size_t> shard_numels, std::size_t chunk_numel,
                                              const PagedStateOptions& options, std::span<std::byte> memory,
                                              Ledger* ledger, System& system = kernel_system());

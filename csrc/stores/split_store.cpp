@@ -23,6 +23,10 @@ class SplitStore final : public Store {
   Tier tier() const noexcept override { return second_->tier(); }
   SwapStats swap_stats() const override { return second_->swap_stats(); }
   bool issues_at_once() const noexcept override { return first_->issues_at_once() && second_->issues_at_once(); }
+  std::exception_ptr failure() const override {
+    const std::exception_ptr first = first_->failure();
+    return first ? first : second_->failure();
+  }
   bool keeps_master(DType param_dtype) const noexcept override {
     return first_->keeps_master(param_dtype) && second_->keeps_master(param_dtype);
   }
@@ -45,6 +49,12 @@ class SplitStore final : public Store {
             .to_device_bytes = first.to_device_bytes + second.to_device_bytes};
   }
   double waited_ms() const override { return first_->waited_ms() + second_->waited_ms(); }
+  double waited_for_files_ms() const override { return first_->waited_for_files_ms() + second_->waited_for_files_ms(); }
+  PinnedStats pinned() const override { return second_->pinned(); }
+  void set_timeline(Timeline* timeline) override {
+    first_->set_timeline(timeline);
+    second_->set_timeline(timeline);
+  }
 
   std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) override {
     check_segments(spec);

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <span>
 #include <string>
@@ -12,7 +13,9 @@
 
 #include "comm/communicator.h"
 #include "common/dtype.h"
+#include "common/timeline.h"
 #include "memory/ledger.h"
+#include "memory/pinned_pool.h"
 #include "optim/adam.h"
 #include "optim/device_adam.h"
 #include "partition/flat_layout.h"
@@ -27,6 +30,7 @@ struct ShardSpec {
   DType param_dtype = DType::kFloat32;
   DType gradient_dtype = DType::kFloat32;
   std::vector<Segment> segments;  // relative to the shard
+  std::string unit = {};          // its name, for who looks on
 };
 
 // Throws ArgumentError for segments that are out of order, outside the shard, or of no param group.
@@ -84,10 +88,18 @@ class Store {
   // Whether the store holds a master of parameters of this dtype. Else they are fp32 and their own master.
   virtual bool keeps_master(DType param_dtype) const noexcept { return param_dtype != DType::kFloat32; }
 
+  // What has ended its updates for good, since state that is half one step and half the next serves nobody; or null.
+  virtual std::exception_ptr failure() const { return nullptr; }
+  // Where it records what it does, and under which unit's name (ShardSpec::unit). Before any update.
+  virtual void set_timeline(Timeline* timeline) { static_cast<void>(timeline); }
   // Of all updates so far, whose end it waits for.
   virtual StoreTraffic traffic() { return {}; }
   // How long callers were blocked for updates since the store was made.
   virtual double waited_ms() const { return 0.0; }
+  // Of that, while the updates themselves waited for files.
+  virtual double waited_for_files_ms() const { return 0.0; }
+  // Of its pinned memory on the host, as asked for and as taken.
+  virtual PinnedStats pinned() const { return {}; }
 
   // Every shard that will be added, in order: what takes memory at once may check that it is there. Before a barrier of
   // the ranks, so that no rank takes memory while another still looks.

@@ -36,12 +36,20 @@ class TrialStore final : public Store {
   }
   StoreTraffic traffic() override { return store_ ? store_->traffic() : StoreTraffic{}; }
   double waited_ms() const override { return store_ ? store_->waited_ms() : 0.0; }
+  double waited_for_files_ms() const override { return store_ ? store_->waited_for_files_ms() : 0.0; }
   SwapStats swap_stats() const override { return store_ ? store_->swap_stats() : SwapStats{}; }
+  PinnedStats pinned() const override {
+    if (store_) return store_->pinned();
+    return pool_ ? pool_->stats() : PinnedStats{};
+  }
+  std::exception_ptr failure() const override { return store_ ? store_->failure() : nullptr; }
+  void set_timeline(Timeline* timeline) override { timeline_ = timeline; }
 
   bool awaits_share() const noexcept override { return !is_settled_; }
   void choose_share(double host_share) override {
     ZB_EXPECT_STATE(store_ == nullptr, "the share of state on the host was chosen before");
     auto store = make_store_(host_share);
+    store->set_timeline(timeline_);
     store->reserve(specs_);
     store_ = std::move(store);
   }
@@ -131,6 +139,7 @@ class TrialStore final : public Store {
   PinnedOptions pinned_;
   std::size_t ranks_on_host_;
   MakeStoreOfShare make_store_;
+  Timeline* timeline_ = nullptr;  // for the store to come
   std::vector<ShardSpec> specs_;
   std::size_t pool_bytes_ = 0;
   std::unique_ptr<PinnedPool> pool_;

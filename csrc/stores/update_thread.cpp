@@ -49,6 +49,11 @@ std::size_t UpdateThread::waiting_num() const {
   return works_.size();
 }
 
+std::exception_ptr UpdateThread::failure() const {
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
 void UpdateThread::wait(Ticket ticket) {
   std::unique_lock lock(mutex_);
   if (runs_ == UpdatesRun::kInCaller) {

@@ -37,7 +37,8 @@ class UpdateThread {
 
   Ticket queue(Urgency urgency, std::function<void()> work);
   bool is_done(Ticket ticket) const;
-  std::size_t waiting_num() const;  // queued and not begun
+  std::size_t waiting_num() const;     // queued and not begun
+  std::exception_ptr failure() const;  // null: none
   // Blocks until the work has run. Rethrows what ended this work, or other work before this could run.
   void wait(Ticket ticket);
 

@@ -124,10 +124,13 @@ TEST(PagedState, CountsWhatLiesInFilesAndLeavesNone) {
   {
     State state({5000}, options_in(folder), &ledger);
     EXPECT_EQ(ledger.entry(Tier::kNvme, Category::kExpAvgSq).current_bytes, 5000 * 4);
-    EXPECT_EQ(ledger.total(Tier::kNvme).current_bytes, 5000 * 12);
-    EXPECT_EQ(folder.file_num(), 1U);
+    EXPECT_EQ(ledger.total(Tier::kNvme).current_bytes, 5 * 12288) << "with the ends of slots";
+    EXPECT_EQ(ledger.total(Tier::kHost).current_bytes, 4 * 12288) << "frames, and no more";
+    ASSERT_EQ(folder.file_num(), 1U);
+    EXPECT_EQ(std::filesystem::file_size(*std::filesystem::directory_iterator(folder.path())), 5U * 12288);
   }
   EXPECT_EQ(ledger.total(Tier::kNvme).current_bytes, 0);
+  EXPECT_EQ(ledger.total(Tier::kHost).current_bytes, 0);
   EXPECT_EQ(folder.file_num(), 0U);
 }
 

@@ -203,6 +203,16 @@ double Engine::store_waited_ms() {
   return store_->waited_ms();
 }
 
+double Engine::store_waited_for_files_ms() {
+  const std::lock_guard lock(mutex_);
+  return store_->waited_for_files_ms();
+}
+
+PinnedStats Engine::store_pinned() {
+  const std::lock_guard lock(mutex_);
+  return store_->pinned();
+}
+
 void Engine::reset_counters() {
   const std::lock_guard lock(mutex_);
   gather_communicator_->reset_counters();
@@ -215,6 +225,17 @@ void Engine::reset_counters() {
 void Engine::fail(const CommunicationError& error) noexcept {
   failure_ = error;
   abort(error.what());
+}
+
+// Where the store has ended for good: the peers would wait for updates that never come.
+void Engine::fail_with_store() noexcept {
+  store_failure_ = store_->failure();
+  if (!store_failure_) return;
+  try {
+    std::rethrow_exception(store_failure_);
+  } catch (const std::exception& error) {
+    abort(error.what());
+  }
 }
 
 void Engine::abort(const std::string& reason) noexcept {

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -126,6 +127,12 @@ class Engine {
   // parameters have values and masters, but no moments.
   void read_full_state(FullState kind, const std::function<void(std::size_t parameter, const float* values)>& visit);
 
+  // The other way round: rank 0's values become everybody's, moments and `steps_applied` included, and nothing stays of
+  // what the engine was at, so that one that was torn goes on. `read` writes a parameter's values of a kind; frozen
+  // parameters have no moments. Collective, and not inside a forward, backward or gather.
+  void write_full_state(long steps_applied,
+                        const std::function<void(FullState kind, std::size_t parameter, float* values)>& read);
+
   // Makes rank 0's bytes everybody's. Collective.
   void broadcast(std::byte* data, std::size_t bytes);
 
@@ -147,6 +154,9 @@ class Engine {
   // Both since the engine was made; the first waits for updates that are under way.
   StoreTraffic store_traffic();
   double store_waited_ms();
+  double store_waited_for_files_ms();
+  PinnedStats store_pinned();
+  Timeline& timeline() { return timeline_; }
   const Unit& unit(std::size_t index) const { return units_[index]; }
   std::size_t unit_num() const { return units_.size(); }
   std::size_t parameter_num() const { return parameters_.size(); }
@@ -172,20 +182,32 @@ class Engine {
     MarkPtr arrived = nullptr;
   };
 
-  // Every call goes through here: one at a time, and none after the communicators failed.
+  // Every call goes through here: one at a time, and none after communicators or store failed.
   template <typename Body>
   auto enter(const Body& body) -> decltype(body()) {
+    return enter_torn([&] {
+      if (is_torn_) throw_torn();
+      return body();
+    });
+  }
+  template <typename Body>
+  auto enter_torn(const Body& body) -> decltype(body()) {
     const std::lock_guard lock(mutex_);
     if (failure_) throw CommunicationError(*failure_);
-    if (is_torn_) throw_torn();
+    if (store_failure_) std::rethrow_exception(store_failure_);
     try {
       return body();
     } catch (const CommunicationError& error) {
       fail(error);
       throw;
+    } catch (const std::exception&) {
+      fail_with_store();
+      throw;
     }
   }
   void fail(const CommunicationError& error) noexcept;
+  void fail_with_store() noexcept;
+  void build(EngineModel& model);
   void build_unit(Unit& unit, EngineModel& model);
   void build_flat(FlatBuffer& flat);
   ShardSpec shard_spec(const FlatBuffer& flat) const;
@@ -222,6 +244,9 @@ class Engine {
   void publish_before(std::size_t end);
   void wait_updated(Unit& unit);
   void finish_updates();
+  void drop_everything_under_way();
+  void write_flat(FlatBuffer& flat, FullState kind, std::span<const float> on_host);
+  void broadcast_bytes(std::byte* data, std::size_t bytes);
   void read_own_parameters(const FlatBuffer& flat, std::span<float> values);
   void write_back(Unit& unit, int modifier_rank);
   void write_back_flat(FlatBuffer& flat, const std::byte* values);
@@ -277,8 +302,10 @@ class Engine {
   EngineOptions options_;
   std::mutex mutex_;
   std::optional<CommunicationError> failure_;  // the first one
+  std::exception_ptr store_failure_;           // what ended the store
   Ledger ledger_;
-  CommunicationClock clock_;
+  Timeline timeline_;
+  CommunicationClock clock_{&timeline_};
   std::unique_ptr<Communicator> gather_communicator_;
   std::unique_ptr<Communicator> reduce_communicator_;
   StagePolicy policy_;

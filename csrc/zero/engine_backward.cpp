@@ -10,9 +10,8 @@ namespace zb {
 
 void Engine::throw_torn() const {
   throw StateError(
-      "an error came when the optimizer had begun to update parameters in backward, so they belong to no step; make "
-      "the "
-      "engine anew and load its state");
+      "an error came when the optimizer had begun to update parameters in backward, so they belong to no step; load a "
+      "state (engine.load_full_state) before anything else");
 }
 
 // Between a backward with updates and its step parameters are neither of the old step nor of the new one.

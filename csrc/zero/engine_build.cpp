@@ -28,6 +28,19 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
       parts_(std::move(parts)),
       store_(options.make_store(&ledger_, parts_)),
       scaler_(options.loss_scale) {
+  try {
+    build(model);
+  } catch (const CommunicationError&) {
+    throw;
+  } catch (const std::exception& error) {
+    abort(error.what());  // the peers wait for this rank's part of what is built
+    throw;
+  }
+}
+
+void Engine::build(EngineModel& model) {
+  const EngineOptions& options = options_;
+  store_->set_timeline(&timeline_);
   ZB_EXPECT(options.accumulation_steps >= 1, "gradient_accumulation_steps must be at least 1");
   ZB_EXPECT(!options.optimizer_in_backward || (options.clip == 0.0 && !options.loss_scale.enabled),
             "optimizer_in_backward updates before the norm is known: it cannot clip gradients or scale the loss");
@@ -168,7 +181,8 @@ ShardSpec Engine::shard_spec(const FlatBuffer& flat) const {
   ShardSpec spec{.numel = layout.padded_numel(),
                  .param_dtype = flat.param_dtype,
                  .gradient_dtype = flat.reduce_dtype,
-                 .segments = layout.segments()};
+                 .segments = layout.segments(),
+                 .unit = flat.label};
   if (state_sharded()) {
     const std::size_t begin = static_cast<std::size_t>(rank()) * layout.shard_numel();
     spec.numel = layout.shard_numel();

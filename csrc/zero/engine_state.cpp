@@ -110,19 +110,104 @@ double Engine::place_state(double fitting_share) {
   });
 }
 
-void Engine::broadcast(std::byte* data, std::size_t bytes) {
-  enter([&] {
-    if (world_size() == 1 || bytes == 0) return;
-    Communicator& communicator = *reduce_communicator_;
-    const Region values{communicator.allocate(bytes, BufferRole::kShared, &ledger_, Category::kStaging)};
-    const Drain drain(device());
-    if (rank() == 0) device().upload(values.data(), data, bytes);
-    const WorkPtr work = communicator.start_broadcast({.buffer = values, .bytes = bytes, .root = 0, .label = "buffer"});
-    work->wait();
-    if (rank() != 0) device().download(data, values.data(), bytes);
+// Every rank's updates and reads of parameters end, and what they were for is forgotten.
+void Engine::drop_everything_under_way() {
+  finish_reports();
+  drop_offers();
+  finish_updates();
+  gathers_->release_all();
+  for (const WorkPtr& work : published_) work->wait_source_free();
+  published_.clear();
+  for (Unit& unit : units_) {
+    for (const WorkPtr& work : unit.reads) work->wait_source_free();
+    unit.reads.clear();
+  }
+  device().synchronize();
+  pending_ = {};
+  backward_updates_.updated.clear();
+}
+
+void Engine::write_full_state(long steps_applied,
+                              const std::function<void(FullState kind, std::size_t parameter, float* values)>& read) {
+  enter_torn([&] {
+    expect_no_updates();
+    ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass() && reduces_->window_backwards() == 0,
+                    "a state was loaded between a forward and its step; load it between steps");
+    ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
+                    "a state was loaded inside engine.gather(); leave the block first");
+    ZB_EXPECT_STATE(!store_->awaits_share(),
+                    "offload_ratio auto places state behind the first step: load a state after it, or give a number as "
+                    "ratio");
+    is_torn_ = true;  // until all of it is there
+    drop_everything_under_way();
+    broadcast_bytes(reinterpret_cast<std::byte*>(&steps_applied), sizeof(steps_applied));
+    std::vector<float> on_host;
+    for (Unit& unit : units_) {
+      for (FlatBuffer& flat : unit.flats) {
+        for (const FullState kind : {FullState::kMaster, FullState::kExpAvg, FullState::kExpAvgSq}) {
+          if (kind != FullState::kMaster && !flat.trainable) continue;
+          on_host.assign(flat.layout.padded_numel(), 0.0F);
+          for (const std::size_t index : flat.parameters) {
+            if (rank() == 0) read(kind, index, on_host.data() + parameters_[index].offset_numel);
+          }
+          write_flat(flat, kind, on_host);
+        }
+      }
+    }
     check_communicators();
-    work->wait_source_free();
+    steps_applied_ = steps_tried_ = steps_applied;
+    outcome_ = {};
+    is_torn_ = false;
   });
+}
+
+// One kind of state from rank 0's memory to where it lives.
+void Engine::write_flat(FlatBuffer& flat, FullState kind, std::span<const float> on_host) {
+  Communicator& communicator = *reduce_communicator_;
+  const bool several = world_size() > 1;
+  const Region full{communicator.allocate(on_host.size_bytes(), several ? BufferRole::kShared : BufferRole::kPrivate,
+                                          &ledger_, Category::kStaging)};
+  const Drain drain(device());
+  if (rank() == 0) device().upload(full.data(), on_host.data(), on_host.size_bytes());
+  WorkPtr work;
+  if (several) {
+    work =
+        communicator.start_broadcast({.buffer = full, .bytes = on_host.size_bytes(), .root = 0, .label = flat.label});
+    work->wait();
+  }
+  const auto* values = reinterpret_cast<const float*>(full.data());
+  const std::size_t shard_begin = static_cast<std::size_t>(rank()) * flat.layout.shard_numel();
+  if (kind == FullState::kMaster && parameters_sharded() && !flat.is_fetched) {
+    device().cast(Lane::kCompute, flat.shard_parameters.data(), flat.param_dtype, values + shard_begin, DType::kFloat32,
+                  flat.layout.shard_numel());
+    flat.written = device().mark(Lane::kCompute);
+  } else if (kind == FullState::kMaster && !parameters_sharded()) {
+    device().cast(Lane::kCompute, flat.full_parameters.data(), flat.param_dtype, values, DType::kFloat32,
+                  flat.layout.padded_numel());
+  }
+  if (kind != FullState::kMaster || (flat.trainable && store_->keeps_master(flat.param_dtype))) {
+    const std::span<const float> all(values, flat.layout.padded_numel());
+    store_->write_state(flat.store_shard, state_kind(kind),
+                        state_sharded() ? all.subspan(shard_begin, flat.layout.shard_numel()) : all);
+  }
+  if (work) work->wait_source_free();
+}
+
+void Engine::broadcast(std::byte* data, std::size_t bytes) {
+  enter([&] { broadcast_bytes(data, bytes); });
+}
+
+void Engine::broadcast_bytes(std::byte* data, std::size_t bytes) {
+  if (world_size() == 1 || bytes == 0) return;
+  Communicator& communicator = *reduce_communicator_;
+  const Region values{communicator.allocate(bytes, BufferRole::kShared, &ledger_, Category::kStaging)};
+  const Drain drain(device());
+  if (rank() == 0) device().upload(values.data(), data, bytes);
+  const WorkPtr work = communicator.start_broadcast({.buffer = values, .bytes = bytes, .root = 0, .label = "buffer"});
+  work->wait();
+  if (rank() != 0) device().download(data, values.data(), bytes);
+  check_communicators();
+  work->wait_source_free();
 }
 
 void Engine::gather(const std::vector<std::size_t>& units) {

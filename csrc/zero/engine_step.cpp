@@ -35,7 +35,7 @@ void Engine::exchange_reports() {
 void Engine::finish_reports() {
   if (!reports_.work) return;
   {
-    const CommunicationClock::Scope timed(clock_);
+    const CommunicationClock::Scope timed(clock_, "report on the step");
     std::exchange(reports_.work, nullptr)->wait();
   }
   RankReport header;
@@ -62,7 +62,7 @@ void Engine::combine_norm() {
   Communicator& communicator = *reduce_communicator_;
   const Lane lane = communicator.lane();
   if (world_size() > 1) {
-    const CommunicationClock::Scope timed(clock_);
+    const CommunicationClock::Scope timed(clock_, "norm");
     communicator
         .start_all_gather({.source = own_sums_,
                            .destination = all_sums_,
@@ -80,7 +80,10 @@ void Engine::combine_norm() {
                                .flat_sums = reinterpret_cast<double*>(scalars + 1),
                                .scalars = scalars});
   device().copy_to_pinned(lane, norm_on_host_.get(), norm_.data(), norm_.bytes());
-  pending_ = {.arrived = device().mark(lane), .is_pending = true, .was_in_backward = backward_updates_.is_on};
+  // The thread of a store that does not issue at once waits for it, and so does this one a step later.
+  pending_ = {.arrived = store_->issues_at_once() ? device().mark(lane) : device().mark_for_host(lane),
+              .is_pending = true,
+              .was_in_backward = backward_updates_.is_on};
 }
 
 // Learns how the last step ended.
@@ -108,7 +111,8 @@ void Engine::settle_step() {
       if (!flat.trainable || std::isfinite(sums[position++])) continue;
       throw NonFiniteGradientError(
           "the gradient of unit '" + unit.name + "' is not finite in step " + std::to_string(steps_tried_) +
-          (is_torn_ ? "; parameters were updated with it during backward, load them anew." : "; nothing was updated.") +
+          (is_torn_ ? "; parameters were updated with it during backward, load a state (engine.load_full_state)."
+                    : "; nothing was updated.") +
           " Lower the learning rate, clip gradients, or check the data");
     }
   }
@@ -205,7 +209,7 @@ void Engine::update(std::span<const AdamHyperparameters> groups) {
 // Where operations do not run beside the caller they are done here, and the next forward finds them done.
 void Engine::finish_where_nothing_runs_beside() {
   if (gather_communicator_->runs_in_background() || !store_->issues_at_once()) return;
-  const CommunicationClock::Scope timed(clock_);
+  const CommunicationClock::Scope timed(clock_, "all-gather of parameters");
   for (Unit& unit : units_) wait_updated(unit);
 }
 
@@ -245,9 +249,12 @@ void Engine::publish_through(std::size_t unit) {
 // Stages 1 and 2: every rank's updated shards of the next units go to all ranks, in one group.
 void Engine::publish_before(std::size_t end) {
   Communicator& communicator = *gather_communicator_;
-  const CommunicationClock::Scope timed(clock_);
+  const CommunicationClock::Scope timed(
+      clock_, "all-gather of parameters",
+      unpublished_ < units_.size() ? std::string_view(units_[unpublished_].name) : "");
   const std::size_t begin = std::exchange(unpublished_, std::max(unpublished_, end));
   for (std::size_t index = begin; index < end; ++index) {
+    const CommunicationClock::Pause updating(clock_);
     for (const FlatBuffer& flat : units_[index].flats) {
       if (flat.trainable) store_->wait_update(flat.store_shard, communicator.lane());
     }

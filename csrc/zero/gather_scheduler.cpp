@@ -74,7 +74,7 @@ void GatherScheduler::begin_pass(PassKind kind) {
 
 void GatherScheduler::use(std::size_t unit_index) {
   if (!options_.sharded) return;
-  const CommunicationClock::Scope timed(clock_);
+  const CommunicationClock::Scope timed(clock_, "all-gather of parameters", units_[unit_index].name);
   Unit& unit = units_[unit_index];
   if (in_pass_ && kind_ != PassKind::kBackward) forward_uses_.push_back(unit_index);
   if (unit.parameter_state == ParameterState::kUnsharded) return;
@@ -150,6 +150,7 @@ GatherScheduler::StagingShard* GatherScheduler::fetch(const Unit& unit) {
   staging.readers.clear();
   for (const FlatBuffer& flat : unit.flats) {
     if (!flat.is_fetched) continue;
+    const CommunicationClock::Pause updating(clock_);
     store_.fetch_parameters(flat.store_shard, communicator_.lane(), staging.region.data() + flat.fetch_offset_bytes);
   }
   return &staging;
@@ -160,6 +161,7 @@ std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& sl
   StagingShard* const staging = fetch(unit);
   for (FlatBuffer& flat : unit.flats) {
     device_.wait(communicator_.lane(), std::exchange(flat.written, nullptr));
+    const CommunicationClock::Pause updating(clock_);
     if (flat.trainable) store_.wait_update(flat.store_shard, communicator_.lane());
   }
   {
@@ -243,7 +245,7 @@ void GatherScheduler::end_pass() {
   if (!in_pass_) return;
   const ScopeExit over([this] { in_pass_ = false; });
   if (options_.sharded) {
-    const CommunicationClock::Scope timed(clock_);
+    const CommunicationClock::Scope timed(clock_, "end of the pass");
     while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
     drop_prefetched_before(SIZE_MAX);
     std::vector<GatherMessage> messages = agree(kNoWish);

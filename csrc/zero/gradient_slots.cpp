@@ -91,7 +91,7 @@ void GradientSlots::take_or_spare(std::size_t index, const std::function<void()>
 SlotLease GradientSlots::await_release(std::size_t unit, const std::function<void()>& finish_ready) {
   SlotLease slot = acquire(unit);
   if (slot) return slot;
-  const CommunicationClock::Scope timed(clock_);
+  const CommunicationClock::Scope timed(clock_, "reduce-scatter of gradients");
   const auto give_up = std::chrono::steady_clock::now() + kLongestSlotWait;
   while (!slot && std::chrono::steady_clock::now() < give_up) {
     finish_ready();

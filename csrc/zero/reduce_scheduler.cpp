@@ -72,7 +72,7 @@ void ReduceScheduler::begin_backward(bool last) {
 // and what other ranks hold of theirs must not be added again.
 void ReduceScheduler::resume_accumulation() {
   if (communicator_.world_size() == 1) return;
-  const CommunicationClock::Scope timed(clock_);
+  const CommunicationClock::Scope timed(clock_, "reduce-scatter of gradients");
   if (last_work_) last_work_->wait_source_free();
   const auto rank = static_cast<std::size_t>(communicator_.rank());
   for (const std::size_t index : order_) {
@@ -130,7 +130,7 @@ void ReduceScheduler::mark_complete(std::size_t unit) {
 }
 
 void ReduceScheduler::launch_ready() {
-  const CommunicationClock::Scope timed(clock_);
+  const CommunicationClock::Scope timed(clock_, "reduce-scatter of gradients");
   while (reduces_now() && next_turn_ < order_.size() && units_[order_[next_turn_]].complete) {
     const std::size_t index = order_[next_turn_];
     Unit& unit = units_[index];
@@ -236,7 +236,7 @@ void ReduceScheduler::finish(std::size_t index) {
 }
 
 void ReduceScheduler::settle() {
-  const CommunicationClock::Scope timed(clock_);
+  const CommunicationClock::Scope timed(clock_, "reduce-scatter of gradients");
   if (!reduces_now()) return;
   while (next_turn_ < order_.size()) {
     const std::size_t index = order_[next_turn_];

@@ -389,6 +389,26 @@ class Engine:
         """
     def gather(self, units: Sequence[int]) -> None: ...
     def has_frozen(self, unit: int) -> bool: ...
+    def load_full_state(self, states: dict[str, dict[str, torch.Tensor]], *, step: int) -> None:
+        """
+        Rank 0's full values by kind and parameter name become everybody's. Collective.
+        """
+    def start_timeline(self) -> None:
+        """
+        Records from now on what updates, transfers and collectives do, and when.
+        """
+    def stop_timeline(self) -> list[tuple[str, str, str, int, int]]:
+        """
+        (place, what, unit, begin, end) of each, in nanoseconds of time.perf_counter_ns.
+        """
+    def store_pinned(self) -> dict[str, Any]:
+        """
+        Host memory of offloaded state, as asked for and as taken.
+        """
+    def store_waited_for_files_ms(self) -> float:
+        """
+        Of that, while the updates themselves waited for files.
+        """
     def inputs_done(self, unit: int) -> None: ...
     def outcome(self) -> tuple[bool, float]:
         """

@@ -306,6 +306,41 @@ class Engine:
         """Full "exp_avg" or "exp_avg_sq" by parameter name, fp32. Collective."""
         return self._core.full_state(kind)
 
+    def load_full_state(
+        self,
+        *,
+        parameters: Mapping[str, torch.Tensor],
+        exp_avg: Mapping[str, torch.Tensor],
+        exp_avg_sq: Mapping[str, torch.Tensor],
+        step: int,
+    ) -> None:
+        """Go on from a state as ``full_parameters``, ``full_optimizer_state`` and ``global_steps`` gave it: rank 0's
+        becomes everybody's. Collective, between steps.
+
+        Also what takes an engine further that an error behind ``optimizer_in_backward`` left torn: from here on it is
+        as a new engine with this state. Learning rates and loss scale stay as they are.
+
+        Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks.
+        """
+        given = {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        named = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        for kind, tensors in given.items():
+            wanted = named if kind == "parameters" else {n: p for n, p in named.items() if p.requires_grad}
+            if missing := sorted(wanted.keys() - tensors.keys()):
+                raise ConfigError(f"the {kind} to load have no '{missing[0]}', which the model has")
+            for name, parameter in wanted.items():
+                if tensors[name].shape != parameter.shape:
+                    raise ConfigError(
+                        f"{kind} of '{name}' to load have shape {tuple(tensors[name].shape)}, the model's have "
+                        f"{tuple(parameter.shape)}"
+                    )
+            states[kind] = {name: tensors[name].detach().float().cpu().contiguous() for name in wanted}
+        self._enter_stream()
+        self._core.load_full_state(states, step=step)
+        self._micro_step = 0
+        self._stepped = False
+
     # --- facts --------------------------------------------------------------------------------------------------
 
     def dtypes(self) -> dict[str, str]:
@@ -338,6 +373,26 @@ class Engine:
     def offload_waited_ms(self) -> float:
         """Milliseconds that the computing thread was blocked for offloaded updates since the engine was made."""
         return self._core.store_waited_ms()
+
+    def offload_waited_for_files_ms(self) -> float:
+        """Of that, milliseconds in which the updates themselves waited for files."""
+        return self._core.store_waited_for_files_ms()
+
+    def offload_pinned(self) -> dict[str, Any]:
+        """This rank's host memory for offloaded state: ``requested_bytes``, ``mapped_bytes`` as taken, ``huge_bytes``
+        of them in huge pages, and whether a device's driver has it registered (``is_registered``)."""
+        return self._core.store_pinned()
+
+    @contextlib.contextmanager
+    def record_timeline(self) -> Iterator[list[tuple[str, str, str, int, int]]]:
+        """Fills the list, at the end of the block, with what updates, transfers and collectives did: (place, what,
+        unit, begin, end), in nanoseconds of ``time.perf_counter_ns``. Outside of such blocks nothing is recorded."""
+        spans: list[tuple[str, str, str, int, int]] = []
+        self._core.start_timeline()
+        try:
+            yield spans
+        finally:
+            spans.extend(self._core.stop_timeline())
 
     def communication_ms(self) -> float:
         """Milliseconds that the computing thread spent in collectives since ``reset_counters``."""

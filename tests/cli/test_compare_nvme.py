@@ -27,9 +27,37 @@ def test_state_on_disk_changes_no_result(swapped) -> None:
 
 
 def test_the_row_shows_what_was_moved_and_where_state_lies(swapped) -> None:
-    text = json.dumps(swapped["nvme"])
-    assert "nvme_written_bytes" in text
+    moved = swapped["nvme"]["transfers"]
+    assert {"nvme_read_bytes", "nvme_written_bytes"} <= moved.keys()
+    assert moved["limit_gb_s"].keys() == {"nvme_read", "nvme_write", "nvme_both"}
+    # Outgoing buffers, frames and the whole begin on pages.
+    assert moved["pinned_bytes"] - 5 * 4096 < moved["pinned_requested_bytes"] <= moved["pinned_bytes"]
+    assert moved["pinned_requested_bytes"] == sum(swapped["nvme"]["memory_bytes"]["host"].values())
+    assert {"exposed_offload", "exposed_io"} <= swapped["nvme"]["phases_ms"].keys()
+    assert swapped["nvme"]["peak_host_bytes"] > 0 and swapped["nvme"]["offload_practicality"] > 0
     assert "nvme" not in swapped["none"]["memory_bytes"]
+
+
+def test_a_disk_that_is_full_on_one_rank_ends_its_row_alone(command) -> None:
+    (command.folder / "disk").mkdir()
+    result = command.run(
+        "compare", *SMALL, "--strategies", "troubles:FullAtStart,troubles:FullInASwap,troubles:Swaps",
+        "--offload", "nvme", "--nvme-path", "disk", "--timeout", "60", "--output-dir", "out",
+    )  # fmt: skip
+    assert "Traceback" not in result.stderr + result.stdout
+    rows = command.rows()
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "FullAtStart": "failed",
+        "FullInASwap": "failed",
+        "Swaps": "ok",
+    }, result.stdout + result.stderr
+    for name in ("FullAtStart", "FullInASwap"):
+        error = rows[name]["error"]
+        assert error.startswith("rank 1: OSError: ") and str(command.folder / "disk") in error, error
+        assert "ulimit -f" in error
+    assert rows["Swaps"]["transfers"]["nvme_written_bytes"] > 0
+    assert list((command.folder / "disk").iterdir()) == []
+    assert command.leaves_nothing()
 
 
 def test_no_file_is_left(swapped, shared_command) -> None:

@@ -4,7 +4,9 @@ They train as faulty.PlainDataParallel does until the trouble begins, in the mid
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -97,6 +99,42 @@ class NeedsWhatIsNotThere(PlainDataParallel):
     @classmethod
     def unsupported(cls, settings: StrategySettings) -> str | None:
         return "needs a machine that this is not"
+
+
+class Swaps(Zero2Strategy):
+    """Our own engine with state in files: many chunks even of a small model, few frames."""
+
+    name = "swaps"
+    LIMIT_BYTES = 16 << 10
+
+    def build(self, model_factory) -> None:
+        swap = {"chunk_numel": 128, "io_block_bytes": 4096, "io_depth": 1, "io_allow_fallback": True}
+        self.settings = dataclasses.replace(self.settings, options={"offload_optimizer": swap})
+        super().build(model_factory)
+
+    def fill_the_disk(self) -> None:
+        """As a full disk does, this lets rank 1's files begin and not go on."""
+        if self.settings.rank == 1:
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.LIMIT_BYTES, hard))
+
+
+class FullAtStart(Swaps):
+    def build(self, model_factory) -> None:
+        self.fill_the_disk()
+        super().build(model_factory)
+
+
+class FullInASwap(Swaps):
+    def build(self, model_factory) -> None:
+        super().build(model_factory)
+        self._step_num = 0
+
+    def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        self._step_num += 1
+        if self._step_num == TROUBLE_STEP:
+            self.fill_the_disk()
+        return super().step(micro_batches, norm=norm)
 
 
 class HalvedZero2(Zero2Strategy):

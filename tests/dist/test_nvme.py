@@ -17,7 +17,7 @@ import ranks
 import zoo
 
 import zerobench
-from zerobench.errors import OutOfMemoryError
+from zerobench.errors import CommunicationError, OutOfMemoryError
 
 # Many chunks of these small shards, few frames.
 SWAP = {
@@ -203,7 +203,7 @@ def nowhere(rank: ranks.Rank, path: str) -> str:
         zerobench.initialize(
             zoo.make(CASES["bf16"]), config=rank.config(stage=2, precision="bf16", offload_optimizer=offload)
         )
-    except OSError as error:
+    except (OSError, CommunicationError) as error:  # the second to come may be told by the first
         return str(error)
     return ""
 

@@ -10,14 +10,16 @@ import pytest
 from report_samples import GOLDEN, sample
 
 from zerobench.bench.assess import transfers_of
+from zerobench.bench.intervals import part_for_files
 from zerobench.bench.job import DeviceMemory, Window, WindowTransfers
 from zerobench.bench.result import Results, Row, Transfers
-from zerobench.bench.transfers import link_limits, of_window
+from zerobench.bench.transfers import file_limits, link_limits, of_window
 from zerobench.report import advise, finish_rows, summarise, table_text
 from zerobench.report import plots as plots_module
 from zerobench.strategies.base import Transfers as Counted
 
 TABLE = GOLDEN / "table_offload_170.txt"
+WIDE = GOLDEN / "table_offload_300.txt"
 WIDTH = 170
 
 
@@ -68,8 +70,15 @@ def moved(row: Row, offload: str, slower: float) -> Row:
         nvme_read_bytes=written,
         nvme_written_bytes=written,
         pinned_bytes=40 << 20,
+        pinned_requested_bytes=40_000_000,
         offload_ratio=1.0,
     )
+    row.transfers.achieved_gb_s = {"to_host": 12.0, "to_device": 9.0}
+    row.transfers.limit_gb_s = {"to_host": 48.0, "to_device": 30.0, "both_ways": 40.0}
+    if written:
+        row.transfers.achieved_gb_s |= {"nvme_read": 1.2, "nvme_write": 1.2}
+        row.transfers.limit_gb_s |= {"nvme_read": 5.0, "nvme_write": 4.0, "nvme_both": 3.0}
+    row.peak_host_bytes = 900 << 20
     row.phases_ms = {
         **(row.phases_ms or {}),
         "exposed_offload": 12.0,
@@ -82,7 +91,9 @@ def by_point(results: Results) -> dict[tuple[str, str], Row]:
     return {(row.strategy, row.settings.offload): row for row in results.rows}
 
 
-def test_golden_table() -> None:
+def test_golden_tables() -> None:
+    wide = table_text(offloaded(), width=300)
+    assert wide == WIDE.read_text(encoding="utf-8")
     text = table_text(offloaded(), width=WIDTH)
     assert text == TABLE.read_text(encoding="utf-8")
 
@@ -160,11 +171,27 @@ def test_a_row_moves_what_its_busiest_rank_moves() -> None:
     assert transfers_of([window(1.0, None)], step_s=1.0) is None
 
 
-def test_cpu_ranks_have_no_link() -> None:
+def test_cpu_ranks_have_no_link_and_rows_without_files_no_disk() -> None:
     import torch
 
     assert link_limits(torch.device("cpu")) == {}
+    assert file_limits([]) == {}
+
+
+def test_files_are_measured_as_they_would_be_used(tmp_path: Path) -> None:
+    limits = file_limits([str(tmp_path), str(tmp_path)])
+    assert set(limits) == {"nvme_read", "nvme_write", "nvme_both"}
+    assert all(limit > 0 for limit in limits.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_waits_for_files_are_a_part_of_those_for_state() -> None:
+    found = part_for_files({"forward": 5.0, "exposed_offload": 3.0}, 2.0)
+    assert found == {"forward": 5.0, "exposed_offload": 1.0, "exposed_io": 2.0}
+    assert part_for_files({"exposed_offload": 3.0}, 4.0) == {"exposed_offload": 0.0, "exposed_io": 3.0}
+    assert part_for_files({"forward": 5.0}, None) == {"forward": 5.0}
 
 
 if __name__ == "__main__":
     Path(TABLE).write_text(table_text(offloaded(), width=WIDTH), encoding="utf-8")
+    Path(WIDE).write_text(table_text(offloaded(), width=300), encoding="utf-8")

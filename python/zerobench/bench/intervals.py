@@ -29,6 +29,7 @@ class Lap:
 
 EXPOSED = "exposed_communication"
 EXPOSED_OFFLOAD = "exposed_offload"
+EXPOSED_IO = "exposed_io"
 HOST_BOUND = "host_bound"
 
 
@@ -74,6 +75,14 @@ def subtracted(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list
 def length_within(intervals: Iterable[Interval], begin: float, end: float) -> float:
     """How much of [begin, end] the intervals cover; they do not overlap."""
     return sum(max(min(last, end) - max(first, begin), 0.0) for first, last in intervals)
+
+
+def part_for_files(phases: dict[str, float], files_ms: float | None) -> dict[str, float]:
+    """What of the waits for offloaded state were waits for files: as long as the host was blocked for them at most."""
+    if files_ms is None or EXPOSED_OFFLOAD not in phases:
+        return phases
+    io_ms = min(files_ms, phases[EXPOSED_OFFLOAD])
+    return phases | {EXPOSED_OFFLOAD: phases[EXPOSED_OFFLOAD] - io_ms, EXPOSED_IO: io_ms}
 
 
 def split(activities: Sequence[Activity], laps: Sequence[Lap], *, offloads: bool = False) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerobench import _native
-from zerobench.bench.intervals import Activity, Lap, split
+from zerobench.bench.intervals import Activity, Lap, part_for_files, split
 from zerobench.bench.job import DeviceMemory
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import Batch, Strategy
@@ -215,9 +215,8 @@ def split_steps(
             laps.append(Lap(phase=phase, begin=begin, end=begin + elapsed_ms * 1e3))
             begin = laps[-1].end
         inside = [a for a in work if laps and a.end > laps[0].begin and a.begin < laps[-1].end]
-        found.append(
-            {phase: time_us / 1e3 for phase, time_us in split(inside, laps, offloads=offloads).items()}
-        )
+        times_ms = {phase: time_us / 1e3 for phase, time_us in split(inside, laps, offloads=offloads).items()}
+        found.append(part_for_files(times_ms, getattr(phases, "files_ms", None)))
     return median_phases(found[1:] or found)
 
 

@@ -128,7 +128,7 @@ class Transfers(_Model):
     to_device_bytes: int | None = None
     nvme_read_bytes: int | None = None
     nvme_written_bytes: int | None = None  # wear
-    pinned_bytes: int | None = None  # page-locked host memory, as taken
+    pinned_bytes: int | None = None  # host memory for it, as taken; page-locked beside a GPU
     pinned_requested_bytes: int | None = None
     offload_ratio: float | None = None  # share of the optimizer state that is off the device
     io_engine: str | None = None

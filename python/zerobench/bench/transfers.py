@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from zerobench import _native
 from zerobench.bench.job import WindowTransfers
+from zerobench.io_settings import settings_for
 from zerobench.strategies.base import Transfers
 
 TO_HOST, TO_DEVICE, BOTH = "to_host", "to_device", "both_ways"
+NVME_READ, NVME_WRITE, NVME_BOTH = "nvme_read", "nvme_write", "nvme_both"
 _PROBE_BYTES = 256 << 20
 _PROBE_COPIES = 4
 
@@ -48,6 +52,32 @@ def link_limits(device: torch.device) -> dict[str, float]:
         TO_HOST: _copies_gb_s([to_host]),
         TO_DEVICE: _copies_gb_s([to_device]),
         BOTH: _copies_gb_s([to_host, to_device]),
+    }
+
+
+def file_limits(paths: Sequence[str]) -> dict[str, float]:
+    """GB/s of files on these folders together, as the engine would use them: reads alone, writes alone, and the sum of
+    both while they run together. Empty where nothing swaps. All ranks measure at about the same time, as they train."""
+    rates = []
+    for path in dict.fromkeys(paths):
+        tuned = settings_for(Path(path))
+        rates.append(
+            _native.load().probe_path(
+                path,
+                most_bytes=_PROBE_BYTES,
+                **(
+                    {"engine": tuned.engine, "block_bytes": tuned.block_bytes, "depth": tuned.depth}
+                    if tuned
+                    else {}
+                ),
+            )
+        )
+    if not rates:
+        return {}
+    return {
+        NVME_READ: sum(rate.read_bytes_per_s for rate in rates) / 1e9,
+        NVME_WRITE: sum(rate.write_bytes_per_s for rate in rates) / 1e9,
+        NVME_BOTH: sum(rate.both_bytes_per_s for rate in rates) / 1e9,
     }
 
 

@@ -27,7 +27,7 @@ from zerobench.bench.machine import cpus_usable
 from zerobench.bench.meters import Meter, open_meter
 from zerobench.bench.result import RowDtypes
 from zerobench.bench.tolerances import tolerance_precision
-from zerobench.bench.transfers import link_limits
+from zerobench.bench.transfers import file_limits, link_limits
 from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
 
 
@@ -282,6 +282,9 @@ def measured(
         dtypes = row_dtypes(strategy, job)
     if job.settings.offload != "none":  # once all that the strategy held is free
         window.transfers = window.transfers or WindowTransfers()
+        limits = window.transfers.limit_gb_s
         with contextlib.suppress(RuntimeError):  # of torch: no room for a probe is no fault of the row
-            window.transfers.limit_gb_s |= link_limits(meter.device)
+            limits |= link_limits(meter.device)
+        with contextlib.suppress(OSError):
+            limits |= file_limits(job.settings.nvme_paths)
     return window, dtypes

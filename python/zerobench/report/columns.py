@@ -71,6 +71,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         Column(title="off device", unit="of the state", cells=_cells(shown, _share_cell), keep=56),
         *_tier_columns(shown),
         *_transfer_columns(shown),
+        *_host_columns(shown),
         Column(title="power", unit="W/GPU", cells=_cells(shown, _power_cell), keep=25),
         Column(title="graphs", unit="a step", cells=_cells(shown, _graphs_cell), keep=40),
         Column(title="update", unit="deviation", cells=_deviation_cells(rows), keep=70),
@@ -183,6 +184,56 @@ def _transfer_columns(rows: Sequence[Row | None]) -> list[Column]:
         cells = [_bytes_cell(value, unit_bytes) or ABSENT for value in moved]
         columns.append(Column(title=word, unit=f"{unit}/step", cells=cells, keep=22, group="transfers"))
     return columns
+
+
+def _host_columns(rows: Sequence[Row | None]) -> list[Column]:
+    """What offloaded rows take of the host, and how much of link and disk they use."""
+    offloaded = [row if row is not None and row.transfers is not None else None for row in rows]
+    columns = []
+    for word, held in (
+        ("pinned", [row.transfers.pinned_bytes if row and row.transfers else None for row in offloaded]),
+        ("process", [row.peak_host_bytes if row else None for row in offloaded]),
+    ):
+        unit, unit_bytes = memory_unit(held)
+        cells = [_bytes_cell(value, unit_bytes) or ABSENT for value in held]
+        columns.append(Column(title=word, unit=unit, cells=cells, keep=21, group="host"))
+    over = Column(
+        title="over", unit="asked", cells=_cells(offloaded, _pinned_excess_cell), keep=21, group="host"
+    )
+    columns.insert(1, over)
+    for word, text in (("of link", _link_cell), ("of disk", _disk_cell)):
+        columns.append(
+            Column(title=word, unit="limit", cells=_cells(offloaded, text), keep=23, group="limits")
+        )
+    return columns
+
+
+def _pinned_excess_cell(row: Row) -> str | None:
+    found = row.transfers
+    if found is None or not found.pinned_bytes or not found.pinned_requested_bytes:
+        return None
+    return f"{100 * (found.pinned_bytes / found.pinned_requested_bytes - 1):+.1f} %"
+
+
+def _link_cell(row: Row) -> str | None:
+    """Of the direction that is used more."""
+    return _use_cell(row, [(("to_host",), "to_host"), (("to_device",), "to_device")])
+
+
+def _disk_cell(row: Row) -> str | None:
+    """Reads and writes together, of what the files give when both run."""
+    return _use_cell(row, [(("nvme_read", "nvme_write"), "nvme_both")])
+
+
+def _use_cell(row: Row, uses: Sequence[tuple[tuple[str, ...], str]]) -> str | None:
+    achieved = (row.transfers.achieved_gb_s if row.transfers else None) or {}
+    limits = (row.transfers.limit_gb_s if row.transfers else None) or {}
+    shares = [
+        sum(achieved[way] for way in ways) / limits[limit]
+        for ways, limit in uses
+        if limits.get(limit) and all(way in achieved for way in ways)
+    ]
+    return f"{100 * max(shares):.0f} %" if shares else None
 
 
 def _mfu_cell(row: Row) -> str | None:

@@ -41,9 +41,11 @@ class PhaseClock:
 
 
 class Phases(dict[str, float]):
-    """Milliseconds by phase, and in ``laps_ms`` phase by phase as they followed each other."""
+    """Milliseconds by phase, in ``laps_ms`` phase by phase as they followed each other, and in ``files_ms`` how long
+    the host was blocked for files meanwhile, where it may be."""
 
     laps_ms: list[tuple[str, float]]
+    files_ms: float | None = None
 
 
 class DevicePhaseClock:

@@ -19,7 +19,7 @@ from zerobench.strategies.base import (
     StrategySettings,
     Transfers,
 )
-from zerobench.strategies.clock import Clock, NoClock, phase_clock
+from zerobench.strategies.clock import Clock, NoClock, Phases, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.shared import Determinism, mean_loss, mean_of, merge, prepare_model, torch_device
 
@@ -119,7 +119,7 @@ class ZeroStrategy(Strategy):
         if whole:
             self._engine.compile(backend=self._compiler.backend)
         self._swapped = self._engine.swap_stats()
-        self._communication_ms = self._waited_ms = 0.0
+        self._communication_ms = self._waited_ms = self._waited_for_files_ms = 0.0
         self._traffic_at_reset: dict[str, int] = {}
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
@@ -180,16 +180,15 @@ class ZeroStrategy(Strategy):
         moved = self._traffic_since(self._traffic_at_reset)
         swapped = self._engine.swap_stats()
         on_nvme = self.settings.offload in NVME_OFFLOADS
-        held = self._engine.memory_bytes()
+        pinned = self._engine.offload_pinned()
         return Transfers(
             to_host_bytes=moved["to_host_bytes"],
             to_device_bytes=moved["to_device_bytes"],
             nvme_read_bytes=swapped["read_bytes"] - self._swapped["read_bytes"] if on_nvme else None,
             nvme_written_bytes=swapped["written_bytes"] - self._swapped["written_bytes"] if on_nvme else None,
             io_engine="; ".join([swapped["engine"], *swapped["notes"]]) if on_nvme else None,
-            pinned_requested_bytes=(
-                sum(held.get("host", {}).values()) if self.settings.device == "cuda" else None
-            ),
+            pinned_bytes=pinned["mapped_bytes"],
+            pinned_requested_bytes=pinned["requested_bytes"],
             offload_ratio=self._engine.offload_ratio,
         )
 
@@ -208,19 +207,35 @@ class ZeroStrategy(Strategy):
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         exposed = {"exposed_communication": self._take_exposed_ms}
+        if self.settings.offload in NVME_OFFLOADS:  # first: what is left of the wait is the update's
+            exposed["exposed_io"] = self._take_waited_for_files_ms
         if self.settings.offload != "none":
             exposed["exposed_offload"] = self._take_waited_ms
         clock = phase_clock(torch_device(self.settings), exposed)
+        self._take_waited_for_files_ms()
         self._run(micro_batches, clock=clock)
-        return clock.phases_ms
+        phases = clock.phases_ms
+        if isinstance(phases, Phases) and self.settings.offload in NVME_OFFLOADS:
+            phases.files_ms = self._take_waited_for_files_ms()
+        return phases
 
     def _take_exposed_ms(self) -> float:
         before, self._communication_ms = self._communication_ms, self._engine.communication_ms()
         return self._communication_ms - before
 
     def _take_waited_ms(self) -> float:
-        before, self._waited_ms = self._waited_ms, self._engine.offload_waited_ms()
+        """For updates, but for their own waits for files."""
+        engine = self._engine
+        now_ms = engine.offload_waited_ms() - engine.offload_waited_for_files_ms()
+        before, self._waited_ms = self._waited_ms, now_ms
         return self._waited_ms - before
+
+    def _take_waited_for_files_ms(self) -> float:
+        before, self._waited_for_files_ms = (
+            self._waited_for_files_ms,
+            self._engine.offload_waited_for_files_ms(),
+        )
+        return self._waited_for_files_ms - before
 
     def close(self) -> None:
         self._determinism.restore()

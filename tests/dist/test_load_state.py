@@ -1,0 +1,179 @@
+"""A state that is loaded goes on with the bits of the run it came from, in a new engine or in one that was torn."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ranks
+import zoo
+
+import zerobench
+from zerobench.errors import ConfigError, NonFiniteGradientError, StateError
+
+STAGES = (0, 1, 2, 3)
+NAMES = ("blocks", "frozen", "tied", "odd sizes", "bf16", "param groups and schedule")
+PLACEMENTS = ("device", "host", "files")
+
+
+def config_of(placement: str, folder: str) -> dict:
+    if placement == "device":
+        return {}
+    section: dict = {"device": "cpu", "chunk_numel": 128}
+    if placement == "files":
+        section |= {
+            "device": "nvme",
+            "nvme_path": folder,
+            "io_block_bytes": 4096,
+            "io_depth": 1,
+            "io_allow_fallback": True,
+        }
+    return {"offload_optimizer": section}
+
+
+def start(rank: ranks.Rank, case: zoo.Case, stage: int, **config):
+    model = zoo.make(case)
+    return zerobench.initialize(
+        model,
+        config=rank.config(stage=stage, **(zoo.optimizer_config(case) | config)),
+        model_parameters=case.groups(model),
+    )
+
+
+def state_of(engine) -> dict:
+    moments = {kind: engine.full_optimizer_state(kind) for kind in ("exp_avg", "exp_avg_sq")}
+    return {"parameters": engine.full_parameters(), "step": engine.global_steps, **moments}
+
+
+def end_of(engine, case: zoo.Case, rank: ranks.Rank) -> str:
+    """All that is there after two more steps."""
+    for step in (10, 11):
+        zoo.run_plan(engine, case, step, rank.rank, [])
+    found = state_of(engine)
+    served = engine.state_dict()
+    engine.close()
+    tensors = {f"{kind} {name}": value for kind in found if kind != "step" for name, value in found[kind].items()}
+    tensors |= {f"served {name}": value.float() for name, value in served.items()}
+    return zoo.digest(tensors) + f" {found['step']}"
+
+
+def go_on(rank: ranks.Rank, folder: str) -> dict:
+    """By case, stage and placement: the run that was never interrupted, and the one that went on from its state."""
+    ends = {}
+    for name in NAMES:
+        case = zoo.CASES[name]
+        for stage in STAGES:
+            for placement in PLACEMENTS if stage > 0 else PLACEMENTS[:1]:
+                engine = start(rank, case, stage, **config_of(placement, folder))
+                for step in range(3):
+                    zoo.run_plan(engine, case, step, rank.rank, [])
+                kept = state_of(engine)
+                plain = end_of(engine, case, rank)
+                engine = start(rank, case, stage, **config_of(placement, folder))
+                zoo.run_plan(engine, case, 5, rank.rank, [])
+                if rank.rank > 0:  # only rank 0's counts
+                    kept = {
+                        kind: {key: torch.zeros_like(value) for key, value in states.items()} if kind != "step" else 0
+                        for kind, states in kept.items()
+                    }
+                engine.load_full_state(**kept)
+                ends[name, stage, placement] = (plain, end_of(engine, case, rank))
+    return ends
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_goes_on_with_the_same_bits(tmp_path: Path, world_size: int):
+    for ends in ranks.run(go_on, str(tmp_path), world_size=world_size):
+        different = [point for point, (plain, loaded) in ends.items() if plain != loaded]
+        assert not different
+
+
+class Planted(Exception):
+    """What a backward raises."""
+
+
+def tear(engine, case: zoo.Case, rank: ranks.Rank, how: str) -> None:
+    loss = engine(**case.batch(2, rank.rank, 0))
+    if how == "not finite":
+        with pytest.raises(NonFiniteGradientError, match="load_full_state"):
+            engine.backward(loss * float("nan"))
+            engine.step()
+    else:
+
+        def raises(_: torch.Tensor) -> None:
+            raise Planted
+
+        # What lies behind the first block's gradients is updated by then.
+        hook = next(p for p in engine.module.parameters() if p.requires_grad).register_hook(raises)
+        with pytest.raises(Planted):
+            engine.backward(loss)
+        hook.remove()
+    with pytest.raises(StateError, match="load_full_state"):
+        engine(**case.batch(3, rank.rank, 0))
+    with pytest.raises(StateError, match="load_full_state"):
+        engine.state_dict()
+
+
+def tear_and_load(rank: ranks.Rank, folder: str) -> dict:
+    """By stage, placement and fault: where a new engine with the state ends, and where the torn one does."""
+    case = dataclasses.replace(zoo.CASES["blocks"], config={"optimizer_in_backward": True})
+    ends = {}
+    for stage in STAGES:
+        for placement in PLACEMENTS if stage > 0 else PLACEMENTS[:1]:
+            for how in ("not finite", "raises"):
+                torn = start(rank, case, stage, **config_of(placement, folder))
+                for step in range(2):
+                    zoo.run_plan(torn, case, step, rank.rank, [])
+                kept = state_of(torn)
+                tear(torn, case, rank, how)
+                torn.load_full_state(**kept)
+                fresh = start(rank, case, stage, **config_of(placement, folder))
+                fresh.load_full_state(**kept)
+                ends[stage, placement, how] = (end_of(fresh, case, rank), end_of(torn, case, rank))
+    return ends
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_torn_engine_goes_on_from_a_loaded_state(tmp_path: Path, world_size: int):
+    for ends in ranks.run(tear_and_load, str(tmp_path), world_size=world_size):
+        different = [point for point, (fresh, torn) in ends.items() if fresh != torn]
+        assert not different
+
+
+def load_wrongly(rank: ranks.Rank) -> dict[str, str]:
+    case = zoo.CASES["blocks"]
+    engine = start(rank, case, 2)
+    zoo.run_plan(engine, case, 0, rank.rank, [])
+    kept = state_of(engine)
+    name = next(iter(kept["parameters"]))
+    said = {}
+
+    def refuse(key: str, error: type[Exception], state: dict) -> None:
+        with pytest.raises(error) as caught:
+            engine.load_full_state(**state)
+        said[key] = str(caught.value)
+
+    refuse("missing", ConfigError, kept | {"exp_avg": {}})
+    refuse("shape", ConfigError, kept | {"parameters": kept["parameters"] | {name: torch.zeros(3)}})
+    engine.backward(engine(**case.batch(1, rank.rank, 0)))
+    refuse("in a step", StateError, kept)
+    engine.step()
+    with engine.gather():
+        refuse("in a gather", StateError, kept)
+    engine.load_full_state(**kept)
+    said["steps"] = str(engine.global_steps)
+    engine.close()
+    return said
+
+
+def test_what_cannot_be_loaded_is_refused():
+    for said in ranks.run(load_wrongly):
+        assert "exp_avg" in said["missing"] and "shape (3,)" in said["shape"]
+        assert "between steps" in said["in a step"] and "leave the block" in said["in a gather"]
+        assert said["steps"] == "1"
