@@ -83,7 +83,7 @@ class Pager {
     std::byte* memory = nullptr;
     State state = State::kFree;
     std::size_t chunk = kNone;
-    std::chrono::steady_clock::time_point begin;  // of its transfer
+    std::chrono::steady_clock::time_point begin = {};  // of its transfer
   };
   struct Chunk {
     std::size_t bytes = 0;

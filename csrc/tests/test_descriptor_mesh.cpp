@@ -64,7 +64,9 @@ TEST(DescriptorMesh, EveryRankGetsThoseOfAllPeersInTheirPlaces) {
         for (int rank = 0; rank < world_size; ++rank) {
           const shm::FileDescriptor& descriptor = all[static_cast<std::size_t>(rank)];
           ASSERT_EQ(static_cast<bool>(descriptor), rank != control.rank());
-          if (descriptor) EXPECT_EQ(size_of(descriptor), unit * static_cast<std::size_t>(rank + 1));
+          if (descriptor) {
+            EXPECT_EQ(size_of(descriptor), unit * static_cast<std::size_t>(rank + 1));
+          }
         }
       }
       control.barrier("end");
