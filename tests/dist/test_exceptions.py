@@ -276,7 +276,7 @@ def used_behind_the_engine(rank, stage):
 
 def unit_called_alone(rank, stage):
     with training(rank, stage) as engine:
-        x = torch.ones(2, zoo.WIDTH)
+        x = torch.ones(2, small_models.WIDTH)
         if stage == 3:
             with (
                 torch.no_grad(),
