@@ -179,6 +179,7 @@ TEST(Pager, ReadsAheadWhileTheCallerIsElsewhere) {
   // Nobody calls: frames that have been written take the next chunks by themselves.
   for (int i = 0; i < 5000 && reads < 3; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   EXPECT_EQ(reads, 3);
+  paged->flush();  // the last one may still be under way
   const double waited_s = paged->stats().wait_s;
   for (std::size_t chunk = 0; chunk < 3; ++chunk) paged->acquire(chunk);
   EXPECT_EQ(paged->stats().wait_s, waited_s);
