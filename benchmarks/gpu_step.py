@@ -11,7 +11,8 @@ three windows' mean milliseconds a step, milliseconds until the host is through 
 device, and peak GB of torch's allocator and of the device. Beside them the medians of the last window's single steps by
 CUDA events, taken over ranks in two ways: from last rank's end to last rank's end (``median_ms``, as in result files),
 and the slowest rank of each step (``slowest_median_ms``), which counts what ranks run ahead of each other and fall
-back. What the sampler of ``compare`` costs shows beside
+back; and joules that a step of the windows takes of one GPU, the mean over ranks (null where the driver does not
+count them). What the sampler of ``compare`` costs shows beside
 
     python -m zerobench.bench.sampler samples.jsonl UUID ... &
 """
@@ -25,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from torch import nn
 import zerobench
 from zerobench import models
 from zerobench.bench.assess import step_times_of_all
+from zerobench.bench.nvml import Nvml
 
 NAMES = {"gpt2": "hf:gpt2", "llama-1.3b": "llama-1.3b"}
 WARMUP_STEPS = 8
@@ -146,7 +148,12 @@ def measure(model_name: str, mode: str, batch_size: int, seq_length: int, steps:
         return (time.perf_counter() - start_s) / step_num * 1e3
 
     run(WARMUP_STEPS)
+    nvml, uuid = Nvml(), str(torch.cuda.get_device_properties(device).uuid)
+    energy_j = nvml.energy_j(uuid)
     windows = [run(steps) for _ in range(WINDOWS)]
+    joules = [None if energy_j is None else (nvml.energy_j(uuid) or 0.0) - energy_j] * dist.get_world_size()
+    nvml.close()
+    dist.all_gather_object(joules, joules[0])
     ranks: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, [begin.elapsed_time(end) for begin, end in pairwise(events)])
     host_s = 0.0
@@ -167,6 +174,7 @@ def measure(model_name: str, mode: str, batch_size: int, seq_length: int, steps:
         "median_ms": round(median(step_times_of_all(ranks)), 2),
         "slowest_median_ms": round(median(map(max, *ranks) if len(ranks) > 1 else ranks[0]), 2),
         "host_ms": round(host_s / HOST_STEPS * 1e3, 2),
+        "joules_per_step": None if None in joules else round(fmean(joules) / (WINDOWS * steps), 1),
         "torch_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
         "device_used_gb": round((free_before - torch.cuda.mem_get_info()[0]) / 1e9, 2),
     }

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,30 @@ def test_the_driver_is_sampled_while_rows_run(one_gpu) -> None:
     for row in sampled:
         assert row["device_used_peak_bytes"] == row["sampled"]["gpu_used_peak_bytes"] > 0
         assert row["sampled"]["host_used_peak_bytes"] > 0
+        if now["limited_by"] is not None:
+            assert all(
+                0 <= row["sampled"][f"{name}_pct"] <= 100
+                for name in ("power_cap", "thermal_limit", "other_limit")
+            )
+
+
+def test_gpu_rows_say_what_energy_a_step_takes(one_gpu) -> None:
+    results = one_gpu[2]
+    nvml = Nvml()
+    counted = nvml.energy_j(visible_gpus().gpus[0].uuid)
+    nvml.close()
+    rows = [row for row in results["rows"] if row["status"] == "ok"]
+    if counted is None:
+        assert {row["energy_per_step_j"] for row in rows} == {None}
+        pytest.skip("the driver does not count energy here")
+    limit_w = results["machine"]["gpus"][0]["power_limit_w"] or float("inf")
+    for row in rows:
+        assert row["energy_per_step_j"] > 0
+        assert row["tokens_per_j"] == pytest.approx(8 * 128 / row["energy_per_step_j"])
+        # The mean power of the window; a count may be of up to 0.1 s before or after it.
+        window_s = sum(row["step_time_ms"]["samples"]) / 1e3
+        power_w = row["energy_per_step_j"] * len(row["step_time_ms"]["samples"]) / window_s
+        assert 20 < power_w < 1.1 * limit_w * (1 + 0.2 / window_s)
 
 
 def test_files_of_a_gpu_comparison(one_gpu) -> None:
@@ -245,6 +270,27 @@ def test_memory_of_others_than_torch_is_counted(meter) -> None:
         256 * MIB, abs=16 * MIB
     )
     assert with_both.peak_bytes - before.peak_bytes == pytest.approx(320 * MIB, abs=16 * MIB)
+
+
+def test_energy_is_power_times_time(meter) -> None:
+    before_j = meter.energy_j()
+    if before_j is None:
+        pytest.skip("the driver does not count energy here")
+    nvml, uuid = Nvml(), visible_gpus().gpus[0].uuid
+    matrix = torch.randn(8192, 8192, device=meter.device, dtype=torch.bfloat16)
+    watts = []
+    start_s = now_s = time.monotonic()
+    while now_s < start_s + 4:
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+        torch.cuda.synchronize()
+        now_s = time.monotonic()
+        if now_s > start_s + 1.5:  # a reading may be the mean over the second before it
+            watts.append((nvml.sample(uuid) or {})["power_w"])
+    after_j = meter.energy_j()
+    nvml.close()
+    assert after_j is not None
+    assert after_j - before_j == pytest.approx(sum(watts) / len(watts) * (now_s - start_s), rel=0.25)
 
 
 def test_batches_are_placed_once_each(meter) -> None:

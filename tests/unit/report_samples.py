@@ -75,7 +75,7 @@ def grid() -> Results:
 
 
 def gpus() -> Results:
-    """As on GPUs: a floor, utilisation, power, compiled graphs, phases with the host's share, memory that ran out."""
+    """As on GPUs: a floor, utilisation, energy, compiled graphs, phases with the host's share, memory that ran out."""
     results = sample()
     results.machine = {
         **results.machine,
@@ -94,7 +94,16 @@ def gpus() -> Results:
             row.step_time_ms = summarise([0.8 * x for x in row.step_time_ms.samples])
         row.compiled_graphs = 24.0
         row.phases_ms = {**row.phases_ms, "host_bound": 1.25}
-        row.sampled = Sampled(sample_num=9, power_w=612.4, shared_gpus=[1] if row.strategy == "zero1" else [])
+        row.sampled = Sampled(
+            sample_num=9,
+            power_w=612.4,
+            power_cap_pct=88.9 if row.settings.world_size == 2 else 22.2,
+            thermal_limit_pct=33.3 if row.strategy == "ddp" else 0.0,
+            other_limit_pct=0.0,
+            shared_gpus=[1] if row.strategy == "zero1" else [],
+        )
+        row.energy_per_step_j = 0.6124 * row.settings.world_size * row.step_time_ms.mean
+        row.tokens_per_j = 1024 * row.settings.world_size / row.energy_per_step_j
         row.mfu = Mfu(
             pct=41.26,
             tflops_per_gpu=408.2,
@@ -109,6 +118,7 @@ def gpus() -> Results:
 
 
 GOLDEN_TABLES = {
+    "table_gpus_220.txt": (gpus, 220),
     "table_gpus_190.txt": (gpus, 190),
     "table_gpus_100.txt": (gpus, 100),
     "table_sample_80.txt": (sample, 80),

@@ -96,6 +96,30 @@ def test_a_message_in_a_window_is_rare_and_the_first_comes_before_it(strategy, m
     assert ticks[:3] == [("measurement", 0), ("measurement", 1), ("measurement", 2)]
 
 
+class CountingMeter(CpuMeter):
+    """Whose device takes 2 J in each step that it trains, and much before."""
+
+    def __init__(self, strategy) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self.steps_done = 0
+        train = strategy.step
+        strategy.step = lambda batches: (setattr(self, "steps_done", self.steps_done + 1), train(batches))[1]
+
+    def energy_j(self) -> float:
+        return 1000.0 + 2.0 * self.steps_done
+
+
+@pytest.mark.parametrize(("warmup_num", "energy_j"), [(0, 2.0), (1, None), (3, 2.0)])
+def test_energy_is_counted_over_whole_steps(strategy, warmup_num, energy_j) -> None:
+    steps = batches(warmup_num + 4)
+    window = measure.measure(
+        strategy, meter=CountingMeter(strategy), warmup=steps[:warmup_num], window=steps[warmup_num:],
+        validation=[], profile=[], tick=lambda phase, step: None,
+    )  # fmt: skip
+    assert window.energy_per_step_j == energy_j
+
+
 def test_phases_come_from_a_pass_of_their_own(strategy, meter) -> None:
     phases = meter.profile(strategy, batches(3), lambda phase, step: None)
     assert {"forward", "backward", "optimizer"} <= phases.keys()

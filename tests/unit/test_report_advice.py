@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from report_samples import grid, mixed, sample
+from report_samples import gpus, grid, mixed, sample
 
 from zerobench.report import (
     advise,
@@ -73,3 +73,33 @@ def test_advice_on_one_rank() -> None:
 def test_advice_by_workload() -> None:
     fp32, bf16 = advise(grid())
     assert fp32.startswith("fp32: zero2, batch 16 and zero1, batch 16 tie") and bf16.startswith("bf16: ")
+
+
+def test_advice_says_when_the_power_cap_sets_the_pace() -> None:
+    results = gpus()
+    assert advise(results)[-2] == (
+        "All 4 rows within 10 % of the fastest ran at the GPUs' power cap (in 89 % of the samples, 612 W a GPU, 12.53 "
+        "to 13.11 tokens a joule): step times there follow the energy that a step takes, so what moves or computes "
+        "less is faster, and communication costs time even where it is hidden."
+    )
+    by_strategy = {row.strategy: row for row in results.rows}
+    sampled = by_strategy["zero1"].sampled
+    assert sampled is not None
+    # Energy and watts are no condition, the cap of each fast row is.
+    for row in results.rows:
+        row.tokens_per_j = None
+        assert row.sampled is not None
+        row.sampled.power_w = None
+    assert "power cap (in 89 % of the samples): step times" in advise(results)[-2]
+    for share in (40.0, None):
+        sampled.power_cap_pct = share
+        assert not any("power cap" in sentence for sentence in advise(results))
+    by_strategy["zero1"].sampled = None
+    assert not any("power cap" in sentence for sentence in advise(results))
+
+
+def test_advice_on_one_row_at_the_power_cap() -> None:
+    results = gpus()
+    results.rows = [row for row in results.rows if row.strategy == "zero3"]
+    finish_rows(results)
+    assert any(sentence.startswith("zero3 ran at the GPUs' power cap") for sentence in advise(results))

@@ -79,6 +79,21 @@ def test_wrong_row_without_a_deviation_still_says_why() -> None:
     assert "zero1: wrong: no reason was recorded" in table_text(results)
 
 
+def test_clocks_that_heat_or_hands_hold_down_are_a_note() -> None:
+    results = gpus()
+    text = " ".join(table_text(results, width=220).split())
+    assert "A thermal limit held GPU clocks down during ddp (33 % of the samples)." in text
+    assert "power supply" not in text
+    sampled = results.rows[1].sampled
+    assert sampled is not None
+    sampled.thermal_limit_pct, sampled.other_limit_pct = None, 100.0
+    text = " ".join(table_text(results, width=220).split())
+    assert (
+        "(clocks set by hand, the power supply) held GPU clocks down during single (100 % of the samples)."
+        in text
+    )
+
+
 def test_the_floor_is_no_competitor() -> None:
     results = gpus()
     floor = results.rows[0]

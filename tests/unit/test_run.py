@@ -98,10 +98,12 @@ def test_a_measured_row_gets_what_the_machine_did_meanwhile(comparison) -> None:
     found = comparison()
     floor, zero1 = found.plan.configurations[0], found.plan.configurations[2]
     row = first_row(zero1, status="failed")
-    reports = {rank: Report(dtypes=BF16, window=window()) for rank in range(2)}
+    reports = {
+        rank: Report(dtypes=BF16, window=window(energy_per_step_j=5.0 + 3.0 * rank)) for rank in range(2)
+    }
     gpu = {
         "utilisation_pct": 95, "used_bytes": 900, "power_w": 600.0, "sm_clock_mhz": 1800, "memory_clock_mhz": 3000,
-        "temperature_c": 55, "pids": [1], "shared": False,
+        "temperature_c": 55, "limited_by": [], "pids": [1], "shared": False,
     }  # fmt: skip
     samples = [
         {
@@ -119,12 +121,29 @@ def test_a_measured_row_gets_what_the_machine_did_meanwhile(comparison) -> None:
     assert (row.peak_device_bytes, row.outside_torch_bytes, row.torch_reserved_peak_bytes) == (300, 50, 260)
     assert row.sampled is not None and row.sampled.sample_num == 2
     assert (row.device_utilisation_pct, row.device_used_peak_bytes) == (95, 1900)
+    assert row.energy_per_step_j == 13.0
+    assert row.tokens_per_j == 2 * row.settings.batch_size * 64 / 13.0
+    assert row.sampled.power_cap_pct == 0.0
     assert row.mfu is not None and row.mfu.peak_of == "NVIDIA H200, bf16 dense"
     assert row.deviation is not None and row.deviation.verdict == "not verified: it trains nothing"
     alone = first_row(floor, status="failed")
     windows = apply_outcome(alone, Outcome(status="ok", reports={0: reports[0]}), floor, None)
     found.add_machine_figures(alone, windows)
     assert alone.device_used_peak_bytes == 900  # of the one GPU that it ran on
+    assert alone.energy_per_step_j == 5.0
+
+
+def test_energy_that_one_rank_does_not_know_is_null(comparison) -> None:
+    configuration = comparison().plan.configurations[2]
+    for unknown in (None, 0.0):
+        row = first_row(configuration, status="failed")
+        energies = (5.0, None) if unknown is None else (unknown, unknown)
+        reports = {
+            rank: Report(dtypes=BF16, window=window(energy_per_step_j=energy_j))
+            for rank, energy_j in enumerate(energies)
+        }
+        apply_outcome(row, Outcome(status="ok", reports=reports), configuration, None)
+        assert row.status == "ok" and row.energy_per_step_j is None and row.tokens_per_j is None
 
 
 def test_memory_that_ran_out_says_whose(comparison) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from zerobench.bench import sampler
 from zerobench.bench.gpus import driver_present, visible_gpus
-from zerobench.bench.nvml import Nvml
+from zerobench.bench.nvml import Nvml, clock_limits
 from zerobench.bench.sampler import Sampler, is_shared, shared_warning, summarise
 
 
@@ -70,7 +70,7 @@ def test_a_path_that_cannot_be_written_gives_no_samples(tmp_path) -> None:
 def gpu(**figures):
     return {
         "utilisation_pct": 90, "used_bytes": 10, "power_w": 500.0, "sm_clock_mhz": 1900, "memory_clock_mhz": 2600,
-        "temperature_c": 50, "pids": [7], "shared": False, **figures,
+        "temperature_c": 50, "limited_by": ["power_cap"], "pids": [7], "shared": False, **figures,
     }  # fmt: skip
 
 
@@ -91,14 +91,58 @@ def test_a_row_has_the_figures_of_its_own_gpus() -> None:
     assert found.power_w == pytest.approx((5 * 500 + 700) / 6) and found.power_peak_w == 700
     assert found.sm_clock_mhz == pytest.approx((5 * 1900 + 1500) / 6) and found.sm_clock_min_mhz == 1500
     assert found.temperature_peak_c == 60
+    assert (found.power_cap_pct, found.thermal_limit_pct, found.other_limit_pct) == (100, 0, 0)
     assert found.cpu_pct == pytest.approx(80 / 3)
     assert found.shared_gpus == [1]
+
+
+def test_shares_of_samples_in_which_clocks_were_held_down() -> None:
+    samples = [
+        sample(10.0, gpu(), gpu(limited_by=[])),
+        sample(10.3, gpu(limited_by=["power_cap", "thermal"]), gpu(limited_by=None)),
+        sample(10.6, gpu(), gpu(limited_by=["other"]), gpu(limited_by=["thermal"])),
+    ]
+    found = summarise(samples, begin_s=10.0, gpu_num=2)
+    assert found is not None
+    assert (found.power_cap_pct, found.thermal_limit_pct, found.other_limit_pct) == (60.0, 20.0, 20.0)
+
+
+def test_reasons_for_clocks_are_grouped() -> None:
+    assert clock_limits(0) == clock_limits(0x1) == clock_limits(0x400) == []
+    assert clock_limits(0x4) == ["power_cap"]
+    assert clock_limits(0x4 | 0x20) == ["power_cap", "thermal"]
+    assert clock_limits(0x8 | 0x40) == ["thermal"]  # a slowdown of the hardware for that reason
+    assert clock_limits(0x8) == clock_limits(0x8 | 0x80) == clock_limits(0x2) == ["other"]
+
+
+class CountsEnergy(Nvml):
+    """A driver that counts anew at every third question."""
+
+    def __init__(self, *millijoules: int | None) -> None:
+        super().__init__()
+        self.questions = [count for count in millijoules for _ in range(3)]
+
+    def _handle(self, uuid: str) -> object:
+        return uuid
+
+    def _ask(self, name: str, *arguments: object) -> int | None:
+        assert name == "nvmlDeviceGetTotalEnergyConsumption"
+        return self.questions.pop(0) if len(self.questions) > 1 else self.questions[0]
+
+
+def test_energy_is_read_when_the_driver_has_just_counted_it() -> None:
+    nvml = CountsEnergy(5_000, 12_500, 20_000)
+    assert nvml.energy_j("x") == 12.5
+    assert nvml.energy_j("x") == 20.0
+    assert nvml.energy_j("x") == 20.0  # it has stopped counting, and is not waited for
+    assert CountsEnergy(None).energy_j("x") is None
 
 
 def test_what_the_driver_does_not_know_is_null() -> None:
     found = summarise([sample(1.0, None), sample(1.5, None, cpu_pct=None)], begin_s=0.0, gpu_num=1)
     assert found is not None
     assert found.gpu_utilisation_pct is None and found.power_w is None and found.shared_gpus is None
+    assert found.power_cap_pct is None and found.thermal_limit_pct is None
     assert found.cpu_pct == 20.0
     assert summarise([], begin_s=0.0, gpu_num=1) is None
 
@@ -131,7 +175,7 @@ def test_a_machine_without_gpus_says_why() -> None:
     nvml = Nvml()
     assert nvml.problem
     assert nvml.facts("x") == nvml.driver_facts() == {}
-    assert nvml.sample("x") is None and nvml.processes("x") is None
+    assert nvml.sample("x") is None and nvml.processes("x") is None and nvml.energy_j("x") is None
     nvml.close()
 
 

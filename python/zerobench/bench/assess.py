@@ -142,6 +142,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     row.compiled_graphs = windows[0].compiled_graphs
     row.communication_bytes = largest([window.communication_bytes for window in windows])
     row.activation_bytes = largest([window.activation_bytes for window in windows])
+    apply_energy(row, windows)
     row.transfers = transfers_of(windows, step_s=step_s)
     row.memory_bytes = largest_by_category([window.memory_bytes for window in windows])
     phases = {phase for window in windows for phase in window.phases_ms}
@@ -159,6 +160,17 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     settings.communicator = windows[0].communicator
     bindings = [window.binding for window in windows if window.binding is not None]
     row.binding = bindings or None
+
+
+def apply_energy(row: Row, windows: Sequence[Window]) -> None:
+    """Of all ranks, where each of them knows its own."""
+    known = [window.energy_per_step_j for window in windows if window.energy_per_step_j is not None]
+    if len(known) < len(windows) or not sum(known):
+        return
+    settings = row.settings
+    row.energy_per_step_j = sum(known)
+    tokens = settings.world_size * settings.batch_size * settings.grad_accum * settings.seq_length
+    row.tokens_per_j = tokens / row.energy_per_step_j
 
 
 def step_times_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
@@ -237,7 +249,8 @@ _FIGURES = (
     "activation_bytes", "memory_explained_pct",
     "allocated_device_bytes", "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes",
     "device_used_peak_bytes", "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes",
-    "compiled_graphs", "transfers", "offload_practicality", "sampled", "mfu", "of_compute_only",
+    "compiled_graphs", "transfers", "offload_practicality", "energy_per_step_j", "tokens_per_j", "sampled", "mfu",
+    "of_compute_only",
 )  # fmt: skip
 
 

@@ -120,6 +120,7 @@ class Window(_Message):
     activation_bytes: int | None = None
     phases_ms: dict[str, float]
     transfers: WindowTransfers | None = None
+    energy_per_step_j: float | None = None  # of this rank's GPU
     compiled_graphs: float | None = None  # per step
     threads: int
     communicator: str | None = None

@@ -36,6 +36,7 @@ def measure(
     built()
     with only_new_garbage():
         meter.settle()  # before the last step, so that the window begins on a device that is busy as in training
+        energy_before_j = meter.energy_j()
         for batches in warmup[-1:]:
             strategy.step(batches)
         tick("measurement", 0)  # the message of a new phase, before anything is timed
@@ -44,6 +45,9 @@ def measure(
         began_s = time.time()
         step_times_ms, losses = timed_window(strategy, window, meter, tick)
         ended_s = time.time()
+        energy_per_step_j = energy_per_step(
+            energy_before_j, meter.energy_j(), warmup_num=len(warmup), window_num=len(window)
+        )
     # Peaks end with the window: what follows is no training. Training would hold one step's batches at a time.
     waiting_bytes = waiting_batch_bytes([*warmup, *window, *profile], validation=validation)
     memory = step_memory(meter, waiting_bytes=waiting_bytes)
@@ -69,6 +73,7 @@ def measure(
         activation_bytes=activation_bytes,
         phases_ms=phases_ms,
         transfers=transfers,
+        energy_per_step_j=energy_per_step_j,
         compiled_graphs=compiled_graphs,
         threads=torch.get_num_threads(),
         communicator=strategy.communicator(),
@@ -85,6 +90,16 @@ def only_new_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def energy_per_step(
+    before_j: float | None, after_j: float | None, *, warmup_num: int, window_num: int
+) -> float | None:
+    """Both are counted on an idle device, so the steps between them are the window's and the last warm-up step; which
+    is no step like the others where it is the very first."""
+    if before_j is None or after_j is None or warmup_num == 1:
+        return None
+    return (after_j - before_j) / (window_num + min(warmup_num, 1))
 
 
 def step_memory(meter: Meter, *, waiting_bytes: int) -> DeviceMemory:

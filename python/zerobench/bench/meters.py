@@ -15,6 +15,7 @@ import torch
 from zerobench import _native
 from zerobench.bench.intervals import Activity, Lap, part_for_files, split
 from zerobench.bench.job import DeviceMemory
+from zerobench.bench.nvml import Nvml
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import Batch, Strategy
 
@@ -54,6 +55,10 @@ class Meter(ABC):
     @abstractmethod
     def memory(self) -> DeviceMemory:
         """Of the window that was just stopped."""
+
+    def energy_j(self) -> float | None:
+        """What the device has taken up to now, counted from any moment; None where nothing counts that."""
+        return None
 
     @abstractmethod
     def profile(self, strategy: Strategy, steps: Steps, tick: Tick) -> dict[str, float]:
@@ -114,6 +119,8 @@ class CudaMeter(Meter):
         torch.cuda.synchronize()  # makes the context, whose memory is nobody's
         self._context_bytes = self._settled_outside_bytes()
         self._events: list[torch.cuda.Event] = []
+        self._nvml = Nvml()
+        self._uuid = str(torch.cuda.get_device_properties(self.device).uuid)
 
     def place(self, steps: Steps) -> Steps:
         moved: dict[int, torch.Tensor] = {}
@@ -152,6 +159,9 @@ class CudaMeter(Meter):
             torch_reserved_peak_bytes=torch.cuda.max_memory_reserved(),
             outside_torch_bytes=outside,
         )
+
+    def energy_j(self) -> float | None:
+        return self._nvml.energy_j(self._uuid)
 
     def outside_bytes(self) -> int:
         """On the device now and outside torch's allocator, without the bare context."""

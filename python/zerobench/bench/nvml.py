@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-_MILLIWATTS = 1000
+_MILLI = 1000
+_ENERGY_PERIOD_S = 0.15  # the driver counts energy anew every 20 to 100 ms
+# Bits of nvml.h. The package has had two names for each and, in its older versions, none for some.
+_HW_SLOWDOWN, _HW_THERMAL = 0x8, 0x40
+_CLOCK_LIMITS = {
+    "power_cap": 0x4,
+    "thermal": 0x20 | _HW_THERMAL,
+    # Clocks set by hand, a slowdown of the hardware, sync boost, a power brake, a display's clocks, the board.
+    "other": 0x2 | _HW_SLOWDOWN | 0x10 | 0x80 | 0x100 | 0x200,
+}
 
 
 class Nvml:
@@ -83,7 +93,20 @@ class Nvml:
             "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", handle, library.NVML_CLOCK_SM),
             "memory_clock_mhz": self._ask("nvmlDeviceGetClockInfo", handle, library.NVML_CLOCK_MEM),
             "temperature_c": self._ask("nvmlDeviceGetTemperature", handle, library.NVML_TEMPERATURE_GPU),
+            "limited_by": self._clock_limits(handle),
         }
+
+    def energy_j(self, uuid: str) -> float | None:
+        """What it has taken since the driver was loaded, as of the driver's next count, which is waited for."""
+        handle = self._handle(uuid)
+        if handle is None:
+            return None
+        deadline_s = time.monotonic() + _ENERGY_PERIOD_S
+        first = found = self._ask("nvmlDeviceGetTotalEnergyConsumption", handle)
+        while found is not None and found == first and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+            found = self._ask("nvmlDeviceGetTotalEnergyConsumption", handle)
+        return None if found is None else found / _MILLI
 
     def processes(self, uuid: str) -> list[int] | None:
         """Ids of the processes that compute on it."""
@@ -109,7 +132,14 @@ class Nvml:
 
     def _watts(self, name: str, handle: Any) -> float | None:
         milliwatts = self._ask(name, handle)
-        return None if milliwatts is None else milliwatts / _MILLIWATTS
+        return None if milliwatts is None else milliwatts / _MILLI
+
+    def _clock_limits(self, handle: Any) -> list[str] | None:
+        """What keeps the clocks below the highest, by the names of _CLOCK_LIMITS."""
+        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if bits is None:  # a driver that knows the call by its former name alone
+            bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return None if bits is None else clock_limits(int(bits))
 
     def _active_links(self, handle: Any) -> int | None:
         """NVLinks that are up; None where the GPU has none."""
@@ -129,6 +159,13 @@ class Nvml:
             return _text(function(*arguments))
         except self._library.NVMLError:
             return None
+
+
+def clock_limits(bits: int) -> list[str]:
+    """The driver's reasons for the clocks of a GPU, grouped; idleness and the silicon's own limit are none."""
+    if bits & _HW_THERMAL:
+        bits &= ~_HW_SLOWDOWN  # the same, said once more
+    return [name for name, mask in _CLOCK_LIMITS.items() if bits & mask]
 
 
 def _text(value: Any) -> Any:

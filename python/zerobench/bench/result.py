@@ -116,6 +116,10 @@ class Sampled(_Model):
     sm_clock_min_mhz: float | None = None
     memory_clock_mhz: float | None = None
     temperature_peak_c: float | None = None
+    # Shares of the samples in which clocks were held down, by what.
+    power_cap_pct: float | None = None
+    thermal_limit_pct: float | None = None
+    other_limit_pct: float | None = None
     cpu_pct: float | None = None  # of all cores of the host
     host_used_peak_bytes: int | None = None
     shared_gpus: list[int] | None = None  # that another process used too
@@ -182,6 +186,8 @@ class Row(_Model):
     peak_host_bytes: int | None = None
     phases_ms: dict[str, float] | None = None
     compiled_graphs: float | None = None  # executed per step
+    energy_per_step_j: float | None = None  # of all GPUs of the row together
+    tokens_per_j: float | None = None
     sampled: Sampled | None = None
     communication_bytes: int | None = None  # per rank and step
     transfers: Transfers | None = None  # where state is offloaded

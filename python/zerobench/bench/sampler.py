@@ -102,6 +102,9 @@ def summarise(samples: Sequence[Sample], *, begin_s: float, gpu_num: int) -> Sam
         sm_clock_min_mhz=_over(min, gpus, "sm_clock_mhz"),
         memory_clock_mhz=_over(fmean, gpus, "memory_clock_mhz"),
         temperature_peak_c=_over(max, gpus, "temperature_c"),
+        power_cap_pct=_limited_pct(gpus, "power_cap"),
+        thermal_limit_pct=_limited_pct(gpus, "thermal"),
+        other_limit_pct=_limited_pct(gpus, "other"),
         cpu_pct=_over(fmean, samples, "cpu_pct"),
         host_used_peak_bytes=_over(max, samples, "host_used_bytes"),
         shared_gpus=shared if any(entry["shared"] is not None for entry in gpus) else None,
@@ -111,6 +114,11 @@ def summarise(samples: Sequence[Sample], *, begin_s: float, gpu_num: int) -> Sam
 def _over(function: Callable[[list[Any]], Any], entries: Sequence[dict[str, Any]], key: str) -> Any:
     values = [entry[key] for entry in entries if entry[key] is not None]
     return function(values) if values else None
+
+
+def _limited_pct(entries: Sequence[dict[str, Any]], limit: str) -> float | None:
+    known = [entry["limited_by"] for entry in entries if entry["limited_by"] is not None]
+    return 100.0 * sum(limit in limits for limits in known) / len(known) if known else None
 
 
 def shared_warning(sample: Sample) -> str | None:

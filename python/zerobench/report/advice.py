@@ -25,6 +25,7 @@ from .words import bytes_text, count_text, join_words, memory_unit, ms_text
 NEAR_FASTEST = 1.10  # memory is worth giving up this much time
 NOTABLE_SAVING_PCT = 2.0
 WORTH_SHARDING = 0.95  # sharding that leaves more than this of the peak has bought nothing
+POWER_CAPPED_PCT = 50.0  # of the samples: the cap rather than the work sets the clocks
 _REPLICATED = ("single", "ddp", "ddp_compress", "ddp_master", "zero0")
 
 
@@ -53,6 +54,7 @@ def _advise_on(rows: Sequence[Row]) -> list[str]:
         _memory_text(ranked, labels),
         *_sharding_texts(ranked, labels),
         _offload_text(rows, labels),
+        _power_text(ranked, labels),
         _basis_text(ranked),
     ]
     return [text for text in texts if text]
@@ -160,6 +162,33 @@ def _offload_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
         f"{labels[id(least)]} peaks at {peak}, {saved:.0f} % below {labels[id(kept)]}, for {times:.1f} times the step "
         "time of it."
     )
+
+
+def _power_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
+    """Where the power cap sets the pace of all fast rows: what their times compare."""
+    fast = [row for row in rows if row.relative is not None and row.relative <= NEAR_FASTEST]
+    shares = [
+        row.sampled.power_cap_pct for row in fast if row.sampled and row.sampled.power_cap_pct is not None
+    ]
+    if not shares or len(shares) < len(fast) or min(shares) < POWER_CAPPED_PCT:
+        return ""
+    who = labels[id(fast[0])] if len(fast) == 1 else f"All {len(fast)} rows within 10 % of the fastest"
+    texts = [f"in {_range_text(shares)} % of the samples"]
+    watts = [row.sampled.power_w for row in fast if row.sampled and row.sampled.power_w is not None]
+    energies = [row.tokens_per_j for row in fast if row.tokens_per_j is not None]
+    if watts:
+        texts.append(f"{_range_text(watts)} W a GPU")
+    if energies:
+        texts.append(f"{_range_text(energies, decimals=2)} tokens a joule")
+    return (
+        f"{who} ran at the GPUs' power cap ({', '.join(texts)}): step times there follow the energy that a step takes, "
+        "so what moves or computes less is faster, and communication costs time even where it is hidden."
+    )
+
+
+def _range_text(values: Sequence[float], *, decimals: int = 0) -> str:
+    low, high = f"{min(values):.{decimals}f}", f"{max(values):.{decimals}f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _basis_text(rows: Sequence[Row]) -> str:

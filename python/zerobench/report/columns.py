@@ -73,6 +73,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         *_transfer_columns(shown),
         *_host_columns(shown),
         Column(title="power", unit="W/GPU", cells=_cells(shown, _power_cell), keep=25),
+        *_energy_columns(shown),
         Column(title="graphs", unit="a step", cells=_cells(shown, _graphs_cell), keep=40),
         Column(title="update", unit="deviation", cells=_deviation_cells(rows), keep=70),
         Column(title="dtypes", unit="p/c/r/m/s", cells=_dtype_cells(rows), keep=30, left=True),
@@ -242,6 +243,23 @@ def _mfu_cell(row: Row) -> str | None:
 
 def _power_cell(row: Row) -> str | None:
     return None if row.sampled is None or row.sampled.power_w is None else f"{row.sampled.power_w:.0f}"
+
+
+def _energy_columns(rows: Sequence[Row | None]) -> list[Column]:
+    """What a step takes of all GPUs together, and how long their power cap held the clocks down."""
+    columns = []
+    for title, unit, name in (("energy", "J/step", "energy_per_step_j"), ("tokens", "per J", "tokens_per_j")):
+        values = [getattr(row, name) if row is not None else None for row in rows]
+        decimals = _decimals([value for value in values if value is not None])
+        cells = [ABSENT if value is None else f"{value:,.{decimals}f}" for value in values]
+        columns.append(Column(title=title, unit=unit, cells=cells, keep=19, group="energy"))
+    share = Column(title="at power", unit="cap", cells=_cells(rows, _power_cap_cell), keep=19, group="energy")
+    return [*columns, share]
+
+
+def _power_cap_cell(row: Row) -> str | None:
+    share = row.sampled.power_cap_pct if row.sampled is not None else None
+    return None if share is None else f"{share:.0f} %"
 
 
 def _graphs_cell(row: Row) -> str | None:

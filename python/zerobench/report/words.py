@@ -23,6 +23,7 @@ from .rows import (
     varying_settings,
 )
 
+NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -170,7 +171,7 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
             status = f"{row.status} ({row.oom_tier} memory)" if row.oom_tier else row.status
             notes.append((f"{label}: {status}: {' '.join(reason.split())}", style))
     notes += [(warning, "yellow") for warning in results.warnings]
-    notes += [(text, "yellow") for text in _shared_notes(rows, labels)]
+    notes += [(text, "yellow") for text in (*_shared_notes(rows, labels), *_clock_notes(rows, labels))]
     notes += [(text, "") for text in _reading_notes(rows, labels)]
     if left_out:
         notes.append(
@@ -187,6 +188,24 @@ def _shared_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         if row.sampled is not None and row.sampled.shared_gpus:
             by_gpus.setdefault(join_words([str(gpu) for gpu in row.sampled.shared_gpus]), []).append(label)
     return [f"Another process used GPU {gpus} during {join_words(names)}." for gpus, names in by_gpus.items()]
+
+
+def _clock_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    """Rows whose times depend on how warm the GPUs were or on how somebody set them."""
+    notes = []
+    for field, what in (
+        ("thermal_limit_pct", "A thermal limit"),
+        ("other_limit_pct", "Something other than power and heat (clocks set by hand, the power supply)"),
+    ):
+        shares = [getattr(row.sampled, field) if row.sampled else None for row in rows]
+        names = [
+            f"{label} ({share:.0f} % of the samples)"
+            for label, share in zip(labels, shares, strict=True)
+            if share is not None and share >= NOTABLE_LIMIT_PCT
+        ]
+        if names:
+            notes.append(f"{what} held GPU clocks down during {join_words(names)}.")
+    return notes
 
 
 def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
