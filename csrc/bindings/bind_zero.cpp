@@ -130,10 +130,13 @@ class BoundEngine {
     return result;
   }
 
-  void load_full_state(const std::map<std::string, std::map<std::string, at::Tensor>>& states, long step) {
+  void load_full_state(const std::map<std::string, std::map<std::string, at::Tensor>>& states, long step,
+                       const std::optional<std::pair<double, long>>& loss_scale) {
     static const std::map<FullState, std::string> kKinds{
         {FullState::kMaster, "parameters"}, {FullState::kExpAvg, "exp_avg"}, {FullState::kExpAvgSq, "exp_avg_sq"}};
-    get().write_full_state(step, [&](FullState kind, std::size_t index, float* values) {
+    FullStateFacts facts{.steps_applied = step};
+    if (loss_scale) facts.loss_scale = {.scale = loss_scale->first, .good_steps = loss_scale->second};
+    get().write_full_state(facts, [&](FullState kind, std::size_t index, float* values) {
       const at::Tensor& tensor = states.at(kKinds.at(kind)).at(get().parameter(index).name);
       std::memcpy(values, tensor.const_data_ptr(), static_cast<std::size_t>(tensor.numel()) * sizeof(float));
     });
@@ -240,8 +243,11 @@ void bind_engine_reading(py::class_<BoundEngine>& engine) {
   engine
       .def("full_state", &BoundEngine::full_state, py::arg("kind"), Release(),
            "Full values by parameter name, fp32. Collective.")
-      .def("load_full_state", &BoundEngine::load_full_state, py::arg("states"), py::kw_only(), py::arg("step"),
-           Release(), "Rank 0's full values by kind and parameter name become everybody's. Collective.")
+      .def(
+          "load_full_state", &BoundEngine::load_full_state, py::arg("states"), py::kw_only(), py::arg("step"),
+          py::arg("loss_scale"), Release(),
+          "Rank 0's full values by kind and parameter name, and its step and loss_scale_state (None: it stays), become "
+          "everybody's. Collective.")
       .def(
           "gather", [](BoundEngine& e, const std::vector<std::size_t>& units) { e.get().gather(units); },
           py::arg("units"), Release())
@@ -261,6 +267,15 @@ void bind_engine_reading(py::class_<BoundEngine>& engine) {
           py::arg("tensor"), Release(), "Makes rank 0's values everybody's, in place. Collective.")
       .def_property_readonly("loss_scale",
                              py::cpp_function([](const BoundEngine& e) { return e.get().loss_scale(); }, Release()))
+      .def_property_readonly(
+          "loss_scale_state",
+          [](const BoundEngine& e) -> std::optional<std::pair<double, long>> {
+            const py::gil_scoped_release release;
+            if (!e.get().scales_loss()) return std::nullopt;
+            const LossScaleState state = e.get().loss_scale_state();
+            return std::pair(state.scale, state.good_steps);
+          },
+          "(scale, good steps since it changed), None where no loss is scaled.")
       .def_property_readonly("steps_applied",
                              py::cpp_function([](const BoundEngine& e) { return e.get().steps_applied(); }, Release()))
       .def_property_readonly("rank", [](const BoundEngine& e) { return e.get().rank(); })

@@ -136,6 +136,9 @@ class Store {
   // Copies a state out of or into the store (numel floats of device memory), in the compute lane and behind the last
   // update. kMaster where the store keeps none raises StateError: read the parameters.
   virtual void read_state(std::size_t shard, StateKind kind, std::span<float> destination) = 0;
+  // States of all shards will be written: what takes memory for them may check that it is there, before a barrier of
+  // the ranks as with reserve.
+  virtual void expect_states() {}
   virtual void write_state(std::size_t shard, StateKind kind, std::span<const float> source) = 0;
 
   virtual SwapStats swap_stats() const { return {}; }

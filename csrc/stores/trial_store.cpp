@@ -1,6 +1,7 @@
 #include "stores/trial_store.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 
@@ -14,6 +15,8 @@ namespace zb {
 namespace {
 
 constexpr const char* kWhat = "masters that wait on the host for the choice of offload_ratio";
+constexpr const char* kWhatMoments = "moments that were loaded and wait on the host for the choice of offload_ratio";
+constexpr std::array kMoments{StateKind::kExpAvg, StateKind::kExpAvgSq};
 
 class TrialStore final : public Store {
  public:
@@ -60,32 +63,40 @@ class TrialStore final : public Store {
     {
       const DeviceBuffer staging(*device_, largest_numel * sizeof(float), ledger_, Category::kStaging);
       const Drain drain(*device_);
-      for (std::size_t index = 0; index < masters_.size(); ++index) {
-        const PinnedBlock& master = masters_[index];
-        device_->copy_from_pinned(Lane::kCompute, staging.data(), master.data(), master.bytes());
-        store_->add_shard(specs_[index], {staging.as<float>(), specs_[index].numel});
+      const auto staged = [&](const PinnedBlock& state) {
+        device_->copy_from_pinned(Lane::kCompute, staging.data(), state.data(), state.bytes());
+        return std::span<const float>(staging.as<float>(), state.bytes() / sizeof(float));
+      };
+      for (std::size_t index = 0; index < shards_.size(); ++index) {
+        store_->add_shard(specs_[index], staged(shards_[index].master));
+        for (const StateKind kind : kMoments) {
+          const PinnedBlock& moment = shards_[index].moment(kind);
+          if (moment.data() != nullptr) store_->write_state(index, kind, staged(moment));
+        }
       }
     }
     is_settled_ = true;
-    masters_.clear();
+    shards_.clear();
     pool_.reset();
+    moment_pool_.reset();
   }
 
   void reserve(std::span<const ShardSpec> shards) override {
     specs_.assign(shards.begin(), shards.end());
-    std::size_t bytes = 0;
-    for (const ShardSpec& spec : specs_) bytes += PinnedPool::footprint_bytes(spec.numel * sizeof(float), kAlignment);
-    pool_bytes_ = bytes;
-    require_host_memory(ranks_on_host_ * bytes, kWhat);
+    pool_bytes_ = 0;
+    for (const ShardSpec& spec : specs_) {
+      pool_bytes_ += PinnedPool::footprint_bytes(spec.numel * sizeof(float), kAlignment);
+    }
+    require_host_memory(ranks_on_host_ * pool_bytes_, kWhat);
   }
   std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) override {
     check_segments(spec);
-    const std::size_t index = masters_.size();
+    const std::size_t index = shards_.size();
     ZB_EXPECT(index < specs_.size() && specs_[index].numel == spec.numel && initial.size() == spec.numel,
               "shard " + std::to_string(index) + " is not what was reserved");
-    if (!pool_) pool_ = std::make_unique<PinnedPool>(pool_bytes_, ledger_, pinned_);
-    masters_.push_back(pool_->allocate(initial.size_bytes(), Category::kMaster, kAlignment));
-    device_->copy_to_pinned(Lane::kCompute, masters_.back().data(), initial.data(), initial.size_bytes());
+    if (!pool_) pool_ = std::make_unique<PinnedPool>(pool_bytes_, ledger_, with_what(kWhat));
+    shards_.push_back({.master = pool_->allocate(initial.size_bytes(), Category::kMaster, kAlignment)});
+    write_state(index, StateKind::kMaster, initial);
     return index;
   }
 
@@ -106,32 +117,56 @@ class TrialStore final : public Store {
 
   void read_state(std::size_t shard, StateKind kind, std::span<float> destination) override {
     if (is_settled_) return store_->read_state(shard, kind, destination);
-    const PinnedBlock& master = master_of(shard, destination.size_bytes());
-    if (kind == StateKind::kMaster) {
-      device_->copy_from_pinned(Lane::kCompute, destination.data(), master.data(), master.bytes());
+    const PinnedBlock& state = state_of(shard, kind, destination.size_bytes());
+    if (state.data() != nullptr) {
+      device_->copy_from_pinned(Lane::kCompute, destination.data(), state.data(), state.bytes());
     } else {
       device_->zero(Lane::kCompute, destination.data(), destination.size_bytes());
     }
   }
+  void expect_states() override {
+    if (is_settled_) return store_->expect_states();
+    if (!moment_pool_) require_host_memory(ranks_on_host_ * kMoments.size() * pool_bytes_, kWhatMoments);
+  }
   void write_state(std::size_t shard, StateKind kind, std::span<const float> source) override {
     if (is_settled_) return store_->write_state(shard, kind, source);
-    ZB_EXPECT_STATE(kind == StateKind::kMaster,
-                    "offload_ratio auto has no place for moments before the first step; give a number as ratio");
-    const PinnedBlock& master = master_of(shard, source.size_bytes());
-    device_->copy_to_pinned(Lane::kCompute, master.data(), source.data(), master.bytes());
+    PinnedBlock& state = state_of(shard, kind, source.size_bytes());
+    if (state.data() == nullptr) {
+      if (!moment_pool_) {
+        moment_pool_ = std::make_unique<PinnedPool>(kMoments.size() * pool_bytes_, ledger_, with_what(kWhatMoments));
+      }
+      state = moment_pool_->allocate(source.size_bytes(),
+                                     kind == StateKind::kExpAvg ? Category::kExpAvg : Category::kExpAvgSq, kAlignment);
+    }
+    device_->copy_to_pinned(Lane::kCompute, state.data(), source.data(), source.size_bytes());
   }
 
  private:
   static constexpr std::size_t kAlignment = PinnedPool::kLineAlignment;
 
+  // Moments are empty until they are written: zeros.
+  struct WaitingShard {
+    PinnedBlock master;
+    PinnedBlock exp_avg = {};
+    PinnedBlock exp_avg_sq = {};
+
+    PinnedBlock& moment(StateKind kind) { return kind == StateKind::kExpAvg ? exp_avg : exp_avg_sq; }
+  };
+
   Store& settled() {
     ZB_EXPECT_STATE(is_settled_, "the share of state on the host is chosen before the first update");
     return *store_;
   }
-  const PinnedBlock& master_of(std::size_t shard, std::size_t bytes) const {
-    ZB_EXPECT(shard < masters_.size() && masters_[shard].bytes() == bytes,
-              "shard " + std::to_string(shard) + " has another size than the other side of the copy");
-    return masters_[shard];
+  PinnedBlock& state_of(std::size_t index, StateKind kind, std::size_t bytes) {
+    ZB_EXPECT(index < shards_.size() && shards_[index].master.bytes() == bytes,
+              "shard " + std::to_string(index) + " has another size than the other side of the copy");
+    WaitingShard& shard = shards_[index];
+    return kind == StateKind::kMaster ? shard.master : shard.moment(kind);
+  }
+  PinnedOptions with_what(const char* what) const {
+    PinnedOptions options = pinned_;
+    options.what = what;
+    return options;
   }
 
   Ledger* ledger_;
@@ -141,9 +176,10 @@ class TrialStore final : public Store {
   MakeStoreOfShare make_store_;
   Timeline* timeline_ = nullptr;  // for the store to come
   std::vector<ShardSpec> specs_;
-  std::size_t pool_bytes_ = 0;
+  std::size_t pool_bytes_ = 0;  // of one kind of state
   std::unique_ptr<PinnedPool> pool_;
-  std::vector<PinnedBlock> masters_;
+  std::unique_ptr<PinnedPool> moment_pool_;  // null until moments are written
+  std::vector<WaitingShard> shards_;
   std::unique_ptr<Store> store_;  // null until the share is chosen
   bool is_settled_ = false;       // store_ has the state
 };
@@ -152,7 +188,6 @@ class TrialStore final : public Store {
 
 std::unique_ptr<Store> make_trial_store(Ledger* ledger, const DeviceParts& parts, PinnedOptions pinned,
                                         std::size_t ranks_on_host, MakeStoreOfShare make_store) {
-  pinned.what = kWhat;
   pinned.registrar = host_registrar(parts.device);
   return std::make_unique<TrialStore>(ledger, parts, std::move(pinned), ranks_on_host, std::move(make_store));
 }

@@ -1,6 +1,11 @@
 // The engine with its optimizer state on the host, whole or in part, against the state on the device: the same bits at
 // every stage, on the CPU with a thread of updates and on devices whose lanes run late.
+#include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include "engine_steps.h"
 #include "engine_support.h"
@@ -100,6 +105,49 @@ TEST_P(EngineOffload, TheSmallestDeviceDecidesOnThePlace) {
     toy.engine().step(test::toy_groups());
     EXPECT_NE(toy.state(FullState::kMaster), before);
   });
+}
+
+// A state that is loaded before the trial is what the trial and the place that is chosen behind it go on with.
+TEST_P(EngineOffload, AStateLoadedBeforeTheTrialIsWhatItGoesOnWith) {
+  constexpr std::array kKinds{FullState::kMaster, FullState::kExpAvg, FullState::kExpAvgSq};
+  std::map<FullState, Values> kept;
+  std::mutex mutex;
+  ToyOptions with = options();
+  with.param_dtype = with.reduce_dtype = DType::kBFloat16;
+  ToyOptions on_device = with;
+  on_device.lane_schedule_num = 0;
+  run_ranks(on_device, [&](ToyRank& toy) {
+    toy.train();
+    toy.train();
+    for (const FullState kind : kKinds) {
+      Values values = toy.state(kind);
+      const std::lock_guard lock(mutex);
+      kept[kind] = std::move(values);
+    }
+  });
+  const auto body = [&](ToyRank& toy) {
+    toy.engine().write_full_state({.steps_applied = 2}, [&](FullState kind, std::size_t parameter, float* values) {
+      std::ranges::copy(kept.at(kind)[parameter], values);
+    });
+    for (const FullState kind : kKinds) EXPECT_EQ(toy.state(kind), kept.at(kind));
+    toy.set_micro_step(2);
+    toy.train();
+    toy.train();
+    EXPECT_EQ(toy.engine().steps_applied(), 4);
+    Values found;
+    for (const FullState kind : kKinds) {
+      for (auto& values : toy.state(kind)) found.push_back(std::move(values));
+    }
+    return found;
+  };
+  const Values expected = same_on_all(on_device, body);
+  with.make_store = test::make_store_on_trial;
+  with.keep_parameter_shards = true;
+  for (const double fitting : {0.0, 0.3333, 1.0}) {
+    with.fitting_share = fitting;
+    EXPECT_EQ(same_on_all(with, body), expected) << fitting;
+    if (HasFailure()) return;
+  }
 }
 
 // Values that a user writes reach the master, wherever it is.

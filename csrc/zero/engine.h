@@ -78,6 +78,12 @@ struct StepOutcome {
 // What read_full_state can assemble.
 enum class FullState : std::uint8_t { kParameters, kMaster, kExpAvg, kExpAvgSq };
 
+// What a full state has beside its values.
+struct FullStateFacts {
+  long steps_applied = 0;
+  std::optional<LossScaleState> loss_scale = {};  // none: the scale stays as the last step left it
+};
+
 class Engine {
  public:
   // Takes rank 0's parameter values. Two communicators, so that gathers and reductions need no common order.
@@ -127,11 +133,11 @@ class Engine {
   // parameters have values and masters, but no moments.
   void read_full_state(FullState kind, const std::function<void(std::size_t parameter, const float* values)>& visit);
 
-  // The other way round: rank 0's values become everybody's, moments and `steps_applied` included, and nothing stays of
-  // what the engine was at, so that one that was torn goes on. `read` writes a parameter's values of a kind; frozen
-  // parameters have no moments. Collective, and not inside a forward, backward or gather.
-  void write_full_state(long steps_applied,
-                        const std::function<void(FullState kind, std::size_t parameter, float* values)>& read);
+  // The other way round: rank 0's values become everybody's, moments and facts included, and nothing stays of what the
+  // engine was at, so that one that was torn goes on. `read` writes a parameter's values of a kind; frozen parameters
+  // have no moments. Collective, and not inside a forward, backward or gather.
+  using ReadState = std::function<void(FullState kind, std::size_t parameter, float* values)>;
+  void write_full_state(const FullStateFacts& facts, const ReadState& read);
 
   // Makes rank 0's bytes everybody's. Collective.
   void broadcast(std::byte* data, std::size_t bytes);
@@ -140,8 +146,10 @@ class Engine {
   // Ends a gather. With a modifier rank, that rank's values of the units become everybody's first.
   void end_gather(const std::vector<std::size_t>& units, int modifier_rank);
 
-  // These two wait for the last step's outcome where a loss scale makes it uncertain.
-  double loss_scale();
+  // These wait for the last step's outcome where a loss scale makes it uncertain.
+  double loss_scale() { return loss_scale_state().scale; }
+  LossScaleState loss_scale_state();
+  bool scales_loss() const { return scaler_.enabled(); }
   long steps_applied();
   // The native stream that the caller computes on from now on.
   void set_compute_stream(void* stream);
@@ -159,7 +167,6 @@ class Engine {
   Timeline& timeline() { return timeline_; }
   const Unit& unit(std::size_t index) const { return units_[index]; }
   std::size_t unit_num() const { return units_.size(); }
-  std::size_t parameter_num() const { return parameters_.size(); }
   const Parameter& parameter(std::size_t index) const { return parameters_[index]; }
   StagePolicy policy() const { return policy_; }
   SwapStats swap_stats() const { return store_->swap_stats(); }
@@ -245,6 +252,7 @@ class Engine {
   void wait_updated(Unit& unit);
   void finish_updates();
   void drop_everything_under_way();
+  void take_full_state(FullStateFacts facts, const ReadState& read);
   void write_flat(FlatBuffer& flat, FullState kind, std::span<const float> on_host);
   void broadcast_bytes(std::byte* data, std::size_t bytes);
   void read_own_parameters(const FlatBuffer& flat, std::span<float> values);

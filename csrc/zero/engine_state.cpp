@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "common/error.h"
 #include "kernels/cpu_kernels.h"
@@ -127,38 +128,51 @@ void Engine::drop_everything_under_way() {
   backward_updates_.updated.clear();
 }
 
-void Engine::write_full_state(long steps_applied,
-                              const std::function<void(FullState kind, std::size_t parameter, float* values)>& read) {
+void Engine::write_full_state(const FullStateFacts& facts, const ReadState& read) {
   enter_torn([&] {
     expect_no_updates();
     ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass() && reduces_->window_backwards() == 0,
                     "a state was loaded between a forward and its step; load it between steps");
     ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
                     "a state was loaded inside engine.gather(); leave the block first");
-    ZB_EXPECT_STATE(!store_->awaits_share(),
-                    "offload_ratio auto places state behind the first step: load a state after it, or give a number as "
-                    "ratio");
+    ZB_EXPECT(!facts.loss_scale || (scaler_.enabled() && std::isfinite(facts.loss_scale->scale) &&
+                                    facts.loss_scale->scale > 0.0 && facts.loss_scale->good_steps >= 0),
+              "a loss scale to load is a positive number with a count of steps, for an engine that scales its loss");
+    if (scaler_.enabled()) settle_step();
     is_torn_ = true;  // until all of it is there
-    drop_everything_under_way();
-    broadcast_bytes(reinterpret_cast<std::byte*>(&steps_applied), sizeof(steps_applied));
-    std::vector<float> on_host;
-    for (Unit& unit : units_) {
-      for (FlatBuffer& flat : unit.flats) {
-        for (const FullState kind : {FullState::kMaster, FullState::kExpAvg, FullState::kExpAvgSq}) {
-          if (kind != FullState::kMaster && !flat.trainable) continue;
-          on_host.assign(flat.layout.padded_numel(), 0.0F);
-          for (const std::size_t index : flat.parameters) {
-            if (rank() == 0) read(kind, index, on_host.data() + parameters_[index].offset_numel);
-          }
-          write_flat(flat, kind, on_host);
-        }
-      }
+    try {
+      take_full_state(facts, read);
+    } catch (const std::exception& error) {
+      abort(error.what());  // the peers wait for this rank's part
+      throw;
     }
-    check_communicators();
-    steps_applied_ = steps_tried_ = steps_applied;
-    outcome_ = {};
     is_torn_ = false;
   });
+}
+
+void Engine::take_full_state(FullStateFacts facts, const ReadState& read) {
+  static_assert(std::is_trivially_copyable_v<FullStateFacts>);
+  drop_everything_under_way();
+  store_->expect_states();
+  if (world_size() > 1) reduce_communicator_->barrier("the store's memory");
+  broadcast_bytes(reinterpret_cast<std::byte*>(&facts), sizeof(facts));
+  std::vector<float> on_host;
+  for (Unit& unit : units_) {
+    for (FlatBuffer& flat : unit.flats) {
+      for (const FullState kind : {FullState::kMaster, FullState::kExpAvg, FullState::kExpAvgSq}) {
+        if (kind != FullState::kMaster && !flat.trainable) continue;
+        on_host.assign(flat.layout.padded_numel(), 0.0F);
+        for (const std::size_t index : flat.parameters) {
+          if (rank() == 0) read(kind, index, on_host.data() + parameters_[index].offset_numel);
+        }
+        write_flat(flat, kind, on_host);
+      }
+    }
+  }
+  check_communicators();
+  steps_applied_ = steps_tried_ = facts.steps_applied;
+  if (facts.loss_scale) scaler_.restore(*facts.loss_scale);
+  outcome_ = {};
 }
 
 // One kind of state from rank 0's memory to where it lives.

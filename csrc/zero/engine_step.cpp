@@ -155,11 +155,11 @@ StepOutcome Engine::outcome() {
   });
 }
 
-double Engine::loss_scale() {
-  if (!scaler_.enabled()) return scaler_.scale();
+LossScaleState Engine::loss_scale_state() {
+  if (!scaler_.enabled()) return scaler_.state();
   return enter([&] {
     settle_step();
-    return scaler_.scale();
+    return scaler_.state();
   });
 }
 

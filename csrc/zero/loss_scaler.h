@@ -16,6 +16,12 @@ struct LossScaleOptions {
   double min_scale = 1.0;
 };
 
+// What a run goes on from.
+struct LossScaleState {
+  double scale = 1.0;
+  long good_steps = 0;  // since the scale last changed
+};
+
 class LossScaler {
  public:
   explicit LossScaler(const LossScaleOptions& options)
@@ -23,10 +29,10 @@ class LossScaler {
 
   bool enabled() const noexcept { return options_.enabled; }
   double scale() const noexcept { return scale_; }
-  long good_steps() const noexcept { return good_steps_; }
-  void restore(double scale, long good_steps) noexcept {
-    scale_ = scale;
-    good_steps_ = good_steps;
+  LossScaleState state() const noexcept { return {.scale = scale_, .good_steps = good_steps_}; }
+  void restore(const LossScaleState& state) noexcept {
+    scale_ = state.scale;
+    good_steps_ = state.good_steps;
   }
 
   void step_succeeded() noexcept {

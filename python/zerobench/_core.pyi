@@ -389,9 +389,11 @@ class Engine:
         """
     def gather(self, units: Sequence[int]) -> None: ...
     def has_frozen(self, unit: int) -> bool: ...
-    def load_full_state(self, states: dict[str, dict[str, torch.Tensor]], *, step: int) -> None:
+    def load_full_state(
+        self, states: dict[str, dict[str, torch.Tensor]], *, step: int, loss_scale: tuple[float, int] | None
+    ) -> None:
         """
-        Rank 0's full values by kind and parameter name become everybody's. Collective.
+        Rank 0's full values by kind and parameter name, and its loss_scale_state (None: it stays), for all. Collective.
         """
     def start_timeline(self) -> None:
         """
@@ -449,6 +451,11 @@ class Engine:
     def ledger(self) -> Ledger: ...
     @property
     def loss_scale(self) -> float: ...
+    @property
+    def loss_scale_state(self) -> tuple[float, int] | None:
+        """
+        (scale, good steps since it changed), None where no loss is scaled.
+        """
     @property
     def parameters_sharded(self) -> bool: ...
     @property

@@ -259,6 +259,11 @@ class Engine:
         """Current loss scale (1 outside fp16)."""
         return self._core.loss_scale
 
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """The loss scale and the good steps since it changed, for ``load_full_state``; None outside fp16."""
+        state = self._core.loss_scale_state
+        return None if state is None else {"scale": state[0], "good_steps": state[1]}
+
     @property
     def global_steps(self) -> int:
         """Optimizer steps that were applied."""
@@ -313,14 +318,16 @@ class Engine:
         exp_avg: Mapping[str, torch.Tensor],
         exp_avg_sq: Mapping[str, torch.Tensor],
         step: int,
+        loss_scale: Mapping[str, float] | None = None,
     ) -> None:
-        """Go on from a state as ``full_parameters``, ``full_optimizer_state`` and ``global_steps`` gave it: rank 0's
-        becomes everybody's. Collective, between steps.
+        """Go on from a state as ``full_parameters``, ``full_optimizer_state``, ``global_steps`` and
+        ``loss_scale_state`` gave it: rank 0's becomes everybody's. Collective, between steps.
 
         Also what takes an engine further that an error behind ``optimizer_in_backward`` left torn: from here on it is
-        as a new engine with this state. Learning rates and loss scale stay as they are.
+        as a new engine with this state. Learning rates stay as they are, and so does the loss scale where none is given.
 
-        Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks.
+        Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks and
+        for a loss scale that this precision has no use for.
         """
         given = {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         named = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
@@ -336,8 +343,11 @@ class Engine:
                         f"{tuple(parameter.shape)}"
                     )
             states[kind] = {name: tensors[name].detach().float().cpu().contiguous() for name in wanted}
+        if loss_scale is not None and self._core.loss_scale_state is None:
+            raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")
+        scale = None if loss_scale is None else (loss_scale["scale"], int(loss_scale["good_steps"]))
         self._enter_stream()
-        self._core.load_full_state(states, step=step)
+        self._core.load_full_state(states, step=step, loss_scale=scale)
         self._micro_step = 0
         self._stepped = False
 

@@ -18,8 +18,17 @@ import zerobench
 from zerobench.errors import ConfigError, NonFiniteGradientError, StateError
 
 STAGES = (0, 1, 2, 3)
-NAMES = ("blocks", "frozen", "tied", "odd sizes", "bf16", "param groups and schedule")
+CASES = {
+    name: zoo.CASES[name]
+    for name in ("blocks", "frozen", "tied", "odd sizes", "bf16", "param groups and schedule", "fp16")
+} | {
+    "fp16 whose scale grows next": dataclasses.replace(
+        zoo.CASES["fp16"],
+        config={"precision": "fp16", "loss_scale": {"initial_scale": 2.0**8, "growth_interval_steps": 4}},
+    )
+}
 PLACEMENTS = ("device", "host", "files")
+FACTS = ("step", "loss_scale")  # of a state, beside its tensors
 
 
 def config_of(placement: str, folder: str) -> dict:
@@ -48,7 +57,12 @@ def start(rank: ranks.Rank, case: zoo.Case, stage: int, **config):
 
 def state_of(engine) -> dict:
     moments = {kind: engine.full_optimizer_state(kind) for kind in ("exp_avg", "exp_avg_sq")}
-    return {"parameters": engine.full_parameters(), "step": engine.global_steps, **moments}
+    return {
+        "parameters": engine.full_parameters(),
+        "step": engine.global_steps,
+        "loss_scale": engine.loss_scale_state(),
+        **moments,
+    }
 
 
 def end_of(engine, case: zoo.Case, rank: ranks.Rank) -> str:
@@ -58,16 +72,16 @@ def end_of(engine, case: zoo.Case, rank: ranks.Rank) -> str:
     found = state_of(engine)
     served = engine.state_dict()
     engine.close()
-    tensors = {f"{kind} {name}": value for kind in found if kind != "step" for name, value in found[kind].items()}
+    facts = {fact: found.pop(fact) for fact in FACTS}
+    tensors = {f"{kind} {name}": value for kind in found for name, value in found[kind].items()}
     tensors |= {f"served {name}": value.float() for name, value in served.items()}
-    return zoo.digest(tensors) + f" {found['step']}"
+    return zoo.digest(tensors) + f" {facts}"
 
 
 def go_on(rank: ranks.Rank, folder: str) -> dict:
     """By case, stage and placement: the run that was never interrupted, and the one that went on from its state."""
     ends = {}
-    for name in NAMES:
-        case = zoo.CASES[name]
+    for name, case in CASES.items():
         for stage in STAGES:
             for placement in PLACEMENTS if stage > 0 else PLACEMENTS[:1]:
                 engine = start(rank, case, stage, **config_of(placement, folder))
@@ -79,9 +93,10 @@ def go_on(rank: ranks.Rank, folder: str) -> dict:
                 zoo.run_plan(engine, case, 5, rank.rank, [])
                 if rank.rank > 0:  # only rank 0's counts
                     kept = {
-                        kind: {key: torch.zeros_like(value) for key, value in states.items()} if kind != "step" else 0
+                        kind: {name: torch.zeros_like(value) for name, value in states.items()}
                         for kind, states in kept.items()
-                    }
+                        if kind not in FACTS
+                    } | {"step": 0, "loss_scale": None}
                 engine.load_full_state(**kept)
                 ends[name, stage, placement] = (plain, end_of(engine, case, rank))
     return ends
@@ -160,6 +175,7 @@ def load_wrongly(rank: ranks.Rank) -> dict[str, str]:
         said[key] = str(caught.value)
 
     refuse("missing", ConfigError, kept | {"exp_avg": {}})
+    refuse("scale", ConfigError, kept | {"loss_scale": {"scale": 2.0, "good_steps": 0}})
     refuse("shape", ConfigError, kept | {"parameters": kept["parameters"] | {name: torch.zeros(3)}})
     engine.backward(engine(**case.batch(1, rank.rank, 0)))
     refuse("in a step", StateError, kept)
@@ -176,4 +192,25 @@ def test_what_cannot_be_loaded_is_refused():
     for said in ranks.run(load_wrongly):
         assert "exp_avg" in said["missing"] and "shape (3,)" in said["shape"]
         assert "between steps" in said["in a step"] and "leave the block" in said["in a gather"]
-        assert said["steps"] == "1"
+        assert said["steps"] == "1" and "fp16" in said["scale"]
+
+
+def load_without_scale(rank: ranks.Rank) -> tuple[dict, dict]:
+    """What the scale and its count are before and after a load that says nothing of them."""
+    engine = start(rank, CASES["fp16 whose scale grows next"], 2)
+    for step in range(2):
+        zoo.run_plan(engine, CASES["blocks"], step, rank.rank, [])
+    before, kept = engine.loss_scale_state(), state_of(engine)
+    kept.pop("loss_scale")
+    engine.load_full_state(**kept)
+    after = engine.loss_scale_state()
+    for scale, good_steps in ((0.0, 0), (float("nan"), 0), (2.0, -1)):
+        with pytest.raises(ValueError, match="positive"):
+            engine.load_full_state(**kept, loss_scale={"scale": scale, "good_steps": good_steps})
+    engine.close()
+    return before, after
+
+
+def test_a_scale_that_is_not_given_stays():
+    for before, after in ranks.run(load_without_scale):
+        assert before == after == {"scale": 2.0**8, "good_steps": 2}

@@ -173,6 +173,65 @@ def test_what_comes_before_the_first_step_is_kept():
         assert found["ratio"] < 1
 
 
+def kept_state(engine: zerobench.Engine) -> dict:
+    moments = {kind: engine.full_optimizer_state(kind) for kind in ("exp_avg", "exp_avg_sq")}
+    facts = {"step": engine.global_steps, "loss_scale": engine.loss_scale_state()}
+    return {"parameters": engine.full_parameters()} | facts | moments
+
+
+def go_on(rank: ranks.Rank, case: zoo.Case, stage: int, offload: dict | None, kept: dict) -> tuple[str, float]:
+    """Where training ends that goes on from a state loaded before the first step, and the share off the device."""
+    gc.collect()  # parameters of a closed engine count as long as their model lives
+    engine = make_engine(rank, case, stage, offload)
+    engine.load_full_state(**kept)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert zoo.digest(engine.full_optimizer_state(kind)) == zoo.digest(kept[kind])
+    for step in (10, 11):
+        zoo.run_plan(engine, case, step, rank.rank, [])
+    end = zoo.state_of(engine)
+    if offload is not None:
+        held = engine.memory_bytes(peak=False).get("host", {})
+        assert held.get("exp_avg", 0) == held.get("exp_avg_sq", 0) == held.get("master", 0), "what waited is gone"
+    ratio = engine.offload_ratio or 0.0
+    found = f"{end['digest']} {end['served']} {engine.global_steps} {engine.loss_scale_state()}"
+    engine.close()
+    return found, ratio
+
+
+def load_first(rank: ranks.Rank) -> dict[tuple[str, int], dict[str, tuple[str, float]]]:
+    """By case and stage what `go_on` says, by placement."""
+    ends: dict[tuple[str, int], dict[str, tuple[str, float]]] = {}
+    for name in ("bf16", "fp16"):
+        case = zoo.CASES[name]
+        for stage in STAGES:
+            engine = make_engine(rank, case, stage, None)
+            for step in range(case.steps):
+                zoo.run_plan(engine, case, step, rank.rank, [])
+            kept = kept_state(engine)
+            assert any(values.any() for values in kept["exp_avg"].values())
+            engine.close()
+            del engine
+            gc.collect()
+            half = {"device_memory_bytes": half_fits_bytes(rank, case, stage)}
+            placements = {
+                "none": None, "nothing fits": AUTO | {"device_memory_bytes": 1}, "half fits": AUTO | half,
+                "all fits": AUTO | {"device_memory_bytes": GIB},
+            }  # fmt: skip
+            ends[name, stage] = {
+                placement: go_on(rank, case, stage, offload, kept) for placement, offload in placements.items()
+            }
+    return ends
+
+
+def test_a_state_that_is_loaded_before_the_first_step_is_what_training_goes_on_with():
+    for ends in ranks.run(load_first):
+        for point, by_placement in ends.items():
+            assert len({found for found, _ in by_placement.values()}) == 1, point
+            ratios = {placement: ratio for placement, (_, ratio) in by_placement.items()}
+            assert ratios["nothing fits"] == 1.0 and ratios["all fits"] == 0.0
+            assert 0.0 < ratios["half fits"] < 1.0
+
+
 def spoiled(rank: ranks.Rank) -> None:
     """A gradient that is not finite in the trial: nothing was updated, so the engine goes on."""
     case = zoo.CASES["blocks"]
