@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/cuda_driver.h"
 #include "comm/cuda_shared_memory.h"
 #include "comm/shm_memory.h"
 #include "common/cuda_check.h"
@@ -22,9 +23,11 @@ CUdeviceptr device_address(const void* address) { return reinterpret_cast<CUdevi
 
 class CudaPeerMemory final : public PeerMemory {
  public:
-  CudaPeerMemory(std::shared_ptr<CudaDevice> device, std::vector<MappedMemory> parts)
-      : device_(std::move(device)), parts_(std::move(parts)) {
+  CudaPeerMemory(std::shared_ptr<CudaDevice> device, std::vector<MappedMemory> parts, std::size_t bytes,
+                 std::shared_ptr<MemoryOverhead> overhead)
+      : device_(std::move(device)), parts_(std::move(parts)), bytes_(bytes), overhead_(std::move(overhead)) {
     for (const MappedMemory& part : parts_) views_.push_back(part.data());
+    overhead_->take(bytes_);
   }
   // Unmapping does not wait for the device, as freeing does.
   ~CudaPeerMemory() override {
@@ -34,11 +37,14 @@ class CudaPeerMemory final : public PeerMemory {
     } catch (const std::exception&) {
       // The device has failed, and runs nothing any more.
     }
+    overhead_->give_back(bytes_);
   }
 
  private:
   std::shared_ptr<CudaDevice> device_;
   std::vector<MappedMemory> parts_;  // by rank
+  std::size_t bytes_;                // of each
+  std::shared_ptr<MemoryOverhead> overhead_;
 };
 
 enum class Outcome : std::uint8_t { kDone, kOutOfMemory, kFailed };
@@ -102,7 +108,7 @@ struct CudaPeerLink::Flags {
 };
 
 CudaPeerLink::CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Communicator& control,
-                           std::chrono::milliseconds timeout)
+                           std::chrono::milliseconds timeout, std::shared_ptr<MemoryOverhead> overhead)
     : device_(std::move(device)),
       control_(control),
       lane_(lane),
@@ -110,6 +116,7 @@ CudaPeerLink::CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Commun
       rank_(control.rank()),
       world_size_(control.world_size()),
       granularity_bytes_(mapping_granularity_bytes(*device_)),
+      overhead_(std::move(overhead)),
       mesh_(control, timeout),
       flags_(std::make_unique<Flags>()) {
   const std::size_t row_bytes = shm::round_up_to_page(PeerFlags::row_bytes(world_size_));
@@ -152,14 +159,19 @@ std::shared_ptr<PeerMemory> CudaPeerLink::allocate(std::size_t bytes, std::strin
     const auto index = static_cast<std::size_t>(rank);
     parts[index] = rank == rank_ ? std::move(mine) : MappedMemory::import(*device_, mapped_bytes, theirs[index]);
   }
-  return std::make_shared<CudaPeerMemory>(device_, std::move(parts));
+  return std::make_shared<CudaPeerMemory>(device_, std::move(parts), mapped_bytes, overhead_);
 }
 
 void CudaPeerLink::copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) {
   device_->copy(lane_, destination, source, bytes);
 }
 
-void CudaPeerLink::put_in(Operations& operations) {
+template <typename Describe>
+void CudaPeerLink::put_in_for_peers(const Describe& describe) {
+  std::vector<CUstreamBatchMemOpParams> operations;  // fewer than 256
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer != rank_) describe(peer, operations.emplace_back());
+  }
   device_->bind_thread();
   const auto num = static_cast<unsigned>(operations.size());
   check_driver(cuda_driver().stream_batch_mem_op(stream_, num, operations.data(), 0), "cuStreamBatchMemOp");
@@ -168,29 +180,21 @@ void CudaPeerLink::put_in(Operations& operations) {
 // A write waits until what stood before it in the stream can be seen by all.
 void CudaPeerLink::announce() {
   ++meeting_;
-  Operations operations;
-  for (int peer = 0; peer < world_size_; ++peer) {
-    if (peer == rank_) continue;
-    CUstreamBatchMemOpParams& operation = operations.emplace_back();
+  put_in_for_peers([&](int peer, CUstreamBatchMemOpParams& operation) {
     operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
     operation.writeValue.address = device_address(&flags_->on_device->word(peer, rank_));
     operation.writeValue.value64 = meeting_;
     operation.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
-  }
-  put_in(operations);
+  });
 }
 
 void CudaPeerLink::await() {
-  Operations operations;
-  for (int peer = 0; peer < world_size_; ++peer) {
-    if (peer == rank_) continue;
-    CUstreamBatchMemOpParams& operation = operations.emplace_back();
+  put_in_for_peers([&](int peer, CUstreamBatchMemOpParams& operation) {
     operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
     operation.waitValue.address = device_address(&flags_->on_device->word(rank_, peer));
     operation.waitValue.value64 = meeting_;
     operation.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
-  }
-  put_in(operations);
+  });
 }
 
 void CudaPeerLink::enter_thread() {

@@ -5,11 +5,10 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "comm/communicator.h"
-#include "comm/cuda_driver.h"
 #include "comm/descriptor_mesh.h"
+#include "comm/memory_overhead.h"
 #include "comm/peer_flags.h"
 #include "comm/peer_link.h"
 #include "kernels/cuda_device.h"
@@ -18,8 +17,9 @@ namespace zb {
 
 class CudaPeerLink final : public PeerLink {
  public:
-  // Collective. `control` must outlive all calls but the destructor.
-  CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Communicator& control, std::chrono::milliseconds timeout);
+  // Collective. `control` must outlive all calls but the destructor. `overhead` learns what allocations take.
+  CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Communicator& control, std::chrono::milliseconds timeout,
+               std::shared_ptr<MemoryOverhead> overhead);
 
   ~CudaPeerLink() override;
 
@@ -34,10 +34,11 @@ class CudaPeerLink final : public PeerLink {
   bool is_idle() noexcept override;
 
  private:
-  using Operations = std::vector<CUstreamBatchMemOpParams>;  // fewer than 256
   struct Flags;
 
-  void put_in(Operations& operations);
+  // Puts one memory operation for each peer into the lane, all together.
+  template <typename Describe>
+  void put_in_for_peers(const Describe& describe);
 
   std::shared_ptr<CudaDevice> device_;
   Communicator& control_;
@@ -46,6 +47,7 @@ class CudaPeerLink final : public PeerLink {
   int rank_;
   int world_size_;
   std::size_t granularity_bytes_;
+  std::shared_ptr<MemoryOverhead> overhead_;
   DescriptorMesh mesh_;
   std::uint64_t next_number_ = 0;
   std::unique_ptr<Flags> flags_;

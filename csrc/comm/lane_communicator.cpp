@@ -8,6 +8,7 @@
 #include "comm/arguments.h"
 #include "comm/collective_history.h"
 #include "comm/lane_buffer.h"
+#include "comm/solo_transport.h"
 #include "comm/watchdog.h"
 
 namespace zb {
@@ -70,6 +71,7 @@ class LaneCommunicator final : public Communicator {
         kind_(std::move(options.kind)),
         lane_(options.lane),
         caller_{rank, world_size, SourceRule::kRegistered},
+        overhead_(std::move(options.overhead)),
         watched_(std::make_shared<WatchedLane>()) {
     watched_->rank = rank;
     watched_->timeout = options.timeout;
@@ -89,6 +91,7 @@ class LaneCommunicator final : public Communicator {
     check();
     std::shared_ptr<std::byte> memory;
     with_control([&] { memory = watched_->transport->allocate(bytes, role, category_name(category)); });
+    if (overhead_ && role == BufferRole::kShared) memory = overhead_->lend(std::move(memory), bytes, ledger);
     return std::make_shared<LaneBuffer>(std::move(memory), bytes, watched_->device->is_async(),
                                         Allocation(ledger, Tier::kDevice, category, bytes));
   }
@@ -254,6 +257,7 @@ class LaneCommunicator final : public Communicator {
   std::string kind_;
   Lane lane_;
   Caller caller_;
+  std::shared_ptr<MemoryOverhead> overhead_;
   CollectiveHistory history_;
   std::shared_ptr<Ticket> group_;  // of the open group
   std::vector<LaneCall> calls_;    // not put in yet
@@ -271,6 +275,24 @@ std::unique_ptr<Communicator> make_lane_communicator(LaneOptions options) {
   const int rank = options.control->rank();
   const int world_size = options.control->world_size();
   return std::make_unique<LaneCommunicator>(rank, world_size, std::move(options));
+}
+
+std::unique_ptr<Communicator> make_connected_communicator(LaneOptions options,
+                                                          const std::function<void(LaneOptions&)>& connect) {
+  ZB_EXPECT(options.device != nullptr && options.control != nullptr,
+            "communicator '" + options.kind + "' needs a device and a control communicator");
+  ZB_EXPECT(options.timeout.count() > 0, "the timeout must be positive");
+  if (options.control->world_size() == 1) {
+    options.transport = std::make_unique<SoloTransport>(options.device, options.lane);
+    return make_lane_communicator(std::move(options));
+  }
+  try {
+    connect(options);
+  } catch (const std::exception& error) {
+    options.control->abort(error.what());  // or the peers would wait for this rank until their timeout
+    throw;
+  }
+  return make_lane_communicator(std::move(options));
 }
 
 }  // namespace zb

@@ -7,11 +7,13 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 
 #include "comm/communicator.h"
 #include "comm/lane_transport.h"
+#include "comm/memory_overhead.h"
 #include "comm/peer_processes.h"
 
 namespace zb {
@@ -24,8 +26,14 @@ struct LaneOptions {
   std::unique_ptr<LaneTransport> transport;
   std::unique_ptr<Communicator> control;  // names the ranks
   PeerProcesses processes;
+  std::shared_ptr<MemoryOverhead> overhead;  // of shared buffers; null where there is none
 };
 
 std::unique_ptr<Communicator> make_lane_communicator(LaneOptions options);
+
+// Collective. The same with what `connect` puts into the options: transport, processes, overhead. When it throws, the
+// peers learn of it over the control communicator. A world of one rank is not connected, and makes copies.
+std::unique_ptr<Communicator> make_connected_communicator(LaneOptions options,
+                                                          const std::function<void(LaneOptions&)>& connect);
 
 }  // namespace zb

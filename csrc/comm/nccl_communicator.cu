@@ -10,7 +10,6 @@
 #include "comm/nccl_transport.h"
 #include "comm/peer_processes.h"
 #include "comm/shm_rendezvous.h"
-#include "comm/solo_transport.h"
 
 namespace zb {
 namespace {
@@ -59,8 +58,8 @@ std::vector<Greeting> exchange_greetings(Communicator& control, const Greeting& 
   return all;
 }
 
-void connect(NcclTransport& transport, Communicator& control, const PeerProcesses& processes, const ncclUniqueId& id,
-             std::chrono::milliseconds timeout) {
+void connect_transport(NcclTransport& transport, Communicator& control, const PeerProcesses& processes,
+                       const ncclUniqueId& id, std::chrono::milliseconds timeout) {
   const Clock::time_point deadline = Clock::now() + timeout;
   transport.connect(control.rank(), control.world_size(), id, [&] {
     if (const auto cause = control.poisoned()) throw CommunicationError(*cause);
@@ -75,42 +74,27 @@ void connect(NcclTransport& transport, Communicator& control, const PeerProcesse
   });
 }
 
-LaneOptions connected(NcclOptions& options) {
+void connect(NcclBuffers buffers, LaneOptions& options) {
+  ::setenv("NCCL_NVLS_ENABLE", "0", 1);
   Communicator& control = *options.control;
-  auto transport = std::make_unique<NcclTransport>(options.device, options.lane, options.buffers);
+  auto transport = std::make_unique<NcclTransport>(options.device, options.lane, buffers);
   const auto greetings = exchange_greetings(control, own_greeting(*options.device, control.rank()));
-  PeerProcesses processes = watch_processes(control, devices_of(greetings), "NCCL setup");
-  connect(*transport, control, processes, greetings[0].id, options.timeout);
-  LaneOptions lane;
-  lane.transport = std::move(transport);
-  lane.processes = std::move(processes);
-  return lane;
+  options.processes = watch_processes(control, devices_of(greetings), "NCCL setup");
+  connect_transport(*transport, control, options.processes, greetings[0].id, options.timeout);
+  options.transport = std::move(transport);
 }
 
 }  // namespace
 
 std::unique_ptr<Communicator> make_nccl_communicator(NcclOptions options) {
-  ZB_EXPECT(options.device != nullptr && options.control != nullptr,
-            "the NCCL communicator needs a device and a control communicator");
-  ZB_EXPECT(options.timeout.count() > 0, "the timeout must be positive");
   LaneOptions lane;
-  if (options.control->world_size() == 1) {
-    lane.transport = std::make_unique<SoloTransport>(options.device, options.lane);
-  } else {
-    ::setenv("NCCL_NVLS_ENABLE", "0", 1);
-    try {
-      lane = connected(options);
-    } catch (const std::exception& error) {
-      options.control->abort(error.what());  // or the peers would wait for this rank until their timeout
-      throw;
-    }
-  }
   lane.kind = "nccl";
   lane.lane = options.lane;
   lane.timeout = options.timeout;
   lane.device = std::move(options.device);
   lane.control = std::move(options.control);
-  return make_lane_communicator(std::move(lane));
+  return make_connected_communicator(std::move(lane),
+                                     [&](LaneOptions& unconnected) { connect(options.buffers, unconnected); });
 }
 
 }  // namespace zb

@@ -15,7 +15,6 @@
 #include "comm/cuda_shared_memory.h"
 #include "comm/lane_communicator.h"
 #include "comm/peer_transport.h"
-#include "comm/solo_transport.h"
 #include "common/cuda_check.h"
 #include "common/error.h"
 
@@ -145,17 +144,16 @@ std::vector<RankDevice> meet(CudaDevice& device, Communicator& control) {
   return ranks;
 }
 
-LaneOptions connected(PeerOptions& options) {
+void connect(const std::shared_ptr<CudaDevice>& device, LaneOptions& options) {
   Communicator& control = *options.control;
-  const std::string obstacle = peer_obstacle(options.device, control, options.timeout);
+  const std::string obstacle = peer_obstacle(device, control, options.timeout);
   ZB_EXPECT(obstacle.empty(), "communicator 'peer' cannot be used: " + obstacle);
-  LaneOptions lane;
-  lane.processes = watch_processes(control, meet(*options.device, control), kLabel);
-  auto link = std::make_unique<CudaPeerLink>(options.device, options.lane, control, options.timeout);
-  lane.transport = std::make_unique<PeerTransport>(options.device, options.lane, std::move(link),
-                                                   options.lane == Lane::kReduce ? kScratchBytes : kSmallScratchBytes);
+  options.processes = watch_processes(control, meet(*device, control), kLabel);
+  options.overhead = std::make_shared<MemoryOverhead>();
+  auto link = std::make_unique<CudaPeerLink>(device, options.lane, control, options.timeout, options.overhead);
+  options.transport = std::make_unique<PeerTransport>(
+      device, options.lane, std::move(link), options.lane == Lane::kReduce ? kScratchBytes : kSmallScratchBytes);
   control.barrier(kLabel);  // all have their scratch
-  return lane;
 }
 
 }  // namespace
@@ -168,7 +166,9 @@ std::string peer_obstacle(const std::shared_ptr<CudaDevice>& device, Communicato
   if (!text.empty()) return text;
   std::unique_ptr<CudaPeerLink> link;
   std::shared_ptr<PeerMemory> memory;
-  text = obstacle_in(control, [&] { link = std::make_unique<CudaPeerLink>(device, Lane::kGather, control, timeout); });
+  text = obstacle_in(control, [&] {
+    link = std::make_unique<CudaPeerLink>(device, Lane::kGather, control, timeout, std::make_shared<MemoryOverhead>());
+  });
   if (text.empty()) {
     text = obstacle_in(control, [&] { memory = link->allocate(kTrialBytes, "a trial of peer access"); });
   }
@@ -177,26 +177,14 @@ std::string peer_obstacle(const std::shared_ptr<CudaDevice>& device, Communicato
 }
 
 std::unique_ptr<Communicator> make_peer_communicator(PeerOptions options) {
-  ZB_EXPECT(options.device != nullptr && options.control != nullptr,
-            "the peer communicator needs a device and a control communicator");
-  ZB_EXPECT(options.timeout.count() > 0, "the timeout must be positive");
+  const std::shared_ptr<CudaDevice> device = std::move(options.device);
   LaneOptions lane;
-  if (options.control->world_size() == 1) {
-    lane.transport = std::make_unique<SoloTransport>(options.device, options.lane);
-  } else {
-    try {
-      lane = connected(options);
-    } catch (const std::exception& error) {
-      options.control->abort(error.what());  // or the peers would wait for this rank until their timeout
-      throw;
-    }
-  }
   lane.kind = "peer";
   lane.lane = options.lane;
   lane.timeout = options.timeout;
-  lane.device = std::move(options.device);
+  lane.device = device;
   lane.control = std::move(options.control);
-  return make_lane_communicator(std::move(lane));
+  return make_connected_communicator(std::move(lane), [&](LaneOptions& unconnected) { connect(device, unconnected); });
 }
 
 }  // namespace zb

@@ -11,8 +11,9 @@ std::string_view tier_name(Tier tier) noexcept {
 }
 
 std::string_view category_name(Category category) noexcept {
-  constexpr std::array<std::string_view, kCategoryNum> kNames{
-      "parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "gather_slots", "gradient_slots", "staging"};
+  constexpr std::array<std::string_view, kCategoryNum> kNames{"parameters",     "gradients",  "master",
+                                                              "exp_avg",        "exp_avg_sq", "gather_slots",
+                                                              "gradient_slots", "staging",    "communicators"};
   return kNames[static_cast<std::size_t>(category)];
 }
 
@@ -84,6 +85,12 @@ Allocation& Allocation::operator=(Allocation&& other) noexcept {
 }
 
 Allocation::~Allocation() { release(); }
+
+void Allocation::resize(std::size_t bytes) {
+  if (books_ && bytes > bytes_) books_->add(tier_, category_, static_cast<std::int64_t>(bytes - bytes_));
+  if (books_ && bytes < bytes_) books_->remove(tier_, category_, static_cast<std::int64_t>(bytes_ - bytes));
+  bytes_ = bytes;
+}
 
 void Allocation::release() noexcept {
   if (books_) books_->remove(tier_, category_, static_cast<std::int64_t>(bytes_));

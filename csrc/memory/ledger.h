@@ -28,8 +28,9 @@ enum class Category : std::uint8_t {
   kGatherSlots,    // unsharded units of stage 3
   kGradientSlots,  // flat gradients of stages 2 and 3 before their reduction
   kStaging,        // whatever a transfer or an accumulation needs in between
+  kCommunicators,  // what a communicator takes beyond the buffers that were asked of it
 };
-inline constexpr std::size_t kCategoryNum = 8;
+inline constexpr std::size_t kCategoryNum = 9;
 
 std::string_view tier_name(Tier tier) noexcept;
 std::string_view category_name(Category category) noexcept;
@@ -73,6 +74,7 @@ class Allocation {
   ~Allocation();
 
   std::size_t bytes() const noexcept { return bytes_; }
+  void resize(std::size_t bytes);
 
  private:
   void release() noexcept;

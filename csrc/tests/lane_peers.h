@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/memory_overhead.h"
 #include "comm/peer_flags.h"
 #include "comm/peer_link.h"
 #include "comm/peer_transport.h"
@@ -52,14 +53,18 @@ class PeerWorld {
 
 class LanePeerLink final : public PeerLink {
  public:
+  // What allocations are said to take, as CUDA makes them.
+  static constexpr std::size_t kGranularityBytes = std::size_t{2} << 20U;
+
   LanePeerLink(std::shared_ptr<LaneDevice> device, std::shared_ptr<PeerWorld> world, int rank, int world_size,
-               Lane lane)
+               Lane lane, std::shared_ptr<MemoryOverhead> overhead)
       : device_(std::move(device)),
         world_(std::move(world)),
         flags_(world_->flags(rank)),
         rank_(rank),
         world_size_(world_size),
-        lane_(lane) {}
+        lane_(lane),
+        overhead_(std::move(overhead)) {}
 
   int rank() const noexcept override { return rank_; }
   int world_size() const noexcept override { return world_size_; }
@@ -73,7 +78,8 @@ class LanePeerLink final : public PeerLink {
              std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part != nullptr; });
     });
     if (world_->is_released(rank_)) throw CommunicationError("the ranks were aborted while they allocated", -1);
-    return std::make_shared<Memory>(std::move(mine), parts);
+    const std::size_t taken_bytes = (bytes + kGranularityBytes - 1) / kGranularityBytes * kGranularityBytes;
+    return std::make_shared<Memory>(std::move(mine), parts, taken_bytes, overhead_);
   }
 
   void copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) override {
@@ -103,14 +109,19 @@ class LanePeerLink final : public PeerLink {
  private:
   class Memory final : public PeerMemory {
    public:
-    Memory(std::shared_ptr<std::byte> mine, const std::vector<std::shared_ptr<std::byte>>& parts)
-        : mine_(std::move(mine)), parts_(parts) {
+    Memory(std::shared_ptr<std::byte> mine, const std::vector<std::shared_ptr<std::byte>>& parts, std::size_t bytes,
+           std::shared_ptr<MemoryOverhead> overhead)
+        : mine_(std::move(mine)), parts_(parts), bytes_(bytes), overhead_(std::move(overhead)) {
       for (const auto& part : parts_) views_.push_back(part.get());
+      overhead_->take(bytes_);
     }
+    ~Memory() override { overhead_->give_back(bytes_); }
 
    private:
     std::shared_ptr<std::byte> mine_;
     std::vector<std::shared_ptr<std::byte>> parts_;
+    std::size_t bytes_;
+    std::shared_ptr<MemoryOverhead> overhead_;
   };
 
   std::shared_ptr<LaneDevice> device_;
@@ -119,6 +130,7 @@ class LanePeerLink final : public PeerLink {
   int rank_;
   int world_size_;
   Lane lane_;
+  std::shared_ptr<MemoryOverhead> overhead_;
   std::uint64_t next_number_ = 0;
   std::uint64_t meeting_ = 0;
 };

@@ -391,8 +391,9 @@ class LaneWorld {
         // So small that most reductions take it several times.
         constexpr std::size_t kScratchBytes = 2048;
         const auto& peers = lane == Lane::kGather ? gather_peers_ : reduce_peers_;
-        options.transport = std::make_unique<WatchedPeerTransport>(
-            device, lane, std::make_unique<LanePeerLink>(device, peers, rank, rank_num_, lane), kScratchBytes);
+        options.overhead = std::make_shared<MemoryOverhead>();
+        auto link = std::make_unique<LanePeerLink>(device, peers, rank, rank_num_, lane, options.overhead);
+        options.transport = std::make_unique<WatchedPeerTransport>(device, lane, std::move(link), kScratchBytes);
       } else {
         options.transport = std::make_unique<MeetingTransport>(device, point, rank, rank_num_, lane);
       }

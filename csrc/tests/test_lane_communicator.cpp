@@ -240,6 +240,32 @@ TEST(Lanes, WaitHoldsBackTheReadersLaneAndNotTheCaller) {
   });
 }
 
+TEST(LaneConnection, ALoneRankIsNotConnected) {
+  LaneOptions options = options_of(make_cpu_device(), nullptr, make_solo_communicator());
+  const auto comm = make_connected_communicator(std::move(options), [](LaneOptions&) { ADD_FAILURE(); });
+  const Region source = region(*comm, 4);
+  const Region destination = region(*comm, 4);
+  floats(source)[0] = 3.0F;
+  comm->start_all_gather({source, destination, 4, "unit"})->wait();
+  EXPECT_EQ(floats(destination)[0], 3.0F);
+}
+
+TEST(LaneConnection, ARankThatCannotConnectTellsItsPeers) {
+  run_ranks(2, [](int rank, std::unique_ptr<Communicator> control) {
+    const auto connect = [rank](LaneOptions& unconnected) {
+      if (rank == 1) throw ArgumentError("no way there");
+      unconnected.control->barrier("connected");
+    };
+    LaneOptions options = options_of(make_cpu_device(), nullptr, std::move(control));
+    if (rank == 1) {
+      EXPECT_THROW(make_connected_communicator(std::move(options), connect), ArgumentError);
+      return;
+    }
+    const std::string text = communication_error([&] { make_connected_communicator(std::move(options), connect); });
+    EXPECT_TRUE(contains(text, "no way there")) << text;
+  });
+}
+
 TEST(LaneMismatch, TheNextExchangeNamesTheFirstOperationThatDiffers) {
   std::vector<std::string> texts(3);
   run_ranks(3, [&](int rank, std::unique_ptr<Communicator> control) {

@@ -58,6 +58,24 @@ TEST(Ledger, AllocationsCountWhileTheyLive) {
   EXPECT_EQ(ledger.entry(Tier::kDevice, Category::kStaging).peak_bytes, 15);
 }
 
+TEST(Ledger, AllocationsMayGrowAndShrink) {
+  Ledger ledger;
+  const auto entry = [&] { return ledger.entry(Tier::kDevice, Category::kCommunicators); };
+  {
+    Allocation held(&ledger, Tier::kDevice, Category::kCommunicators, 10);
+    held.resize(25);
+    EXPECT_EQ(entry().current_bytes, 25);
+    held.resize(4);
+    EXPECT_EQ(held.bytes(), 4U);
+    EXPECT_EQ(entry().current_bytes, 4);
+    EXPECT_EQ(entry().peak_bytes, 25);
+    Allocation uncounted;
+    uncounted.resize(7);
+    EXPECT_EQ(uncounted.bytes(), 7U);
+  }
+  EXPECT_EQ(entry().current_bytes, 0);
+}
+
 TEST(Ledger, OnlyDeviceBytesJoinTheProcessUsage) {
   Ledger ledger;
   process_usage().reset_peak();

@@ -235,6 +235,33 @@ TEST(PeerTransport, SmallBuffersShareAnAllocation) {
   });
 }
 
+// Two MiB a block of small buffers, and large ones rounded up to that.
+TEST(PeerTransport, WhatAllocationsTakeIsInTheLedger) {
+  constexpr std::int64_t kUnit = test::LanePeerLink::kGranularityBytes;
+  run_pulled(2, 0, [&](Rank& at) {
+    Ledger ledger;
+    const auto allocate = [&](std::size_t bytes, BufferRole role) {
+      return at.comm->allocate(bytes, role, &ledger, Category::kParameters);
+    };
+    const auto taken = [&] { return ledger.total(Tier::kDevice).current_bytes; };
+    auto small = allocate(1000, BufferRole::kShared);
+    EXPECT_EQ(taken(), kUnit);
+    auto second = allocate(std::size_t{1} << 20U, BufferRole::kShared);
+    EXPECT_EQ(taken(), kUnit);
+    auto own = allocate(1000, BufferRole::kPrivate);
+    EXPECT_EQ(taken(), kUnit + 1000);
+    auto large = allocate((std::size_t{5} << 20U) + 4, BufferRole::kShared);
+    EXPECT_EQ(taken(), 4 * kUnit + 1000);
+    EXPECT_EQ(ledger.entry(Tier::kDevice, Category::kParameters).current_bytes, 2000 + (6 << 20) + 4);
+    large.reset();
+    own.reset();
+    small.reset();
+    EXPECT_EQ(taken(), kUnit);
+    EXPECT_EQ(ledger.total(Tier::kDevice).peak_bytes, 4 * kUnit + 1000);
+    EXPECT_LT(ledger.entry(Tier::kDevice, Category::kCommunicators).peak_bytes, 2 * kUnit);
+  });
+}
+
 TEST(PeerFlags, AReleasePassesEveryMeetingUntilAPeerOverwritesIt) {
   std::vector<std::vector<std::uint64_t>> rows(2, std::vector<std::uint64_t>(PeerFlags::row_bytes(2) / 8));
   const std::vector<std::byte*> addresses{reinterpret_cast<std::byte*>(rows[0].data()),

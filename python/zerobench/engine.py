@@ -360,10 +360,12 @@ class Engine:
     def memory_bytes(self, *, peak: bool = True) -> dict[str, dict[str, int]]:
         """The ledger: {tier: {category: bytes}} of this rank, each category's peak or (``peak=False``) now.
 
-        On CUDA "communicators" is what the device held more after connecting than before, by the driver's count."""
+        On CUDA "communicators" has in it what the device held more after connecting than before, by the driver's
+        count."""
         tiers = self._core.ledger.bytes(peak=peak)
         if self._communicator_bytes:
-            tiers.setdefault("device", {})["communicators"] = self._communicator_bytes
+            device = tiers.setdefault("device", {})
+            device["communicators"] = device.get("communicators", 0) + self._communicator_bytes
         return tiers
 
     def communication_bytes(self) -> int:
