@@ -19,5 +19,9 @@ for setting in "hf:gpt2 32 128" "hf:gpt2 16 1024" "llama-1.3b 4 2048"; do
   python3 -m zerobench compare --model "$model" --batch-size "$batch_size" --seq-length "$seq_length" --precision bf16 \
     --strategies "$strategies" --output-dir "$out/${model//:/_}_${batch_size}x$seq_length"
 done
-((gpus < 2)) || python3 -m zerobench bench comm --device cuda --output "$out/comm.md"
+if ((gpus >= 2)); then
+  for communicator in nccl peer; do
+    python3 -m zerobench bench comm --device cuda --communicator "$communicator" --output "$out/comm_$communicator.md"
+  done
+fi
 python3 -m zerobench bench adam --device cuda --output "$out/adam.md"

@@ -102,6 +102,8 @@ def test_a_write_up_holds_the_command_and_the_table(command) -> None:
         (["comm", "--repeats", "0"], "--repeats 0"),
         (["comm", "--device", "tpu"], "'tpu'"),
         (["comm", "--device", "cpu", "--symmetric"], "--symmetric"),
+        (["comm", "--device", "cpu", "--communicator", "peer"], "--communicator"),
+        (["comm", "--device", "cpu", "--communicator", "nccl"], "--communicator"),
         (["adam", "--device", "cpu", "--threads", "0"], "--threads 0"),
         (["adam", "--device", "cpu", "--threads", "100000"], "--threads 100000"),
         (["adam", "--device", "tpu"], "'tpu'"),

@@ -31,6 +31,9 @@ def test_comm_measures_ours_beside_torch_and_the_link(tmp_path, switches: list[s
     assert content["settings"]["symmetric"] == ("--symmetric" in switches)
     assert content["settings"]["communicator"] == ("peer" if "peer" in switches else "nccl")
     rows = content["rows"]
+    assert {row["communicator"] for row in rows} == {
+        "peer" if "peer" in switches else "nccl, symmetric" if switches else "nccl"
+    }
     # 64 KiB, 256 KiB and 1 MiB of each.
     assert [row["collective"] for row in rows] == [
         name for name in ("all_gather", "reduce_scatter", "all_reduce") for _ in range(3)

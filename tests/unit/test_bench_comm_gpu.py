@@ -44,8 +44,10 @@ def test_every_shard_is_aligned() -> None:
         ({"world_sizes": [1]}, "--world-size 1"),
         ({"max_bytes": 1 << 31}, "--max-bytes"),
         ({"collectives": ["all_to_all"]}, "all_to_all"),
+        ({"communicator": "shm"}, "--communicator 'shm' is unknown: choose from nccl, peer"),
+        ({"communicator": "peer", "symmetric": True}, "--symmetric is about NCCL's windows"),
     ],
-    ids=["too many ranks", "one rank", "too large", "unknown"],
+    ids=["too many ranks", "one rank", "too large", "unknown", "of CPUs", "two kinds"],
 )
 def test_what_cannot_be_measured_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -71,8 +73,11 @@ def test_a_sample_is_the_slowest_ranks_and_bandwidths_follow() -> None:
     assert row["busbw_of_link"] == pytest.approx(0.2)
     assert row["ratio_to_torch"]["value"] == pytest.approx(1.0)
     assert row["wrong"] == 7 and row["wrong_torch"] == 0
-    cells = comm_table([row], 2, "nccl").sections[0][0]
-    assert cells[0] == "all_gather" and cells[-1] == "7"
+    table = comm_table([row], 2, options(communicator="peer").side)
+    assert table.title == "2 GPUs, bfloat16, peer"
+    cells = dict(zip(table.columns, table.sections[0][0], strict=True))
+    assert cells["collective"] == "all_gather" and cells["size"] == "76.29 MiB" and cells["wrong"] == "7"
+    assert cells["of link"] == "0.20" and cells["torch us"] == "2000.0"
 
 
 def test_a_rank_that_did_not_answer_is_an_error() -> None:

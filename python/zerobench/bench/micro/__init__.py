@@ -77,8 +77,9 @@ def comm(
         int | None, typer.Option(help="Largest buffer. Default: 64 MiB on CPU, 1 GiB on GPUs.")
     ] = None,
     communicator: Annotated[
-        str, typer.Option(help="zerobench's on GPUs: nccl, or peer (copy engines).")
-    ] = "nccl",
+        str | None,
+        typer.Option(help="zerobench's on GPUs: nccl, or peer (copy engines; up to 8 GPUs). Default: nccl."),
+    ] = None,
     symmetric: Annotated[
         bool,
         typer.Option("--symmetric", help="On GPUs: zerobench's buffers lie in NCCL's symmetric windows."),
@@ -87,23 +88,17 @@ def comm(
     timeout: Annotated[float, typer.Option(help="Seconds after which a stuck rank is an error.")] = 60.0,
     output: Output = None,
 ) -> None:
-    """Collectives of zerobench's communicators: shared memory beside gloo and memcpy, those of GPUs beside
-    torch's NCCL and the link.
+    """Collectives of zerobench's communicators: shared memory beside gloo and memcpy, those of GPUs (NCCL, or copy
+    engines with --communicator peer) beside torch's NCCL and the link.
 
     Exit code: 0, or 1 when a result was wrong or a rank failed.
     """
     from zerobench.bench.micro.comm import CommOptions, run_comm
-    from zerobench.bench.micro.comm_gpu import COMMUNICATORS, MAX_BYTES, CommGpuOptions, run_comm_gpu
+    from zerobench.bench.micro.comm_gpu import MAX_BYTES, CommGpuOptions, run_comm_gpu
 
     gpus = gpus_for(device, at_least=2)
-    if communicator not in COMMUNICATORS:
-        raise ConfigError(f"unknown --communicator {communicator!r}: use one of {', '.join(COMMUNICATORS)}")
-    if (symmetric or communicator != "nccl") and not gpus:
+    if (symmetric or communicator is not None) and not gpus:
         raise ConfigError("--symmetric and --communicator are about GPUs: give them with --device cuda")
-    if symmetric and communicator != "nccl":
-        raise ConfigError(
-            "--symmetric is about NCCL's windows: leave out one of --symmetric and --communicator"
-        )
     sizes = whole_numbers("--world-size", world_size or (f"{len(gpus)}" if gpus else "2,4"))
     given: dict[str, Any] = {
         "world_sizes": sizes,
@@ -114,7 +109,7 @@ def comm(
         "timeout_s": timeout,
     }
     options = (
-        CommGpuOptions(**given, gpus=gpus, communicator=communicator, symmetric=symmetric)
+        CommGpuOptions(**given, gpus=gpus, communicator=communicator or "nccl", symmetric=symmetric)
         if gpus
         else CommOptions(**given)
     )

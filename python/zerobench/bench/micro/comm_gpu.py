@@ -59,6 +59,14 @@ class CommGpuOptions(CommOptions):
 
     def check(self) -> None:
         self.check_values()
+        if self.communicator not in COMMUNICATORS:
+            raise ConfigError(
+                f"--communicator {self.communicator!r} is unknown: choose from {', '.join(COMMUNICATORS)}"
+            )
+        if self.symmetric and self.communicator != "nccl":
+            raise ConfigError(
+                "--symmetric is about NCCL's windows: leave out one of --symmetric and --communicator"
+            )
         for world_size in self.world_sizes:
             if world_size > len(self.gpus):
                 raise ConfigError(
@@ -71,6 +79,11 @@ class CommGpuOptions(CommOptions):
                 f"--max-bytes {self.max_bytes} needs about {size_text(self.max_bytes * _RANK_MEMORY_FACTOR)} on a GPU, "
                 f"and {smallest.name} has {size_text(smallest.total_bytes)}: give a smaller size"
             )
+
+    @property
+    def side(self) -> str:
+        """What zerobench's times are of, as tables name it."""
+        return f"{self.communicator}, symmetric" if self.symmetric else self.communicator
 
     def cases(self, world_size: int) -> list[tuple[str, int]]:
         """(collective, size in bytes). Sizes are rounded up so that every shard is aligned."""
@@ -92,7 +105,7 @@ def run_comm_gpu(options: CommGpuOptions, *, output: OutputFile, console: Consol
         for world_size in options.world_sizes:
             found = measure_world(options, world_size, link, scratch, notes)
             rows += found
-            tables.append(comm_table(found, world_size, options.communicator))
+            tables.append(comm_table(found, world_size, options.side))
             console.print(tables[-1])
     console.print(f"# {NOTES}", highlight=False, soft_wrap=True)
     settings = {
@@ -142,7 +155,7 @@ def measure_world(
             else:
                 bar.update(task, advance=1, description=f"{world_size} GPUs: {message['doing']}")
     return [
-        comm_row(collective, size, world_size, link, answer)
+        {"communicator": options.side} | comm_row(collective, size, world_size, link, answer)
         for (collective, size), answer in zip(cases, answers, strict=True)
     ]
 
@@ -181,9 +194,9 @@ def comm_row(
     }
 
 
-def comm_table(rows: Iterable[dict[str, Any]], world_size: int, communicator: str) -> TextTable:
+def comm_table(rows: Iterable[dict[str, Any]], world_size: int, side: str) -> TextTable:
     table = TextTable(
-        title=f"{world_size} GPUs, {TIMED_DTYPE}, {communicator}",
+        title=f"{world_size} GPUs, {TIMED_DTYPE}, {side}",
         columns=(
             "collective", "size", "time us", "algbw GB/s", "busbw GB/s", "of link", "torch us", "vs torch", "wrong"
         ),

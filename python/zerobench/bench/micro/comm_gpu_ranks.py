@@ -57,13 +57,13 @@ class Side:
 
 
 class OurSide(Side):
-    """zerobench's communicator."""
+    """zerobench's communicator, over buffers as the engine's: peers read sources alone."""
 
     def __init__(self, case: GpuCase, comm: Any) -> None:
         self._case, self._comm = case, comm
         self._source = comm.allocate(case.source_bytes, shared=True)
         in_place = case.collective == "all_reduce"
-        self._destination = self._source if in_place else comm.allocate(case.destination_bytes, shared=True)
+        self._destination = self._source if in_place else comm.allocate(case.destination_bytes, shared=False)
         self.source, self.destination = (
             buffer.tensor("bfloat16").view(torch.uint8) for buffer in (self._source, self._destination)
         )
@@ -143,7 +143,7 @@ def connect(place: RankPlace, options: CommGpuOptions) -> Any:
         "control": core.release_communicator(control),
         "timeout_s": options.timeout_s,
     }
-    if options.communicator == "peer":
+    if options.communicator == "peer":  # the lane with the large scratch
         return core.adopt_communicator(cuda.make_peer_communicator(lane="reduce", **given))
     return core.adopt_communicator(
         cuda.make_nccl_communicator(lane="gather", symmetric=options.symmetric, **given)
