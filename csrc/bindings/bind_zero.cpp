@@ -243,11 +243,10 @@ void bind_engine_reading(py::class_<BoundEngine>& engine) {
   engine
       .def("full_state", &BoundEngine::full_state, py::arg("kind"), Release(),
            "Full values by parameter name, fp32. Collective.")
-      .def(
-          "load_full_state", &BoundEngine::load_full_state, py::arg("states"), py::kw_only(), py::arg("step"),
-          py::arg("loss_scale"), Release(),
-          "Rank 0's full values by kind and parameter name, and its step and loss_scale_state (None: it stays), become "
-          "everybody's. Collective.")
+      .def("load_full_state", &BoundEngine::load_full_state, py::arg("states"), py::kw_only(), py::arg("step"),
+           py::arg("loss_scale"), Release(),
+           "Rank 0's full values by kind and parameter name, and its loss_scale_state (None: it stays), for all. "
+           "Collective.")
       .def(
           "gather", [](BoundEngine& e, const std::vector<std::size_t>& units) { e.get().gather(units); },
           py::arg("units"), Release())

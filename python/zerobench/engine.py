@@ -324,7 +324,7 @@ class Engine:
         ``loss_scale_state`` gave it: rank 0's becomes everybody's. Collective, between steps.
 
         Also what takes an engine further that an error behind ``optimizer_in_backward`` left torn: from here on it is
-        as a new engine with this state. Learning rates stay as they are, and so does the loss scale where none is given.
+        as a new engine with this state. Learning rates stay as they are, and so does a loss scale that is not given.
 
         Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks and
         for a loss scale that this precision has no use for.
