@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from plan_samples import ON_GPUS, SMALL, configuration, names
 
 from zerobench import strategies
-from zerobench.bench import fit
-from zerobench.bench.defaults import choose_device, defaults_on
-from zerobench.bench.given import given_ranks, slurm_first_host
-from zerobench.bench.gpus import Gpu, VisibleGpus
 from zerobench.bench.names import rerun_command, stage_of
 from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import Configuration, make_plan
+from zerobench.bench.plan import make_plan
 from zerobench.errors import ConfigError, DataError, Error
-
-SMALL = {"data": "synthetic", "strategies": ("zero0", "ddp"), "seq_lengths": (64,)}
-
-
-def names(**options) -> list[str]:
-    return [c.name for c in make_plan(CompareOptions(**{**SMALL, **options})).configurations]
 
 
 def test_names_tell_what_a_row_is() -> None:
@@ -163,55 +153,6 @@ def test_more_ranks_than_cores_is_a_warning() -> None:
     assert "4096 ranks share" in plan.warnings[0]
 
 
-def configuration(**options) -> Configuration:
-    return make_plan(CompareOptions(**{**SMALL, **options})).configurations[0]
-
-
-def test_rows_share_a_reference_when_they_train_the_same_global_batches() -> None:
-    row = configuration(world_sizes=(4,))
-    same = [
-        configuration(world_sizes=(4,), strategies=("ddp",)),
-        configuration(world_sizes=(2,), grad_accums=(2,)),
-        configuration(world_sizes=(4,), checkpointing=True),
-        configuration(world_sizes=(4,), num_steps=7),
-    ]
-    other = [
-        configuration(world_sizes=(2,)),
-        configuration(world_sizes=(4,), precisions=("bf16",)),
-        configuration(world_sizes=(4,), batch_sizes=(2,)),
-        configuration(world_sizes=(4,), clips=(1.0,)),
-        configuration(world_sizes=(4,), seed=1),
-        configuration(world_sizes=(4,), learning_rate=0.1),
-        configuration(world_sizes=(4,), num_layers=(2,)),
-    ]
-    assert {one.reference_group() for one in same} == {row.reference_group()}
-    assert row.reference_group() not in {one.reference_group() for one in other}
-
-
-def test_stages_share_a_checksum_where_the_design_promises_it() -> None:
-    stage0, stage3, ddp = make_plan(
-        CompareOptions(**{**SMALL, "strategies": ("zero0", "zero3", "ddp")})
-    ).configurations
-    assert stage0.checksum_group() == stage3.checksum_group() is not None
-    assert ddp.checksum_group() is None
-    assert configuration(grad_accums=(2,)).checksum_group() is None
-    # Never across world sizes: the order of a reduction differs.
-    assert configuration(world_sizes=(4,)).checksum_group() != stage0.checksum_group()
-
-
-def test_a_file_that_changes_arithmetic_shares_no_checksum(tmp_path) -> None:
-    def group(**keys) -> str | None:
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps({"stage": 2, "precision": "bf16", **keys}))
-        (row,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)})).configurations
-        return row.checksum_group()
-
-    assert group() == configuration(strategies=("zero3",), precisions=("bf16",)).checksum_group()
-    assert group(prefetch_bytes=0) == group(reduce_dtype="bfloat16") == group()
-    for keys in ({"reduce_dtype": "float32"}, {"units": ["Block"]}, {"cast_forward_inputs": False}):
-        assert group(**keys) not in (None, group())
-
-
 def test_communicators_are_an_axis_of_our_rows() -> None:
     options = {**SMALL, "strategies": ("zero2", "ddp"), "communicators": ("auto", "c10d")}
     configurations = make_plan(CompareOptions(**options)).configurations
@@ -259,165 +200,6 @@ def test_the_rerun_command_gives_the_same_row(tmp_path) -> None:
     assert words[first + 1 : first + 3] == [str(tmp_path), f"{tmp_path}/.."]
 
 
-def write_config(tmp_path, **keys):
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(keys))
-    return path
-
-
-def test_a_configuration_file_is_a_row(tmp_path) -> None:
-    path = write_config(
-        tmp_path, stage=3, precision="bf16", gradient_accumulation_steps=2, gradient_clipping=0.5,
-        optimizer={"lr": 0.002, "betas": [0.8, 0.9]},
-    )  # fmt: skip
-    (row,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)})).configurations
-    assert (row.strategy, row.stage, row.settings.precision) == ("zero3", 3, "bf16")
-    assert (row.settings.grad_accum, row.settings.clip) == (2, 0.5)
-    # The reference must train with what the file sets, and with the comparison's values elsewhere.
-    assert row.settings.optimizer == {
-        "lr": 0.002,
-        "beta1": 0.8,
-        "beta2": 0.9,
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-    }
-    assert row.options["stage"] == 3 and "units" not in row.options
-    assert row.name == "zs3_bf16_ranks2_bs4_sl64_ga2_clip0.5_mine"
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"stge": 3}, "'stage'"),
-        ({"rank": 0}, "leave it out"),
-        ({"optimizer": {"type": "adam"}}, "adamw"),
-        ({"stage": 4}, "stage"),
-    ],
-)
-def test_a_wrong_configuration_file_is_named(tmp_path, keys, said) -> None:
-    path = write_config(tmp_path, **keys)
-    with pytest.raises(ConfigError) as caught:
-        make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
-    assert str(path) in str(caught.value) and said in str(caught.value)
-
-
-def test_what_cannot_fit_is_found_before_it_starts() -> None:
-    row = configuration(models=("gpt2-xl",), strategies=("ddp",))
-    count = row.settings.parameter_count or 0
-    assert fit.least_rank_bytes(row) == fit.Need(device=16 * count)
-    sharded = configuration(models=("gpt2-xl",), strategies=("zero3",))
-    assert fit.least_rank_bytes(sharded).device == pytest.approx(8 * count, rel=1e-6)
-    reason = fit.why_too_large(row, rank_memory_bytes=1 << 30)
-    assert reason is not None and "--rank-memory-gib" in reason.reason
-    assert fit.why_too_large(configuration(), rank_memory_bytes=1 << 30) is None
-
-
-def test_a_model_too_large_for_the_reference_is_verified_with_fewer_layers() -> None:
-    row = configuration(models=("gpt2",))
-    found = fit.verification_model(row.model, rank_memory_bytes=3 << 30)
-    assert 1 <= found["num_layers"] < 12
-    assert {**found, "num_layers": 12} == row.model
-    assert fit.verification_model(configuration().model, rank_memory_bytes=3 << 30) == configuration().model
-    assert fit.verification_model(row.model, rank_memory_bytes=None, layers=5)["num_layers"] == 5
-    assert fit.verification_model(row.model, rank_memory_bytes=None, layers=50)["num_layers"] == 12
-
-
-GPUS = tuple(
-    Gpu(index=index, name="NVIDIA H200", uuid=str(index), total_bytes=140 << 30, compute_capability=(9, 0))
-    for index in range(4)
-)
-ON_GPUS = {"device": "cuda", "gpus": GPUS, "world_sizes": (4,), "precisions": ("bf16",)}
-
-
-def test_defaults_follow_the_device() -> None:
-    cpu = defaults_on("cpu", gpu_num=0, cpu_num=8)
-    assert (cpu.model, cpu.precision, cpu.world_size) == ("tiny", "fp32", 2)
-    assert cpu.strategies[0] == "single"
-    assert defaults_on("cpu", gpu_num=0, cpu_num=1).world_size == 1
-    gpus = defaults_on("cuda", gpu_num=8, cpu_num=2, installed=lambda package: False)
-    assert (gpus.model, gpus.precision, gpus.world_size) == ("gpt2", "bf16", 8)
-    assert gpus.strategies == (
-        "compute_only", "zero0", "zero1", "zero2", "zero3", "ddp", "ddp_master", "fsdp2",
-    )  # fmt: skip
-
-
-def test_installed_peers_join_the_defaults() -> None:
-    asked = []
-    found = defaults_on("cuda", gpu_num=1, cpu_num=1, installed=lambda package: asked.append(package) or True)
-    assert asked == ["deepspeed", "megatron_fsdp"]
-    assert found.strategies[7] == "fsdp2"
-    assert found.strategies[8:] and all(stage_of(name) is not None for name in found.strategies[8:])
-
-
-def test_the_device_is_chosen_by_what_torch_sees() -> None:
-    none, four = VisibleGpus(reason="no driver"), VisibleGpus(gpus=GPUS)
-    assert [choose_device(asked, four) for asked in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
-    assert [choose_device(asked, none) for asked in ("auto", "cpu")] == ["cpu", "cpu"]
-    with pytest.raises(ConfigError, match="no driver"):
-        choose_device("cuda", none)
-    with pytest.raises(ConfigError, match="auto, cpu, cuda"):
-        choose_device("gpu", four)
-
-
-def test_rows_on_gpus_say_so() -> None:
-    strategies = ("single", "compute_only", "zero1", "fsdp2")
-    found = names(**ON_GPUS, strategies=strategies, compiles=("none", "block"))
-    assert found == [
-        "single_bf16_gpus1_bs4_sl64",
-        "compute_only_bf16_gpus1_bs4_sl64",
-        "zs1_bf16_gpus4_bs4_sl64",
-        "fsdp2_bf16_gpus4_bs4_sl64",
-        "single_bf16_gpus1_bs4_sl64_compile-block",
-        "compute_only_bf16_gpus1_bs4_sl64_compile-block",
-        "zs1_bf16_gpus4_bs4_sl64_compile-block",
-        "fsdp2_bf16_gpus4_bs4_sl64_compile-block",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"world_sizes": (2, 8)}, "torch sees 4"),
-        ({"tf32": True}, "--precision fp32"),
-        ({"rank_memory_gib": 1.0}, "--rank-memory-gib"),
-    ],
-)
-def test_what_gpus_cannot_do_is_refused(options, said) -> None:
-    with pytest.raises(ConfigError, match=said):
-        make_plan(CompareOptions(**{**SMALL, **ON_GPUS, **options}))
-
-
-def test_settings_of_gpu_rows_are_resolved() -> None:
-    (row,) = make_plan(
-        CompareOptions(**{**SMALL, **ON_GPUS, "strategies": ("zero1",), "dropout": 0.1})
-    ).configurations
-    settings = row.settings
-    assert (settings.device, settings.compile, settings.attention) == ("cuda", "none", "sdpa")
-    assert settings.dropout == row.model["dropout"] == 0.1
-    assert settings.tf32 is None  # no question in bf16
-    assert fit.verification_model(row.model, rank_memory_bytes=None, gpus=GPUS)["dropout"] == 0.0
-    fp32 = configuration(**{**ON_GPUS, "precisions": ("fp32",), "tf32": True})
-    assert fp32.settings.tf32 is True
-    assert fp32.reference_group() != configuration(**{**ON_GPUS, "precisions": ("fp32",)}).reference_group()
-
-
-def test_compiled_rows_share_a_reference_and_bits_with_their_own_kind() -> None:
-    eager, block, whole = (configuration(**ON_GPUS, compiles=(mode,)) for mode in ("none", "block", "whole"))
-    assert eager.reference_group() == block.reference_group() == whole.reference_group()
-    groups = {row.checksum_group() for row in (eager, block, whole)}
-    assert len(groups) == 3 and None not in groups
-
-
-def test_what_cannot_fit_a_gpu_is_found_before_it_starts() -> None:
-    small = [gpu.model_copy(update={"total_bytes": 8 << 30}) for gpu in GPUS]
-    row = configuration(**ON_GPUS, models=("gpt2-xl",), strategies=("ddp",))
-    reason = fit.why_too_large(row, rank_memory_bytes=None, gpus=small)
-    assert reason is not None and "GPU 0 has 8.00" in reason.reason
-    assert fit.why_too_large(row, rank_memory_bytes=None, gpus=GPUS) is None
-    found = fit.verification_model(row.model, rank_memory_bytes=None, gpus=small)
-    assert 1 <= found["num_layers"] < 48
-
-
 @pytest.mark.parametrize("strategy", strategies.available())
 def test_stages_by_name_are_those_of_the_classes(strategy) -> None:
     assert stage_of(strategy) == strategies.get(strategy).stage
@@ -425,25 +207,3 @@ def test_stages_by_name_are_those_of_the_classes(strategy) -> None:
 
 def test_a_strategy_of_ones_own_has_no_known_stage() -> None:
     assert stage_of("zero3.mine:Strategy") is None
-
-
-TORCHRUN = {
-    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1",
-}  # fmt: skip
-SRUN = {
-    "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
-    "SLURM_JOB_ID": "70001", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "a,b",
-}  # fmt: skip
-
-
-def test_ranks_of_torchrun_and_srun_are_found() -> None:
-    for environment in (TORCHRUN, SRUN):
-        given = given_ranks(environment)
-        assert given is not None
-        assert (given.rank, given.world_size, given.local_rank, given.local_world_size) == (3, 4, 1, 2)
-    assert given_ranks({}) is None
-    # A batch script has a process id and one process.
-    assert given_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
-    with pytest.raises(ConfigError, match="MASTER_PORT"):
-        given_ranks({key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"})
-    assert slurm_first_host("one,two") == "one"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_plan import GPUS, ON_GPUS, SMALL, configuration
+from plan_samples import GPUS, ON_GPUS, SMALL, configuration
 
 from zerobench.bench import fit
 from zerobench.bench.options import CompareOptions

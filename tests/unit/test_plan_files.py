@@ -1,0 +1,54 @@
+"""Configuration files as rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from plan_samples import SMALL
+
+from zerobench.bench.options import CompareOptions
+from zerobench.bench.plan import make_plan
+from zerobench.errors import ConfigError
+
+
+def write_config(tmp_path, **keys):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(keys))
+    return path
+
+
+def test_a_configuration_file_is_a_row(tmp_path) -> None:
+    path = write_config(
+        tmp_path, stage=3, precision="bf16", gradient_accumulation_steps=2, gradient_clipping=0.5,
+        optimizer={"lr": 0.002, "betas": [0.8, 0.9]},
+    )  # fmt: skip
+    (row,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)})).configurations
+    assert (row.strategy, row.stage, row.settings.precision) == ("zero3", 3, "bf16")
+    assert (row.settings.grad_accum, row.settings.clip) == (2, 0.5)
+    # The reference must train with what the file sets, and with the comparison's values elsewhere.
+    assert row.settings.optimizer == {
+        "lr": 0.002,
+        "beta1": 0.8,
+        "beta2": 0.9,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+    }
+    assert row.options["stage"] == 3 and "units" not in row.options
+    assert row.name == "zs3_bf16_ranks2_bs4_sl64_ga2_clip0.5_mine"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"stge": 3}, "'stage'"),
+        ({"rank": 0}, "leave it out"),
+        ({"optimizer": {"type": "adam"}}, "adamw"),
+        ({"stage": 4}, "stage"),
+    ],
+)
+def test_a_wrong_configuration_file_is_named(tmp_path, keys, said) -> None:
+    path = write_config(tmp_path, **keys)
+    with pytest.raises(ConfigError) as caught:
+        make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
+    assert str(path) in str(caught.value) and said in str(caught.value)

@@ -1,0 +1,85 @@
+"""Plans on GPUs, and what a device decides by default."""
+
+from __future__ import annotations
+
+import pytest
+from plan_samples import GPUS, ON_GPUS, SMALL, configuration, names
+
+from zerobench.bench import fit
+from zerobench.bench.defaults import choose_device, defaults_on
+from zerobench.bench.gpus import VisibleGpus
+from zerobench.bench.options import CompareOptions
+from zerobench.bench.plan import make_plan
+from zerobench.errors import ConfigError
+
+
+def test_defaults_follow_the_device() -> None:
+    cpu = defaults_on("cpu", gpu_num=0, cpu_num=8)
+    assert (cpu.model, cpu.precision, cpu.world_size) == ("tiny", "fp32", 2)
+    assert cpu.strategies[0] == "single"
+    assert defaults_on("cpu", gpu_num=0, cpu_num=1).world_size == 1
+    gpus = defaults_on("cuda", gpu_num=8, cpu_num=2, installed=lambda package: False)
+    assert (gpus.model, gpus.precision, gpus.world_size) == ("gpt2", "bf16", 8)
+    assert gpus.strategies == (
+        "compute_only", "zero0", "zero1", "zero2", "zero3", "ddp", "ddp_master", "fsdp2",
+    )  # fmt: skip
+
+
+def test_installed_peers_join_the_defaults() -> None:
+    asked = []
+    found = defaults_on("cuda", gpu_num=1, cpu_num=1, installed=lambda package: asked.append(package) or True)
+    assert asked == ["deepspeed", "megatron_fsdp"]
+    assert found.strategies[7] == "fsdp2"
+    assert found.strategies[8:] and all(stage_of(name) is not None for name in found.strategies[8:])
+
+
+def test_the_device_is_chosen_by_what_torch_sees() -> None:
+    none, four = VisibleGpus(reason="no driver"), VisibleGpus(gpus=GPUS)
+    assert [choose_device(asked, four) for asked in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+    assert [choose_device(asked, none) for asked in ("auto", "cpu")] == ["cpu", "cpu"]
+    with pytest.raises(ConfigError, match="no driver"):
+        choose_device("cuda", none)
+    with pytest.raises(ConfigError, match="auto, cpu, cuda"):
+        choose_device("gpu", four)
+
+
+def test_rows_on_gpus_say_so() -> None:
+    strategies = ("single", "compute_only", "zero1", "fsdp2")
+    found = names(**ON_GPUS, strategies=strategies, compiles=("none", "block"))
+    assert found == [
+        "single_bf16_gpus1_bs4_sl64",
+        "compute_only_bf16_gpus1_bs4_sl64",
+        "zs1_bf16_gpus4_bs4_sl64",
+        "fsdp2_bf16_gpus4_bs4_sl64",
+        "single_bf16_gpus1_bs4_sl64_compile-block",
+        "compute_only_bf16_gpus1_bs4_sl64_compile-block",
+        "zs1_bf16_gpus4_bs4_sl64_compile-block",
+        "fsdp2_bf16_gpus4_bs4_sl64_compile-block",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"world_sizes": (2, 8)}, "torch sees 4"),
+        ({"tf32": True}, "--precision fp32"),
+        ({"rank_memory_gib": 1.0}, "--rank-memory-gib"),
+    ],
+)
+def test_what_gpus_cannot_do_is_refused(options, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_plan(CompareOptions(**{**SMALL, **ON_GPUS, **options}))
+
+
+def test_settings_of_gpu_rows_are_resolved() -> None:
+    (row,) = make_plan(
+        CompareOptions(**{**SMALL, **ON_GPUS, "strategies": ("zero1",), "dropout": 0.1})
+    ).configurations
+    settings = row.settings
+    assert (settings.device, settings.compile, settings.attention) == ("cuda", "none", "sdpa")
+    assert settings.dropout == row.model["dropout"] == 0.1
+    assert settings.tf32 is None  # no question in bf16
+    assert fit.verification_model(row.model, rank_memory_bytes=None, gpus=GPUS)["dropout"] == 0.0
+    fp32 = configuration(**{**ON_GPUS, "precisions": ("fp32",), "tf32": True})
+    assert fp32.settings.tf32 is True
+    assert fp32.reference_group() != configuration(**{**ON_GPUS, "precisions": ("fp32",)}).reference_group()

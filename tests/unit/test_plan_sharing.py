@@ -1,0 +1,62 @@
+"""Which rows share a reference, and which a checksum."""
+
+from __future__ import annotations
+
+import json
+
+from plan_samples import ON_GPUS, SMALL, configuration
+
+from zerobench.bench.options import CompareOptions
+from zerobench.bench.plan import make_plan
+
+
+def test_rows_share_a_reference_when_they_train_the_same_global_batches() -> None:
+    row = configuration(world_sizes=(4,))
+    same = [
+        configuration(world_sizes=(4,), strategies=("ddp",)),
+        configuration(world_sizes=(2,), grad_accums=(2,)),
+        configuration(world_sizes=(4,), checkpointing=True),
+        configuration(world_sizes=(4,), num_steps=7),
+    ]
+    other = [
+        configuration(world_sizes=(2,)),
+        configuration(world_sizes=(4,), precisions=("bf16",)),
+        configuration(world_sizes=(4,), batch_sizes=(2,)),
+        configuration(world_sizes=(4,), clips=(1.0,)),
+        configuration(world_sizes=(4,), seed=1),
+        configuration(world_sizes=(4,), learning_rate=0.1),
+        configuration(world_sizes=(4,), num_layers=(2,)),
+    ]
+    assert {one.reference_group() for one in same} == {row.reference_group()}
+    assert row.reference_group() not in {one.reference_group() for one in other}
+
+
+def test_stages_share_a_checksum_where_the_design_promises_it() -> None:
+    stage0, stage3, ddp = make_plan(
+        CompareOptions(**{**SMALL, "strategies": ("zero0", "zero3", "ddp")})
+    ).configurations
+    assert stage0.checksum_group() == stage3.checksum_group() is not None
+    assert ddp.checksum_group() is None
+    assert configuration(grad_accums=(2,)).checksum_group() is None
+    # Never across world sizes: the order of a reduction differs.
+    assert configuration(world_sizes=(4,)).checksum_group() != stage0.checksum_group()
+
+
+def test_a_file_that_changes_arithmetic_shares_no_checksum(tmp_path) -> None:
+    def group(**keys) -> str | None:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({"stage": 2, "precision": "bf16", **keys}))
+        (row,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)})).configurations
+        return row.checksum_group()
+
+    assert group() == configuration(strategies=("zero3",), precisions=("bf16",)).checksum_group()
+    assert group(prefetch_bytes=0) == group(reduce_dtype="bfloat16") == group()
+    for keys in ({"reduce_dtype": "float32"}, {"units": ["Block"]}, {"cast_forward_inputs": False}):
+        assert group(**keys) not in (None, group())
+
+
+def test_compiled_rows_share_a_reference_and_bits_with_their_own_kind() -> None:
+    eager, block, whole = (configuration(**ON_GPUS, compiles=(mode,)) for mode in ("none", "block", "whole"))
+    assert eager.reference_group() == block.reference_group() == whole.reference_group()
+    groups = {row.checksum_group() for row in (eager, block, whole)}
+    assert len(groups) == 3 and None not in groups
