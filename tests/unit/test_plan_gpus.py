@@ -8,6 +8,7 @@ from plan_samples import GPUS, ON_GPUS, SMALL, configuration, names
 from zerobench.bench import fit
 from zerobench.bench.defaults import choose_device, defaults_on
 from zerobench.bench.gpus import VisibleGpus
+from zerobench.bench.names import stage_of
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
 from zerobench.errors import ConfigError
