@@ -1,58 +1,24 @@
-// Ranks of the toy model as threads, on the CPU or on devices whose lanes run late (lane_device.h).
+// Ranks of the toy model (toy_rank.h) as threads, on the CPU and in schedules of lanes.
 #pragma once
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cstring>
 #include <exception>
 #include <functional>
-#include <limits>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "comm/shm_communicator.h"
-#include "common/error.h"
 #include "common/scope_exit.h"
-#include "kernels/cpu_device.h"
-#include "kernels/cpu_kernels.h"
 #include "lane_ranks.h"
+#include "rank_threads.h"
 #include "reference.h"
-#include "toy_model.h"
-#include "zero/engine.h"
+#include "toy_rank.h"
 
 namespace zb::test {
-
-struct ToyOptions {
-  ZeroStage stage = ZeroStage::kZero0;
-  int world_size = 1;
-  long accumulation_steps = 1;
-  double clip = 0.0;
-  DType param_dtype = DType::kFloat32;
-  DType reduce_dtype = DType::kFloat32;
-  std::size_t prefetch_bytes = SIZE_MAX;  // SIZE_MAX is the default budget
-  bool reshard_after_forward = true;
-  bool keep_parameter_shards = false;
-  std::size_t keep_root_bytes = SIZE_MAX;
-  bool optimizer_in_backward = false;
-  std::size_t publish_bytes = 0;  // every unit alone
-  LossScaleOptions loss_scale;
-  std::function<std::unique_ptr<Store>(Ledger*, const DeviceParts&)> make_store = make_device_store;
-  double fitting_share = 0.0;               // of rank 0, the smallest, where the store waits to be told
-  std::function<void()> before_allocation;  // of gradient shards; may throw
-  std::chrono::milliseconds timeout = std::chrono::seconds(60);
-  // Schedules of devices with lanes to run on; 0 is the CPU.
-  std::uint32_t lane_schedule_num = 0;
-};
 
 inline LaneSchedule lane_schedule(std::uint32_t number) {
   return {number, static_cast<LanePolicy>(number % kLanePolicyNum)};
@@ -63,281 +29,31 @@ inline LaneCollectives lane_collectives(std::uint32_t number) {
   return (number + number / kLanePolicyNum) % 2 == 0 ? LaneCollectives::kMet : LaneCollectives::kPulled;
 }
 
-// The bytes that one rank's forwards and backwards read, one entry a unit's use.
-using Reads = std::vector<std::vector<std::byte>>;
-
-// Where a rank lives.
-struct ToyPlace {
-  std::string rendezvous = {};
-  LaneWorld* lanes = nullptr;  // null on the CPU
-  Reads* reads = nullptr;      // filled where not null
-  const Reads* expected_reads = nullptr;
-};
-
-// One rank: its engine, its tensors, and a training loop that calls the engine as the hooks of a real model do.
-class ToyRank {
- public:
-  ToyRank(const ToyOptions& options, int rank, const ToyPlace& place) : options_(options), place_(place) {
-    make_parts(rank);
-    EngineModel model;
-    model.unit_names = toy_units();
-    model.root_unit = kRoot;
-    for (std::size_t index = 0; index < toy_parameters().size(); ++index) {
-      const ToyParameter& parameter = toy_parameters()[index];
-      model.parameters.push_back({parameter.name, parameter.numel, options.param_dtype, options.reduce_dtype,
-                                  parameter.trainable, parameter.param_group, parameter.unit});
-      auto tensor = std::make_shared<ToyTensor>();
-      tensor->device = parts_.device;
-      for (std::size_t i = 0; i < parameter.numel; ++i) {
-        // Only rank 0's values count.
-        tensor->initial.push_back(initial_value(index, i) + static_cast<float>(rank));
-      }
-      tensors_.push_back(tensor);
-      model.bindings.push_back(std::make_unique<ToyBinding>(tensor));
-    }
-    EngineOptions engine_options{.stage = options.stage,
-                                 .accumulation_steps = options.accumulation_steps,
-                                 .clip = options.clip,
-                                 .prefetch_bytes = options.prefetch_bytes == SIZE_MAX ? 0 : options.prefetch_bytes,
-                                 .default_prefetch = options.prefetch_bytes == SIZE_MAX,
-                                 .reshard_after_forward = options.reshard_after_forward,
-                                 .keep_parameter_shards = options.keep_parameter_shards,
-                                 .publish_bytes = options.publish_bytes,
-                                 .loss_scale = options.loss_scale,
-                                 .keep_root_bytes = options.keep_root_bytes,
-                                 .optimizer_in_backward = options.optimizer_in_backward,
-                                 .allocate_in_compute = nullptr,
-                                 .make_store = options.make_store};
-    if (lanes_ || options.before_allocation) {
-      engine_options.allocate_in_compute = [this](std::size_t bytes) {
-        if (options_.before_allocation) options_.before_allocation();
-        return lanes_ ? lanes_->allocate_in_compute(bytes, "a gradient shard")
-                      : parts_.device->allocate(bytes, "a gradient shard");
-      };
-    }
-    engine_ =
-        std::make_unique<Engine>(engine_options, std::move(model), parts_, std::move(gather_), std::move(reduce_));
-  }
-  ~ToyRank() {
-    engine_.reset();
-    if (!place_.expected_reads || std::uncaught_exceptions() > 0) return;
-    EXPECT_EQ(read_num_, place_.expected_reads->size());
-  }
-
-  Engine& engine() { return *engine_; }
-  int rank() const { return engine_->rank(); }
-  ToyTensor& tensor(std::size_t parameter) { return *tensors_[parameter]; }
-  void close() { engine_.reset(); }
-  bool sharded() const { return options_.stage == ZeroStage::kZero3 && options_.world_size > 1; }
-
-  // Uses the units in this order, the root around them.
-  void forward(const std::vector<std::size_t>& units, bool train = true) {
-    engine_->begin_forward(train);
-    enter(kRoot);
-    for (const std::size_t unit : units) {
-      enter(unit);
-      engine_->post_forward(unit);
-    }
-    engine_->post_forward(kRoot);
-    engine_->end_forward();
-  }
-
-  // A forward that an exception ends after these units.
-  void failing_forward(const std::vector<std::size_t>& units) {
-    engine_->begin_forward(true);
-    enter(kRoot);
-    for (const std::size_t unit : units) enter(unit);
-    engine_->abandon_forward();
-  }
-
-  // Every unit's parameters get a gradient, in this order of units; then the root's.
-  void backward(const std::vector<std::size_t>& units, bool last = true) {
-    begin_backward(last);
-    for (const std::size_t unit : units) unit_backward(unit);
-    for (const std::size_t parameter : parameters_of(kRoot)) give_gradient(parameter);
-    engine_->end_backward();
-    EXPECT_EQ(lanes_ ? lanes_->block_num("a gradient") : 0U, 0U) << "gradients are held that were packed long ago";
-    ++micro_step_;
-  }
-
-  void begin_backward(bool last) {
-    engine_->begin_backward(last,
-                            options_.optimizer_in_backward && last ? toy_groups() : std::vector<AdamHyperparameters>());
-  }
-
-  void unit_backward(std::size_t unit) {
-    engine_->pre_backward(unit);
-    expect_readable(unit);
-    for (const std::size_t parameter : parameters_of(unit)) give_gradient(parameter);
-  }
-
-  void give_gradient(std::size_t parameter) {
-    const double scale = engine_->loss_scale();
-    std::vector<float> values(toy_parameters()[parameter].numel);
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      values[i] = spoiled_ == parameter && i == values.size() / 2
-                      ? std::numeric_limits<float>::infinity()
-                      : gradient_value(rank(), micro_step_, parameter, i) * static_cast<float>(scale);
-    }
-    const DType dtype = options_.param_dtype;
-    const std::size_t bytes = values.size() * dtype_bytes(dtype);
-    std::shared_ptr<std::byte> gradient =
-        lanes_ ? lanes_->allocate_in_compute(bytes, "a gradient") : parts_.device->allocate(bytes, "a gradient");
-    std::byte* const data = gradient.get();
-    compute(*parts_.device, "backward", {LaneDevice::written(data, dtype, values.size())},
-            [data, dtype, values] { cpu_kernels().cast(data, dtype, values.data(), DType::kFloat32, values.size()); });
-    // Where nothing may be held the engine must be done with it when the call returns.
-    engine_->gradient_arrived(parameter, data, dtype, 1, lanes_ ? std::move(gradient) : nullptr);
-  }
-
-  StepOutcome step() {
-    start_step();
-    return engine_->outcome();
-  }
-  // In lanes the host runs on without the outcome.
-  void start_step() {
-    if (engine_->awaits_share()) engine_->place_state(options_.fitting_share + 0.01 * rank());
-    engine_->step(toy_groups());
-  }
-
-  // A step as most models do it.
-  void train(std::vector<std::size_t> units = {1, 2, 3, 4}) {
-    forward(units);
-    std::reverse(units.begin(), units.end());
-    backward(units);
-    start_step();
-  }
-  StepOutcome train_step(const std::vector<std::size_t>& units = {1, 2, 3, 4}) {
-    train(units);
-    return engine_->outcome();
-  }
-
-  Values state(FullState kind) {
-    Values values(toy_parameters().size());
-    engine_->read_full_state(kind, [&](std::size_t parameter, const float* data) {
-      values[parameter].assign(data, data + toy_parameters()[parameter].numel);
-    });
-    return values;
-  }
-
-  long micro_step() const { return micro_step_; }
-  void set_micro_step(long value) { micro_step_ = value; }
-  // From now on this parameter's gradient holds an infinity; SIZE_MAX for none.
-  void spoil(std::size_t parameter) { spoiled_ = parameter; }
-
-  // The unit's parameters as its module's work in the compute lane finds them.
-  void expect_readable(std::size_t unit) {
-    std::vector<Touched> touched;
-    for (std::size_t index = 0; index < toy_parameters().size(); ++index) {
-      if (toy_parameters()[index].unit != unit) continue;
-      ASSERT_NE(tensors_[index]->data, nullptr) << toy_parameters()[index].name;
-      touched.push_back(LaneDevice::read(tensors_[index]->data, options_.param_dtype, toy_parameters()[index].numel));
-    }
-    compute(*parts_.device, "forward or backward", touched,
-            [this, unit, touched, number = read_num_++] { check_reads(unit, touched, number); });
-  }
-
-  // Lets other ranks get ahead.
-  void linger(std::chrono::microseconds time) {
-    if (lanes_) {
-      lanes_->pause();
-    } else {
-      std::this_thread::sleep_for(time);
-    }
-  }
-
- private:
-  void enter(std::size_t unit) {
-    engine_->pre_forward(unit);
-    expect_readable(unit);
-  }
-
-  void make_parts(int rank) {
-    if (place_.lanes) {
-      lanes_ = place_.lanes->make_device(rank);
-      parts_ = {lanes_, std::make_shared<LaneAdam>(lanes_)};
-      gather_ = place_.lanes->make_communicator(lanes_, rank, Lane::kGather, options_.timeout);
-      reduce_ = place_.lanes->make_communicator(lanes_, rank, Lane::kReduce, options_.timeout);
-      return;
-    }
-    const auto connect = [&](const char* name) {
-      return make_shm_communicator({.rank = rank,
-                                    .world_size = options_.world_size,
-                                    .rendezvous = place_.rendezvous + name,
-                                    .timeout = options_.timeout});
-    };
-    parts_ = {make_cpu_device(), make_cpu_adam(1, {})};
-    gather_ = connect("gather");
-    reduce_ = connect("reduce");
-  }
-
-  // Reads every byte, so that sanitizers see memory that is not the unit's, and races with whoever writes it.
-  void check_reads(std::size_t unit, const std::vector<Touched>& touched, std::size_t number) {
-    if (lanes_ && !place_.expected_reads) return;  // where ranks fail, what an aborted gather leaves is still read
-    std::vector<std::byte> bytes;
-    for (const Touched& parameter : touched) {
-      const auto* data = static_cast<const std::byte*>(parameter.data);
-      bytes.insert(bytes.end(), data, data + parameter.bytes);
-    }
-    std::vector<float> values(bytes.size() / dtype_bytes(options_.param_dtype));
-    cpu_kernels().cast(values.data(), DType::kFloat32, bytes.data(), options_.param_dtype, values.size());
-    EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); }))
-        << "unit " << toy_units()[unit] << " read values that are not finite, in use " << number;
-    if (place_.expected_reads) {
-      EXPECT_TRUE(number < place_.expected_reads->size() && (*place_.expected_reads)[number] == bytes)
-          << "unit " << toy_units()[unit] << " read other values than on the CPU, in use " << number;
-    }
-    if (place_.reads) place_.reads->push_back(std::move(bytes));
-  }
-
-  ToyOptions options_;
-  ToyPlace place_;
-  std::shared_ptr<LaneDevice> lanes_;  // null on the CPU
-  DeviceParts parts_;
-  std::unique_ptr<Communicator> gather_;  // until the engine has them
-  std::unique_ptr<Communicator> reduce_;
-  std::vector<std::shared_ptr<ToyTensor>> tensors_;
-  std::size_t read_num_ = 0;
-  std::unique_ptr<Engine> engine_;
-  long micro_step_ = 0;
-  std::size_t spoiled_ = SIZE_MAX;
-};
-
 using ToyBody = std::function<void(ToyRank&)>;
 
 // Runs the body on threads as ranks; what each threw. The places are by rank.
 inline std::vector<std::exception_ptr> run_threads(const ToyOptions& options, const std::vector<ToyPlace>& places,
                                                    const ToyBody& body) {
-  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(options.world_size));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < options.world_size; ++rank) {
-    threads.emplace_back([&, rank, place = places[static_cast<std::size_t>(rank)]] {
-      if (place.lanes) place.lanes->turns().enter(rank);
-      const ScopeExit leave([&] {
-        if (place.lanes) place.lanes->turns().leave(rank);
-      });
-      SCOPED_TRACE("rank " + std::to_string(rank) + (place.lanes ? ", " + place.lanes->text() : ""));
-      try {
-        ToyRank toy(options, rank, place);
-        try {
-          body(toy);
-        } catch (const std::exception& error) {
-          toy.engine().abort(error.what());
-          throw;
-        }
-      } catch (...) {
-        errors[static_cast<std::size_t>(rank)] = std::current_exception();
-      }
+  return run_rank_threads(options.world_size, [&](int rank) {
+    const ToyPlace& place = places[static_cast<std::size_t>(rank)];
+    if (place.lanes) place.lanes->turns().enter(rank);
+    const ScopeExit leave([&] {
+      if (place.lanes) place.lanes->turns().leave(rank);
     });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return errors;
+    SCOPED_TRACE("rank " + std::to_string(rank) + (place.lanes ? ", " + place.lanes->text() : ""));
+    ToyRank toy(options, rank, place);
+    try {
+      body(toy);
+    } catch (const std::exception& error) {
+      toy.engine().abort(error.what());
+      throw;
+    }
+  });
 }
 
 inline std::vector<ToyPlace> places_on_cpu(const ToyOptions& options) {
-  static std::atomic<int> number{0};
-  const std::string rendezvous = "engine-" + std::to_string(::getpid()) + "-" + std::to_string(number++);
-  return std::vector<ToyPlace>(static_cast<std::size_t>(options.world_size), ToyPlace{.rendezvous = rendezvous});
+  return std::vector<ToyPlace>(static_cast<std::size_t>(options.world_size),
+                               ToyPlace{.rendezvous = unique_rendezvous()});
 }
 
 // What each rank threw, on the CPU or in every schedule.
@@ -351,12 +67,6 @@ inline std::vector<std::exception_ptr> try_ranks(const ToyOptions& options, cons
     errors.insert(errors.end(), found.begin(), found.end());
   }
   return errors;
-}
-
-inline void rethrow_first(const std::vector<std::exception_ptr>& errors) {
-  for (const std::exception_ptr& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
 }
 
 inline void run_in_lanes(const ToyOptions& options, std::uint32_t schedule_number, const ToyBody& body) {

@@ -94,6 +94,16 @@ class Reference {
   long backwards_ = 0;
 };
 
+// The masters after so many steps of one micro-batch each.
+inline Values reference_master(int world_size, long step_num) {
+  Reference reference(world_size);
+  for (long step = 0; step < step_num; ++step) {
+    reference.backward(step);
+    reference.step();
+  }
+  return reference.master;
+}
+
 // The moments that only trainable parameters have.
 inline Values without_frozen(Values values) {
   for (std::size_t index = 0; index < values.size(); ++index) {

@@ -11,21 +11,17 @@
 #include <functional>
 #include <span>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "comm/shm_communicator.h"
-#include "common/error.h"
 #include "kernels/cpu_kernels.h"
+#include "rank_threads.h"
 
 namespace zb::test::shm {
 
 using namespace std::chrono_literals;
-
-inline std::string unique_rendezvous() {
-  static int number = 0;
-  return "test-" + std::to_string(::getpid()) + "-" + std::to_string(number++);
-}
+using test::communication_error;
+using test::unique_rendezvous;
 
 inline ShmOptions options_of(int rank, int world_size, const std::string& rendezvous,
                              std::chrono::milliseconds timeout = 60s) {
@@ -43,37 +39,13 @@ using RankBody = std::function<void(Communicator&)>;
 inline std::vector<std::exception_ptr> run_threads(int world_size, const RankBody& body,
                                                    std::chrono::milliseconds timeout = 60s) {
   const std::string rendezvous = unique_rendezvous();
-  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(world_size));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world_size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        const auto communicator = make_shm_communicator(options_of(rank, world_size, rendezvous, timeout));
-        body(*communicator);
-      } catch (...) {
-        errors[static_cast<std::size_t>(rank)] = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return errors;
+  return run_rank_threads(world_size, [&](int rank) {
+    const auto communicator = make_shm_communicator(options_of(rank, world_size, rendezvous, timeout));
+    body(*communicator);
+  });
 }
 
-inline void run_ranks(int world_size, const RankBody& body) {
-  for (const std::exception_ptr& error : run_threads(world_size, body)) {
-    if (error) std::rethrow_exception(error);
-  }
-}
-
-// The message of the CommunicationError that this call must throw.
-inline std::string communication_error(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const CommunicationError& error) {
-    return error.what();
-  }
-  return "no CommunicationError";
-}
+inline void run_ranks(int world_size, const RankBody& body) { rethrow_first(run_threads(world_size, body)); }
 
 inline std::string message_of(const std::exception_ptr& error) {
   return communication_error([&] {

@@ -5,51 +5,23 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <exception>
-#include <functional>
 #include <optional>
 #include <string>
-#include <thread>
 
-#include "comm/shm_communicator.h"
 #include "comm/shm_memory.h"
+#include "shm_support.h"
 
 namespace zb {
 namespace {
 
 using namespace std::chrono_literals;
-
-void run_ranks(int world_size, const std::function<void(Communicator& control)>& body) {
-  static int number = 0;
-  const std::string rendezvous = "mesh-" + std::to_string(::getpid()) + "-" + std::to_string(number++);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world_size; ++rank) {
-    threads.emplace_back([=] {
-      try {
-        const auto control =
-            make_shm_communicator({.rank = rank, .world_size = world_size, .rendezvous = rendezvous, .timeout = 20s});
-        body(*control);
-      } catch (const std::exception& error) {
-        ADD_FAILURE() << "rank " << rank << ": " << error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
+using test::communication_error;
+using test::shm::run_ranks;
 
 std::size_t size_of(const shm::FileDescriptor& descriptor) {
   struct stat status{};
   EXPECT_EQ(::fstat(descriptor.get(), &status), 0);
   return static_cast<std::size_t>(status.st_size);
-}
-
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const CommunicationError& error) {
-    return error.what();
-  }
-  return "no CommunicationError";
 }
 
 TEST(DescriptorMesh, EveryRankGetsThoseOfAllPeersInTheirPlaces) {
@@ -84,7 +56,7 @@ TEST(DescriptorMesh, ARankThatLeftIsNamed) {
     }
     control.barrier("left");
     const auto mine = shm::create_memfd(shm::page_bytes());
-    const std::string error = error_of([&] { mesh->exchange(mine, 1); });
+    const std::string error = communication_error([&] { mesh->exchange(mine, 1); });
     EXPECT_NE(error.find("rank 1 died or left"), std::string::npos) << error;
   });
 }
@@ -93,7 +65,7 @@ TEST(DescriptorMesh, AnotherAllocationIsNoticed) {
   run_ranks(2, [](Communicator& control) {
     DescriptorMesh mesh(control, 20s);
     const auto mine = shm::create_memfd(shm::page_bytes());
-    const std::string error = error_of([&] { mesh.exchange(mine, control.rank() == 0 ? 1 : 2); });
+    const std::string error = communication_error([&] { mesh.exchange(mine, control.rank() == 0 ? 1 : 2); });
     EXPECT_NE(error.find("another allocation"), std::string::npos) << error;
     control.barrier("end");
   });
@@ -102,7 +74,7 @@ TEST(DescriptorMesh, AnotherAllocationIsNoticed) {
 TEST(DescriptorMesh, AnAbortEndsTheWait) {
   run_ranks(2, [](Communicator& control) {
     const auto mine = shm::create_memfd(shm::page_bytes());
-    const std::string error = error_of([&] {
+    const std::string error = communication_error([&] {
       DescriptorMesh mesh(control, 20s);
       control.barrier("connected");
       if (control.rank() == 1) {

@@ -1,11 +1,13 @@
-// The engine when things go wrong: exceptions in forwards and backwards, gradients that are not finite, ranks that
-// disagree, calls at the wrong moment; and explicit gathers.
+// The engine when things go wrong on a rank: exceptions in forwards and backwards, memory that runs out, gradients that
+// are not finite, calls at the wrong moment.
+#include "engine_steps.h"
 #include "engine_support.h"
 
 namespace zb {
 namespace {
 
-using test::kRoot;
+using test::kReversed;
+using test::kUnits;
 using test::message_of;
 using test::Reference;
 using test::run_ranks;
@@ -16,20 +18,7 @@ using test::ToyRank;
 using test::try_ranks;
 using test::Values;
 
-const std::vector<std::size_t> kUnits{1, 2, 3, 4};
-const std::vector<std::size_t> kReversed{4, 3, 2, 1};
-
-class EngineFaults : public test::StageTest {
- protected:
-  Values reference_after(long steps) const {
-    Reference reference(world_size());
-    for (long step = 0; step < steps; ++step) {
-      reference.backward(step);
-      reference.step();
-    }
-    return reference.master;
-  }
-};
+class EngineFaults : public test::StageTest {};
 
 INSTANTIATE_TEST_SUITE_P(Engine, EngineFaults, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
 INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineFaults, test::in_lanes(testing::Range(1, 4), 3), test::stage_test_name);
@@ -44,7 +33,7 @@ TEST_P(EngineFaults, AFailedForwardLeavesNoTrace) {
     }
     return toy.state(FullState::kMaster);
   });
-  EXPECT_EQ(master, reference_after(4));
+  EXPECT_EQ(master, test::reference_master(world_size(), 4));
 }
 
 TEST_P(EngineFaults, AFailedBackwardIsRepeated) {
@@ -63,7 +52,7 @@ TEST_P(EngineFaults, AFailedBackwardIsRepeated) {
     }
     return toy.state(FullState::kMaster);
   });
-  EXPECT_EQ(master, reference_after(4));
+  EXPECT_EQ(master, test::reference_master(world_size(), 4));
 }
 
 TEST_P(EngineFaults, AFailedBackwardDropsTheWholeWindow) {
@@ -125,7 +114,7 @@ TEST_P(EngineFaults, GradientsWithoutMemoryAreAnErrorAndTheStepIsRepeated) {
       }
       return toy.state(FullState::kMaster);
     });
-    EXPECT_EQ(master, reference_after(3));
+    EXPECT_EQ(master, test::reference_master(world_size(), 3));
   }
 }
 
@@ -255,74 +244,6 @@ TEST_P(EngineFaults, AGradientThatIsNotFiniteRaisesEverywhereAndChangesNothing) 
   EXPECT_EQ(master, reference.master);
 }
 
-TEST_P(EngineFaults, ValuesWrittenInsideAGatherReachEveryRankAndTheMaster) {
-  for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16}) {
-    ToyOptions with = options();
-    with.param_dtype = param_dtype;
-    const int modifier = world_size() - 1;
-    Reference reference(world_size(), param_dtype);
-    reference.backward(0);
-    reference.step();
-    const Values rounded = reference.parameters();
-    // What a modifier leaves alone keeps its master's bits.
-    for (const std::size_t index : {std::size_t{2}, std::size_t{6}, std::size_t{7}}) {
-      for (std::size_t i = 0; i < rounded[index].size(); i += 2) reference.master[index][i] = 0.5F;
-    }
-    const Values changed = reference.parameters();
-    reference.backward(1);
-    reference.step();
-    const Values master = same_on_all(with, [&](ToyRank& toy) {
-      toy.train();
-      const std::vector<std::size_t> units{1, 3};
-      toy.engine().gather(units);
-      for (const std::size_t unit : units) toy.expect_readable(unit);
-      if (toy.rank() == modifier) {
-        for (const std::size_t index : {std::size_t{2}, std::size_t{6}, std::size_t{7}}) {
-          for (std::size_t i = 0; i < toy_parameters()[index].numel; i += 2) toy.tensor(index).set(i, 0.5F);
-        }
-      }
-      EXPECT_THROW(toy.step(), StateError);
-      toy.engine().end_gather(units, modifier);
-      EXPECT_EQ(toy.tensor(2).data == nullptr, toy.sharded());
-      EXPECT_EQ(toy.state(FullState::kParameters), changed);
-      toy.train();
-      return toy.state(FullState::kMaster);
-    });
-    EXPECT_EQ(master, reference.master);
-  }
-}
-
-TEST_P(EngineFaults, AGatherOnlyReads) {
-  const Values master = same_on_all(options(), [&](ToyRank& toy) {
-    for (long step = 0; step < 2; ++step) {
-      toy.engine().gather({kRoot, 1, 2, 3, 4});
-      toy.engine().gather({2});
-      for (std::size_t unit = 0; unit <= 4; ++unit) toy.expect_readable(unit);
-      toy.engine().end_gather({2}, -1);
-      toy.expect_readable(2);  // the outer gather still holds it
-      toy.engine().end_gather({kRoot, 1, 2, 3, 4}, -1);
-      EXPECT_EQ(toy.tensor(0).data == nullptr, toy.sharded());
-      toy.train();
-    }
-    EXPECT_THROW(toy.engine().end_gather({1}, world_size()), ArgumentError);
-    return toy.state(FullState::kMaster);
-  });
-  EXPECT_EQ(master, reference_after(2));
-}
-
-TEST_P(EngineFaults, AForwardInsideAGatherUsesWhatIsThere) {
-  const Values master = same_on_all(options(), [&](ToyRank& toy) {
-    toy.train();
-    toy.engine().gather({1, 4});
-    toy.forward(kUnits, false);
-    toy.expect_readable(1);
-    toy.engine().end_gather({1, 4}, -1);
-    toy.train();
-    return toy.state(FullState::kMaster);
-  });
-  EXPECT_EQ(master, reference_after(2));
-}
-
 TEST_P(EngineFaults, CallsAtTheWrongMomentAreRefused) {
   const Values master = same_on_all(options(), [&](ToyRank& toy) {
     Engine& engine = toy.engine();
@@ -350,7 +271,7 @@ TEST_P(EngineFaults, CallsAtTheWrongMomentAreRefused) {
     toy.train();
     return toy.state(FullState::kMaster);
   });
-  EXPECT_EQ(master, reference_after(2));
+  EXPECT_EQ(master, test::reference_master(world_size(), 2));
 }
 
 TEST_P(EngineFaults, AReplacedStorageIsFoundAndNamed) {
@@ -378,90 +299,6 @@ TEST_P(EngineFaults, TheLedgerIsBackToItsLevelAfterEveryStep) {
       EXPECT_EQ(toy.engine().ledger().total(Tier::kDevice).current_bytes, level);
     }
   });
-}
-
-class EngineDisagreement : public test::StageTest {
- protected:
-  ToyOptions options() const {
-    ToyOptions result = StageTest::options();
-    result.timeout = std::chrono::seconds(20);
-    return result;
-  }
-  int stage() const { return std::get<0>(GetParam()); }
-};
-
-INSTANTIATE_TEST_SUITE_P(Engine, EngineDisagreement, test::on_cpu(testing::Values(2)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineDisagreement, test::in_lanes(testing::Values(2), 8),
-                         test::stage_test_name);
-
-TEST_P(EngineDisagreement, ARankThatThrowsEndsTheOthersToo) {
-  const std::vector<std::exception_ptr> errors = try_ranks(options(), [](ToyRank& toy) {
-    toy.train();
-    if (toy.rank() == 1) throw StateError("rank 1 is out of data");
-    toy.train();
-  });
-  for (const std::exception_ptr& error : errors) {
-    EXPECT_NE(message_of(error).find("rank 1 is out of data"), std::string::npos) << message_of(error);
-  }
-}
-
-TEST_P(EngineDisagreement, WhatAnAbortedCollectiveLeavesIsNotRead) {
-  const std::vector<std::exception_ptr> errors = try_ranks(options(), [](ToyRank& toy) {
-    toy.train_step();
-    if (toy.rank() == 1) throw StateError("rank 1 is out of data");
-    const auto visit = [](std::size_t, const float* values) { EXPECT_TRUE(std::isfinite(values[0])); };
-    for (int round = 0; round < 2; ++round) toy.engine().read_full_state(FullState::kExpAvg, visit);
-    toy.train_step();
-  });
-  for (const std::exception_ptr& error : errors) {
-    EXPECT_NE(message_of(error).find("rank 1 is out of data"), std::string::npos) << message_of(error);
-  }
-}
-
-TEST_P(EngineDisagreement, AnEngineMayBeClosedInTheMiddleOfABackward) {
-  run_ranks(options(), [](ToyRank& toy) {
-    toy.train();
-    toy.forward(kUnits);
-    toy.engine().begin_backward(true);
-    toy.unit_backward(1);  // not its turn: its gradients wait
-    toy.engine().pre_backward(2);
-    toy.close();
-  });
-}
-
-TEST_P(EngineDisagreement, DifferentNumbersOfMicroBatchesAreFound) {
-  if (stage() > 1) GTEST_SKIP() << "stages 2 and 3 communicate in every micro-batch and fail there";
-  ToyOptions with = options();
-  with.accumulation_steps = 2;
-  const std::vector<std::exception_ptr> errors = try_ranks(with, [](ToyRank& toy) {
-    for (int step = 0; step < 2; ++step) {  // in lanes, the second step finds it
-      for (int micro = toy.rank(); micro < 2; ++micro) {
-        toy.forward(kUnits);
-        toy.backward(kReversed, micro == 1);
-      }
-      toy.start_step();
-    }
-  });
-  for (const std::exception_ptr& error : errors) {
-    EXPECT_NE(message_of(error).find("of 1 "), std::string::npos) << message_of(error);
-    EXPECT_NE(message_of(error).find("of 2 "), std::string::npos) << message_of(error);
-  }
-}
-
-TEST_P(EngineDisagreement, ADifferentKindOfPassIsFound) {
-  if (stage() < 3) GTEST_SKIP() << "forwards communicate in stage 3 only";
-  for (const bool recorded : {false, true}) {
-    const std::vector<std::exception_ptr> errors = try_ranks(options(), [&](ToyRank& toy) {
-      if (recorded) toy.train();
-      toy.forward(kUnits, toy.rank() == 0);
-    });
-    for (const std::exception_ptr& error : errors) {
-      // In lanes the ranks' different gathers may be what is found first.
-      const bool is_found = message_of(error).find("evaluation forward") != std::string::npos ||
-                            (is_in_lanes() && message_of(error).find("different collectives") != std::string::npos);
-      EXPECT_TRUE(is_found) << message_of(error);
-    }
-  }
 }
 
 }  // namespace

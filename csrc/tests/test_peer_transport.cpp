@@ -3,12 +3,12 @@
 
 #include <gtest/gtest.h>
 
-#include <exception>
 #include <functional>
-#include <thread>
 
+#include "common/scope_exit.h"
 #include "engine_support.h"
 #include "lane_ranks.h"
+#include "rank_threads.h"
 
 namespace zb {
 namespace {
@@ -49,27 +49,17 @@ struct Rank {
 
 void run_pulled(int world_size, std::uint32_t number, const std::function<void(Rank&)>& body) {
   LaneWorld world(world_size, test::lane_schedule(number), LaneCollectives::kPulled);
-  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(world_size));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world_size; ++rank) {
-    threads.emplace_back([&, rank] {
-      world.turns().enter(rank);
-      SCOPED_TRACE("rank " + std::to_string(rank) + ", " + world.text());
-      try {
-        const Lane lane = number % 2 == 0 ? Lane::kGather : Lane::kReduce;
-        Rank place{rank, world_size, world.make_device(rank), nullptr, lane};
-        place.comm = world.make_communicator(place.device, rank, lane, 30s);
-        body(place);
-        place.device->synchronize();
-        if (!place.comm->poisoned()) place.comm->barrier("end");
-      } catch (...) {
-        errors[static_cast<std::size_t>(rank)] = std::current_exception();
-      }
-      world.turns().leave(rank);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  test::rethrow_first(errors);
+  test::rethrow_first(test::run_rank_threads(world_size, [&](int rank) {
+    world.turns().enter(rank);
+    const ScopeExit leave([&] { world.turns().leave(rank); });
+    SCOPED_TRACE("rank " + std::to_string(rank) + ", " + world.text());
+    const Lane lane = number % 2 == 0 ? Lane::kGather : Lane::kReduce;
+    Rank place{rank, world_size, world.make_device(rank), nullptr, lane};
+    place.comm = world.make_communicator(place.device, rank, lane, 30s);
+    body(place);
+    place.device->synchronize();
+    if (!place.comm->poisoned()) place.comm->barrier("end");
+  }));
 }
 
 // Values that are rounded, and whose sums are.

@@ -1,0 +1,91 @@
+// Explicit gathers: what is read and written inside of one, and what else may go on meanwhile.
+#include "engine_steps.h"
+#include "engine_support.h"
+
+namespace zb {
+namespace {
+
+using test::kRoot;
+using test::kUnits;
+using test::Reference;
+using test::same_on_all;
+using test::toy_parameters;
+using test::ToyOptions;
+using test::ToyRank;
+using test::Values;
+
+class EngineGathers : public test::StageTest {};
+
+INSTANTIATE_TEST_SUITE_P(Engine, EngineGathers, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineGathers, test::in_lanes(testing::Range(1, 4), 3), test::stage_test_name);
+
+TEST_P(EngineGathers, ValuesWrittenInsideAGatherReachEveryRankAndTheMaster) {
+  for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16}) {
+    ToyOptions with = options();
+    with.param_dtype = param_dtype;
+    const int modifier = world_size() - 1;
+    Reference reference(world_size(), param_dtype);
+    reference.backward(0);
+    reference.step();
+    const Values rounded = reference.parameters();
+    // What a modifier leaves alone keeps its master's bits.
+    for (const std::size_t index : {std::size_t{2}, std::size_t{6}, std::size_t{7}}) {
+      for (std::size_t i = 0; i < rounded[index].size(); i += 2) reference.master[index][i] = 0.5F;
+    }
+    const Values changed = reference.parameters();
+    reference.backward(1);
+    reference.step();
+    const Values master = same_on_all(with, [&](ToyRank& toy) {
+      toy.train();
+      const std::vector<std::size_t> units{1, 3};
+      toy.engine().gather(units);
+      for (const std::size_t unit : units) toy.expect_readable(unit);
+      if (toy.rank() == modifier) {
+        for (const std::size_t index : {std::size_t{2}, std::size_t{6}, std::size_t{7}}) {
+          for (std::size_t i = 0; i < toy_parameters()[index].numel; i += 2) toy.tensor(index).set(i, 0.5F);
+        }
+      }
+      EXPECT_THROW(toy.step(), StateError);
+      toy.engine().end_gather(units, modifier);
+      EXPECT_EQ(toy.tensor(2).data == nullptr, toy.sharded());
+      EXPECT_EQ(toy.state(FullState::kParameters), changed);
+      toy.train();
+      return toy.state(FullState::kMaster);
+    });
+    EXPECT_EQ(master, reference.master);
+  }
+}
+
+TEST_P(EngineGathers, AGatherOnlyReads) {
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    for (long step = 0; step < 2; ++step) {
+      toy.engine().gather({kRoot, 1, 2, 3, 4});
+      toy.engine().gather({2});
+      for (std::size_t unit = 0; unit <= 4; ++unit) toy.expect_readable(unit);
+      toy.engine().end_gather({2}, -1);
+      toy.expect_readable(2);  // the outer gather still holds it
+      toy.engine().end_gather({kRoot, 1, 2, 3, 4}, -1);
+      EXPECT_EQ(toy.tensor(0).data == nullptr, toy.sharded());
+      toy.train();
+    }
+    EXPECT_THROW(toy.engine().end_gather({1}, world_size()), ArgumentError);
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, test::reference_master(world_size(), 2));
+}
+
+TEST_P(EngineGathers, AForwardInsideAGatherUsesWhatIsThere) {
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    toy.train();
+    toy.engine().gather({1, 4});
+    toy.forward(kUnits, false);
+    toy.expect_readable(1);
+    toy.engine().end_gather({1, 4}, -1);
+    toy.train();
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, test::reference_master(world_size(), 2));
+}
+
+}  // namespace
+}  // namespace zb
