@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <string>
 #include <utility>
@@ -12,26 +11,24 @@
 #include "kernels/cpu_kernels.h"
 #include "kernels/drain.h"
 #include "memory/host_limits.h"
-#include "stores/paged_parameters.h"
+#include "stores/home_parameters.h"
+#include "stores/host_link.h"
+#include "stores/host_store_memory.h"
 
 namespace zb {
 namespace {
 
-// One being filled, one being sent, and one more, so that neither waits for the other's last moments.
-constexpr std::size_t kOutgoingNum = 3;
 constexpr std::string_view kThread = "update thread";
 constexpr const char* kWhat = "optimizer state and gradients on the host";
 
 struct Shard {
   ShardSpec spec;
   PinnedBlock gradient;
-  PinnedBlock parameters;        // where the host is their home
   std::vector<MarkPtr> arrived;  // by chunk: behind which its gradient is in `gradient`
   bool is_offered = false;
-  UpdateThread::Ticket ticket = 0;        // of the last work on it
-  std::array<MarkPtr, kLaneNum> fetched;  // by lane: behind which `parameters` may be written again
-  MarkPtr sent;                           // behind which the device has what that work sent
-  std::array<bool, kLaneNum> knows{};     // lanes that stand behind it
+  UpdateThread::Ticket ticket = 0;     // of the last work on it
+  MarkPtr sent;                        // behind which the device has what that work sent
+  std::array<bool, kLaneNum> knows{};  // lanes that stand behind it
 };
 
 // An update as the thread needs it.
@@ -44,7 +41,7 @@ struct Update {
   const StepScalars* step;
   MarkPtr step_arrived;
   MarkPtr started;  // behind which the parameters on the device may be overwritten
-  std::array<MarkPtr, kLaneNum> fetched;
+  HomeParameters::Fetches fetches;
 };
 
 struct Outgoing {
@@ -56,35 +53,12 @@ std::byte* at_element(void* base, DType dtype, std::size_t index) {
   return static_cast<std::byte*>(base) + index * dtype_bytes(dtype);
 }
 
-std::size_t outgoing_numel(std::span<const ShardSpec> shards, std::size_t chunk_numel) {
-  std::size_t largest = 0;
-  for (const ShardSpec& spec : shards) largest = std::max(largest, spec.numel);
-  return std::min(largest, chunk_numel);
-}
-
-std::vector<ParameterShard> parameters_of(std::span<const ShardSpec> shards) {
-  std::vector<ParameterShard> parameters;
-  for (const ShardSpec& spec : shards) parameters.push_back({spec.numel, spec.param_dtype});
-  return parameters;
-}
-
-PagedStateOptions pages_of_parameters(const HostStoreOptions& options) {
-  PagedStateOptions pages = *options.paged;
-  pages.resident_bytes = options.resident_parameter_bytes;
-  return pages;
-}
-
-std::vector<std::size_t> numels_of(std::span<const ShardSpec> shards) {
-  std::vector<std::size_t> numels;
-  for (const ShardSpec& spec : shards) numels.push_back(spec.numel);
-  return numels;
-}
-
 class HostStore final : public Store {
  public:
   HostStore(Ledger* ledger, const DeviceParts& parts, HostStoreOptions options)
       : ledger_(ledger),
         device_(parts.device),
+        link_(parts.device),
         options_(std::move(options)),
         adam_(options_.adam ? options_.adam : make_cpu_adam(options_.thread_num, options_.cpus)) {
     ZB_EXPECT(options_.chunk_numel > 0 && options_.chunk_numel % 64 == 0,
@@ -101,20 +75,14 @@ class HostStore final : public Store {
   Tier tier() const noexcept override { return options_.paged ? Tier::kNvme : Tier::kHost; }
   bool issues_at_once() const noexcept override { return false; }
   bool keeps_master(DType) const noexcept override { return true; }
-  std::exception_ptr failure() const override { return fetch_failure_ ? fetch_failure_ : thread_->failure(); }
+  std::exception_ptr failure() const override {
+    const std::exception_ptr fetch_failure = home_ ? home_->failure() : nullptr;
+    return fetch_failure ? fetch_failure : thread_->failure();
+  }
 
   void reserve(std::span<const ShardSpec> shards) override {
     reserved_.assign(shards.begin(), shards.end());
-    if (options_.paged && options_.memory_bytes) {
-      const std::size_t least_bytes = host_store_bytes(reserved_, options_);
-      if (*options_.memory_bytes < least_bytes) {
-        throw OutOfMemoryError("gradients and buffers of state on NVMe take " + std::to_string(least_bytes) +
-                               " bytes of host memory, and host_memory_bytes allows " +
-                               std::to_string(*options_.memory_bytes) +
-                               "; allow more, or give a smaller chunk_numel, io_block_bytes or io_depth");
-      }
-      spend(*options_.memory_bytes - least_bytes);
-    }
+    spend_host_memory(reserved_, options_);
     const std::size_t ranks = options_.ranks_on_host;
     require_host_memory(ranks * host_store_bytes(reserved_, options_),
                         ranks == 1 ? kWhat : std::string(kWhat) + ", of " + std::to_string(ranks) + " ranks,");
@@ -131,10 +99,7 @@ class HostStore final : public Store {
     shard->spec = spec;
     shard->gradient = pool_->allocate(spec.numel * dtype_bytes(spec.gradient_dtype), Category::kGradients,
                                       PinnedPool::kLineAlignment);
-    if (options_.parameters == ParameterHome::kHost) {
-      shard->parameters = pool_->allocate(spec.numel * dtype_bytes(spec.param_dtype), Category::kParameters,
-                                          PinnedPool::kLineAlignment);
-    }
+    if (home_) home_->add_shard(spec);
     shard->arrived.resize((spec.numel + options_.chunk_numel - 1) / options_.chunk_numel);
     states_->add_shard(spec.numel);
     shards_.push_back(std::move(shard));
@@ -144,13 +109,15 @@ class HostStore final : public Store {
 
   StoreTraffic traffic() override {
     for (const auto& shard : shards_) thread_->wait(shard->ticket);
-    return {.to_host_bytes = to_host_bytes_.load(std::memory_order_relaxed),
-            .to_device_bytes = to_device_bytes_.load(std::memory_order_relaxed)};
+    return link_.traffic();
   }
-  double waited_ms() const override { return waited_ms_; }
-  double waited_for_files_ms() const override { return waited_for_files_ms_; }
+  double waited_ms() const override { return waited_ms_ + fetch_waited_ms(); }
+  double waited_for_files_ms() const override { return waited_for_files_ms_ + fetch_waited_ms(); }
   PinnedStats pinned() const override { return pool_ ? pool_->stats() : PinnedStats(); }
-  void set_timeline(Timeline* timeline) override { timeline_ = timeline; }
+  void set_timeline(Timeline* timeline) override {
+    timeline_ = timeline;
+    if (home_) home_->set_timeline(timeline);
+  }
 
   void offer_gradient(std::size_t index, const ShardGradient& gradient) override {
     Shard& shard = at(index);
@@ -168,17 +135,17 @@ class HostStore final : public Store {
     if (shard.spec.numel == 0) return;
     ZB_EXPECT(update.gradient != nullptr && update.step_on_host != nullptr,
               "an update of shard " + std::to_string(index) + " needs its gradient and the step's scalars on the host");
-    ZB_EXPECT((update.parameters == nullptr) == parameters_away(),
-              "an update of shard " + std::to_string(index) +
-                  (parameters_away() ? " was given parameters that the store keeps itself"
-                                     : " needs its parameters on the device"));
+    ZB_EXPECT(
+        (update.parameters == nullptr) == (home_ != nullptr),
+        "an update of shard " + std::to_string(index) +
+            (home_ ? " was given parameters that the store keeps itself" : " needs its parameters on the device"));
     for (const Segment& segment : shard.spec.segments) {
       ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
                 "shard " + std::to_string(index) + " needs hyperparameters of param group " +
                     std::to_string(segment.row) + ", got " + std::to_string(update.rows.size()) + " rows");
     }
     const MarkPtr started = device_->mark(update.lane);
-    if (paged_parameters_) paged_parameters_->begin_update(index);
+    if (home_) home_->begin_update(index);
     if (!std::exchange(shard.is_offered, false)) {
       device_->wait(Lane::kToHost, started);
       fetch_gradient(shard, update.gradient, update.gradient_dtype);
@@ -192,7 +159,7 @@ class HostStore final : public Store {
                                .step = update.step_on_host,
                                .step_arrived = update.step_arrived,
                                .started = started,
-                               .fetched = std::exchange(shard.fetched, {})}] { run(task); });
+                               .fetches = take_fetches(index)}] { run(task); });
   }
   bool is_issued(std::size_t index) const override { return thread_->is_done(shards_.at(index)->ticket); }
   void wait_update(std::size_t index, Lane lane) override {
@@ -204,17 +171,12 @@ class HostStore final : public Store {
 
   void fetch_parameters(std::size_t index, Lane lane, void* destination) override {
     Shard& shard = at(index);
-    if (!parameters_away()) {
+    if (!home_) {
       send(shard, index, lane, destination, shard.spec.param_dtype, StateKind::kMaster);
       return;
     }
     wait_for(shard);
-    if (paged_parameters_) {
-      fetch_from_files(index, lane, static_cast<std::byte*>(destination));
-    } else {
-      copy_to_device(lane, destination, shard.parameters.data(), shard.parameters.bytes());
-    }
-    shard.fetched[static_cast<std::size_t>(lane)] = device_->mark_for_host(lane);
+    home_->fetch(index, lane, destination);
   }
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
     Shard& shard = at(index);
@@ -225,20 +187,20 @@ class HostStore final : public Store {
     Shard& shard = at(index);
     expect_numel(index, source.size());
     queue(shard, index,
-          [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute),
-           fetched = std::exchange(shard.fetched, {})] {
+          [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute), fetches = take_fetches(index)] {
             device_->bind_thread();
-            end_fetches(index, fetched);
+            if (home_) home_->end_fetches(index, fetches);
             device_->wait(Lane::kFromHost, ready);
             for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
               Outgoing& buffer = next_outgoing();
-              copy_to_host(Lane::kFromHost, buffer.memory.data(), source.data() + begin, (end - begin) * sizeof(float));
+              link_.to_host(Lane::kFromHost, buffer.memory.data(), source.data() + begin,
+                            (end - begin) * sizeof(float));
               device_->synchronize(device_->mark_for_host(Lane::kFromHost));
               const StateChunk chunk = states_->borrow(index, begin, end);
               cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
-              if (kind == StateKind::kMaster && parameters_away()) {
-                write_home(shard, index, begin, [&](std::byte* home) {
-                  cpu_kernels().cast(home, shard.spec.param_dtype, chunk.master, DType::kFloat32, end - begin);
+              if (kind == StateKind::kMaster && home_) {
+                home_->write(index, begin, [&](std::byte* parameters) {
+                  cpu_kernels().cast(parameters, shard.spec.param_dtype, chunk.master, DType::kFloat32, end - begin);
                 });
               }
               states_->give_back(index, begin, end, ChunkUse::kWritten);
@@ -251,8 +213,8 @@ class HostStore final : public Store {
     if (paged_ == nullptr) return {};
     const PagerStats stats = paged_->stats();
     SwapStats sum{stats.read_bytes, stats.written_bytes, stats.wait_s, std::string(paged_->engine()), paged_->notes()};
-    if (paged_parameters_) {
-      const PagerStats more = paged_parameters_->stats();
+    if (home_) {
+      const PagerStats more = home_->stats();
       sum.read_bytes += more.read_bytes;
       sum.written_bytes += more.written_bytes;
       sum.wait_s += more.wait_s;
@@ -273,10 +235,17 @@ class HostStore final : public Store {
     for (Outgoing& outgoing : outgoing_) {
       outgoing.memory = pool_->allocate(chunk_numel * sizeof(float), Category::kStaging);
     }
-    if (!options_.paged) {
+    if (options_.paged) {
+      take_files();
+    } else {
       states_ = make_resident_state(pool_);
-      return;
     }
+    if (options_.parameters == ParameterHome::kDevice) return;
+    home_ = std::make_unique<HomeParameters>(options_, reserved_, *pool_, device_, link_, ledger_);
+    home_->set_timeline(timeline_);
+  }
+
+  void take_files() {
     const std::vector<std::size_t> numels = numels_of(reserved_);
     frames_ = pool_->allocate(paged_state_bytes(numels, options_.chunk_numel, *options_.paged));
     if (timeline_ != nullptr) {
@@ -289,36 +258,8 @@ class HostStore final : public Store {
                                   ledger_, *options_.system);
     paged_ = paged.get();
     states_ = std::move(paged);
-    if (options_.parameters != ParameterHome::kFiles) return;
-    const std::vector<ParameterShard> parameters = parameters_of(reserved_);
-    const PagedStateOptions pages = pages_of_parameters(options_);
-    parameter_frames_ =
-        pool_->allocate(paged_parameters_bytes(parameters, options_.chunk_numel, pages), Category::kStaging);
-    const std::span<std::byte> frames{parameter_frames_.data(), parameter_frames_.bytes()};
-    paged_parameters_ = std::make_unique<PagedParameters>(parameters, options_.chunk_numel, pages, frames, device_,
-                                                          ledger_, *options_.system);
   }
 
-  // Memory that is left goes to parameters first: a step moves their bytes three times, those of the state twice.
-  void spend(std::size_t bytes) {
-    if (options_.parameters == ParameterHome::kFiles) {
-      const std::vector<ParameterShard> parameters = parameters_of(reserved_);
-      const PagedStateOptions pages = pages_of_parameters(options_);
-      const std::size_t most_bytes = most_paged_parameters_bytes(parameters, options_.chunk_numel, pages);
-      options_.resident_parameter_bytes = std::min(bytes, most_bytes);
-      bytes -= options_.resident_parameter_bytes;
-    }
-    options_.paged->resident_bytes = bytes;
-  }
-
-  void copy_to_host(Lane lane, std::byte* destination, const void* source, std::size_t bytes) {
-    device_->copy_to_pinned(lane, destination, source, bytes);
-    to_host_bytes_.fetch_add(bytes, std::memory_order_relaxed);
-  }
-  void copy_to_device(Lane lane, void* destination, const std::byte* source, std::size_t bytes) {
-    device_->copy_from_pinned(lane, destination, source, bytes);
-    to_device_bytes_.fetch_add(bytes, std::memory_order_relaxed);
-  }
   void wait_for(const Shard& shard) {
     if (thread_->is_done(shard.ticket)) return thread_->wait(shard.ticket);  // an error of the thread surfaces there
     const TimelineScope recorded(timeline_, "computing thread", "wait for an update", shard.spec.unit);
@@ -333,35 +274,9 @@ class HostStore final : public Store {
 
   double file_wait_s() const { return paged_ == nullptr ? 0.0 : paged_->stats().wait_s; }
 
-  // In the caller's thread, which waits for what is not yet read. An error there is as final as one of the updates.
-  void fetch_from_files(std::size_t index, Lane lane, std::byte* destination) {
-    const TimelineScope recorded(timeline_, "computing thread", "wait for files", reserved_[index].unit);
-    const double before_s = paged_parameters_->stats().wait_s;
-    try {
-      paged_parameters_->fetch(index, [&](std::size_t offset_bytes, std::span<const std::byte> chunk) {
-        copy_to_device(lane, destination + offset_bytes, chunk.data(), chunk.size());
-        return device_->mark_for_host(lane);
-      });
-    } catch (const std::exception&) {
-      fetch_failure_ = std::current_exception();
-      throw;
-    }
-    const double waited_ms = (paged_parameters_->stats().wait_s - before_s) * 1e3;
-    waited_ms_ += waited_ms;
-    waited_for_files_ms_ += waited_ms;
-  }
-
-  bool parameters_away() const noexcept { return options_.parameters != ParameterHome::kDevice; }
-  // `write` fills the home of the parameters of the chunk that begins there.
-  template <class Write>
-  void write_home(const Shard& shard, std::size_t index, std::size_t begin, const Write& write) {
-    if (paged_parameters_) return paged_parameters_->write(index, begin, write);
-    write(at_element(shard.parameters.data(), shard.spec.param_dtype, begin));
-  }
-  // In the update thread: what was put in before has read the shard's home.
-  void end_fetches(std::size_t index, const std::array<MarkPtr, kLaneNum>& fetched) {
-    for (const MarkPtr& mark : fetched) device_->synchronize(mark);
-    if (paged_parameters_) paged_parameters_->release(index);
+  double fetch_waited_ms() const { return home_ ? home_->waited_ms() : 0.0; }
+  HomeParameters::Fetches take_fetches(std::size_t index) {
+    return home_ ? home_->take_fetches(index) : HomeParameters::Fetches{};
   }
 
   template <class Body>
@@ -383,8 +298,8 @@ class HostStore final : public Store {
                                                       " gradients was given " + std::string(dtype_name(dtype)));
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
       const std::size_t offset_bytes = begin * dtype_bytes(dtype);
-      copy_to_host(Lane::kToHost, shard.gradient.data() + offset_bytes,
-                   static_cast<const std::byte*>(gradient) + offset_bytes, (end - begin) * dtype_bytes(dtype));
+      link_.to_host(Lane::kToHost, shard.gradient.data() + offset_bytes,
+                    static_cast<const std::byte*>(gradient) + offset_bytes, (end - begin) * dtype_bytes(dtype));
       shard.arrived[begin / options_.chunk_numel] = device_->mark_for_host(Lane::kToHost);
     });
   }
@@ -397,14 +312,14 @@ class HostStore final : public Store {
     const std::string& unit = shard.spec.unit;
     {
       const TimelineScope recorded(timeline_, kThread, "wait for the step's scalars", unit);
-      end_fetches(update.index, update.fetched);
+      if (home_) home_->end_fetches(update.index, update.fetches);
       device_->synchronize(update.step_arrived);
     }
     if (update.step->is_skipped != 0) {
       device_->synchronize(shard.arrived.back());  // the gradient may be written again
       return;
     }
-    if (!parameters_away()) device_->wait(Lane::kFromHost, update.started);
+    if (!home_) device_->wait(Lane::kFromHost, update.started);
     const DType dtype = shard.spec.param_dtype;
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
       states_->expect(update.index, end, std::min(end + options_.chunk_numel, shard.spec.numel));
@@ -412,7 +327,7 @@ class HostStore final : public Store {
       {
         const TimelineScope recorded(timeline_, kThread, "wait for the device", unit);
         device_->synchronize(shard.arrived[begin / options_.chunk_numel]);
-        if (!parameters_away()) outgoing = &next_outgoing();
+        if (!home_) outgoing = &next_outgoing();
       }
       const StateChunk chunk = borrow(update, begin, end);
       {
@@ -420,14 +335,14 @@ class HostStore final : public Store {
         if (outgoing != nullptr) {
           update_chunk(update, chunk, outgoing->memory.data(), begin, end);
         } else {
-          write_home(shard, update.index, begin,
-                     [&](std::byte* home) { update_chunk(update, chunk, home, begin, end); });
+          home_->write(update.index, begin,
+                       [&](std::byte* parameters) { update_chunk(update, chunk, parameters, begin, end); });
         }
       }
       states_->give_back(update.index, begin, end, ChunkUse::kWritten);
       if (outgoing == nullptr) return;
-      copy_to_device(Lane::kFromHost, at_element(update.parameters, dtype, begin), outgoing->memory.data(),
-                     (end - begin) * dtype_bytes(dtype));
+      link_.to_device(Lane::kFromHost, at_element(update.parameters, dtype, begin), outgoing->memory.data(),
+                      (end - begin) * dtype_bytes(dtype));
       outgoing->sent = shard.sent = device_->mark_for_host(Lane::kFromHost);
     });
   }
@@ -490,8 +405,8 @@ class HostStore final : public Store {
         const StateChunk chunk = states_->borrow(index, begin, end);
         cpu_kernels().cast(outgoing.memory.data(), dtype, state_of(chunk, kind), DType::kFloat32, end - begin);
         states_->give_back(index, begin, end, ChunkUse::kRead);
-        copy_to_device(Lane::kFromHost, at_element(destination, dtype, begin), outgoing.memory.data(),
-                       (end - begin) * dtype_bytes(dtype));
+        link_.to_device(Lane::kFromHost, at_element(destination, dtype, begin), outgoing.memory.data(),
+                        (end - begin) * dtype_bytes(dtype));
         outgoing.sent = shard.sent = device_->mark_for_host(Lane::kFromHost);
       });
     });
@@ -511,23 +426,20 @@ class HostStore final : public Store {
 
   Ledger* ledger_;
   std::shared_ptr<Device> device_;
+  HostLink link_;
   HostStoreOptions options_;
   std::shared_ptr<DeviceAdam> adam_;
   std::vector<ShardSpec> reserved_;
   std::shared_ptr<PinnedPool> pool_;
-  std::atomic<std::uint64_t> to_host_bytes_{0};  // from two threads
-  std::atomic<std::uint64_t> to_device_bytes_{0};
   double waited_ms_ = 0.0;  // of the caller's thread
   double waited_for_files_ms_ = 0.0;
   Timeline* timeline_ = nullptr;
-  std::exception_ptr fetch_failure_;  // of reading parameters
   std::array<Outgoing, kOutgoingNum> outgoing_;
   std::size_t next_outgoing_ = 0;
   PinnedBlock frames_;  // of state in files
   std::unique_ptr<StateSpace> states_;
-  const PagedState* paged_ = nullptr;  // states_, where it is that
-  PinnedBlock parameter_frames_;       // of parameters in files
-  std::unique_ptr<PagedParameters> paged_parameters_;
+  const PagedState* paged_ = nullptr;     // states_, where it is that
+  std::unique_ptr<HomeParameters> home_;  // null where parameters live on the device
   std::vector<std::unique_ptr<Shard>> shards_;
   std::vector<AdamRun> runs_;
   std::unique_ptr<UpdateThread> thread_;
@@ -537,25 +449,6 @@ class HostStore final : public Store {
 
 std::unique_ptr<Store> make_host_store(Ledger* ledger, const DeviceParts& parts, HostStoreOptions options) {
   return std::make_unique<HostStore>(ledger, parts, std::move(options));
-}
-
-std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreOptions& options) {
-  const auto lines = [](std::size_t bytes) { return PinnedPool::footprint_bytes(bytes, PinnedPool::kLineAlignment); };
-  std::size_t bytes =
-      kOutgoingNum * PinnedPool::footprint_bytes(outgoing_numel(shards, options.chunk_numel) * sizeof(float));
-  if (options.paged) {
-    bytes += PinnedPool::footprint_bytes(paged_state_bytes(numels_of(shards), options.chunk_numel, *options.paged));
-  }
-  if (options.parameters == ParameterHome::kFiles) {
-    bytes += PinnedPool::footprint_bytes(
-        paged_parameters_bytes(parameters_of(shards), options.chunk_numel, pages_of_parameters(options)));
-  }
-  for (const ShardSpec& spec : shards) {
-    if (!options.paged) bytes += resident_state_bytes(spec.numel);
-    bytes += lines(spec.numel * dtype_bytes(spec.gradient_dtype));
-    if (options.parameters == ParameterHome::kHost) bytes += lines(spec.numel * dtype_bytes(spec.param_dtype));
-  }
-  return bytes;
 }
 
 }  // namespace zb

@@ -50,7 +50,4 @@ struct HostStoreOptions {
 
 std::unique_ptr<Store> make_host_store(Ledger* ledger, const DeviceParts& parts, HostStoreOptions options);
 
-// What a host store of these shards takes of pinned memory.
-std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreOptions& options);
-
 }  // namespace zb

@@ -9,6 +9,7 @@
 #include "host_stores.h"
 #include "kernels/cpu_device.h"
 #include "lane_support.h"
+#include "stores/host_store_memory.h"
 #include "test_support.h"
 
 namespace zb {

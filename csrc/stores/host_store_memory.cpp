@@ -1,0 +1,73 @@
+#include "stores/host_store_memory.h"
+
+#include <algorithm>
+#include <string>
+
+#include "common/error.h"
+
+namespace zb {
+
+std::size_t outgoing_numel(std::span<const ShardSpec> shards, std::size_t chunk_numel) {
+  std::size_t largest = 0;
+  for (const ShardSpec& spec : shards) largest = std::max(largest, spec.numel);
+  return std::min(largest, chunk_numel);
+}
+
+std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreOptions& options) {
+  const auto lines = [](std::size_t bytes) { return PinnedPool::footprint_bytes(bytes, PinnedPool::kLineAlignment); };
+  std::size_t bytes =
+      kOutgoingNum * PinnedPool::footprint_bytes(outgoing_numel(shards, options.chunk_numel) * sizeof(float));
+  if (options.paged) {
+    bytes += PinnedPool::footprint_bytes(paged_state_bytes(numels_of(shards), options.chunk_numel, *options.paged));
+  }
+  if (options.parameters == ParameterHome::kFiles) {
+    bytes += PinnedPool::footprint_bytes(
+        paged_parameters_bytes(parameters_of(shards), options.chunk_numel, pages_of_parameters(options)));
+  }
+  for (const ShardSpec& spec : shards) {
+    if (!options.paged) bytes += resident_state_bytes(spec.numel);
+    bytes += lines(spec.numel * dtype_bytes(spec.gradient_dtype));
+    if (options.parameters == ParameterHome::kHost) bytes += lines(spec.numel * dtype_bytes(spec.param_dtype));
+  }
+  return bytes;
+}
+
+// What is left goes to parameters first: a step moves their bytes three times, those of the state twice.
+void spend_host_memory(std::span<const ShardSpec> shards, HostStoreOptions& options) {
+  if (!options.paged || !options.memory_bytes) return;
+  const std::size_t least_bytes = host_store_bytes(shards, options);
+  if (*options.memory_bytes < least_bytes) {
+    throw OutOfMemoryError("gradients and buffers of state on NVMe take " + std::to_string(least_bytes) +
+                           " bytes of host memory, and host_memory_bytes allows " +
+                           std::to_string(*options.memory_bytes) +
+                           "; allow more, or give a smaller chunk_numel, io_block_bytes or io_depth");
+  }
+  std::size_t bytes = *options.memory_bytes - least_bytes;
+  if (options.parameters == ParameterHome::kFiles) {
+    const std::size_t most_bytes =
+        most_paged_parameters_bytes(parameters_of(shards), options.chunk_numel, pages_of_parameters(options));
+    options.resident_parameter_bytes = std::min(bytes, most_bytes);
+    bytes -= options.resident_parameter_bytes;
+  }
+  options.paged->resident_bytes = bytes;
+}
+
+std::vector<std::size_t> numels_of(std::span<const ShardSpec> shards) {
+  std::vector<std::size_t> numels;
+  for (const ShardSpec& spec : shards) numels.push_back(spec.numel);
+  return numels;
+}
+
+std::vector<ParameterShard> parameters_of(std::span<const ShardSpec> shards) {
+  std::vector<ParameterShard> parameters;
+  for (const ShardSpec& spec : shards) parameters.push_back({spec.numel, spec.param_dtype});
+  return parameters;
+}
+
+PagedStateOptions pages_of_parameters(const HostStoreOptions& options) {
+  PagedStateOptions pages = *options.paged;
+  pages.resident_bytes = options.resident_parameter_bytes;
+  return pages;
+}
+
+}  // namespace zb
