@@ -76,6 +76,14 @@ class Case:
     plan: str = "FB"
 
 
+# Optimizer state on NVMe: many chunks of these small shards, few frames.
+SWAP = {
+    "device": "nvme",
+    "chunk_numel": 128,
+    "io_block_bytes": 4096,
+    "io_depth": 1,
+    "io_allow_fallback": True,
+}
 LR = 1e-2
 CASES: dict[str, Case] = {
     "blocks": Case(Chain),
@@ -178,12 +186,16 @@ def train_engine(case: Case, rank: Any, *, stage: int, device: str = "cpu", **co
     return record
 
 
-def train_or_error(case: Case, rank: Any, **arguments: Any) -> dict[str, Any]:
-    """The same, or {"error": traceback}, which ends no other training of this process."""
+def or_error(run: Callable[..., dict[Any, Any]], *arguments: Any, **named: Any) -> dict[Any, Any]:
+    """What it returns, or {"error": traceback}, which ends nothing else in this process."""
     try:
-        return train_engine(case, rank, **arguments)
+        return run(*arguments, **named)
     except Exception:
         return {"error": traceback.format_exc()}
+
+
+def train_or_error(case: Case, rank: Any, **arguments: Any) -> dict[str, Any]:
+    return or_error(train_engine, case, rank, **arguments)
 
 
 def on_device(batch: Batch, device: str) -> dict[str, Any]:

@@ -26,14 +26,6 @@ CASE = zoo.CASES["bf16"]
 TIMEOUT_S = 5.0
 # What a loaded machine may take on top: processes wait for CPUs.
 GRACE_S = 20.0
-# Many chunks of these small shards, few frames.
-SWAP = {
-    "device": "nvme",
-    "chunk_numel": 128,
-    "io_block_bytes": 4096,
-    "io_depth": 1,
-    "io_allow_fallback": True,
-}
 FAULTY = 1  # the rank
 SMALL_BYTES = 32 << 10
 
@@ -45,7 +37,7 @@ def start(rank: ranks.Rank, path: str, model: torch.nn.Module | None = None, **o
             stage=2,
             precision="bf16",
             timeout_s=TIMEOUT_S,
-            offload_optimizer=SWAP | {"nvme_path": path} | offload,
+            offload_optimizer=zoo.SWAP | {"nvme_path": path} | offload,
         ),
     )
 

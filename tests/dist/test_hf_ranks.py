@@ -6,7 +6,6 @@ Each rank of Mixtral sees so few tokens that some experts get none, others than 
 from __future__ import annotations
 
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ pytest.importorskip("transformers", reason="needs zerobench[hf]")
 
 import hf_zoo
 import ranks
+import zoo
 
 NUM_STEPS = 3
 LR = 1e-3
@@ -45,15 +45,12 @@ def train(rank: ranks.Rank, name: str, stage: int) -> dict[str, torch.Tensor]:
     return parameters
 
 
-def train_all(rank: ranks.Rank) -> dict[tuple[str, int], dict[str, torch.Tensor] | str]:
-    results: dict[tuple[str, int], dict[str, torch.Tensor] | str] = {}
+def train_all(rank: ranks.Rank) -> dict[tuple[str, int], dict]:
+    results = {}
     for name in TOKENS:
         for stage in STAGES:
-            try:
-                place = replace(rank, meeting_point=f"{rank.meeting_point}-{name.replace('/', '-')}-{stage}")
-                results[name, stage] = train(place, name, stage)
-            except Exception:
-                results[name, stage] = traceback.format_exc()
+            place = replace(rank, meeting_point=f"{rank.meeting_point}-{name.replace('/', '-')}-{stage}")
+            results[name, stage] = zoo.or_error(train, place, name, stage)
     return results
 
 
@@ -81,7 +78,7 @@ def test_all_stages_and_ranks_end_with_the_same_bits(results, name):
     for stage in STAGES:
         for rank, by_case in enumerate(results):
             found = by_case[name, stage]
-            assert not isinstance(found, str), f"stage {stage}, rank {rank}: {found}"
+            assert "error" not in found, f"stage {stage}, rank {rank}: {found['error']}"
             for key, value in expected.items():
                 assert torch.equal(found[key], value), f"stage {stage}, rank {rank}: {key}"
 

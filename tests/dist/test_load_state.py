@@ -34,16 +34,8 @@ FACTS = ("step", "loss_scale")  # of a state, beside its tensors
 def config_of(placement: str, folder: str) -> dict:
     if placement == "device":
         return {}
-    section: dict = {"device": "cpu", "chunk_numel": 128}
-    if placement == "files":
-        section |= {
-            "device": "nvme",
-            "nvme_path": folder,
-            "io_block_bytes": 4096,
-            "io_depth": 1,
-            "io_allow_fallback": True,
-        }
-    return {"offload_optimizer": section}
+    files = zoo.SWAP | {"nvme_path": folder}
+    return {"offload_optimizer": files if placement == "files" else {"device": "cpu", "chunk_numel": 128}}
 
 
 def start(rank: ranks.Rank, case: zoo.Case, stage: int, **config):

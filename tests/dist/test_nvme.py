@@ -19,15 +19,7 @@ import zoo
 import zerobench
 from zerobench.errors import CommunicationError, OutOfMemoryError
 
-# Many chunks of these small shards, few frames.
-SWAP = {
-    "device": "nvme",
-    "chunk_numel": 128,
-    "io_block_bytes": 4096,
-    "io_depth": 1,
-    "io_allow_fallback": True,
-    "io_checksums": True,
-}
+SWAP = zoo.SWAP | {"io_checksums": True}
 PLACEMENTS = {
     "all": SWAP,
     "what a budget leaves": SWAP | {"host_memory_bytes": 200_000},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -56,24 +55,28 @@ def half_fits_bytes(rank: ranks.Rank, case: zoo.Case, stage: int, **config) -> i
     return round((peak_bytes + gather_bytes + 0.5 * state_bytes) / 0.98)
 
 
-def train_all(rank: ranks.Rank) -> dict[tuple[str, str, int], dict]:
-    results = {}
-    for name in CASES:
-        case = zoo.CASES[name]
-        for stage in STAGES:
-            try:
-                half = {"device_memory_bytes": half_fits_bytes(rank, case, stage)}
-                placements = {
-                    "none": None, "nothing fits": AUTO | {"device_memory_bytes": 1}, "half fits": AUTO | half,
-                    "all fits": AUTO | {"device_memory_bytes": GIB}, "no limit": AUTO,
-                }  # fmt: skip
-                for placement, offload in placements.items():
-                    results[name, placement, stage] = zoo.train_engine(
-                        case, rank, stage=stage, offload_optimizer=offload
-                    )
-            except Exception:
-                results[name, "error", stage] = {"error": traceback.format_exc()}
-    return results
+def placements_of(rank: ranks.Rank, case: zoo.Case, stage: int) -> dict[str, dict | None]:
+    half = {"device_memory_bytes": half_fits_bytes(rank, case, stage)}
+    return {
+        "none": None, "nothing fits": AUTO | {"device_memory_bytes": 1}, "half fits": AUTO | half,
+        "all fits": AUTO | {"device_memory_bytes": GIB}, "no limit": AUTO,
+    }  # fmt: skip
+
+
+def train_placements(rank: ranks.Rank, case: zoo.Case, stage: int) -> dict[str, dict]:
+    return {
+        placement: zoo.train_engine(case, rank, stage=stage, offload_optimizer=offload)
+        for placement, offload in placements_of(rank, case, stage).items()
+    }
+
+
+def train_all(rank: ranks.Rank) -> dict[tuple[str, int], dict]:
+    """By case and stage; by placement."""
+    return {
+        (name, stage): zoo.or_error(train_placements, rank, zoo.CASES[name], stage)
+        for name in CASES
+        for stage in STAGES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +89,9 @@ def results():
 def test_ends_with_the_bits_of_state_on_the_device(results, case, placement):
     for rank in results:
         for stage in STAGES:
-            assert (case, "error", stage) not in rank, rank[case, "error", stage]["error"]
-            zoo.assert_same_end(rank[case, placement, stage], rank[case, "none", stage], stage=stage)
+            found = rank[case, stage]
+            assert "error" not in found, found["error"]
+            zoo.assert_same_end(found[placement], found["none"], stage=stage)
 
 
 def choose(rank: ranks.Rank, stage: int, own_limits: bool, in_backward: bool) -> dict:
@@ -212,13 +216,9 @@ def load_first(rank: ranks.Rank) -> dict[tuple[str, int], dict[str, tuple[str, f
             engine.close()
             del engine
             gc.collect()
-            half = {"device_memory_bytes": half_fits_bytes(rank, case, stage)}
-            placements = {
-                "none": None, "nothing fits": AUTO | {"device_memory_bytes": 1}, "half fits": AUTO | half,
-                "all fits": AUTO | {"device_memory_bytes": GIB},
-            }  # fmt: skip
             ends[name, stage] = {
-                placement: go_on(rank, case, stage, offload, kept) for placement, offload in placements.items()
+                placement: go_on(rank, case, stage, offload, kept)
+                for placement, offload in placements_of(rank, case, stage).items()
             }
     return ends
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import traceback
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # spawned processes get this path too
 
+import zoo
 from faulty import FAULTS, PlainDataParallel
 
 from zerobench import models, strategies
@@ -138,10 +138,7 @@ def run_rank(rank: int, ports: list[int], folder: str) -> None:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
     results = {}
     for name, case in plan():
-        try:
-            results[name, case] = train(name, case, rank=rank, world_size=WORLD_SIZE)
-        except Exception:
-            results[name, case] = {"error": traceback.format_exc()}
+        results[name, case] = zoo.or_error(train, name, case, rank=rank, world_size=WORLD_SIZE)
     torch.distributed.destroy_process_group()
     # Where there is no group a strategy makes its own, and takes it away again.
     os.environ["MASTER_PORT"] = str(ports[1])

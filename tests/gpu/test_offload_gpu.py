@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,7 @@ import zoo  # noqa: E402
 import zerobench  # noqa: E402
 
 HOST = {"chunk_numel": 128, "threads": 2}
-# Many chunks of these small shards, few frames.
-NVME = {
-    "device": "nvme",
-    "chunk_numel": 128,
-    "threads": 2,
-    "io_block_bytes": 4096,
-    "io_depth": 1,
-    "io_allow_fallback": True,
-    "io_checksums": True,
-}
+NVME = zoo.SWAP | {"threads": 2, "io_checksums": True}
 PLACEMENTS = {
     "none": {},
     "host": {"offload_optimizer": HOST},
@@ -89,14 +79,14 @@ def train_all(rank: ranks.Rank, path: str) -> dict[tuple[str, str, int], dict]:
     for placement, config in placements_on(path).items():
         for case in cases_of(placement):
             for stage in stages_of(placement, rank.world_size):
-                try:
-                    found = zoo.train_engine(
-                        zoo.CASES[case], rank, stage=stage, device=f"cuda:{rank.rank}", **config
-                    )
-                    found = {key: repr(found[key]) for key in KEYS}
-                except Exception:
-                    found = {"error": traceback.format_exc()}
-                results[case, placement, stage] = found
+                found = zoo.train_or_error(
+                    zoo.CASES[case], rank, stage=stage, device=f"cuda:{rank.rank}", **config
+                )
+                results[case, placement, stage] = {
+                    key: found[key] if key == "error" else repr(found[key])
+                    for key in (*KEYS, "error")
+                    if key in found
+                }
     return results
 
 
