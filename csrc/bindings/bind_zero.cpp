@@ -1,178 +1,15 @@
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-
-#include <map>
 
 #include "bindings/bindings.h"
+#include "bindings/bound_engine.h"
 #include "bindings/capsules.h"
 #include "bindings/offload.h"
 #include "kernels/cpu_device.h"
 
-#include "zero/engine.h"
-#include "zero/torch_hooks.h"
-#include "zero/torch_memory.h"
-#include "zero/torch_parameter.h"
-
 namespace py = pybind11;
 
 namespace zb {
-
-std::unique_ptr<Communicator> take_communicator(const py::object& object);
-
 namespace {
-
-// What Python gives for a parameter.
-struct ParameterArgument {
-  std::string name;
-  at::Tensor tensor;
-  std::string param_dtype;
-  std::string reduce_dtype;
-  bool trainable;
-  int param_group;
-  std::size_t unit;
-};
-
-// The engine with what ties it to torch.
-class BoundEngine {
- public:
-  BoundEngine(const EngineOptions& options, std::vector<std::string> unit_names, std::size_t root_unit,
-              const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
-              const py::object& reduce_communicator, const std::string& device, DeviceParts parts,
-              const py::object& materialise) {
-    EngineModel model;
-    model.unit_names = std::move(unit_names);
-    model.root_unit = root_unit;
-    std::vector<at::Tensor> tensors;
-    std::vector<ParameterBinding*> bindings;
-    std::vector<std::size_t> indices;  // of the trainable ones
-    for (const ParameterArgument& argument : parameters) {
-      if (argument.trainable) indices.push_back(tensors.size());
-      tensors.push_back(argument.tensor);
-      sizes_.push_back(argument.tensor.sizes().vec());
-      model.parameters.push_back({.name = argument.name,
-                                  .numel = static_cast<std::size_t>(argument.tensor.numel()),
-                                  .param_dtype = dtype_from_name(argument.param_dtype),
-                                  .reduce_dtype = dtype_from_name(argument.reduce_dtype),
-                                  .trainable = argument.trainable,
-                                  .param_group = argument.param_group,
-                                  .unit = argument.unit});
-      model.bindings.push_back(make_torch_parameter(argument.name, argument.tensor, device));
-    }
-    for (const auto& binding : model.bindings) bindings.push_back(binding.get());
-    if (!materialise.is_none()) {
-      model.materialise = [&](std::size_t unit) {
-        const py::gil_scoped_acquire acquire;
-        const auto made = materialise(unit).cast<std::map<std::size_t, at::Tensor>>();
-        for (const auto& [index, tensor] : made) {
-          tensors.at(index) = tensor;
-          rebind_torch_parameter(*bindings.at(index), tensor);
-        }
-      };
-    }
-    EngineOptions with_memory = options;
-    if (at::Device(device).is_cuda()) {
-      memory_ = std::make_shared<TorchMemory>(device);
-      with_memory.allocate_in_compute = [memory = memory_](std::size_t bytes) { return memory->allocate(bytes); };
-    }
-    auto gather = take_communicator(gather_communicator);
-    auto reduce = take_communicator(reduce_communicator);
-    const py::gil_scoped_release release;
-    engine_ =
-        std::make_shared<Engine>(with_memory, std::move(model), std::move(parts), std::move(gather), std::move(reduce));
-    std::vector<at::Tensor> trainable;
-    for (const std::size_t index : indices) trainable.push_back(tensors[index]);
-    hooks_ = make_gradient_hooks(engine_, trainable, indices);
-  }
-
-  Engine& get() const {
-    ZB_EXPECT_STATE(engine_ != nullptr, "the engine was closed");
-    return *engine_;
-  }
-
-  void close() {
-    if (engine_) engine_->quiesce();
-    hooks_.reset();
-    engine_.reset();
-  }
-
-  void set_compute_stream(void* stream) {
-    if (memory_) memory_->follow_current_stream();
-    get().set_compute_stream(stream);
-  }
-
-  void begin_backward(bool last, const std::vector<AdamHyperparameters>& groups) {
-    // A plain loss.backward() may have left an error that nobody asked for.
-    if (hooks_) static_cast<void>(hooks_->take_error());
-    get().begin_backward(last, groups);
-  }
-
-  // Throws what a gradient hook threw in the last backward, with its own type.
-  void rethrow_hook_error() {
-    if (!hooks_) return;
-    if (const std::exception_ptr error = hooks_->take_error()) std::rethrow_exception(error);
-  }
-
-  std::map<std::string, at::Tensor> full_state(const std::string& kind) const {
-    static const std::map<std::string, FullState> kKinds{{"parameters", FullState::kParameters},
-                                                         {"master", FullState::kMaster},
-                                                         {"exp_avg", FullState::kExpAvg},
-                                                         {"exp_avg_sq", FullState::kExpAvgSq}};
-    const auto found = kKinds.find(kind);
-    ZB_EXPECT(found != kKinds.end(), "'" + kind + "' is not a state; use parameters, master, exp_avg or exp_avg_sq");
-    std::map<std::string, at::Tensor> result;
-    get().read_full_state(found->second, [&](std::size_t index, const float* values) {
-      at::Tensor tensor = at::empty(sizes_[index], at::TensorOptions().dtype(c10::ScalarType::Float));
-      std::memcpy(tensor.mutable_data_ptr(), values, static_cast<std::size_t>(tensor.numel()) * sizeof(float));
-      result.emplace(get().parameter(index).name, std::move(tensor));
-    });
-    return result;
-  }
-
-  void load_full_state(const std::map<std::string, std::map<std::string, at::Tensor>>& states, long step,
-                       const std::optional<std::pair<double, long>>& loss_scale) {
-    static const std::map<FullState, std::string> kKinds{
-        {FullState::kMaster, "parameters"}, {FullState::kExpAvg, "exp_avg"}, {FullState::kExpAvgSq, "exp_avg_sq"}};
-    FullStateFacts facts{.steps_applied = step};
-    if (loss_scale) facts.loss_scale = {.scale = loss_scale->first, .good_steps = loss_scale->second};
-    get().write_full_state(facts, [&](FullState kind, std::size_t index, float* values) {
-      const at::Tensor& tensor = states.at(kKinds.at(kind)).at(get().parameter(index).name);
-      std::memcpy(values, tensor.const_data_ptr(), static_cast<std::size_t>(tensor.numel()) * sizeof(float));
-    });
-  }
-
- private:
-  std::shared_ptr<TorchMemory> memory_;  // null where the device's own memory serves
-  std::shared_ptr<Engine> engine_;
-  std::unique_ptr<GradientHooks> hooks_;
-  std::vector<std::vector<std::int64_t>> sizes_;
-};
-
-py::dict describe_unit(const Engine& engine, std::size_t index) {
-  const Unit& unit = engine.unit(index);
-  py::list flats;
-  for (const FlatBuffer& flat : unit.flats) {
-    py::list names;
-    for (const std::size_t parameter : flat.parameters) names.append(engine.parameter(parameter).name);
-    py::dict entry;
-    entry["parameters"] = names;
-    entry["param_dtype"] = std::string(dtype_name(flat.param_dtype));
-    entry["reduce_dtype"] = std::string(dtype_name(flat.reduce_dtype));
-    entry["trainable"] = flat.trainable;
-    entry["numel"] = flat.layout.numel();
-    entry["padded_numel"] = flat.layout.padded_numel();
-    entry["shard_numel"] = flat.layout.shard_numel();
-    flats.append(entry);
-  }
-  py::dict result;
-  result["name"] = unit.name;
-  result["is_root"] = unit.is_root;
-  result["gather_bytes"] = unit.gather_bytes;
-  result["gradient_bytes"] = unit.gradient_bytes;
-  result["flats"] = flats;
-  return result;
-}
 
 void bind_engine_training(py::class_<BoundEngine>& engine) {
   using Release = py::call_guard<py::gil_scoped_release>;
@@ -238,7 +75,7 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
           "The native stream that the caller computes on from now on, torch's current one of the calling thread.");
 }
 
-void bind_engine_reading(py::class_<BoundEngine>& engine) {
+void bind_engine_state(py::class_<BoundEngine>& engine) {
   using Release = py::call_guard<py::gil_scoped_release>;
   engine
       .def("full_state", &BoundEngine::full_state, py::arg("kind"), Release(),
@@ -264,98 +101,6 @@ void bind_engine_reading(py::class_<BoundEngine>& engine) {
             e.get().broadcast(static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes());
           },
           py::arg("tensor"), Release(), "Makes rank 0's values everybody's, in place. Collective.")
-      .def_property_readonly("loss_scale",
-                             py::cpp_function([](const BoundEngine& e) { return e.get().loss_scale(); }, Release()))
-      .def_property_readonly(
-          "loss_scale_state",
-          [](const BoundEngine& e) -> std::optional<std::pair<double, long>> {
-            const py::gil_scoped_release release;
-            if (!e.get().scales_loss()) return std::nullopt;
-            const LossScaleState state = e.get().loss_scale_state();
-            return std::pair(state.scale, state.good_steps);
-          },
-          "(scale, good steps since it changed), None where no loss is scaled.")
-      .def_property_readonly("steps_applied",
-                             py::cpp_function([](const BoundEngine& e) { return e.get().steps_applied(); }, Release()))
-      .def_property_readonly("rank", [](const BoundEngine& e) { return e.get().rank(); })
-      .def_property_readonly("world_size", [](const BoundEngine& e) { return e.get().world_size(); })
-      .def_property_readonly("prefetch_bytes", [](const BoundEngine& e) { return e.get().prefetch_bytes(); })
-      .def_property_readonly("parameters_sharded",
-                             [](const BoundEngine& e) { return e.get().policy().parameters == Placement::kSharded; })
-      .def_property_readonly(
-          "ledger", [](const BoundEngine& e) -> const Ledger& { return e.get().ledger(); },
-          py::return_value_policy::reference_internal)
-      .def("communication_bytes",
-           [](const BoundEngine& e) {
-             const CommunicationCounters counters = e.get().counters();
-             std::map<std::string, std::uint64_t> result;
-             for (std::size_t i = 0; i < kCollectiveNum; ++i) {
-               result[std::string(collective_name(static_cast<Collective>(i)))] = counters.bytes[i];
-             }
-             return result;
-           })
-      .def(
-          "swap_stats",
-          [](const BoundEngine& e) {
-            const SwapStats stats = e.get().swap_stats();
-            return py::dict(py::arg("read_bytes") = stats.read_bytes, py::arg("written_bytes") = stats.written_bytes,
-                            py::arg("wait_s") = stats.wait_s, py::arg("engine") = stats.engine,
-                            py::arg("notes") = stats.notes);
-          },
-          "What state in files has moved since the engine was made; updates waited for wait_s of it.")
-      .def("communication_ms", [](const BoundEngine& e) { return e.get().communication_ms(); })
-      .def(
-          "store_traffic",
-          [](BoundEngine& e) {
-            const StoreTraffic traffic = e.get().store_traffic();
-            return std::map<std::string, std::uint64_t>{{"to_host_bytes", traffic.to_host_bytes},
-                                                        {"to_device_bytes", traffic.to_device_bytes}};
-          },
-          Release(), "What offloaded state moved since the engine was made. Waits for updates that are under way.")
-      .def(
-          "store_waited_ms", [](BoundEngine& e) { return e.get().store_waited_ms(); },
-          "How long the callers were blocked for updates since the engine was made.")
-      .def(
-          "store_waited_for_files_ms", [](BoundEngine& e) { return e.get().store_waited_for_files_ms(); },
-          "Of that, while the updates themselves waited for files.")
-      .def(
-          "store_pinned",
-          [](BoundEngine& e) {
-            const PinnedStats stats = e.get().store_pinned();
-            return py::dict(py::arg("mapped_bytes") = stats.mapped_bytes,
-                            py::arg("requested_bytes") = stats.requested_bytes,
-                            py::arg("huge_bytes") = stats.huge_bytes, py::arg("is_registered") = stats.is_registered);
-          },
-          "Host memory of offloaded state, as asked for and as taken.")
-      .def(
-          "start_timeline", [](BoundEngine& e) { e.get().timeline().start(); },
-          "Records from now on what updates, transfers and collectives do, and when.")
-      .def(
-          "stop_timeline",
-          [](BoundEngine& e) {
-            py::list spans;
-            for (const TimelineSpan& span : e.get().timeline().stop()) {
-              spans.append(py::make_tuple(span.place, span.what, span.unit, span.begin_ns, span.end_ns));
-            }
-            return spans;
-          },
-          "(place, what, unit, begin, end) of each, in nanoseconds of time.perf_counter_ns.")
-      .def("reset_counters", [](BoundEngine& e) { e.get().reset_counters(); })
-      .def("units",
-           [](const BoundEngine& e) {
-             py::list result;
-             for (std::size_t index = 0; index < e.get().unit_num(); ++index)
-               result.append(describe_unit(e.get(), index));
-             return result;
-           })
-      .def("unit_state",
-           [](const BoundEngine& e, std::size_t unit) {
-             return py::make_tuple(std::string(parameter_state_name(e.get().unit(unit).parameter_state)),
-                                   std::string(gradient_state_name(e.get().unit(unit).gradient_state)));
-           })
-      .def(
-          "has_frozen", [](const BoundEngine& e, std::size_t unit) { return e.get().has_frozen(unit); },
-          py::arg("unit"))
       .def(
           "abort", [](BoundEngine& e, const std::string& reason) { e.get().abort(reason); }, py::arg("reason"),
           Release())
@@ -435,7 +180,8 @@ void bind_zero(py::module_& m) {
              "device is torch's name of where parameters live; parts is a capsule that makes the engine compute there; "
              "materialise(unit), or None, is called before a unit is built and returns tensors by parameter index.");
   bind_engine_training(engine);
-  bind_engine_reading(engine);
+  bind_engine_state(engine);
+  bind_engine_facts(engine);
 }
 
 }  // namespace zb

@@ -1,0 +1,64 @@
+// The engine as Python holds it: with the tensors, hooks and memory of torch that it works on.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/engine.h"
+#include "zero/torch_hooks.h"
+#include "zero/torch_memory.h"
+
+namespace zb {
+
+// What Python gives for a parameter.
+struct ParameterArgument {
+  std::string name;
+  at::Tensor tensor;
+  std::string param_dtype;
+  std::string reduce_dtype;
+  bool trainable;
+  int param_group;
+  std::size_t unit;
+};
+
+class BoundEngine {
+ public:
+  BoundEngine(const EngineOptions& options, std::vector<std::string> unit_names, std::size_t root_unit,
+              const std::vector<ParameterArgument>& parameters, const pybind11::object& gather_communicator,
+              const pybind11::object& reduce_communicator, const std::string& device, DeviceParts parts,
+              const pybind11::object& materialise);
+
+  Engine& get() const {
+    ZB_EXPECT_STATE(engine_ != nullptr, "the engine was closed");
+    return *engine_;
+  }
+  void close();
+
+  void set_compute_stream(void* stream);
+  void begin_backward(bool last, const std::vector<AdamHyperparameters>& groups);
+  // Throws what a gradient hook threw in the last backward, with its own type.
+  void rethrow_hook_error();
+
+  std::map<std::string, at::Tensor> full_state(const std::string& kind) const;
+  void load_full_state(const std::map<std::string, std::map<std::string, at::Tensor>>& states, long step,
+                       const std::optional<std::pair<double, long>>& loss_scale);
+
+ private:
+  std::shared_ptr<TorchMemory> memory_;  // null where the device's own memory serves
+  std::shared_ptr<Engine> engine_;
+  std::unique_ptr<GradientHooks> hooks_;
+  std::vector<std::vector<std::int64_t>> sizes_;
+};
+
+// What counts, states and names of an engine Python may ask for.
+void bind_engine_facts(pybind11::class_<BoundEngine>& engine);
+
+}  // namespace zb
