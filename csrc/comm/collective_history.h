@@ -1,7 +1,7 @@
 // What a rank has started, in brief, so that ranks can find out whether they all started the same.
 //
-// Note [Mismatched collectives]. A kernel that meets a peer's other collective hangs, or ends with wrong values and no
-// error. So each rank hashes the kind, size, dtype, root and label of all that it starts, and every exchange and
+// [Note: mismatched collectives] A kernel that meets a peer's other collective hangs, or ends with wrong values and no
+// error. So each rank hashes the kind, size, dtype, root, label and place of all that it starts, and every exchange and
 // barrier compares the hashes on the host before the devices have met (the engine exchanges in each pass). Where they
 // differ, every rank raises and names the first operation that does. What differs before no exchange is caught as a
 // stall, when its time is out.

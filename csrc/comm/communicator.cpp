@@ -1,17 +1,8 @@
 #include "comm/communicator.h"
 
+#include "comm/finished_work.h"
+
 namespace zb {
-namespace {
-
-class FinishedWork final : public Work {
- public:
-  bool test() override { return true; }
-  void wait(Lane) override {}
-  bool test_source_free() override { return true; }
-  void wait_source_free(Lane) override {}
-};
-
-}  // namespace
 
 WorkPtr Communicator::start_exchange(std::span<const std::byte> mine, std::span<std::byte> all,
                                      std::string_view label) {

@@ -12,6 +12,7 @@
 
 #include "comm/cuda_driver.h"
 #include "comm/cuda_shared_memory.h"
+#include "comm/cuda_watchdog.h"
 #include "comm/shm_memory.h"
 #include "common/cuda_check.h"
 #include "common/error.h"
@@ -197,12 +198,7 @@ void CudaPeerLink::await() {
   });
 }
 
-void CudaPeerLink::enter_thread() {
-  device_->bind_thread();
-  // This thread's queries must not break a capture that another thread has begun.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  ZB_CUDA(cudaThreadExchangeStreamCaptureMode(&mode));
-}
+void CudaPeerLink::enter_thread() { enter_watchdog_thread(*device_); }
 
 void CudaPeerLink::release() noexcept { flags_->on_host->release(); }
 

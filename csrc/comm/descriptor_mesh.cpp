@@ -12,7 +12,8 @@
 #include <thread>
 #include <utility>
 
-#include "comm/shm_rendezvous.h"
+#include "comm/shm_socket.h"
+#include "comm/text.h"
 
 namespace zb {
 namespace {
@@ -35,8 +36,6 @@ struct Hello {
 FileDescriptor make_socket() {
   return FileDescriptor(ZB_SYS(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)));
 }
-
-std::string rank_text(int rank) { return "rank " + std::to_string(rank); }
 
 }  // namespace
 
@@ -98,7 +97,7 @@ void DescriptorMesh::connect(const FileDescriptor& listener) {
 void DescriptorMesh::keep_waiting(Clock::time_point deadline, int peer) const {
   if (const auto cause = control_.poisoned()) throw CommunicationError(*cause);
   if (Clock::now() < deadline) return;
-  throw CommunicationError(rank_text(control_.rank()) + " waited " + shm::seconds_text(timeout_) + " for " +
+  throw CommunicationError(rank_text(control_.rank()) + " waited " + seconds_text(timeout_) + " for " +
                                (peer < 0 ? "its peers" : rank_text(peer)) + " to pass a file descriptor",
                            peer);
 }

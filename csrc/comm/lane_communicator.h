@@ -2,8 +2,8 @@
 //
 // `start_*` and `end_group` put operations into the lane and return; `wait` orders the reader's lane behind them and
 // never blocks the host. Buffers of both roles are the same memory of the device, allocated without the peers. A
-// watchdog ends operations that cannot end by themselves (watchdog.h); a mismatch is noticed by [Mismatched
-// collectives] (collective_history.h).
+// watchdog ends operations that cannot end by themselves (watchdog.h); a mismatch is noticed by [Note:
+// mismatched collectives] (collective_history.h).
 #pragma once
 
 #include <chrono>

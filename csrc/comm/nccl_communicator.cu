@@ -9,7 +9,7 @@
 #include "comm/lane_communicator.h"
 #include "comm/nccl_transport.h"
 #include "comm/peer_processes.h"
-#include "comm/shm_rendezvous.h"
+#include "comm/text.h"
 
 namespace zb {
 namespace {
@@ -67,7 +67,7 @@ void connect_transport(NcclTransport& transport, Communicator& control, const Pe
       throw CommunicationError("rank " + std::to_string(*dead) + " died while NCCL connected the ranks", *dead);
     }
     if (Clock::now() >= deadline) {
-      throw CommunicationError("rank " + std::to_string(control.rank()) + " waited " + shm::seconds_text(timeout) +
+      throw CommunicationError("rank " + std::to_string(control.rank()) + " waited " + seconds_text(timeout) +
                                    " for NCCL to connect the ranks",
                                -1);
     }

@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/cuda_watchdog.h"
 #include "comm/nccl_transport.h"
 #include "common/cuda_check.h"
 #include "common/error.h"
@@ -215,12 +216,7 @@ ncclResult_t NcclTransport::enqueue(const LaneCall& call, ncclComm_t comm) const
   return ncclInvalidArgument;
 }
 
-void NcclTransport::enter_thread() {
-  device_->bind_thread();
-  // This thread's queries must not break a capture that another thread has begun.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  ZB_CUDA(cudaThreadExchangeStreamCaptureMode(&mode));
-}
+void NcclTransport::enter_thread() { enter_watchdog_thread(*device_); }
 
 std::optional<std::string> NcclTransport::failure() {
   const std::unique_lock lock(handle_->mutex, std::try_to_lock);

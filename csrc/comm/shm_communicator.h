@@ -5,7 +5,7 @@
 // both poison the communicator on every rank. Operations run lazily in the caller's thread (test, wait, progress):
 // a peer's memory is read where it lies, with no copy into a mailbox.
 //
-// Note [In place]. Peers read a source from its start until `source_free`, so
+// [Note: in place] Peers read a source from its start until `source_free`, so
 // - sources, and the buffers of all_reduce and broadcast, must be kShared, of any shm communicator of the same ranks;
 // - all_gather whose source is its own slice of the destination copies the slices of the peers only;
 // - reduce_scatter whose destination is its own slice of the source is right, since peers read other slices. The other

@@ -1,6 +1,6 @@
 // The control block that all ranks of a shm communicator map: counters, descriptors of operations, small payloads.
 //
-// Note [Protocol]. Operations are numbered from 0, the same on all ranks. Each rank writes only its own RankBlock
+// [Note: protocol] Operations are numbered from 0, the same on all ranks. Each rank writes only its own RankBlock
 // (doorbells apart) and reads those of its peers:
 // - `posted` > s: the descriptor of operation s stands in ring[s % kRingDepth], and this rank's source may be read.
 // - `reduced` > 2 s + h: half h of this rank's piece of all_reduce s is summed in place and may be copied by peers.
@@ -44,9 +44,9 @@ struct alignas(64) Descriptor {
   OperationKind kind{};
   DType dtype{};
   std::uint16_t root = 0;
-  std::uint32_t history =
-      0;                    // hash of all earlier operations: an operation that needs no peer is checked by later ones
-  std::uint64_t bytes = 0;  // of a shard, of the buffer, of a message, of an allocation
+  // Hash of all earlier operations: one that needs no peer is checked by later ones.
+  std::uint32_t history = 0;
+  std::uint64_t bytes = 0;      // of a shard, of the buffer, of a message, of an allocation
   std::uint64_t buffer_id = 0;  // of the source
   // Of this rank.
   std::uint64_t offset_bytes = 0;

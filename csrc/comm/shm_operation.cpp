@@ -62,7 +62,7 @@ Piece piece_of(std::size_t numel, DType dtype, int rank, int world_size) noexcep
   return {begin, std::min(piece_numel, numel - begin)};
 }
 
-// Note [Halves]. A piece is summed and copied in two halves: while one rank sums its second half, a later one may still
+// [Note: halves] A piece is summed and copied in two halves: while one rank sums its second half, a later one may still
 // sum its first, so that ranks which are a little apart do not wait for each other.
 Piece half_of(const Piece& piece, DType dtype, std::size_t half) noexcept {
   const std::size_t line_numel = 64 / dtype_bytes(dtype);

@@ -1,4 +1,4 @@
-// Operations of the shm communicator and how far each can go without blocking. See Note [Protocol].
+// Operations of the shm communicator and how far each can go without blocking. See [Note: protocol].
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@
 
 namespace zb::shm {
 
-inline constexpr std::size_t kHalfNum = 2;  // of a piece; see Note [Halves]
+inline constexpr std::size_t kHalfNum = 2;  // of a piece; see [Note: halves]
 
 struct Operation {
   // What was asked for.

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <ctime>
 
+#include "comm/shm_socket.h"
+
 namespace zb::shm {
 namespace {
 

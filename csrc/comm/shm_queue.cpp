@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/shm_socket.h"
+#include "comm/text.h"
+
 namespace zb::shm {
 namespace {
 
@@ -212,8 +215,8 @@ void Queue::check_awaited(const Goal& goal, Clock::time_point last_progress) {
   const bool is_late = Clock::now() - last_progress >= peers_->timeout();
   for (int peer = 0; peer < peers_->world_size(); ++peer) {
     if (peer == peers_->rank() || !awaits(goal, peer)) continue;
-    const std::string who = "rank " + std::to_string(peer);
-    const std::string self = "rank " + std::to_string(peers_->rank());
+    const std::string who = rank_text(peer);
+    const std::string self = rank_text(peers_->rank());
     const bool has_left = peers_->has_left(peer);
     if (has_left || peers_->is_dead(peer)) {
       // What it published before it went counts, so look again.

@@ -11,8 +11,13 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
+#include <span>
+#include <string>
 #include <thread>
 #include <type_traits>
+
+#include "comm/shm_socket.h"
+#include "comm/text.h"
 
 namespace zb::shm {
 namespace {
@@ -332,11 +337,6 @@ Connection join(const ShmOptions& options) {
 }
 
 }  // namespace
-
-std::string seconds_text(std::chrono::milliseconds time) {
-  const std::string text = std::to_string(static_cast<double>(time.count()) / 1000.0);
-  return text.substr(0, text.find('.') + 3) + " s";
-}
 
 Connection connect_ranks(const ShmOptions& options) { return options.rank == 0 ? Host(options).run() : join(options); }
 

@@ -1,4 +1,5 @@
-// Messages with file descriptors over Unix sockets.
+#include "comm/shm_socket.h"
+
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -8,7 +9,7 @@
 #include <cstring>
 #include <thread>
 
-#include "comm/shm_rendezvous.h"
+#include "common/error.h"
 
 namespace zb::shm {
 namespace {

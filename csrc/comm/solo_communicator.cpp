@@ -6,18 +6,11 @@
 #include "comm/arguments.h"
 #include "comm/buffer.h"
 #include "comm/cause.h"
+#include "comm/finished_work.h"
 #include "kernels/cpu_kernels.h"
 
 namespace zb {
 namespace {
-
-class DoneWork final : public Work {
- public:
-  bool test() override { return true; }
-  void wait(Lane) override {}
-  bool test_source_free() override { return true; }
-  void wait_source_free(Lane) override {}
-};
 
 class SoloCommunicator final : public Communicator {
  public:
@@ -80,7 +73,7 @@ class SoloCommunicator final : public Communicator {
   }
 
   Caller caller_;
-  WorkPtr done_ = std::make_shared<DoneWork>();
+  WorkPtr done_ = std::make_shared<FinishedWork>();
   Cause cause_;
 };
 

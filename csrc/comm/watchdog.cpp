@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "comm/shm_rendezvous.h"
+#include "comm/text.h"
 
 namespace zb {
 namespace {
@@ -20,8 +20,6 @@ constexpr std::chrono::milliseconds kDeathGrace{500};
 // A dead peer's connections break before its process counts as ended, which waits for the driver: to name it is better.
 constexpr std::chrono::milliseconds kFailureGrace{5000};
 constexpr std::chrono::seconds kCloseGrace{10};
-
-std::string rank_text(int rank) { return "rank " + std::to_string(rank); }
 
 }  // namespace
 
@@ -62,8 +60,8 @@ class Watchdog::Round {
     } else if (failure) {
       lane_.poison_for_failure(during(oldest), *failure);
     } else if (oldest && now - oldest->since >= lane_.timeout) {
-      lane_.poison(
-          rank_text(lane_.rank) + " waited " + shm::seconds_text(lane_.timeout) + " for " + oldest->name.text(), -1);
+      lane_.poison(rank_text(lane_.rank) + " waited " + seconds_text(lane_.timeout) + " for " + oldest->name.text(),
+                   -1);
     }
   }
 
