@@ -38,7 +38,7 @@ class PlainDataParallel(SingleStrategy):
             param=low.param, compute=low.compute, reduce="float32", master="float32", state="float32"
         )
 
-    def communication_bytes(self) -> int | None:
+    def communication_bytes(self) -> dict[str, int] | None:
         return None
 
     def close(self) -> None:

@@ -370,7 +370,11 @@ class Engine:
 
     def communication_bytes(self) -> int:
         """Bytes this rank moved in collectives since ``reset_counters`` (docs/metrics.md)."""
-        return sum(self._core.communication_bytes().values())
+        return sum(self.communication_by_collective().values())
+
+    def communication_by_collective(self) -> dict[str, int]:
+        """The same, by collective."""
+        return self._core.communication_bytes()
 
     def swap_stats(self) -> dict[str, Any]:
         """What optimizer state on NVMe moved since the engine was made: ``read_bytes``, ``written_bytes``, ``wait_s``

@@ -280,16 +280,21 @@ def test_communication_bytes(ranks):
     config = models.resolve("tiny", MODEL)
     numel, steps = models.parameter_count(config), NUM_STEPS - 1
     root = numel - sum(p.numel() for p in make_model().blocks.parameters())
-    assert ranks[0]["ddp", "fp32"]["communication_bytes"] == steps * 4 * numel
-    assert ranks[0]["ddp", "bf16-accum4-clip"]["communication_bytes"] == steps * 4 * numel
+    full = steps * 4 * numel
+
+    def moved(name: str, case: str) -> dict[str, int]:
+        return ranks[0][name, case]["communication_bytes"]
+
+    assert moved("ddp", "fp32") == moved("ddp", "bf16-accum4-clip") == {"all_reduce": full}
     # Half of what is gathered before forward, of the blocks again before backward, and of what is reduced.
     gathered = numel + (numel - root)
-    assert ranks[0]["fsdp2", "fp32"]["communication_bytes"] == steps * 4 * (gathered + numel) // 2
-    assert ranks[0]["fsdp2", "bf16"]["communication_bytes"] == steps * 2 * (gathered + numel) // 2
+    sharded = {"all_gather": steps * 4 * gathered // 2, "reduce_scatter": full // 2}
+    assert moved("fsdp2", "fp32") == sharded
+    assert moved("fsdp2", "bf16") == {name: bytes_ // 2 for name, bytes_ in sharded.items()}
     # What stays gathered is gathered once, and what is compressed is half as long.
-    assert ranks[0]["fsdp2_keep", "fp32"]["communication_bytes"] == steps * 4 * (numel + numel) // 2
-    assert ranks[0]["ddp_compress", "bf16"]["communication_bytes"] == steps * 2 * numel
-    assert ranks[0]["ddp_master", "bf16-accum4-clip"]["communication_bytes"] == steps * 2 * numel
+    assert moved("fsdp2_keep", "fp32") == {"all_gather": full // 2, "reduce_scatter": full // 2}
+    assert moved("ddp_compress", "bf16") == {"all_reduce": full // 2}
+    assert moved("ddp_master", "bf16-accum4-clip") == {"all_reduce": full // 2}
 
 
 @pytest.mark.parametrize(("name", "case"), [run for run in RUNS if run[0] not in PLAIN])

@@ -79,7 +79,7 @@ def gpus() -> Results:
     results = sample()
     results.machine = {
         **results.machine,
-        "gpus": [{"name": "NVIDIA H200"}] * 4,
+        "gpus": [{"name": "NVIDIA H200", "power_limit_w": 700.0}] * 4,
         "driver": "580.82.07",
         "cuda": "13.0",
     }

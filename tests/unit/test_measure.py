@@ -237,7 +237,7 @@ def window(times_ms, losses, *, peak_bytes: int = 100, **figures) -> Window:
         "ended_s": 2.0,
         "memory": DeviceMemory(peak_bytes=peak_bytes, allocated_bytes=50),
         "peak_host_bytes": 1000,
-        "communication_bytes": 10,
+        "communication_bytes": {"all_gather": 6, "reduce_scatter": 4},
         "memory_bytes": {"device": {"parameters": 7}},
         "phases_ms": {"forward": 1.0, "backward": 2.0, "optimizer": 0.5},
         "threads": 1,
@@ -290,6 +290,16 @@ def test_memory_is_the_largest_rank_and_phases_are_the_mean() -> None:
     assert row.phases_ms == {"forward": 2.0, "backward": 2.0, "optimizer": 0.5, "exposed_communication": 0.5}
 
 
+def test_communication_is_that_of_the_rank_that_moves_most() -> None:
+    row = empty_row()
+    moved = [{"all_gather": 6, "reduce_scatter": 4}, {"all_gather": 5, "reduce_scatter": 6}]
+    assess.apply_windows(row, [window([1.0], [1.0], communication_bytes=bytes_) for bytes_ in moved])
+    assert (row.communication_bytes, row.communication_by_collective) == (11, moved[1])
+    row = empty_row()
+    assess.apply_windows(row, [window([1.0], [1.0], communication_bytes={})])
+    assert (row.communication_bytes, row.communication_by_collective) == (0, {})
+
+
 def test_a_repeat_adds_samples_and_never_lowers_a_peak() -> None:
     row = empty_row()
     assess.apply_windows(row, [window([10.0, 10.0], [1.0, 1.0])])
@@ -311,4 +321,4 @@ def test_what_cannot_be_had_is_null() -> None:
     assert row.validation_loss is None
     assert row.peak_host_bytes is None
     assert row.outside_torch_bytes is None and row.torch_allocated_peak_bytes is None
-    assert row.communication_bytes is None
+    assert row.communication_bytes is None and row.communication_by_collective is None

@@ -84,7 +84,7 @@ def test_a_reference_file_goes_with_its_last_row(comparison, tmp_path) -> None:
 def window(**figures) -> Window:
     values = {
         "step_times_ms": [10.0, 10.0], "losses": [2.0, 1.0], "began_s": 100.0, "ended_s": 101.0,
-        "validation_loss": 1.5, "peak_host_bytes": 1, "communication_bytes": 0, "memory_bytes": {},
+        "validation_loss": 1.5, "peak_host_bytes": 1, "communication_bytes": {}, "memory_bytes": {},
         "phases_ms": {}, "compiled_graphs": 2.0, "threads": 1,
         "memory": DeviceMemory(
             peak_bytes=300, allocated_bytes=200, torch_allocated_peak_bytes=250, torch_reserved_peak_bytes=260,

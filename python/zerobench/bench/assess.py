@@ -140,7 +140,10 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     row.validation_loss = mean if mean is not None and math.isfinite(mean) else None
     row.allocated_device_bytes = largest([memory.allocated_bytes for memory in memories])
     row.compiled_graphs = windows[0].compiled_graphs
-    row.communication_bytes = largest([window.communication_bytes for window in windows])
+    moved = [window.communication_bytes for window in windows if window.communication_bytes is not None]
+    row.communication_by_collective = max(moved, key=lambda bytes_: sum(bytes_.values()), default=None)
+    if row.communication_by_collective is not None:
+        row.communication_bytes = sum(row.communication_by_collective.values())
     row.activation_bytes = largest([window.activation_bytes for window in windows])
     apply_energy(row, windows)
     row.transfers = transfers_of(windows, step_s=step_s)
@@ -249,6 +252,7 @@ _FIGURES = (
     "activation_bytes", "memory_explained_pct",
     "allocated_device_bytes", "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes",
     "device_used_peak_bytes", "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes",
+    "communication_by_collective",
     "compiled_graphs", "transfers", "offload_practicality", "energy_per_step_j", "tokens_per_j", "sampled", "mfu",
     "of_compute_only",
 )  # fmt: skip

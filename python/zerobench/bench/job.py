@@ -115,7 +115,7 @@ class Window(_Message):
     validation_loss: float | None
     memory: DeviceMemory
     peak_host_bytes: int | None
-    communication_bytes: int | None  # per step
+    communication_bytes: dict[str, int] | None  # per step, by collective
     memory_bytes: dict[str, dict[str, int]]
     activation_bytes: int | None = None
     phases_ms: dict[str, float]

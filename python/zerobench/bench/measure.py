@@ -68,7 +68,9 @@ def measure(
         validation_loss=validation_loss,
         memory=memory,
         peak_host_bytes=peak_host,
-        communication_bytes=None if moved_bytes is None else round(moved_bytes / len(window)),
+        communication_bytes=None
+        if moved_bytes is None
+        else {name: round(moved / len(window)) for name, moved in moved_bytes.items() if moved},
         memory_bytes=memory_bytes,
         activation_bytes=activation_bytes,
         phases_ms=phases_ms,

@@ -190,6 +190,7 @@ class Row(_Model):
     tokens_per_j: float | None = None
     sampled: Sampled | None = None
     communication_bytes: int | None = None  # per rank and step
+    communication_by_collective: dict[str, int] | None = None  # of the same rank
     transfers: Transfers | None = None  # where state is offloaded
     offload_practicality: float | None = None  # step time of the row that offloads nothing over this row's
     binding: list[str] | None = None  # by rank: the node and the cores that it was bound to

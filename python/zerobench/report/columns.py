@@ -72,6 +72,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         *_tier_columns(shown),
         *_transfer_columns(shown),
         *_host_columns(shown),
+        _traffic_column(shown),
         Column(title="power", unit="W/GPU", cells=_cells(shown, _power_cell), keep=25),
         *_energy_columns(shown),
         Column(title="graphs", unit="a step", cells=_cells(shown, _graphs_cell), keep=40),
@@ -245,6 +246,16 @@ def _power_cell(row: Row) -> str | None:
     return None if row.sampled is None or row.sampled.power_w is None else f"{row.sampled.power_w:.0f}"
 
 
+def _traffic_column(rows: Sequence[Row | None]) -> Column:
+    """What a rank moves in collectives, where any does."""
+    moved = [row.communication_bytes if row is not None else None for row in rows]
+    unit, unit_bytes = memory_unit(moved)
+    cells = (
+        [_bytes_cell(value, unit_bytes) or ABSENT for value in moved] if any(moved) else [ABSENT] * len(rows)
+    )
+    return Column(title="moved", unit=f"{unit}/step", cells=cells, keep=19)
+
+
 def _energy_columns(rows: Sequence[Row | None]) -> list[Column]:
     """What a step takes of all GPUs together, and how long their power cap held the clocks down."""
     columns = []
@@ -252,8 +263,8 @@ def _energy_columns(rows: Sequence[Row | None]) -> list[Column]:
         values = [getattr(row, name) if row is not None else None for row in rows]
         decimals = _decimals([value for value in values if value is not None])
         cells = [ABSENT if value is None else f"{value:,.{decimals}f}" for value in values]
-        columns.append(Column(title=title, unit=unit, cells=cells, keep=19, group="energy"))
-    share = Column(title="at power", unit="cap", cells=_cells(rows, _power_cap_cell), keep=19, group="energy")
+        columns.append(Column(title=title, unit=unit, cells=cells, keep=18, group="energy"))
+    share = Column(title="at power", unit="cap", cells=_cells(rows, _power_cap_cell), keep=18, group="energy")
     return [*columns, share]
 
 

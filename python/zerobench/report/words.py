@@ -24,6 +24,7 @@ from .rows import (
 )
 
 NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
+DTYPE_ROLES = "param/compute/reduce/master/state"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -87,10 +88,15 @@ def _machine_text(machine: dict[str, Any]) -> str:
 
 
 def _items_text(word: str, items: list[Any]) -> str:
-    """Names of devices, equal ones counted: "gpus 4 x NVIDIA H200"."""
-    names = Counter(str(item.get("name", item)) if isinstance(item, dict) else str(item) for item in items)
+    """Names of devices and what limits them, equal ones counted: "gpus 4 x NVIDIA H200 (700 W)"."""
+    names = Counter(_device_text(item) if isinstance(item, dict) else str(item) for item in items)
     texts = [name if count == 1 else f"{count} x {name}" for name, count in names.items()]
     return f"{word} {', '.join(texts)}"
+
+
+def _device_text(device: dict[str, Any]) -> str:
+    name, limit_w = str(device.get("name", device)), device.get("power_limit_w")
+    return name if limit_w is None else f"{name} ({limit_w:g} W)"
 
 
 def _versions_text(versions: dict[str, str]) -> str:
@@ -126,11 +132,20 @@ def _settings_lines(rows: Sequence[Row]) -> list[tuple[str, str]]:
         if key in _OFF and _OFF[key] == value:
             continue
         parts.append(_setting_part(key, value, rows))
+        if key == "precision":
+            parts += _dtype_parts(rows)
     lines = [("settings", " · ".join(parts))]
     by_strategy = [
         f"{setting_word(key)} {_by_strategy(key, rows)}" for key in tied if not key.startswith(_QUIET)
     ]
     return [*lines, ("", " · ".join(by_strategy))]
+
+
+def _dtype_parts(rows: Sequence[Row]) -> list[str]:
+    """Of the rows that are compared, where they agree and the precision does not say it all; notes name the others."""
+    texts = {dtype_text(row) for row in rows if row.dtypes is not None and row.comparable}
+    text = (texts.pop() or "") if len(texts) == 1 else ""
+    return [f"dtypes {text} ({DTYPE_ROLES})"] if len(set(text.split("/"))) > 1 else []
 
 
 def _setting_part(key: str, value: Any, rows: Sequence[Row]) -> str:
@@ -221,8 +236,7 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         if row.status == "ok" and not row.comparable
     ]
     if apart:
-        roles = "param/compute/reduce/master/state"
-        notes.append(f"† other dtypes, so shown but not ranked: {'; '.join(apart)}, as {roles}.")
+        notes.append(f"† other dtypes, so shown but not ranked: {'; '.join(apart)}, as {DTYPE_ROLES}.")
     if any(row.strategy == FLOOR and row.status == "ok" for row in rows):
         notes.append(
             f"{FLOOR}: forward and backward without communication or optimizer, the floor: nothing to verify."

@@ -172,8 +172,8 @@ class Strategy(ABC):
         """What moves this strategy's data between ranks ("shm", "gloo", "nccl", ...), None where nothing is moved."""
         return None
 
-    def communication_bytes(self) -> int | None:
-        """Bytes this rank moved in collectives since ``reset_counters`` (accounting of docs/metrics.md), else None."""
+    def communication_bytes(self) -> dict[str, int] | None:
+        """Bytes this rank moved since ``reset_counters`` by collective (accounting of docs/metrics.md), else None."""
         return None
 
     def transfers(self) -> Transfers | None:

@@ -101,8 +101,8 @@ class ComputeOnlyStrategy(Strategy):
             }
         }
 
-    def communication_bytes(self) -> int | None:
-        return 0
+    def communication_bytes(self) -> dict[str, int] | None:
+        return {}
 
     def compiled_graphs(self) -> float | None:
         return self._compiler.graphs_per_step()

@@ -63,11 +63,12 @@ class DDPStrategy(PeerStrategy):
         )
         return Dtypes(param="float32", compute=compute, reduce=reduce, master="float32", state="float32")
 
-    def communication_bytes(self) -> int | None:
+    def communication_bytes(self) -> dict[str, int] | None:
         """All-reduces of every gradient, once a step, at 2 (n - 1) / n of their bytes."""
         world_size = self.settings.world_size
         numel = sum(p.numel() for p in self._ddp.parameters() if p.requires_grad)
-        return self._steps * 2 * (world_size - 1) * numel * self._reduce_dtype().itemsize // world_size
+        reduced = self._steps * 2 * (world_size - 1) * numel * self._reduce_dtype().itemsize // world_size
+        return {"all_reduce": reduced}
 
     def reset_counters(self) -> None:
         super().reset_counters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -106,13 +107,13 @@ class FSDP2Strategy(PeerStrategy):
         low = str(precision_dtype(self.settings)).removeprefix("torch.")
         return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
 
-    def communication_bytes(self) -> int | None:
-        return self._meter.moved_bytes if self._meter else None
+    def communication_bytes(self) -> dict[str, int] | None:
+        return dict(self._meter.moved_bytes) if self._meter else None
 
     def reset_counters(self) -> None:
         super().reset_counters()
         if self._meter:
-            self._meter.moved_bytes = 0
+            self._meter.moved_bytes.clear()
 
     def _take_exposed_ms(self) -> Callable[[], float] | None:
         return self._meter.take_ms if self._meter else None
@@ -135,14 +136,14 @@ class _Meter:
     caller, so all of their time is exposed; on CUDA they only enqueue."""
 
     def __init__(self) -> None:
-        self.moved_bytes = 0
+        self.moved_bytes: Counter[str] = Counter()  # by collective
         self._spent_s = 0.0
 
-    def run(self, collective: Callable[[], Any], full: torch.Tensor, shard: torch.Tensor) -> Any:
-        self.moved_bytes += full.nbytes - shard.nbytes
+    def run(self, name: str, call: Callable[[], Any], full: torch.Tensor, shard: torch.Tensor) -> Any:
+        self.moved_bytes[name] += full.nbytes - shard.nbytes
         start_s = time.perf_counter()
         try:
-            return collective()
+            return call()
         finally:
             self._spent_s += time.perf_counter() - start_s
 
@@ -168,7 +169,10 @@ def _meter_collectives(modules: list[FSDPModule]) -> _Meter | None:
         ) -> Any:
             call = super().__call__
             return meter.run(
-                lambda: call(output_tensor, input_tensor, *args, **kwargs), output_tensor, input_tensor
+                "all_gather",
+                lambda: call(output_tensor, input_tensor, *args, **kwargs),
+                output_tensor,
+                input_tensor,
             )
 
     class MeteredReduceScatter(DefaultReduceScatter):
@@ -177,7 +181,10 @@ def _meter_collectives(modules: list[FSDPModule]) -> _Meter | None:
         ) -> Any:
             call = super().__call__
             return meter.run(
-                lambda: call(output_tensor, input_tensor, *args, **kwargs), input_tensor, output_tensor
+                "reduce_scatter",
+                lambda: call(output_tensor, input_tensor, *args, **kwargs),
+                input_tensor,
+                output_tensor,
             )
 
     for module in modules:

@@ -178,8 +178,8 @@ class SingleStrategy(Strategy):
             }
         }
 
-    def communication_bytes(self) -> int | None:
-        return 0  # it has no peer
+    def communication_bytes(self) -> dict[str, int] | None:
+        return {}  # it has no peer
 
     def compiled_graphs(self) -> float | None:
         return self._compiler.graphs_per_step()

@@ -171,8 +171,8 @@ class ZeroStrategy(Strategy):
             return None
         return "; ".join(filter(None, (self._engine.communicator, self._engine.communicator_note)))
 
-    def communication_bytes(self) -> int | None:
-        return self._engine.communication_bytes()
+    def communication_bytes(self) -> dict[str, int] | None:
+        return self._engine.communication_by_collective()
 
     def transfers(self) -> Transfers | None:
         if self.settings.offload == "none":
