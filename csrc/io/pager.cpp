@@ -186,6 +186,14 @@ void Pager::flush() {
   if (failure_) failure_->raise();
 }
 
+bool Pager::is_in_memory(std::size_t index) const {
+  const std::lock_guard lock(mutex_);
+  const Chunk& chunk = chunks_.at(index);
+  if (failure_) return true;
+  if (chunk.frame == kNone) return !chunk.on_disk;
+  return frames_[chunk.frame].state == State::kReady || frames_[chunk.frame].state == State::kHeld;
+}
+
 PagerStats Pager::stats() const {
   const std::lock_guard lock(mutex_);
   PagerStats stats = stats_;

@@ -74,6 +74,9 @@ class Pager {
   std::span<std::byte> acquire(std::size_t chunk, Content content = Content::kKept);
   void release(std::size_t chunk, Change change);
   void flush();  // returns when nothing is in flight
+  // Whether acquire would give the chunk at once, or throw.
+  bool is_in_memory(std::size_t chunk) const;
+  std::size_t ahead_frame_num() const noexcept { return ahead_frame_num_; }  // chunks that are read ahead, at most
   PagerStats stats() const;
 
  private:

@@ -40,6 +40,8 @@ class HomeParameters {
   // The shard as it was last written, in this lane. Blocks for files that are not yet read; an error of them is as
   // final as one of the updates.
   void fetch(std::size_t shard, Lane lane, void* destination);
+  // Whether a fetch would find what is read ahead of it.
+  bool is_read(std::size_t shard) const { return !paged_ || paged_->is_read(shard); }
   // An update of the shard follows on all fetches so far.
   void begin_update(std::size_t shard);
   Fetches take_fetches(std::size_t shard) { return std::exchange(shards_.at(shard).fetches, {}); }

@@ -161,7 +161,9 @@ class HostStore final : public Store {
                                .started = started,
                                .fetches = take_fetches(index)}] { run(task); });
   }
-  bool is_issued(std::size_t index) const override { return thread_->is_done(shards_.at(index)->ticket); }
+  bool is_issued(std::size_t index) const override {
+    return thread_->is_done(shards_.at(index)->ticket) && (!home_ || home_->is_read(index));
+  }
   void wait_update(std::size_t index, Lane lane) override {
     Shard& shard = at(index);
     wait_for(shard);

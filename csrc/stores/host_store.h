@@ -41,6 +41,9 @@ struct HostStoreOptions {
   std::optional<PagedStateOptions> paged = {};  // the state lies in files
   System* system = &kernel_system();            // that moves them
   std::size_t resident_parameter_bytes = 0;     // of paged parameters, that never swap
+  // For paged parameters that are read ahead beyond the engine's depth; none: the largest shard, or what of it
+  // memory_bytes leave.
+  std::optional<std::size_t> ahead_parameter_bytes = {};
   // Of pinned memory in all; paged parameters, then paged state, stay in what is left of it beside gradients and
   // buffers. None: all swaps.
   std::optional<std::size_t> memory_bytes = {};

@@ -34,6 +34,10 @@ std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreO
 
 // What is left goes to parameters first: a step moves their bytes three times, those of the state twice.
 void spend_host_memory(std::span<const ShardSpec> shards, HostStoreOptions& options) {
+  const bool pages_parameters = options.parameters == ParameterHome::kFiles;
+  const std::size_t largest_bytes =
+      pages_parameters ? largest_paged_shard_bytes(parameters_of(shards), options.chunk_numel, *options.paged) : 0;
+  if (!options.memory_bytes && !options.ahead_parameter_bytes) options.ahead_parameter_bytes = largest_bytes;
   if (!options.paged || !options.memory_bytes) return;
   const std::size_t least_bytes = host_store_bytes(shards, options);
   if (*options.memory_bytes < least_bytes) {
@@ -43,11 +47,14 @@ void spend_host_memory(std::span<const ShardSpec> shards, HostStoreOptions& opti
                            "; allow more, or give a smaller chunk_numel, io_block_bytes or io_depth");
   }
   std::size_t bytes = *options.memory_bytes - least_bytes;
-  if (options.parameters == ParameterHome::kFiles) {
+  if (pages_parameters) {
     const std::size_t most_bytes =
         most_paged_parameters_bytes(parameters_of(shards), options.chunk_numel, pages_of_parameters(options));
-    options.resident_parameter_bytes = std::min(bytes, most_bytes);
-    bytes -= options.resident_parameter_bytes;
+    std::size_t ahead_bytes = 0;  // given ones are among the least
+    if (!options.ahead_parameter_bytes && bytes < most_bytes) ahead_bytes = std::min(bytes / 2, largest_bytes);
+    options.ahead_parameter_bytes = options.ahead_parameter_bytes.value_or(0) + ahead_bytes;
+    options.resident_parameter_bytes = std::min(bytes - ahead_bytes, most_bytes);
+    bytes -= options.resident_parameter_bytes + ahead_bytes;
   }
   options.paged->resident_bytes = bytes;
 }
@@ -67,6 +74,7 @@ std::vector<ParameterShard> parameters_of(std::span<const ShardSpec> shards) {
 PagedStateOptions pages_of_parameters(const HostStoreOptions& options) {
   PagedStateOptions pages = *options.paged;
   pages.resident_bytes = options.resident_parameter_bytes;
+  pages.ahead_bytes = options.ahead_parameter_bytes.value_or(0);
   return pages;
 }
 

@@ -17,8 +17,9 @@ std::size_t outgoing_numel(std::span<const ShardSpec> shards, std::size_t chunk_
 
 std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreOptions& options);
 
-// Puts into the options what stays in memory of what lies in files, as their memory_bytes allow. Throws
-// OutOfMemoryError where they do not hold what cannot swap.
+// Puts into the options what stays in memory of what lies in files, as their memory_bytes allow, and what parameters
+// are read ahead into where that is open: the largest shard, or half of what is left. Throws OutOfMemoryError where
+// memory_bytes do not hold what cannot swap.
 void spend_host_memory(std::span<const ShardSpec> shards, HostStoreOptions& options);
 
 // What of the shards lies in files, and how.

@@ -28,11 +28,12 @@ std::size_t largest_of(const std::vector<std::size_t>& chunk_bytes) {
   return chunk_bytes.empty() ? 1 : *std::ranges::max_element(chunk_bytes);
 }
 
-// Beside the chunks under copies and updates, reads ahead fill the engine's depth twice.
+// Beside the chunks under copies and updates, reads ahead fill the engine's depth twice, and what was given for them.
 PagerPlan plan_for(const std::vector<std::size_t>& chunk_bytes, const PagedStateOptions& options) {
   const std::size_t slot_bytes = SwapSpace::slot_bytes_for(largest_of(chunk_bytes), options.directories.size());
   const std::size_t depth_bytes = options.engine.depth * options.engine.block_bytes;
-  const std::size_t frame_num = 2 * ((depth_bytes + slot_bytes - 1) / slot_bytes) + kCopyNum + kWriteNum;
+  const std::size_t frame_num =
+      2 * ((depth_bytes + slot_bytes - 1) / slot_bytes) + options.ahead_bytes / slot_bytes + kCopyNum + kWriteNum;
   return plan_pager(chunk_bytes.size(), options.resident_bytes / slot_bytes + frame_num, frame_num);
 }
 
@@ -54,6 +55,14 @@ std::size_t most_paged_parameters_bytes(std::span<const ParameterShard> shards, 
                                         const PagedStateOptions& options) {
   const std::vector<std::size_t> chunk_bytes = chunk_bytes_of(shards, chunk_numel);
   return frames_bytes(plan_pager(chunk_bytes.size(), chunk_bytes.size(), 1), chunk_bytes, options);
+}
+
+std::size_t largest_paged_shard_bytes(std::span<const ParameterShard> shards, std::size_t chunk_numel,
+                                      const PagedStateOptions& options) {
+  std::size_t numel = 0;
+  for (const ParameterShard& shard : shards) numel = std::max(numel, shard.numel);
+  return (numel + chunk_numel - 1) / chunk_numel *
+         SwapSpace::slot_bytes_for(largest_of(chunk_bytes_of(shards, chunk_numel)), options.directories.size());
 }
 
 PagedParameters::PagedParameters(std::span<const ParameterShard> shards, std::size_t chunk_numel,
@@ -90,8 +99,7 @@ PagedParameters::~PagedParameters() = default;
 void PagedParameters::fetch(std::size_t shard, const Copy& copy) {
   release(shard);
   std::size_t offset_bytes = 0;
-  const std::size_t end = shard + 1 < first_chunk_.size() ? first_chunk_[shard + 1] : chunk_bytes_.size();
-  for (std::size_t chunk = first_chunk_.at(shard); chunk < end; ++chunk) {
+  for (std::size_t chunk = first_chunk_.at(shard); chunk < end_chunk(shard); ++chunk) {
     {
       const std::lock_guard lock(mutex_);
       while (held_.size() >= kCopyNum) {
@@ -107,6 +115,16 @@ void PagedParameters::fetch(std::size_t shard, const Copy& copy) {
     const std::lock_guard lock(mutex_);
     held_.push_back({shard, chunk, copied});
   }
+}
+
+bool PagedParameters::is_read(std::size_t shard) const {
+  std::size_t ahead = pager_.ahead_frame_num();
+  for (std::size_t chunk = first_chunk_.at(shard); chunk < end_chunk(shard); ++chunk) {
+    if (plan_.is_resident(chunk)) continue;
+    if (ahead-- == 0) return true;
+    if (!pager_.is_in_memory(chunk)) return false;
+  }
+  return true;
 }
 
 void PagedParameters::release(std::size_t shard) {

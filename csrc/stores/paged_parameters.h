@@ -4,7 +4,9 @@
 // [Note: paged parameters]
 // A chunk is up to chunk_numel elements of one shard. A step reads it for every gather (once in forward, once in
 // backward) and writes it once, whole, without reading. The order of gathers between two steps is recorded and then
-// read ahead by, so the first chunks of the next forward are on their way, or still in memory, when it begins.
+// read ahead by, so the first chunks of the next forward are on their way, or still in memory, when it begins. With
+// ahead_bytes for a shard all of the next one comes while the last one is used, so whoever would prefetch it can see
+// that it is there (is_read) and begin what lies at hand otherwise.
 // A chunk that is being copied to the device is held until the copy has run; so are two at most, of shards that were
 // fetched last. `fetch` and `begin_update` come from one thread, `write` from another; a shard is not fetched while it
 // is written, and `release` is called before.
@@ -39,6 +41,10 @@ std::size_t paged_parameters_bytes(std::span<const ParameterShard> shards, std::
 std::size_t most_paged_parameters_bytes(std::span<const ParameterShard> shards, std::size_t chunk_numel,
                                         const PagedStateOptions& options);
 
+// What holds the largest shard, as PagedStateOptions::ahead_bytes.
+std::size_t largest_paged_shard_bytes(std::span<const ParameterShard> shards, std::size_t chunk_numel,
+                                      const PagedStateOptions& options);
+
 class PagedParameters {
  public:
   // `memory`: paged_parameters_bytes, page aligned and known to the device; it outlives this, and is counted by who
@@ -52,6 +58,8 @@ class PagedParameters {
   using Copy = std::function<MarkPtr(std::size_t offset_bytes, std::span<const std::byte> chunk)>;
   // Every chunk of the shard, in order. Blocks for what is not yet read.
   void fetch(std::size_t shard, const Copy& copy);
+  // Whether a fetch would wait for no read but of what finds no place ahead of its use.
+  bool is_read(std::size_t shard) const;
   // An update of the shard follows on all fetches so far: shards that come again begin another step.
   void begin_update(std::size_t shard);
 
@@ -60,6 +68,7 @@ class PagedParameters {
   // `fill` gets the chunk that begins at this element and writes all of it.
   void write(std::size_t shard, std::size_t begin, const std::function<void(std::byte* chunk)>& fill);
 
+  void flush() { pager_.flush(); }  // returns when nothing is in flight
   PagerStats stats() const { return pager_.stats(); }
   std::string_view engine() const { return io_engine_name(engine_->kind()); }
   std::vector<std::string> notes() const;  // what runs otherwise than asked for
@@ -71,6 +80,9 @@ class PagedParameters {
     MarkPtr copied;
   };
 
+  std::size_t end_chunk(std::size_t shard) const {
+    return shard + 1 < first_chunk_.size() ? first_chunk_[shard + 1] : chunk_bytes_.size();
+  }
   void record(std::size_t chunk);
 
   std::vector<ParameterShard> shards_;

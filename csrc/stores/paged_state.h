@@ -38,6 +38,7 @@ struct PagedStateOptions {
   std::size_t resident_bytes = 0;  // of host memory, for chunks that never swap
   bool checksums = false;
   std::function<void(const StateTransfer&)> on_transfer = {};  // must not throw
+  std::size_t ahead_bytes = 0;  // of host memory, for parameters that are read ahead beyond the engine's depth
 };
 
 class PagedState : public StateSpace {

@@ -120,7 +120,7 @@ class Store {
   // Starts an update, behind the last one of the shard. Whatever reads the shard's parameters stands before the lane's
   // present point.
   virtual void start_update(std::size_t shard, const ShardUpdate& update) = 0;
-  // Whether wait_update would not block.
+  // Whether wait_update would not block, nor fetch_parameters of what the store brings ahead of its use.
   virtual bool is_issued(std::size_t shard) const {
     static_cast<void>(shard);
     return true;

@@ -67,6 +67,7 @@ inline std::unique_ptr<Store> make_paged_store(Ledger* ledger, const DeviceParts
                                     .checksums = true};
   options.parameters = parameters;
   options.resident_parameter_bytes = resident_bytes / 3;
+  if (resident_bytes == 0) options.ahead_parameter_bytes = 0;  // with more all of the toy stays in memory
   return make_host_store(ledger, parts, options);
 }
 
