@@ -97,6 +97,10 @@ struct AllGather {
   Region destination;  // world_size * shard_bytes in rank order; source may be its own slice of it
   std::size_t shard_bytes = 0;
   std::string_view label;  // names the unit in errors; must outlive the operation
+  // Where the communicator gathers_settled(): all ranks' sources are final by now, and stay until the ranks have met
+  // behind this operation. So they do not meet for it, `wait_source_free` tells of this rank alone, and the caller puts
+  // this rank's own part into the destination.
+  bool is_settled = false;
 };
 
 struct ReduceScatter {
@@ -133,6 +137,9 @@ class Communicator {
   // Whether started operations advance while the caller computes (a stream or thread of their own). Where they do not,
   // the engine waits in step() instead of behind the next forward.
   virtual bool runs_in_background() const noexcept = 0;
+
+  // Whether all_gathers may be settled.
+  virtual bool gathers_settled() const noexcept { return false; }
 
   // Throws OutOfMemoryError. `ledger` may be null.
   virtual std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,

@@ -85,6 +85,7 @@ class LaneCommunicator final : public Communicator {
   std::string_view kind() const noexcept override { return kind_; }
   bool runs_in_background() const noexcept override { return true; }
   Lane lane() const noexcept override { return lane_; }
+  bool gathers_settled() const noexcept override { return watched_->transport->gathers_settled(); }
 
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                              Category category) override {
@@ -114,7 +115,8 @@ class LaneCommunicator final : public Communicator {
                  {.kind = Collective::kAllGather,
                   .source = args.source.data(),
                   .destination = args.destination.data(),
-                  .num = args.shard_bytes});
+                  .num = args.shard_bytes,
+                  .is_settled = args.is_settled});
   }
 
   WorkPtr start_reduce_scatter(const ReduceScatter& args) override {

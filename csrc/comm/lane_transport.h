@@ -21,6 +21,7 @@ struct LaneCall {
   std::size_t num = 0;  // bytes of all_gather (a shard) and broadcast, elements of reductions (of a shard)
   DType dtype{};        // of reductions
   int root = 0;
+  bool is_settled = false;  // of all_gather (communicator.h)
 };
 
 class LaneTransport {
@@ -38,6 +39,8 @@ class LaneTransport {
     static_cast<void>(call);
     return 0;
   }
+  // Communicator::gathers_settled.
+  virtual bool gathers_settled() const noexcept { return false; }
   // Puts all calls into the lane, as one group. Throws when that fails, and after abort().
   virtual void put_in(std::span<const LaneCall> calls) = 0;
 

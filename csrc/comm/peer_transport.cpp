@@ -95,7 +95,8 @@ PeerTransport::Place PeerTransport::find(const LaneCall& call) const {
 std::uint64_t PeerTransport::place_of(const LaneCall& call) const {
   if (call.num == 0) return 0;
   const Place place = find(call);
-  return (place.shared.number << 40U | place.offset_bytes) * 2 + (is_in_place(call) ? 1 : 0);
+  return (place.shared.number << 40U | place.offset_bytes) * 4 + (is_in_place(call) ? 1 : 0) +
+         (call.is_settled ? 2 : 0);
 }
 
 template <typename Visit>
@@ -116,6 +117,10 @@ void PeerTransport::put_in(std::span<const LaneCall> all_calls) {
   std::copy_if(all_calls.begin(), all_calls.end(), std::back_inserter(calls),
                [](const LaneCall& call) { return call.num != 0; });
   if (calls.empty()) return;
+  if (std::all_of(calls.begin(), calls.end(), [](const LaneCall& call) { return call.is_settled; })) {
+    for (const LaneCall& call : calls) pull(call);
+    return;
+  }
   link_->announce();
   for (const LaneCall& call : calls) copy_own_part(call);  // while peers may still be on their way
   link_->await();

@@ -7,6 +7,12 @@
 // are the work of copy engines. Reductions fetch the peers' pieces into a scratch, a part at a time, and one kernel
 // adds them in rank order in float and rounds once; all_reduce meets once more and gathers the sums.
 //
+// [Note: settled gathers]
+// Gathers of sources that all ranks know to be final need no meeting: they are copies from peers and nothing else, in
+// no particular order among ranks. So their lane does not wait in the queues that kernels go through, of which two that
+// wait make a GPU start every kernel a microsecond later. Copies within a device go through those too: this rank's own
+// part is put where another lane waits anyway (docs/decisions/peer.md).
+//
 // [Note: places]
 // A rank knows where a peer's source lies because it lies in the same shared allocation, at the same offset; the source
 // of an all_gather in place lies in each rank's own slice of the destination. What calls name is thus part of the
@@ -35,6 +41,7 @@ class PeerTransport final : public LaneTransport {
   // Shared memory: collective; small pieces share an allocation, since one takes at least kBlockBytes.
   std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole role, std::string_view what) override;
   std::uint64_t place_of(const LaneCall& call) const override;
+  bool gathers_settled() const noexcept override { return true; }
   void put_in(std::span<const LaneCall> calls) override;
   void enter_thread() override { link_->enter_thread(); }
   void abort() noexcept override;

@@ -157,16 +157,20 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   }
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override {
-    std::shared_ptr<std::byte> memory;
-    return allocate(bytes, what, memory);
-  }
-  // `memory` stays when the owner lets go, with other bytes in it.
-  std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what, std::shared_ptr<std::byte>& memory) {
-    memory = make_memory(bytes);
+    std::shared_ptr<std::byte> memory = make_memory(bytes);
     races_.allocated(memory.get(), bytes, what);
     std::byte* const data = memory.get();
-    return {data, [device = weak_from_this(), memory, bytes](std::byte*) {
-              if (const auto alive = device.lock()) alive->free(memory, bytes);
+    return {data, [device = weak_from_this(), held = std::move(memory), bytes](std::byte*) {
+              if (const auto alive = device.lock()) alive->free(held, bytes);
+            }};
+  }
+  // `memory` stays with its bytes when the owner lets go, as what peers have mapped does.
+  std::shared_ptr<std::byte> allocate_mapped(std::size_t bytes, std::string_view what,
+                                             std::shared_ptr<std::byte>& memory) {
+    memory = make_memory(bytes);
+    races_.allocated(memory.get(), bytes, what);
+    return {memory.get(), [device = weak_from_this(), memory](std::byte*) {
+              if (const auto alive = device.lock()) alive->races_.freed(memory.get(), alive->clocks_[kHost]);
             }};
   }
   std::shared_ptr<std::byte> allocate_pinned(std::size_t bytes) override { return allocate(bytes, "pinned memory"); }

@@ -72,7 +72,7 @@ class LanePeerLink final : public PeerLink {
   std::shared_ptr<PeerMemory> allocate(std::size_t bytes, std::string_view what) override {
     auto& parts = world_->parts(next_number_++);
     // Peers' views stay valid when this rank drops its own, as those of a driver's allocation do.
-    std::shared_ptr<std::byte> mine = device_->allocate(bytes, what, parts[static_cast<std::size_t>(rank_)]);
+    std::shared_ptr<std::byte> mine = device_->allocate_mapped(bytes, what, parts[static_cast<std::size_t>(rank_)]);
     device_->run_until([&] {
       return world_->is_released(rank_) ||
              std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part != nullptr; });
@@ -149,6 +149,7 @@ class WatchedPeerTransport final : public LaneTransport {
     return inner_.allocate(bytes, role, what);
   }
   std::uint64_t place_of(const LaneCall& call) const override { return inner_.place_of(call); }
+  bool gathers_settled() const noexcept override { return inner_.gathers_settled(); }
   void put_in(std::span<const LaneCall> calls) override {
     show(calls);
     inner_.put_in(calls);

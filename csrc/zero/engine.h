@@ -222,6 +222,7 @@ class Engine {
   void build_norms();
   void make_gradient_shards(Unit& unit);
   void leave_backward();
+  void await_gathers_of_forward();
   void finish_backward_if_done(std::size_t unit);
   void check_bindings() const;
   void check_communicators() const;
@@ -245,6 +246,7 @@ class Engine {
   void drop_offers();
   void update(std::span<const AdamHyperparameters> groups);
   void update_unit(Unit& unit, Lane lane, std::span<const AdamScalars> rows, const StepPlaces& step);
+  void meet_behind_updates();
   void finish_where_nothing_runs_beside();
   void publish_small_together(std::size_t end);
   void publish_through(std::size_t unit);
@@ -266,6 +268,11 @@ class Engine {
   // Gradient shards then live from reduction to update alone.
   bool makes_gradients_each_step() const {
     return policy_.gradients == GradientPlacement::kShardedEachMicroBatch && options_.accumulation_steps == 1;
+  }
+  // Updates in backward follow gathers by no meeting of all ranks.
+  std::optional<Lane> own_part_lane() const {
+    const bool settles = parameters_sharded() && world_size() > 1 && gather_communicator_->gathers_settled();
+    return settles && !options_.optimizer_in_backward ? std::optional(reduce_communicator_->lane()) : std::nullopt;
   }
   bool publishes() const { return state_sharded() && !parameters_sharded(); }
   // Sharded state is updated beside the next forward, whose units wait for their own parameters; so is what a store

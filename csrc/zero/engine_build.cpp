@@ -61,10 +61,12 @@ void Engine::build(EngineModel& model) {
                                                       .reshard = options.reshard_after_forward,
                                                       .keep_root_bytes = options.keep_root_bytes,
                                                       .prefetch_bytes = prefetch_bytes_,
-                                                      .keep_reads = options.optimizer_in_backward});
+                                                      .keep_reads = options.optimizer_in_backward,
+                                                      .own_part_lane = own_part_lane()});
   reduces_ = std::make_unique<ReduceScheduler>(
       device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_, policy_.gradients, parameters_sharded(),
-      ReduceEvents{[this](Unit& unit) { make_gradient_shards(unit); }, [this](Unit& unit) { on_reduced(unit); }});
+      ReduceEvents{[this](Unit& unit) { make_gradient_shards(unit); }, [this](Unit& unit) { on_reduced(unit); },
+                   [this] { return gathers_->awaits_own_part(); }});
   reserve_store();
   for (Unit& unit : units_) build_unit(unit, model);
   build_norms();

@@ -194,6 +194,7 @@ void Engine::write_flat(FlatBuffer& flat, FullState kind, std::span<const float>
   if (kind == FullState::kMaster && parameters_sharded() && !flat.is_fetched) {
     device().cast(Lane::kCompute, flat.shard_parameters.data(), flat.param_dtype, values + shard_begin, DType::kFloat32,
                   flat.layout.shard_numel());
+    flat.is_settled = false;
     flat.written = device().mark(Lane::kCompute);
   } else if (kind == FullState::kMaster && !parameters_sharded()) {
     device().cast(Lane::kCompute, flat.full_parameters.data(), flat.param_dtype, values, DType::kFloat32,
@@ -274,6 +275,7 @@ void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
   if (parameters_sharded() && !flat.is_fetched) {
     device().copy(Lane::kCompute, flat.shard_parameters.data(), values + shard_begin * element_bytes,
                   flat.shard_parameter_bytes());
+    flat.is_settled = false;
     flat.written = device().mark(Lane::kCompute);
   }
   if (!flat.trainable || !store_->keeps_master(flat.param_dtype)) return;

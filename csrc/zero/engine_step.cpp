@@ -63,6 +63,8 @@ void Engine::combine_norm() {
   const Lane lane = communicator.lane();
   if (world_size() > 1) {
     const CommunicationClock::Scope timed(clock_, "norm");
+    // Ranks meet here with all their gathers behind them, so that what follows may write what peers have read.
+    device().wait(lane, device().mark(gather_communicator_->lane()));
     communicator
         .start_all_gather({.source = own_sums_,
                            .destination = all_sums_,
@@ -203,7 +205,18 @@ void Engine::update(std::span<const AdamHyperparameters> groups) {
     update_unit(units_[index], update_lane(), rows, step);
     if (store_->issues_at_once()) publish_small_together(index + 1);
   }
+  if (gathers_->settles() && store_->issues_at_once()) meet_behind_updates();
   finish_where_nothing_runs_beside();
+}
+
+void Engine::meet_behind_updates() {
+  const CommunicationClock::Scope timed(clock_, "all-gather of parameters");
+  const Lane lane = reduce_communicator_->lane();
+  reduce_communicator_
+      ->start_all_gather(
+          {.source = own_sums_, .destination = all_sums_, .shard_bytes = sizeof(double), .label = "updates"})
+      ->wait(lane);
+  gathers_->settle_updated(device().mark(lane));
 }
 
 // Where operations do not run beside the caller they are done here, and the next forward finds them done.
@@ -226,6 +239,7 @@ void Engine::update_unit(Unit& unit, Lane lane, std::span<const AdamScalars> row
                                             .step_on_host = step.on_host,
                                             .step_arrived = step.arrived});
   }
+  for (FlatBuffer& flat : unit.flats) flat.is_settled = flat.is_settled && !flat.trainable;
   unit.gradients_spent = true;
 }
 

@@ -8,6 +8,12 @@
 #include "common/scope_exit.h"
 
 namespace zb {
+namespace {
+
+// One unit in so many, those that a forward uses first, are gathered with a meeting of their own.
+constexpr std::size_t kFirstUnitsShare = 4;
+
+}  // namespace
 
 GatherScheduler::GatherScheduler(Device& device, Communicator& communicator, Store& store, Ledger* ledger,
                                  std::vector<Unit>& units, std::vector<Parameter>& parameters,
@@ -156,8 +162,56 @@ GatherScheduler::StagingShard* GatherScheduler::fetch(const Unit& unit) {
   return &staging;
 }
 
+bool GatherScheduler::is_settled(const Unit& unit) const {
+  const auto settled = [](const FlatBuffer& flat) { return flat.is_settled; };
+  return settles() && std::all_of(unit.flats.begin(), unit.flats.end(), settled);
+}
+
+void GatherScheduler::settle_updated(const MarkPtr& met) {
+  const std::vector<std::size_t>& order = sequences_[static_cast<std::size_t>(PassKind::kTrainForward)];
+  for (std::size_t position = order.size() / kFirstUnitsShare; position < order.size(); ++position) {
+    for (FlatBuffer& flat : units_[order[position]].flats) {
+      if (!flat.trainable || flat.is_fetched) continue;
+      flat.is_settled = true;
+      flat.settled_behind = met;
+    }
+  }
+}
+
+SlotLease GatherScheduler::take_slot(std::size_t unit) {
+  return slots_.acquire(units_[unit].gather_bytes, preferred_slot_[unit],
+                        is_settled(units_[unit]) ? options_.own_part_lane : std::nullopt);
+}
+
+void GatherScheduler::copy_own_parts(Unit& unit, const SlotLease& slot) {
+  const Lane lane = *options_.own_part_lane;
+  const auto rank = static_cast<std::size_t>(communicator_.rank());
+  for (const FlatBuffer& flat : unit.flats) {
+    device_.wait(communicator_.lane(), flat.settled_behind);
+    device_.wait(lane, flat.settled_behind);
+    const std::size_t bytes = flat.shard_parameter_bytes();
+    device_.copy(lane, slot.region().data() + flat.gather_offset_bytes + rank * bytes, flat.shard_parameters.data(),
+                 bytes);
+  }
+  unit.own_parts_copied = device_.mark(lane);
+}
+
+void GatherScheduler::wait_own_parts(Unit& unit) {
+  if (unit.own_parts_copied == nullptr) return;
+  while (!own_parts_.empty() && device_.has_passed(own_parts_.front().copied)) own_parts_.pop_front();
+  own_parts_.push_back({device_.mark(Lane::kCompute), std::exchange(unit.own_parts_copied, nullptr)});
+  device_.wait(Lane::kCompute, own_parts_.back().copied);
+}
+
+bool GatherScheduler::awaits_own_part() {
+  while (!own_parts_.empty() && device_.has_passed(own_parts_.front().copied)) own_parts_.pop_front();
+  return !own_parts_.empty() && device_.has_passed(own_parts_.front().awaited);
+}
+
 std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& slot) {
   std::vector<WorkPtr> works;
+  const bool settled = is_settled(unit);
+  if (settled) copy_own_parts(unit, slot);
   StagingShard* const staging = fetch(unit);
   for (FlatBuffer& flat : unit.flats) {
     device_.wait(communicator_.lane(), std::exchange(flat.written, nullptr));
@@ -166,13 +220,21 @@ std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& sl
   }
   {
     const CollectiveGroup group(communicator_);
-    for (const FlatBuffer& flat : unit.flats) {
+    for (FlatBuffer& flat : unit.flats) {
       works.push_back(communicator_.start_all_gather(
           {.source = flat.is_fetched ? staging->region.at(flat.fetch_offset_bytes) : flat.shard_parameters,
            .destination = slot.region().at(flat.gather_offset_bytes),
            .shard_bytes = flat.shard_parameter_bytes(),
-           .label = flat.label}));
+           .label = flat.label,
+           .is_settled = settled}));
       if (flat.is_fetched) staging->readers.push_back(works.back());
+    }
+  }
+  if (settles() && !settled) {
+    const MarkPtr gathered = device_.mark(communicator_.lane());
+    for (FlatBuffer& flat : unit.flats) {
+      flat.is_settled = !flat.is_fetched;
+      flat.settled_behind = gathered;
     }
   }
   if (options_.keep_reads) unit.reads = works;
@@ -186,7 +248,7 @@ void GatherScheduler::start_gather(std::size_t unit_index) {
     return;
   }
   unit.set_parameter_state(ParameterState::kGathering);
-  unit.gather_slot = slots_.acquire(unit.gather_bytes, preferred_slot_[unit_index]);
+  unit.gather_slot = take_slot(unit_index);
   unit.gathering = start_into(unit, unit.gather_slot);
 }
 
@@ -194,9 +256,14 @@ void GatherScheduler::serve(std::size_t unit_index) {
   Unit& unit = units_[unit_index];
   // An unsharded unit receives the bytes that it already holds, but for those that a user is changing.
   const bool holds = unit.parameter_state == ParameterState::kUnsharded && unit.pins == 0;
-  const SlotLease scratch = holds ? SlotLease() : slots_.acquire(unit.gather_bytes, preferred_slot_[unit_index]);
-  if (holds) device_.wait(communicator_.lane(), device_.mark(Lane::kCompute));  // until then they may be read there
+  const SlotLease scratch = holds ? SlotLease() : take_slot(unit_index);
+  if (holds) {  // until then they may be read there
+    const MarkPtr read = device_.mark(Lane::kCompute);
+    device_.wait(communicator_.lane(), read);
+    if (is_settled(unit)) device_.wait(*options_.own_part_lane, read);
+  }
   for (const WorkPtr& work : start_into(unit, holds ? unit.gather_slot : scratch)) work->wait();
+  wait_own_parts(unit);
 }
 
 void GatherScheduler::wait_gather(std::size_t unit_index) {
@@ -204,6 +271,7 @@ void GatherScheduler::wait_gather(std::size_t unit_index) {
   if (unit.parameter_state != ParameterState::kGathering) return;
   for (const WorkPtr& work : unit.gathering) work->wait();
   unit.gathering.clear();
+  wait_own_parts(unit);
   for (const FlatBuffer& flat : unit.flats) {
     for (const std::size_t index : flat.parameters) check_intact(parameters_[index]);
   }

@@ -18,6 +18,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -36,7 +37,15 @@ struct GatherOptions {
   std::size_t keep_root_bytes = 0;  // up to this size the root does
   std::size_t prefetch_bytes = 0;
   bool keep_reads = false;  // Unit::reads is wanted
+  // Where gathers may be settled ([Note: settled shards]): the lane of updates, which copies this rank's own parts.
+  std::optional<Lane> own_part_lane = std::nullopt;
 };
+
+// [Note: settled shards]
+// Once all ranks have gathered a shard it is known to all to be final until the next step, whose norm has the ranks
+// meet behind all gathers. So later gathers need no meeting (AllGather::is_settled). A step's updates end with a
+// meeting, too: behind that mark all updated shards are settled at once. The first units of a forward do not wait for
+// it.
 
 // [Note: staging shards]
 // Where the store keeps a master of low-precision parameters, their shard is not kept beside it: it is fetched from the
@@ -70,6 +79,12 @@ class GatherScheduler {
   void release(std::size_t unit);
   void release_all();
 
+  bool settles() const noexcept { return options_.own_part_lane.has_value(); }
+  // Whether the compute lane has come to wait for a copy of an own part that has not run.
+  bool awaits_own_part();
+  // The ranks have met behind their updates, at this mark.
+  void settle_updated(const MarkPtr& met);
+
  private:
   struct Prefetched {
     std::size_t position;
@@ -88,7 +103,11 @@ class GatherScheduler {
   bool present(std::size_t unit) const { return units_[unit].parameter_state != ParameterState::kSharded; }
   void reserve_staging();
   StagingShard* fetch(const Unit& unit);
+  bool is_settled(const Unit& unit) const;
+  SlotLease take_slot(std::size_t unit);
   std::vector<WorkPtr> start_into(Unit& unit, const SlotLease& slot);
+  void copy_own_parts(Unit& unit, const SlotLease& slot);
+  void wait_own_parts(Unit& unit);
   void start_gather(std::size_t unit);
   void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need
   void wait_gather(std::size_t unit);
@@ -114,6 +133,12 @@ class GatherScheduler {
   std::map<std::size_t, StagingClass> staging_;  // by size
 
   std::vector<std::vector<std::size_t>> sequences_{kPassKindNum};
+  struct OwnPart {
+    MarkPtr awaited;  // the compute lane has come to wait for it
+    MarkPtr copied;
+  };
+  std::deque<OwnPart> own_parts_;  // that the compute lane waits for or will
+
   bool in_pass_ = false;
   PassKind kind_ = PassKind::kTrainForward;
   std::uint64_t pass_number_ = 0;

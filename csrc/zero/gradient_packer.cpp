@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 namespace zb {
 
@@ -12,23 +13,33 @@ std::byte* GradientPacker::base(const Unit& unit, const FlatBuffer& flat) const 
 }
 
 void GradientPacker::pack_held(Unit& unit) {
-  add_held(unit);
-  pack();
-}
-
-void GradientPacker::pack_whole(Unit& unit) {
-  add_held(unit);
-  add_missing(unit);
-  pack();
-}
-
-void GradientPacker::pack() {
-  if (!items_.empty()) device_.pack(Lane::kCompute, items_);
-  items_.clear();
+  add_held(unit, Lane::kCompute);
+  pack(Lane::kCompute);
   packed_.clear();  // the compute lane gives their memory to nobody before it has packed them
 }
 
-void GradientPacker::add_held(Unit& unit) {
+std::vector<HeldGradient> GradientPacker::pack_whole(Unit& unit, Lane lane) {
+  add_held(unit, lane);
+  add_missing(unit);
+  pack(lane);
+  return std::exchange(packed_, {});
+}
+
+void GradientPacker::pack(Lane lane) {
+  const auto is_copied = [&](const PackItem& item) {
+    if (lane == Lane::kCompute || item.source == nullptr || item.accumulate) return false;
+    if (item.source_dtype != item.destination_dtype) return false;
+    const std::size_t bytes = item.numel * dtype_bytes(item.source_dtype);
+    if (bytes < kCopyBytes) return false;
+    device_.copy(lane, item.destination, item.source, bytes);
+    return true;
+  };
+  items_.erase(std::remove_if(items_.begin(), items_.end(), is_copied), items_.end());
+  if (!items_.empty()) device_.pack(lane, items_);
+  items_.clear();
+}
+
+void GradientPacker::add_held(Unit& unit, Lane lane) {
   for (auto held = unit.held.begin(); held != unit.held.end(); ++held) {
     const Parameter& parameter = parameters_[held->parameter];
     const FlatBuffer& flat = unit.flats[parameter.flat];
@@ -36,7 +47,7 @@ void GradientPacker::add_held(Unit& unit) {
     const bool repeats = held->accumulate && std::any_of(unit.held.begin(), held, [&](const HeldGradient& earlier) {
                            return earlier.parameter == held->parameter;
                          });
-    if (repeats) pack();
+    if (repeats) pack(lane);
     items_.push_back({.destination = base(unit, flat) + parameter.offset_numel * dtype_bytes(flat.reduce_dtype),
                       .destination_dtype = flat.reduce_dtype,
                       .source = held->data,

@@ -1,4 +1,5 @@
-// Packs gradients that a unit holds into its flat gradients, in the compute lane: one piece of work for many.
+// Packs gradients that a unit holds into its flat gradients: one piece of work for many, and in a lane beside the
+// compute lane copies for the large ones, which take no multiprocessor from what runs there.
 #pragma once
 
 #include <cstddef>
@@ -15,16 +16,20 @@ class GradientPacker {
   GradientPacker(Device& device, const std::vector<Parameter>& parameters, bool persistent)
       : device_(device), parameters_(parameters), persistent_(persistent) {}
 
-  // What the unit holds by now.
+  // What the unit holds by now, in the compute lane.
   void pack_held(Unit& unit);
-  // The same, and zeros wherever this rank has no gradient.
-  void pack_whole(Unit& unit);
+  // The same in any lane that is behind the gradients, and zeros wherever this rank has none. What is returned keeps
+  // them, and has to stay until the lane has read them.
+  std::vector<HeldGradient> pack_whole(Unit& unit, Lane lane);
 
  private:
+  // Below it a copy costs the host more than it spares the device.
+  static constexpr std::size_t kCopyBytes = std::size_t{1} << 20U;
+
   std::byte* base(const Unit& unit, const FlatBuffer& flat) const;
-  void add_held(Unit& unit);
+  void add_held(Unit& unit, Lane lane);
   void add_missing(const Unit& unit);
-  void pack();
+  void pack(Lane lane);
 
   Device& device_;
   const std::vector<Parameter>& parameters_;

@@ -4,30 +4,28 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <thread>
 
 namespace zb {
 namespace {
 
 constexpr std::size_t kNone = SIZE_MAX;
-constexpr std::size_t kSlotNum = 2;  // one unit's gradients arrive while the one before is reduced
 constexpr auto kLongestSlotWait = std::chrono::milliseconds(100);
-constexpr auto kLongestIdleWait = std::chrono::milliseconds(1);  // of a host whose compute lane is empty
 constexpr auto kPollInterval = std::chrono::microseconds(20);
 
 }  // namespace
 
 GradientSlots::GradientSlots(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
-                             CommunicationClock& clock, bool gathers_beside)
+                             CommunicationClock& clock)
     : device_(device),
       communicator_(communicator),
       ledger_(ledger),
       units_(units),
       clock_(clock),
-      gathers_beside_(gathers_beside),
+      slot_num_(device.is_async() ? 1
+                                  : 2),  // two: one unit's gradients arrive while those of the one before are reduced
       slots_(device, communicator, ledger, BufferRole::kShared, Category::kGradientSlots,
-             {.first = Lane::kCompute, .last = communicator.lane()}),
+             {.first = communicator.lane(), .last = communicator.lane()}),
       staging_(device, communicator, ledger, BufferRole::kPrivate, Category::kStaging,
                {.first = communicator.lane(), .last = communicator.lane()}),
       slot_index_(units.size(), 0),
@@ -43,9 +41,9 @@ void GradientSlots::reserve(const std::vector<std::size_t>& order, long accumula
       if (flat.trainable) ++shard_num[flat.shard_gradient_bytes()];
     }
   }
-  for (const auto& [bytes, num] : unit_num) slots_.reserve(bytes, std::min(num, kSlotNum));
+  for (const auto& [bytes, num] : unit_num) slots_.reserve(bytes, std::min(num, slot_num_));
   if (accumulation_steps > 1) {
-    for (const auto& [bytes, num] : shard_num) staging_.reserve(bytes, std::min(num, kSlotNum));
+    for (const auto& [bytes, num] : shard_num) staging_.reserve(bytes, std::min(num, slot_num_));
   }
 }
 
@@ -99,21 +97,6 @@ SlotLease GradientSlots::await_release(std::size_t unit, const std::function<voi
     if (!slot) std::this_thread::sleep_for(kPollInterval);
   }
   return slot;
-}
-
-bool GradientSlots::await(std::size_t unit) {
-  if (!device_.is_async() || !gathers_beside_ || predecessor_[unit] == kNone) return true;
-  const MarkPtr last_use = slots_.last_use(units_[unit].gradient_bytes, slot_index_[unit]);
-  if (device_.has_passed(last_use)) return true;
-  const MarkPtr computed = device_.mark(Lane::kCompute);
-  std::optional<std::chrono::steady_clock::time_point> idle_since;
-  while (!device_.has_passed(last_use)) {
-    const auto now = std::chrono::steady_clock::now();
-    if (!idle_since && device_.has_passed(computed)) idle_since = now;
-    if (idle_since && now - *idle_since >= kLongestIdleWait) return false;
-    std::this_thread::sleep_for(kPollInterval);
-  }
-  return true;
 }
 
 Region GradientSlots::stage(std::size_t unit, std::size_t bytes) {

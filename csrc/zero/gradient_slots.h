@@ -7,10 +7,7 @@
 // slot in the middle of a backward is bounded, so that a rank whose peers are held up elsewhere never closes a circle
 // of waits.
 // Where the device works in lanes there are no spares: gradients are held as they are until their unit is packed in its
-// turn, and the compute lane waits for the slot. That too could close a circle, where parameters are gathered: a peer
-// may have to use a unit before it brings what holds this rank's slot, and this rank takes part in the gather once its
-// compute lane is past the slot. So there the host waits first. It gives up some time after its compute lane ran empty,
-// and the unit is tried again with the next one, or when backward ends.
+// turn, in the lane of reductions, where one slot is enough: the unit before has left it ([Note: held gradients]).
 #pragma once
 
 #include <cstddef>
@@ -28,9 +25,8 @@ namespace zb {
 
 class GradientSlots {
  public:
-  // `gathers_beside`: backwards gather parameters too.
   GradientSlots(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
-                CommunicationClock& clock, bool gathers_beside);
+                CommunicationClock& clock);
 
   // Makes the slots, and staging shards where micro-batches accumulate. Collective.
   void reserve(const std::vector<std::size_t>& order, long accumulation_steps);
@@ -41,8 +37,6 @@ class GradientSlots {
   bool try_take(std::size_t unit);
   // The same, or a spare after a bounded wait. `finish_ready` ends reductions that are over.
   void take_or_spare(std::size_t unit, const std::function<void()>& finish_ready);
-  // Whether the compute lane may wait for the unit's slot; waits a while until it may.
-  bool await(std::size_t unit);
 
   // A staging shard of the unit; lives until the unit's are dropped.
   Region stage(std::size_t unit, std::size_t bytes);
@@ -59,7 +53,7 @@ class GradientSlots {
   Ledger* ledger_;
   std::vector<Unit>& units_;
   CommunicationClock& clock_;
-  bool gathers_beside_;
+  std::size_t slot_num_;  // of a size class, at most
   SlotPool slots_;
   SlotPool staging_;
   std::vector<std::size_t> slot_index_;         // by unit

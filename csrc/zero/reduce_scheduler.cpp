@@ -18,8 +18,9 @@ ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Led
       clock_(clock),
       placement_(placement),
       events_(std::move(events)),
-      slots_(device, communicator, ledger, units, clock, gathers_beside),
+      slots_(device, communicator, ledger, units, clock),
       packer_(device, parameters, placement != GradientPlacement::kShardedEachMicroBatch),
+      packed_(device, gathers_beside, events_.is_held_up),
       expectations_(units, parameters) {
   // A first guess that most models confirm: backward visits units in reverse, and the root's gradients end it.
   for (std::size_t unit = units_.size(); unit-- > 0;) {
@@ -135,7 +136,8 @@ void ReduceScheduler::launch_ready() {
     const std::size_t index = order_[next_turn_];
     Unit& unit = units_[index];
     // Without its shared slot it cannot be reduced yet; the next event tries again.
-    if (!persistent() && !unit.gradient_slot && !(slots_.await(index) && slots_.try_take(index))) break;
+    if (!persistent() && !unit.gradient_slot && !slots_.try_take(index)) break;
+    packed_.make_room();
     if (!discards_) events_.before(unit);
     ++next_turn_;
     launch(index);
@@ -146,15 +148,16 @@ void ReduceScheduler::launch_ready() {
 void ReduceScheduler::launch(std::size_t index) {
   Unit& unit = units_[index];
   if (unit.gradient_state == GradientState::kEmpty) unit.set_gradient_state(GradientState::kAccumulating);
+  const Lane lane = communicator_.lane();
   if (unit.spare) {
-    device_.copy(Lane::kCompute, unit.gradient_slot.region().data(), unit.spare->data(), unit.gradient_bytes);
+    device_.copy(lane, unit.gradient_slot.region().data(), unit.spare->data(), unit.gradient_bytes);
     unit.spare.reset();
   }
   device_.push_range("reduce", unit.name);
   const ScopeExit over([this] { device_.pop_range(); });
-  packer_.pack_whole(unit);
+  device_.wait(lane, device_.mark(Lane::kCompute));
+  packed_.hold(packer_.pack_whole(unit, lane), lane);
   unit.set_gradient_state(GradientState::kReducing);
-  device_.wait(communicator_.lane(), device_.mark(Lane::kCompute));
   start_reduce(unit);
   // In lanes nothing is left to wait for, and what follows a reduction is put in at once, so that all ranks start the
   // same operations in the same order whenever their gradients arrive.
@@ -253,6 +256,7 @@ void ReduceScheduler::settle() {
     launch(index);
     finish_ready();
   }
+  packed_.let_go();
   while (!in_flight_.empty()) finish_first();
   replicate();
 }
@@ -316,6 +320,7 @@ void ReduceScheduler::drop_backward() noexcept {
   expectations_.forget_uses();
   in_flight_.clear();
   replicating_.clear();
+  packed_.drop();
   for (const std::size_t index : order_) {
     units_[index].reducing.clear();
     slots_.drop_staged(index);

@@ -19,6 +19,7 @@
 #include "zero/gradient_expectations.h"
 #include "zero/gradient_packer.h"
 #include "zero/gradient_slots.h"
+#include "zero/packed_gradients.h"
 #include "zero/policy.h"
 #include "zero/unit.h"
 
@@ -30,6 +31,8 @@ struct ReduceEvents {
   std::function<void(Unit&)> before;
   // Its gradients for the next update are there for what is put into the communicator's lane.
   std::function<void(Unit&)> reduced;
+  // Asked: whether the compute lane waits for something in the communicator's lane.
+  std::function<bool()> is_held_up;
 };
 
 class ReduceScheduler {
@@ -96,6 +99,7 @@ class ReduceScheduler {
   ReduceEvents events_;
   GradientSlots slots_;
   GradientPacker packer_;
+  PackedGradients packed_;
   GradientExpectations expectations_;
 
   std::vector<std::size_t> order_;  // units with trainable parameters, in order of reduction

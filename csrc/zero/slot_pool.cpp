@@ -49,11 +49,13 @@ std::size_t SlotPool::slot_num(std::size_t bytes) const {
   return found == classes_.end() ? 0 : found->second.size();
 }
 
-SlotLease SlotPool::acquire(std::size_t bytes, std::size_t preferred_index) {
+SlotLease SlotPool::acquire(std::size_t bytes, std::size_t preferred_index, std::optional<Lane> beside) {
   std::vector<Slot>& slots = classes_[bytes];
   auto take = [&](std::size_t index) {
     slots[index].taken = true;
-    device_.wait(lanes_.first, std::exchange(slots[index].last_use, nullptr));
+    const MarkPtr last_use = std::exchange(slots[index].last_use, nullptr);
+    device_.wait(lanes_.first, last_use);
+    if (beside) device_.wait(*beside, last_use);
     return SlotLease(this, bytes, index, Region{slots[index].buffer, 0});
   };
   if (preferred_index < slots.size() && slots[preferred_index].buffer && !slots[preferred_index].taken) {

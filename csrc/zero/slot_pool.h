@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -53,11 +54,9 @@ class SlotPool {
   // Makes `slot_num` slots of this size. Collective for shared slots.
   void reserve(std::size_t bytes, std::size_t slot_num);
   std::size_t slot_num(std::size_t bytes) const;
-  // The end of the slot's last use; null while it is taken.
-  MarkPtr last_use(std::size_t bytes, std::size_t index) const { return classes_.at(bytes).at(index).last_use; }
   // The preferred slot, else (private slots) another free one, else a spare. An empty lease when a shared slot is
-  // taken.
-  SlotLease acquire(std::size_t bytes, std::size_t preferred_index);
+  // taken. `beside` is a further lane that writes to it first.
+  SlotLease acquire(std::size_t bytes, std::size_t preferred_index, std::optional<Lane> beside = std::nullopt);
 
  private:
   friend class SlotLease;

@@ -84,6 +84,8 @@ struct FlatBuffer {
   Region shard_gradients;   // this rank's reduced piece; none between update and reduction where it is made for a step
   std::size_t store_shard = 0;
   double* sum_of_squares = nullptr;  // device memory: of shard_gradients, once reduced
+  bool is_settled = false;  // [Note: settled shards] (gather_scheduler.h): behind a mark all ranks know it to be final
+  MarkPtr settled_behind;
   MarkPtr written;  // behind a change of shard_parameters by others than the store, until a gather has waited for it
 
   std::size_t full_parameter_bytes() const { return layout.padded_numel() * dtype_bytes(param_dtype); }
@@ -122,6 +124,7 @@ struct Unit {
   ParameterState parameter_state = ParameterState::kUnsharded;
   SlotLease gather_slot;
   std::vector<WorkPtr> gathering;
+  MarkPtr own_parts_copied;          // of a settled gather, until the compute lane waits for it
   std::vector<WorkPtr> reads;        // the last gather of its shard, where an update may follow in the same backward
   std::vector<WorkPtr> publishing;   // stages 1 and 2: all-gathers of updated parameters that nobody has waited for yet
   bool needed_for_backward = false;  // kept unsharded between forward and backward

@@ -182,10 +182,11 @@ class Config(_Section):
         description="up to this size the root unit of stage 3 (what belongs to no block) stays gathered between "
         "forward and backward",
     )
-    keep_parameter_shards: bool = Field(
-        False,
+    keep_parameter_shards: bool | None = Field(
+        None,
         description="true keeps low-precision shards of stage 3 beside the fp32 masters, instead of rounding them "
-        "before each gather: less work, more memory",
+        "before each gather: less work, more memory; null does so with the peer communicator, whose gathers in "
+        "backward are then copies alone",
     )
     offload_optimizer: OffloadOptimizerConfig | None = Field(
         None, description="optimizer state on the host, at stages 1 to 3"

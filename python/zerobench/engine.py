@@ -92,7 +92,7 @@ class Engine:
                 clip=config.gradient_clipping or 0.0,
                 prefetch_bytes=config.prefetch_bytes,
                 reshard_after_forward=config.reshard_after_forward,
-                keep_parameter_shards=placement.keeps_parameter_shards(config),
+                keep_parameter_shards=placement.keeps_parameter_shards(config, communicators.kind),
                 keep_root_bytes=config.keep_root_bytes,
                 optimizer_in_backward=config.optimizer_in_backward,
                 loss_scale=core.LossScaleOptions(

@@ -184,11 +184,15 @@ def fitting_share(units: list[dict[str, Any]], *, free_bytes: int) -> float:
     return 1.0 if whole_bytes <= free_bytes else max(free_bytes, 0) / (12 * numel)
 
 
-def keeps_parameter_shards(config: Config) -> bool:
+def keeps_parameter_shards(config: Config, communicator: str) -> bool:
     """Masters on the host are no source for a gather, unless parameters are there too."""
-    return config.keep_parameter_shards or (
-        config.offload_optimizer is not None and config.offload_param is None
-    )
+    if config.offload_param is not None:
+        return False
+    if config.offload_optimizer is not None:
+        return True
+    if config.keep_parameter_shards is None:
+        return communicator == "peer"
+    return config.keep_parameter_shards
 
 
 def rank_cpus(config: Config, topology: Topology) -> list[int]:

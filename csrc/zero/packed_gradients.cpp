@@ -1,0 +1,65 @@
+#include "zero/packed_gradients.h"
+
+#include <chrono>
+#include <exception>
+#include <optional>
+#include <thread>
+#include <utility>
+
+namespace zb {
+namespace {
+
+constexpr auto kLongestIdleWait = std::chrono::milliseconds(1);  // of a host whose compute lane is empty
+constexpr auto kPollInterval = std::chrono::microseconds(20);
+
+}  // namespace
+
+void PackedGradients::hold(std::vector<HeldGradient> gradients, Lane lane) {
+  if (lane == Lane::kCompute || gradients.empty()) return;  // what the lane does next comes behind
+  units_.push_back({std::move(gradients), device_.mark(lane)});
+}
+
+void PackedGradients::make_room() {
+  while (!units_.empty() && device_.has_passed(units_.front().read)) units_.pop_front();
+  while (units_.size() >= kUnitNum) {
+    if (gathers_beside_) {
+      if (!await(units_.front().read)) return;
+    } else {
+      device_.wait(Lane::kCompute, units_.front().read);
+    }
+    units_.pop_front();
+  }
+}
+
+bool PackedGradients::await(const MarkPtr& read) {
+  if (device_.has_passed(read)) return true;
+  const MarkPtr computed = device_.mark(Lane::kCompute);
+  std::optional<std::chrono::steady_clock::time_point> idle_since;
+  while (!device_.has_passed(read)) {
+    const auto now = std::chrono::steady_clock::now();
+    if (!device_.has_passed(computed) && !is_held_up_()) {
+      idle_since.reset();
+    } else if (!idle_since) {
+      idle_since = now;
+    } else if (now - *idle_since >= kLongestIdleWait) {
+      return false;
+    }
+    std::this_thread::sleep_for(kPollInterval);
+  }
+  return true;
+}
+
+void PackedGradients::drop() noexcept {
+  try {
+    let_go();
+  } catch (const std::exception&) {
+    units_.clear();  // the device has failed, and says so in its next call
+  }
+}
+
+void PackedGradients::let_go() {
+  if (!units_.empty()) device_.wait(Lane::kCompute, units_.back().read);
+  units_.clear();
+}
+
+}  // namespace zb
