@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <exception>
-#include <optional>
 #include <thread>
 #include <utility>
 
@@ -34,16 +33,11 @@ void PackedGradients::make_room() {
 bool PackedGradients::await(const MarkPtr& read) {
   if (device_.has_passed(read)) return true;
   const MarkPtr computed = device_.mark(Lane::kCompute);
-  std::optional<std::chrono::steady_clock::time_point> idle_since;
+  auto last_busy = std::chrono::steady_clock::now();
   while (!device_.has_passed(read)) {
     const auto now = std::chrono::steady_clock::now();
-    if (!device_.has_passed(computed) && !is_held_up_()) {
-      idle_since.reset();
-    } else if (!idle_since) {
-      idle_since = now;
-    } else if (now - *idle_since >= kLongestIdleWait) {
-      return false;
-    }
+    if (!device_.has_passed(computed) && !is_held_up_()) last_busy = now;
+    if (now - last_busy >= kLongestIdleWait) return false;
     std::this_thread::sleep_for(kPollInterval);
   }
   return true;
