@@ -146,6 +146,35 @@ TEST_P(PeerTransportRanks, EveryCollectiveGivesTheBitsOfRankOrder) {
   }
 }
 
+// Once all ranks have gathered a shard, each may do so again when it likes.
+TEST_P(PeerTransportRanks, ASettledGatherWaitsForNobody) {
+  constexpr std::size_t kNumel = 1000;
+  for (std::uint32_t number = 0; number < test::kLanePolicyNum; ++number) {
+    std::atomic<bool> first_is_through = false;
+    run_pulled(GetParam(), number, [&](Rank& at) {
+      const auto own = static_cast<std::size_t>(at.rank);
+      const std::size_t bytes = kNumel * sizeof(float);
+      const Region shard = at.shared(bytes);
+      const Region target = at.own(bytes * static_cast<std::size_t>(at.world_size));
+      std::vector<float> gathered;
+      for (int rank = 0; rank < at.world_size; ++rank) {
+        const std::vector<float> part = values_of(rank, kNumel, number);
+        gathered.insert(gathered.end(), part.begin(), part.end());
+      }
+      at.write(shard, values_of(at.rank, kNumel, number), DType::kFloat32);
+      at.comm->start_all_gather({shard, target, bytes, "unit"})->wait();
+      at.device->synchronize();
+      if (at.rank != 0) at.device->run_until([&] { return first_is_through.load(); });
+      at.write(target, std::vector<float>(gathered.size(), -1.0F), DType::kFloat32);
+      at.device->copy(at.lane, target.data() + own * bytes, shard.data(), bytes);  // the caller's to bring
+      at.comm->start_all_gather({shard, target, bytes, "unit", true})->wait();
+      EXPECT_EQ(at.read(target, gathered.size(), DType::kFloat32), gathered);
+      if (at.rank == 0) first_is_through = true;
+    });
+    if (HasFailure()) return;
+  }
+}
+
 // Groups, and a buffer that is written again as soon as it is said to be free, with nobody waiting on the host.
 TEST_P(PeerTransportRanks, ManyAreInFlight) {
   constexpr std::size_t kNumel = 40;
