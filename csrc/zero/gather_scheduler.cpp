@@ -82,7 +82,10 @@ void GatherScheduler::use(std::size_t unit_index) {
   if (!options_.sharded) return;
   const CommunicationClock::Scope timed(clock_, "all-gather of parameters", units_[unit_index].name);
   Unit& unit = units_[unit_index];
-  if (in_pass_ && kind_ != PassKind::kBackward) forward_uses_.push_back(unit_index);
+  if (in_pass_ && kind_ != PassKind::kBackward) {
+    forward_uses_.push_back(unit_index);
+    if (forward_uses_.size() == sequence().size() / 2) halfway_ = device_.mark(Lane::kCompute);
+  }
   if (unit.parameter_state == ParameterState::kUnsharded) return;
   ZB_EXPECT_STATE(in_pass_,
                   "unit '" + unit.name +

@@ -79,6 +79,9 @@ class GatherScheduler {
   void release(std::size_t unit);
   void release_all();
 
+  // Behind the first half of the last forward.
+  const MarkPtr& halfway() const noexcept { return halfway_; }
+
   bool settles() const noexcept { return options_.own_part_lane.has_value(); }
   // Whether the compute lane has come to wait for a copy of an own part that has not run.
   bool awaits_own_part();
@@ -145,8 +148,9 @@ class GatherScheduler {
   std::size_t cursor_ = 0;             // next position of the sequence to start
   std::deque<Prefetched> prefetched_;  // started, not yet used
   std::size_t prefetched_bytes_ = 0;
-  std::vector<std::size_t> gathered_;         // what this rank needed gathered, in order
-  std::vector<std::size_t> forward_uses_;     // units used in the running forward, in order
+  std::vector<std::size_t> gathered_;      // what this rank needed gathered, in order
+  std::vector<std::size_t> forward_uses_;  // units used in the running forward, in order
+  MarkPtr halfway_;
   std::size_t last_forward_unit_ = SIZE_MAX;  // last unit of the last complete training forward
 };
 

@@ -24,7 +24,7 @@ class GradientPacker {
 
  private:
   // Below it a copy costs the host more than it spares the device.
-  static constexpr std::size_t kCopyBytes = std::size_t{1} << 20U;
+  static constexpr std::size_t kCopyBytes = std::size_t{8} << 20U;
 
   std::byte* base(const Unit& unit, const FlatBuffer& flat) const;
   void add_held(Unit& unit, Lane lane);
