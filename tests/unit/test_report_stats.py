@@ -297,6 +297,26 @@ def test_memory_is_explained_by_categories_and_the_activations_of_the_floor() ->
     assert explained.memory_explained_pct is None
 
 
+def test_gradient_shards_that_come_as_activations_go_are_not_counted_beside_them() -> None:
+    rows = sample_rows()
+    floor, explained = rows["zero0"], rows["zero3"]
+    floor.strategy, floor.activation_bytes = "compute_only", 400
+    floor.memory_bytes, floor.peak_device_bytes = {"device": {"parameters": 600, "gradients": 600}}, 1050
+    explained.memory_bytes = {"device": {"parameters": 300, "gradients": 150}}
+    explained.peak_device_bytes = 750
+    finished(list(rows.values()))
+    assert explained.memory_explained_pct == pytest.approx(100.0)  # 450 are the floor's beside its parameters
+    explained.memory_bytes["device"]["gradients"] = 20
+    explained.peak_device_bytes = 720
+    finished(list(rows.values()))
+    assert explained.memory_explained_pct == pytest.approx(100.0)  # all of them fit beside activations' peak
+    explained.settings.grad_accum = floor.settings.grad_accum = 2  # there for good
+    explained.memory_bytes["device"]["gradients"] = 150
+    explained.peak_device_bytes = 850
+    finished(list(rows.values()))
+    assert explained.memory_explained_pct == pytest.approx(100.0)
+
+
 def test_named_baseline() -> None:
     rows = sample_rows()
     results = finished(list(rows.values()), "zero0")

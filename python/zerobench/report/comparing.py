@@ -126,8 +126,26 @@ def _memory_explained_pct(row: Row, floor: Row | None) -> float | None:
         return None
     if floor.activation_bytes is None or row.memory_bytes is None or not row.peak_device_bytes:
         return None
-    held = sum(row.memory_bytes.get("device", {}).values())
-    return 100.0 * (held + floor.activation_bytes) / row.peak_device_bytes
+    held = dict(row.memory_bytes.get("device", {}))
+    beside = floor.activation_bytes
+    if _makes_gradients_in_backward(row):
+        # They come as activations go, and the floor's own backward kept all of its gradients.
+        with_gradients = beside + held.pop("gradients", 0)
+        beside = max(beside, min(with_gradients, _beside_parameters(floor, default=with_gradients)))
+    return 100.0 * (sum(held.values()) + beside) / row.peak_device_bytes
+
+
+def _makes_gradients_in_backward(row: Row) -> bool:
+    """Whether gradient shards live from their reduction to their update alone (docs/memory.md)."""
+    return row.strategy in ("zero2", "zero3") and row.settings.grad_accum == 1
+
+
+def _beside_parameters(floor: Row, *, default: int) -> int:
+    """The floor's peak without its parameters."""
+    parameters = (floor.memory_bytes or {}).get("device", {}).get("parameters")
+    if parameters is None or not floor.peak_device_bytes:
+        return default
+    return floor.peak_device_bytes - parameters
 
 
 def _practicality(row: Row, rows: Sequence[Row]) -> float | None:
