@@ -243,3 +243,12 @@ def test_other_dtypes_are_not_compared_as_equals() -> None:
     rows[3].dtypes.reduce = "float64"  # one rank reduces nothing
     settled(*rows)
     assert [row.comparable for row in rows] == [True, True, False, True]
+
+
+def test_the_dtypes_of_ours_count_however_many_peers_have_others() -> None:
+    rows = [row("zero3", "x"), row("fsdp1", "x", dtype="bfloat16"), row("fsdp2", "x", dtype="bfloat16")]
+    settled(*rows)
+    assert [row.comparable for row in rows] == [True, False, False]
+    peers = rows[1:]
+    settled(*peers)
+    assert [row.comparable for row in peers] == [True, True]

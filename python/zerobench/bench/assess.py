@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from zerobench.bench.job import Report, Window
+from zerobench.bench.names import OURS
 from zerobench.bench.outcome import Outcome
 from zerobench.bench.plan import Configuration
 from zerobench.bench.result import Deviation, Results, Row, Transfers
@@ -271,13 +272,15 @@ def clear_figures(row: Row) -> None:
 
 
 def settle_dtypes(rows: Sequence[Row]) -> None:
-    """Rows whose dtypes differ from those of most rows of the same precision are shown, not ranked."""
+    """Rows whose dtypes differ from those of zerobench's rows of the same precision (of most rows, where there is none
+    of them) are shown, not ranked."""
     by_precision: dict[str, list[Row]] = {}
     for row in rows:
         if row.dtypes is not None and row.strategy != FLOOR:
             by_precision.setdefault(row.settings.precision, []).append(row)
     for group in by_precision.values():
-        most = Counter(key for row in group for key in [dtype_key(row)] if key is not None).most_common(1)
+        judges = [row for row in group if row.strategy in OURS] or group
+        most = Counter(key for row in judges for key in [dtype_key(row)] if key is not None).most_common(1)
         for row in group:
             key, alone = dtype_key(row), row.settings.world_size == 1
             # One rank reduces nothing, so its dtype of reduction is no difference.

@@ -8,7 +8,7 @@ from typing import Any
 from zerobench.bench.result import Row, Settings
 
 GB = 1e9
-# In low precision ddp keeps fp32 parameters and is not comparable: ddp_master has the dtypes of most rows.
+# In low precision ddp keeps fp32 parameters and is not comparable: ddp_master has those of the other rows.
 DEFAULT_BASELINES = ("ddp", "ddp_master", "single")
 FLOOR = "compute_only"  # forward and backward alone: a limit to hold rows against, not a way to train
 NOISE_SIGMAS = 2.0  # medians closer than this many standard errors of their ratio tie
