@@ -24,6 +24,7 @@ from faulty import FAULTS, PlainDataParallel
 from zerobench import models, strategies
 from zerobench.data import open_data
 from zerobench.strategies.base import OptimizerSettings, StrategySettings
+from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.pieces import Pieces
 from zerobench.strategies.shared import checksum
 
@@ -119,6 +120,8 @@ def train(name: str, case: str, *, rank: int, world_size: int) -> dict:
     for index in range(1, NUM_STEPS):
         applied_step(strategy, batches(index))
     result["communication_bytes"] = strategy.communication_bytes()
+    if isinstance(strategy, PeerStrategy):
+        result["recorded_bytes"] = PeerStrategy.communication_bytes(strategy)
     result["memory_bytes"] = strategy.memory_bytes()
     result["parameters"] = strategy.full_parameters()
     result["phases_ms"] = strategy.profiled_step(batches(NUM_STEPS))
@@ -295,6 +298,23 @@ def test_communication_bytes(ranks):
     assert moved("fsdp2_keep", "fp32") == {"all_gather": full // 2, "reduce_scatter": full // 2}
     assert moved("ddp_compress", "bf16") == {"all_reduce": full // 2}
     assert moved("ddp_master", "bf16-accum4-clip") == {"all_reduce": full // 2}
+
+
+def test_torch_records_what_peers_move(ranks):
+    """What rows of peers without a count of their own show, beside the counts of those that have one. torch's gloo
+    makes a reduce_scatter of an all_reduce; ranks that ask for a norm or clip add a few values."""
+
+    def both(name: str, case: str) -> tuple[dict[str, int], dict[str, int]]:
+        return ranks[0][name, case]["communication_bytes"], ranks[0][name, case]["recorded_bytes"]
+
+    for name, case in (("ddp", "fp32"), ("ddp", "bf16-accum4-clip"), ("ddp_compress", "bf16")):
+        counted, recorded = both(name, case)
+        assert recorded == counted
+    for name, case in (("fsdp2", "fp32"), ("fsdp2_keep", "fp32")):
+        counted, recorded = both(name, case)
+        reduced = recorded.pop("all_reduce") - 2 * counted.pop("reduce_scatter")
+        assert 0 <= reduced < 1000
+        assert recorded == counted
 
 
 @pytest.mark.parametrize(("name", "case"), [run for run in RUNS if run[0] not in PLAIN])

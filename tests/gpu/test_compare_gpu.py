@@ -223,7 +223,9 @@ def test_two_gpus_compiled_by_block(tmp_path) -> None:
         assert rows[name]["settings"]["communicator"].startswith(("peer", "nccl; not peer: "))
         assert rows[name]["compiled_graphs"] == 2
         assert rows[name]["of_compute_only"] > 0
-    assert rows["compute_only"]["settings"]["world_size"] == 1
+    floor = rows["compute_only"]
+    assert floor["settings"]["world_size"] == 2
+    assert len(floor["rank_step_times_ms"]) == 2 and floor["communication_bytes"] == 0
     # The ledger counts what the engine holds; all of it lies within what was measured.
     held = rows["zero3"]["memory_bytes"]["device"]
     assert sum(held.values()) <= rows["zero3"]["peak_device_bytes"]

@@ -84,14 +84,17 @@ def gpus() -> Results:
         "cuda": "13.0",
     }
     floor = results.rows[0].model_copy(deep=True)
-    floor.name, floor.strategy = "compute_only_bf16_gpus1_bs8_sl512", "compute_only"
-    floor.settings.world_size, floor.deviation, floor.checksum = 1, None, None
+    floor.name, floor.strategy = "compute_only_bf16_gpus2_bs8_sl512", "compute_only"
+    floor.settings.world_size, floor.deviation, floor.checksum = 2, None, None
+    floor.rank_step_times_ms = [100.0, 103.4]
     results.rows.insert(0, floor)
     for row in results.rows:
         assert row.step_time_ms is not None and row.phases_ms is not None
         row.settings.device, row.settings.compile, row.settings.attention = "cuda", "block", "sdpa"
         if row is floor:
             row.step_time_ms = summarise([0.8 * x for x in row.step_time_ms.samples])
+            row.tokens_per_s = 2 * 1024 / (row.step_time_ms.median / 1e3)
+            row.samples_per_s = row.tokens_per_s / 128
         row.compiled_graphs = 24.0
         row.phases_ms = {**row.phases_ms, "host_bound": 1.25}
         row.sampled = Sampled(

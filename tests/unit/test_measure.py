@@ -290,6 +290,12 @@ def test_memory_is_the_largest_rank_and_phases_are_the_mean() -> None:
     assert row.phases_ms == {"forward": 2.0, "backward": 2.0, "optimizer": 0.5, "exposed_communication": 0.5}
 
 
+def test_each_rank_has_a_median_of_its_own() -> None:
+    row = empty_row()
+    assess.apply_windows(row, [window([1.0, 2.0, 9.0], [1.0] * 3), window([4.0, 3.0, 3.0], [1.0] * 3)])
+    assert row.rank_step_times_ms == [2.0, 3.0]
+
+
 def test_communication_is_that_of_the_rank_that_moves_most() -> None:
     row = empty_row()
     moved = [{"all_gather": 6, "reduce_scatter": 4}, {"all_gather": 5, "reduce_scatter": 6}]

@@ -49,11 +49,11 @@ def test_rows_on_gpus_say_so() -> None:
     found = names(**ON_GPUS, strategies=strategies, compiles=("none", "block"))
     assert found == [
         "single_bf16_gpus1_bs4_sl64",
-        "compute_only_bf16_gpus1_bs4_sl64",
+        "compute_only_bf16_gpus4_bs4_sl64",
         "zs1_bf16_gpus4_bs4_sl64",
         "fsdp2_bf16_gpus4_bs4_sl64",
         "single_bf16_gpus1_bs4_sl64_compile-block",
-        "compute_only_bf16_gpus1_bs4_sl64_compile-block",
+        "compute_only_bf16_gpus4_bs4_sl64_compile-block",
         "zs1_bf16_gpus4_bs4_sl64_compile-block",
         "fsdp2_bf16_gpus4_bs4_sl64_compile-block",
     ]

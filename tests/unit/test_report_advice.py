@@ -77,7 +77,7 @@ def test_advice_by_workload() -> None:
 
 def test_advice_says_when_the_power_cap_sets_the_pace() -> None:
     results = gpus()
-    assert advise(results)[-2] == (
+    assert advise(results)[-3] == (
         "All 4 rows within 10 % of the fastest ran at the GPUs' power cap (in 89 % of the samples, 612 W a GPU, 12.53 "
         "to 13.11 tokens a joule): step times there follow the energy that a step takes, so what moves or computes "
         "less is faster, and communication costs time even where it is hidden."
@@ -90,12 +90,26 @@ def test_advice_says_when_the_power_cap_sets_the_pace() -> None:
         row.tokens_per_j = None
         assert row.sampled is not None
         row.sampled.power_w = None
-    assert "power cap (in 89 % of the samples): step times" in advise(results)[-2]
+    assert "power cap (in 89 % of the samples): step times" in advise(results)[-3]
     for share in (40.0, None):
         sampled.power_cap_pct = share
         assert not any("power cap" in sentence for sentence in advise(results))
     by_strategy["zero1"].sampled = None
     assert not any("power cap" in sentence for sentence in advise(results))
+
+
+def test_advice_names_the_slowest_gpu_where_they_differ_notably() -> None:
+    results = gpus()
+    floor = results.rows[0]
+    assert advise(results)[-2] == (
+        "The GPU of rank 1 is the slowest of 2: with nothing between them it takes 3.4 % longer for forward and "
+        "backward than that of rank 0. Ranks that meet go as the slowest one does."
+    )
+    for times in ([103.4, 102.0], [100.0], None):
+        floor.rank_step_times_ms = times
+        assert not any("slowest" in sentence for sentence in advise(results))
+    floor.rank_step_times_ms, floor.settings.device = [100.0, 103.4], "cpu"
+    assert not any("slowest" in sentence for sentence in advise(results))
 
 
 def test_advice_on_one_row_at_the_power_cap() -> None:

@@ -47,7 +47,7 @@ def test_verification_has_processes_of_its_own_on_gpus(comparison) -> None:
     assert environment_of(first)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert environment_of(second) == {"NCCL_NVLS_ENABLE": "0"}
     (floor,) = found.passes(configurations["compute_only"], None)
-    assert (floor.verify, floor.measure, floor.num_ranks) == (False, True, 1)
+    assert (floor.verify, floor.measure, floor.num_ranks) == (False, True, len(GPUS))
 
 
 def test_one_process_does_both_on_cpu_ranks(comparison) -> None:
@@ -96,7 +96,7 @@ def window(**figures) -> Window:
 
 def test_a_measured_row_gets_what_the_machine_did_meanwhile(comparison) -> None:
     found = comparison()
-    floor, zero1 = found.plan.configurations[0], found.plan.configurations[2]
+    single, zero1 = found.plan.configurations[1], found.plan.configurations[2]
     row = first_row(zero1, status="failed")
     reports = {
         rank: Report(dtypes=BF16, window=window(energy_per_step_j=5.0 + 3.0 * rank)) for rank in range(2)
@@ -126,8 +126,8 @@ def test_a_measured_row_gets_what_the_machine_did_meanwhile(comparison) -> None:
     assert row.sampled.power_cap_pct == 0.0
     assert row.mfu is not None and row.mfu.peak_of == "NVIDIA H200, bf16 dense"
     assert row.deviation is not None and row.deviation.verdict == "not verified: it trains nothing"
-    alone = first_row(floor, status="failed")
-    windows = apply_outcome(alone, Outcome(status="ok", reports={0: reports[0]}), floor, None)
+    alone = first_row(single, status="failed")
+    windows = apply_outcome(alone, Outcome(status="ok", reports={0: reports[0]}), single, None)
     found.add_machine_figures(alone, windows)
     assert alone.device_used_peak_bytes == 900  # of the one GPU that it ran on
     assert alone.energy_per_step_j == 5.0

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from zerobench.bench.job import Report, Window
@@ -135,6 +135,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     row.peak_host_bytes = largest([row.peak_host_bytes, *(window.peak_host_bytes for window in windows)])
     if earlier:
         return
+    row.rank_step_times_ms = [median(window.step_times_ms) for window in windows]
     row.loss = finite([fmean(step) for step in zip(*(window.losses for window in windows), strict=True)])
     held_out = [window.validation_loss for window in windows if window.validation_loss is not None]
     mean = fmean(held_out) if held_out else None
@@ -248,12 +249,11 @@ def settle_checksums(rows: Sequence[Row]) -> None:
 
 
 _FIGURES = (
-    "step_time_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb", "relative", "relative_uncertainty",
-    "speedup", "memory_change_pct", "baseline", "loss", "validation_loss", "memory_bytes", "peak_device_bytes",
-    "activation_bytes", "memory_explained_pct",
-    "allocated_device_bytes", "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes",
-    "device_used_peak_bytes", "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes",
-    "communication_by_collective",
+    "step_time_ms", "rank_step_times_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb", "relative",
+    "relative_uncertainty", "speedup", "memory_change_pct", "baseline", "loss", "validation_loss", "memory_bytes",
+    "peak_device_bytes", "activation_bytes", "memory_explained_pct", "allocated_device_bytes",
+    "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes", "device_used_peak_bytes",
+    "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
     "compiled_graphs", "transfers", "offload_practicality", "energy_per_step_j", "tokens_per_j", "sampled", "mfu",
     "of_compute_only",
 )  # fmt: skip

@@ -138,7 +138,7 @@ def grid(options: CompareOptions) -> list[Draft]:
         settings = resolve_settings(
             options,
             resolve_model(options, model, {"num_layers": layers, "hidden_size": hidden}),
-            world_size=ranks_of(strategy, world_size, device=options.device),
+            world_size=ranks_of(strategy, world_size),
             precision=precision,
             seq_length=seq,
             batch_size=batch,
@@ -154,11 +154,9 @@ def grid(options: CompareOptions) -> list[Draft]:
     return drafts
 
 
-def ranks_of(strategy: str, world_size: int, *, device: str) -> int:
-    """The reference runs alone. So does the floor on a GPU of its own; CPU ranks share cores, so there it needs as many
-    ranks as the rows that it stands under."""
-    alone = strategy == "single" or (strategy == "compute_only" and device == "cuda")
-    return 1 if alone else world_size
+def ranks_of(strategy: str, world_size: int) -> int:
+    """The reference runs alone."""
+    return 1 if strategy == "single" else world_size
 
 
 def placement(

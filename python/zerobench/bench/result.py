@@ -150,6 +150,7 @@ class Row(_Model):
     settings: Settings
     dtypes: RowDtypes | None = None
     step_time_ms: StepTime | None = None
+    rank_step_times_ms: list[float] | None = None  # medians by rank, each by its own clock
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     tokens_per_s_per_peak_gb: float | None = None

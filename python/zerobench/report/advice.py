@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zerobench.bench.result import Results, Row
 
 from .rows import (
+    FLOOR,
     WORKLOAD_KEYS,
     by_workload,
     fastest,
@@ -25,6 +26,7 @@ from .words import bytes_text, count_text, join_words, memory_unit, ms_text
 NEAR_FASTEST = 1.10  # memory is worth giving up this much time
 NOTABLE_SAVING_PCT = 2.0
 WORTH_SHARDING = 0.95  # sharding that leaves more than this of the peak has bought nothing
+NOTABLY_SLOWER_GPU_PCT = 2.0
 POWER_CAPPED_PCT = 50.0  # of the samples: the cap rather than the work sets the clocks
 _REPLICATED = ("single", "ddp", "ddp_compress", "ddp_master", "zero0")
 
@@ -55,6 +57,7 @@ def _advise_on(rows: Sequence[Row]) -> list[str]:
         *_sharding_texts(ranked, labels),
         _offload_text(rows, labels),
         _power_text(ranked, labels),
+        *_pace_texts(rows),
         _basis_text(ranked),
     ]
     return [text for text in texts if text]
@@ -184,6 +187,24 @@ def _power_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
         f"{who} ran at the GPUs' power cap ({', '.join(texts)}): step times there follow the energy that a step takes, "
         "so what moves or computes less is faster, and communication costs time even where it is hidden."
     )
+
+
+def _pace_texts(rows: Sequence[Row]) -> list[str]:
+    """GPUs that do the same work at different speeds, nothing between them: ranks that meet go as the slowest."""
+    texts = []
+    for row in rows:
+        times = row.rank_step_times_ms or []
+        if row.strategy != FLOOR or row.settings.device != "cuda" or row.status != "ok" or len(times) < 2:
+            continue
+        slowest, fastest_ms = max(times), min(times)
+        slower_pct = 100.0 * (slowest / fastest_ms - 1.0)
+        if slower_pct >= NOTABLY_SLOWER_GPU_PCT:
+            texts.append(
+                f"The GPU of rank {times.index(slowest)} is the slowest of {len(times)}: with nothing between them it "
+                f"takes {slower_pct:.1f} % longer for forward and backward than that of rank "
+                f"{times.index(fastest_ms)}. Ranks that meet go as the slowest one does."
+            )
+    return texts
 
 
 def _range_text(values: Sequence[float], *, decimals: int = 0) -> str:

@@ -101,8 +101,8 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
 
 
 def _floor_of(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The row of the model's own forward and backward at the same settings."""
-    for floor in rows:
+    """The row of the model's own forward and backward at the same settings, on the same ranks if there is one."""
+    for floor in sorted(rows, key=lambda floor: floor.settings.world_size != row.settings.world_size):
         if floor.strategy != FLOOR or floor.status != "ok" or floor.step_time_ms is None:
             continue
         if floor.settings.device == "cpu" and floor.settings.world_size != row.settings.world_size:

@@ -237,9 +237,12 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     ]
     if apart:
         notes.append(f"† other dtypes, so shown but not ranked: {'; '.join(apart)}, as {DTYPE_ROLES}.")
-    if any(row.strategy == FLOOR and row.status == "ok" for row in rows):
+    floors = [row for row in rows if row.strategy == FLOOR and row.status == "ok"]
+    if floors:
+        together = any(row.settings.world_size > 1 for row in floors)
+        where = ", by each rank for itself, as long as the slowest one took" if together else ""
         notes.append(
-            f"{FLOOR}: forward and backward without communication or optimizer, the floor: nothing to verify."
+            f"{FLOOR}: forward and backward without communication or optimizer{where}: the floor, nothing to verify."
         )
     peaks = {
         f"{row.mfu.peak_tflops:g} TFLOP/s a GPU ({row.mfu.peak_of})"

@@ -31,7 +31,8 @@ def _drop(parameter: torch.Tensor) -> None:
 class ComputeOnlyStrategy(Strategy):
     """Every rank computes its own batches and forgets the gradients: what a step costs before anything is shared.
 
-    Comparisons run it on one GPU, and on CPU on as many ranks as the rows that refer to it, which share the cores."""
+    Comparisons run it on as many ranks as the rows that refer to it: GPUs of one machine differ by some percent, ranks
+    that meet go as the slowest one does, and CPU ranks share the cores."""
 
     name = "compute_only"
     updates: ClassVar[bool] = False

@@ -57,6 +57,11 @@ class DeepCompile3Strategy(DeepSpeedStrategy):
         """Graphs without a backward are no part of what DeepCompile's passes plan for, so it does not evaluate."""
         return None
 
+    def communication_bytes(self) -> None:
+        return (
+            None  # its operators have an NCCL communicator of their own, which torch's recorder does not see
+        )
+
     def compiled_graphs(self) -> float | None:
         return None  # DeepCompile's backend is its own
 

@@ -24,6 +24,7 @@ from zerobench.strategies.deepspeed_state import (
     set_masters,
     undo_first_step,
 )
+from zerobench.strategies.flight_recorder import StepTraffic
 from zerobench.strategies.peer import ProcessGroupLease, backend_of
 from zerobench.strategies.requirements import DEEPSPEED, missing_compiler, missing_package
 from zerobench.strategies.shared import (
@@ -70,6 +71,7 @@ class DeepSpeedStrategy(Strategy):
 
         deepspeed.utils.logger.setLevel("ERROR")
         self._compiler = Compiler(self.settings)
+        self._traffic = StepTraffic()
         model = prepare_model(model_factory, self.settings)
         if self.settings.compile == "block":
             self._compiler.apply(model)
@@ -113,6 +115,7 @@ class DeepSpeedStrategy(Strategy):
             self._engine.compile(backend=self._compiler.backend)
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        self._traffic.begin_step()
         loss, grad_norm = self._run(micro_batches, norm=norm, clock=NoClock())
         applied = self._engine.was_step_applied() if norm else None
         return StepResult(loss=loss, grad_norm=grad_norm, applied=applied)
@@ -163,11 +166,15 @@ class DeepSpeedStrategy(Strategy):
     def communicator(self) -> str | None:
         return backend_of(torch_device(self.settings)) if self.settings.world_size > 1 else None
 
+    def communication_bytes(self) -> dict[str, int] | None:
+        return self._traffic.moved_bytes()
+
     def compiled_graphs(self) -> float | None:
         return self._compiler.graphs_per_step()
 
     def reset_counters(self) -> None:
         self._compiler.reset()
+        self._traffic.reset()
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         clock = phase_clock(torch_device(self.settings))

@@ -19,6 +19,7 @@ from zerobench.errors import ConfigError
 from zerobench.strategies.base import Batch, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
+from zerobench.strategies.flight_recorder import StepTraffic
 from zerobench.strategies.shared import (
     Determinism,
     bind_device,
@@ -85,6 +86,7 @@ class PeerStrategy(Strategy):
         self._determinism = Determinism(self.settings)
         self._lease = ProcessGroupLease(self.settings, strategy=self.name)
         self._compiler = Compiler(self.settings)
+        self._traffic = StepTraffic()
         self._gradient_bytes: int | None = None
         model = prepare_model(model_factory, self.settings)
         self._compiler.apply(model)
@@ -129,6 +131,7 @@ class PeerStrategy(Strategy):
         return None
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        self._traffic.begin_step()
         return self._run(micro_batches, norm=norm, clock=NoClock())
 
     def _run(self, micro_batches: Sequence[Batch], *, norm: bool, clock: Clock) -> StepResult:
@@ -191,8 +194,12 @@ class PeerStrategy(Strategy):
     def compiled_graphs(self) -> float | None:
         return self._compiler.graphs_per_step()
 
+    def communication_bytes(self) -> dict[str, int] | None:
+        return self._traffic.moved_bytes()
+
     def reset_counters(self) -> None:
         self._compiler.reset()
+        self._traffic.reset()
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         device = torch_device(self.settings)
