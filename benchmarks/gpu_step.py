@@ -6,7 +6,8 @@ A plain loop without anything of ``zerobench compare`` around it, to hold that a
 
 MODEL: gpt2 or llama-1.3b, as transformers builds them. MODE: floor (forward and backward alone, bf16 parameters), zero0
 to zero3, zero3keep (gathered between forward and backward), each with ``+peer`` behind it over the peer communicator
-instead of NCCL, ddp (autocast), fsdp2; with ``-block`` behind it every block is compiled. Prints a JSON line a mode:
+instead of NCCL, or with a setting of the engine (``zero3@push_gradient_bytes=0``), ddp (autocast), fsdp2; with
+``-block`` behind it every block is compiled. Prints a JSON line a mode:
 three windows' mean milliseconds a step, milliseconds until the host is through with a step that it starts on an idle
 device, and peak GB of torch's allocator and of the device. Beside them the medians of the last window's single steps by
 CUDA events, taken over ranks in two ways: from last rank's end to last rank's end (``median_ms``, as in result files),
@@ -62,16 +63,16 @@ def floor(model: nn.Module, batch: dict[str, Any]) -> tuple[Run, Run, Run]:
 
 
 def ours(model: nn.Module, batch: dict[str, Any], name: str) -> tuple[Run, Run, Run]:
-    engine = zerobench.initialize(
-        model,
-        config={
-            "stage": int(name[4]),
-            "precision": "bf16",
-            "reshard_after_forward": not name.startswith("zero3keep"),
-            "communicator": name.partition("+")[2] or "auto",
-            "optimizer": {"lr": 1e-5},
-        },
-    )
+    name, _, setting = name.partition("@")
+    key, _, value = setting.partition("=")
+    config = {
+        "stage": int(name[4]),
+        "precision": "bf16",
+        "reshard_after_forward": not name.startswith("zero3keep"),
+        "communicator": name.partition("+")[2] or "auto",
+        "optimizer": {"lr": 1e-5},
+    }
+    engine = zerobench.initialize(model, config=config | ({key: json.loads(value)} if setting else {}))
     return lambda: engine.backward(engine(**batch).loss), engine.step, engine.close
 
 

@@ -134,7 +134,7 @@ void bind_zero(py::module_& m) {
   py::class_<EngineOptions>(m, "EngineOptions", "How an engine keeps and moves its state.")
       .def(py::init([](int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
                        bool reshard_after_forward, bool keep_parameter_shards, std::size_t keep_root_bytes,
-                       bool optimizer_in_backward, const LossScaleOptions& loss_scale,
+                       std::size_t push_gradient_bytes, bool optimizer_in_backward, const LossScaleOptions& loss_scale,
                        const std::optional<OffloadOptions>& offload) {
              EngineOptions options{.stage = zero_stage_from_int(stage),
                                    .accumulation_steps = accumulation_steps,
@@ -145,6 +145,7 @@ void bind_zero(py::module_& m) {
                                    .keep_parameter_shards = keep_parameter_shards,
                                    .loss_scale = loss_scale,
                                    .keep_root_bytes = keep_root_bytes,
+                                   .push_gradient_bytes = push_gradient_bytes,
                                    .optimizer_in_backward = optimizer_in_backward};
              if (offload) {
                options.parameters_away = offload->host.parameters != ParameterHome::kDevice;
@@ -156,7 +157,7 @@ void bind_zero(py::module_& m) {
            }),
            py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
            py::arg("reshard_after_forward"), py::arg("keep_parameter_shards"), py::arg("keep_root_bytes"),
-           py::arg("optimizer_in_backward"), py::arg("loss_scale"), py::arg("offload"),
+           py::arg("push_gradient_bytes"), py::arg("optimizer_in_backward"), py::arg("loss_scale"), py::arg("offload"),
            "offload: OffloadOptions, or None for state on the device.");
   m.def(
       "cpu_device_parts",

@@ -31,6 +31,7 @@ struct Caller {
 // communicator of the same ranks may have allocated it.
 std::shared_ptr<Buffer> check_all_gather(const Caller& caller, const AllGather& args);
 std::shared_ptr<Buffer> check_reduce_scatter(const Caller& caller, const ReduceScatter& args);
+void check_push(const Caller& caller, const Push& args);
 std::shared_ptr<Buffer> check_all_reduce(const Caller& caller, const AllReduce& args);
 std::shared_ptr<Buffer> check_broadcast(const Caller& caller, const Broadcast& args);
 void check_exchange(const Caller& caller, std::size_t mine_bytes, std::size_t all_bytes, std::string_view label);

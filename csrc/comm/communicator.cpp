@@ -10,6 +10,8 @@ WorkPtr Communicator::start_exchange(std::span<const std::byte> mine, std::span<
   return std::make_shared<FinishedWork>();
 }
 
+void Communicator::push(const Push&) { throw StateError("communicator '" + std::string(kind()) + "' takes no pushes"); }
+
 std::string_view collective_name(Collective collective) noexcept {
   constexpr std::array<std::string_view, kCollectiveNum> kNames{"all_gather", "reduce_scatter", "all_reduce",
                                                                 "broadcast",  "exchange",       "barrier"};

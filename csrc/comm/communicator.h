@@ -109,6 +109,18 @@ struct ReduceScatter {
   std::size_t shard_numel = 0;
   DType dtype = DType::kFloat32;
   std::string_view label;
+  bool is_pushed = false;  // the source holds what all ranks pushed into it for this rank
+};
+
+// A rank's contribution to the next reduce_scatter of `source`, which is then no source but where the peers push theirs
+// to. `items` are what would be written there, all of it, and the reduction reads it from wherever it went.
+struct Push {
+  Region source;  // world_size * shard_numel elements, shared
+  std::size_t shard_numel = 0;
+  DType dtype = DType::kFloat32;
+  std::string_view label;
+  std::span<const PackItem> items;
+  std::size_t copy_bytes = 0;  // items from this size on are copied, the others are packed by a kernel
 };
 
 struct AllReduce {
@@ -152,6 +164,12 @@ class Communicator {
   virtual void end_group() {}
   virtual WorkPtr start_all_gather(const AllGather& args) = 0;
   virtual WorkPtr start_reduce_scatter(const ReduceScatter& args) = 0;
+  // Whether contributions may be pushed: put where they are reduced, instead of where peers read them.
+  virtual bool takes_pushes() const noexcept { return false; }
+  // Put in at once, ordered as an operation would be, and followed by the reduce_scatter of the same source that
+  // is_pushed. From the operation before until that one has ended nobody but the communicator touches the source, but
+  // for this rank's own slice.
+  virtual void push(const Push& args);
   virtual WorkPtr start_all_reduce(const AllReduce& args) = 0;
   virtual WorkPtr start_broadcast(const Broadcast& args) = 0;
   virtual void barrier(std::string_view label) = 0;

@@ -167,6 +167,12 @@ void CudaPeerLink::copy_from_peer(std::byte* destination, const std::byte* sourc
   device_->copy(lane_, destination, source, bytes);
 }
 
+void CudaPeerLink::copy_to_peer(std::byte* destination, const void* source, std::size_t bytes) {
+  device_->copy(lane_, destination, source, bytes);
+}
+
+void CudaPeerLink::pack_to_peers(std::span<const PackItem> items) { device_->pack(lane_, items); }
+
 template <typename Describe>
 void CudaPeerLink::put_in_for_peers(const Describe& describe) {
   std::vector<CUstreamBatchMemOpParams> operations;  // fewer than 256

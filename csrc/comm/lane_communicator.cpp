@@ -86,6 +86,7 @@ class LaneCommunicator final : public Communicator {
   bool runs_in_background() const noexcept override { return true; }
   Lane lane() const noexcept override { return lane_; }
   bool gathers_settled() const noexcept override { return watched_->transport->gathers_settled(); }
+  bool takes_pushes() const noexcept override { return watched_->transport->takes_pushes(); }
 
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                              Category category) override {
@@ -121,6 +122,7 @@ class LaneCommunicator final : public Communicator {
 
   WorkPtr start_reduce_scatter(const ReduceScatter& args) override {
     check_reduce_scatter(caller_, args);
+    ZB_EXPECT(!args.is_pushed || takes_pushes(), "reduce_scatter: this communicator takes no pushes");
     const std::size_t shard_bytes = args.shard_numel * dtype_bytes(args.dtype);
     count(Collective::kReduceScatter, shard_bytes * ranks());
     return start({.name = {Collective::kReduceScatter, args.label}, .dtype = args.dtype, .bytes = shard_bytes},
@@ -128,7 +130,22 @@ class LaneCommunicator final : public Communicator {
                   .source = args.source.data(),
                   .destination = args.destination.data(),
                   .num = args.shard_numel,
-                  .dtype = args.dtype});
+                  .dtype = args.dtype,
+                  .is_pushed = args.is_pushed});
+  }
+
+  void push(const Push& args) override {
+    check_push(caller_, args);
+    check();
+    const OperationName name{Collective::kReduceScatter, args.label};
+    guarded(name, [&] {
+      watched_->transport->push({.kind = Collective::kReduceScatter,
+                                 .source = args.source.data(),
+                                 .num = args.shard_numel,
+                                 .dtype = args.dtype,
+                                 .is_pushed = true},
+                                args.items, args.copy_bytes);
+    });
   }
 
   WorkPtr start_all_reduce(const AllReduce& args) override {
@@ -231,16 +248,24 @@ class LaneCommunicator final : public Communicator {
   void put_in(Ticket& ticket) {
     const std::vector<LaneCall> calls = std::exchange(calls_, {});
     check();
-    try {
+    guarded(first_name_, [&] {
       watched_->transport->put_in(calls);
       ticket.mark = watched_->device->mark(lane_);
+    });
+    ticket.is_put_in = true;
+    watched_->log.put_in(ticket.mark);
+  }
+
+  // A failure to put something in is everybody's.
+  template <typename Body>
+  void guarded(const OperationName& name, const Body& body) {
+    try {
+      body();
     } catch (const std::exception& error) {
-      watched_->poison_for_failure(first_name_.text(), error.what());
+      watched_->poison_for_failure(name.text(), error.what());
       wake();
       check();
     }
-    ticket.is_put_in = true;
-    watched_->log.put_in(ticket.mark);
   }
 
   void exchange_over_control(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) {

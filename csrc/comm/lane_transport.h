@@ -22,6 +22,7 @@ struct LaneCall {
   DType dtype{};        // of reductions
   int root = 0;
   bool is_settled = false;  // of all_gather (communicator.h)
+  bool is_pushed = false;   // of reduce_scatter
 };
 
 class LaneTransport {
@@ -41,6 +42,12 @@ class LaneTransport {
   }
   // Communicator::gathers_settled.
   virtual bool gathers_settled() const noexcept { return false; }
+  // Communicator::takes_pushes and push. `call` is the reduce_scatter to come, which has no destination yet.
+  virtual bool takes_pushes() const noexcept { return false; }
+  virtual void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) {
+    static_cast<void>(call), static_cast<void>(items), static_cast<void>(copy_bytes);
+    throw StateError("this transport takes no pushes");
+  }
   // Puts all calls into the lane, as one group. Throws when that fails, and after abort().
   virtual void put_in(std::span<const LaneCall> calls) = 0;
 

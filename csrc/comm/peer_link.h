@@ -9,8 +9,11 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <string_view>
 #include <vector>
+
+#include "kernels/device.h"
 
 namespace zb {
 
@@ -41,8 +44,11 @@ class PeerLink {
   // little, CommunicationError where a peer fails.
   virtual std::shared_ptr<PeerMemory> allocate(std::size_t bytes, std::string_view what) = 0;
 
-  // These three are put into the lane. `source` lies in a peer's memory.
+  // These are put into the lane. What is named after a peer lies in its memory.
   virtual void copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) = 0;
+  virtual void copy_to_peer(std::byte* destination, const void* source, std::size_t bytes) = 0;
+  // Device::pack, with destinations at any peers.
+  virtual void pack_to_peers(std::span<const PackItem> items) = 0;
   virtual void announce() = 0;
   virtual void await() = 0;
 

@@ -95,8 +95,8 @@ PeerTransport::Place PeerTransport::find(const LaneCall& call) const {
 std::uint64_t PeerTransport::place_of(const LaneCall& call) const {
   if (call.num == 0) return 0;
   const Place place = find(call);
-  return (place.shared.number << 40U | place.offset_bytes) * 4 + (is_in_place(call) ? 1 : 0) +
-         (call.is_settled ? 2 : 0);
+  return (place.shared.number << 40U | place.offset_bytes) * 8 + (is_in_place(call) ? 1 : 0) +
+         (call.is_settled ? 2 : 0) + (call.is_pushed ? 4 : 0);
 }
 
 template <typename Visit>
@@ -110,9 +110,76 @@ void PeerTransport::meet() {
   link_->await();
 }
 
+void PeerTransport::check_alive() const {
+  if (is_aborted_) throw StateError("the peer communicator was aborted");
+}
+
+void PeerTransport::push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) {
+  const std::lock_guard lock(mutex_);
+  check_alive();
+  if (call.num == 0) return;
+  const std::vector<std::vector<Piece>> pieces = cut(call, items, copy_bytes);
+  std::vector<PackItem> packed;
+  const auto put = [&](const std::vector<Piece>& of_rank, const auto& copy, const auto& pack) {
+    for (const auto& [item, is_copied] : of_rank) {
+      if (is_copied) {
+        copy(static_cast<std::byte*>(item.destination), item.source, item.numel * dtype_bytes(call.dtype));
+        continue;
+      }
+      if (item.accumulate) {  // to what an item before it wrote
+        pack(packed);
+        packed.clear();
+      }
+      packed.push_back(item);
+    }
+  };
+  const auto pack_to_peers = [&](const std::vector<PackItem>& some) {
+    if (!some.empty()) link_->pack_to_peers(some);
+  };
+  const auto pack_here = [&](const std::vector<PackItem>& some) {
+    if (!some.empty()) device_->pack(lane_, some);
+  };
+  for_each_peer([&](int peer, std::size_t) {
+    const auto copy = [&](std::byte* to, const void* from, std::size_t bytes) { link_->copy_to_peer(to, from, bytes); };
+    put(pieces[static_cast<std::size_t>(peer)], copy, pack_to_peers);
+  });
+  pack_to_peers(packed);
+  packed.clear();
+  const auto copy = [&](std::byte* to, const void* from, std::size_t bytes) { device_->copy(lane_, to, from, bytes); };
+  put(pieces[static_cast<std::size_t>(rank_)], copy, pack_here);
+  pack_here(packed);
+}
+
+std::vector<std::vector<PeerTransport::Piece>> PeerTransport::cut(const LaneCall& call, std::span<const PackItem> items,
+                                                                  std::size_t copy_bytes) const {
+  const std::size_t element_bytes = dtype_bytes(call.dtype);
+  const Place place = find(call);
+  const std::size_t slice_numel = static_cast<std::size_t>(rank_) * call.num;
+  std::vector<std::vector<Piece>> pieces(static_cast<std::size_t>(world_size_));
+  for (const PackItem& item : items) {
+    const bool is_copied = item.source != nullptr && !item.accumulate && item.source_dtype == call.dtype &&
+                           item.numel * element_bytes >= copy_bytes;
+    const auto begin_bytes = static_cast<std::size_t>(static_cast<const std::byte*>(item.destination) - call.source);
+    for (std::size_t done = 0; done < item.numel;) {
+      const std::size_t at = begin_bytes / element_bytes + done;
+      const std::size_t rank = at / call.num;
+      const std::size_t within = at % call.num;
+      PackItem piece = item;
+      piece.destination = place.at(static_cast<int>(rank)) + (slice_numel + within) * element_bytes;
+      if (item.source != nullptr) {
+        piece.source = static_cast<const std::byte*>(item.source) + done * dtype_bytes(item.source_dtype);
+      }
+      piece.numel = std::min(item.numel - done, call.num - within);
+      pieces[rank].push_back({piece, is_copied});
+      done += piece.numel;
+    }
+  }
+  return pieces;
+}
+
 void PeerTransport::put_in(std::span<const LaneCall> all_calls) {
   const std::lock_guard lock(mutex_);
-  if (is_aborted_) throw StateError("the peer communicator was aborted");
+  check_alive();
   std::vector<LaneCall> calls;
   std::copy_if(all_calls.begin(), all_calls.end(), std::back_inserter(calls),
                [](const LaneCall& call) { return call.num != 0; });
@@ -168,8 +235,17 @@ void PeerTransport::gather(const LaneCall& call) {
 }
 
 void PeerTransport::reduce_scatter(const LaneCall& call) {
+  if (call.is_pushed) return sum_pushed(call);
   const std::size_t slice = static_cast<std::size_t>(rank_) * call.num * dtype_bytes(call.dtype);
   sum_into(call.destination, find(call), slice, call.num, call.dtype);
+}
+
+void PeerTransport::sum_pushed(const LaneCall& call) {
+  std::vector<const void*> sources;
+  for (std::size_t rank = 0; rank < static_cast<std::size_t>(world_size_); ++rank) {
+    sources.push_back(call.source + rank * call.num * dtype_bytes(call.dtype));
+  }
+  device_->sum(lane_, call.destination, sources, call.dtype, call.num);
 }
 
 // Nobody else reads this rank's part of its own buffer, so the sum may go there at once.

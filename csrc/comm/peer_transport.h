@@ -7,6 +7,14 @@
 // are the work of copy engines. Reductions fetch the peers' pieces into a scratch, a part at a time, and one kernel
 // adds them in rank order in float and rounds once; all_reduce meets once more and gathers the sums.
 //
+// [Note: pushed reductions]
+// A rank that has its contribution in many places, as gradients are after a backward, can put the pieces straight to
+// the ranks that add them, instead of into one buffer for those to copy from: a write and a read of all of it less. A
+// buffer that a reduction would read takes in its slice r what rank r pushes for this rank's shard, and once all ranks
+// have met behind their pushes a kernel adds the slices in rank order. Pushes stand in front of that meeting, behind
+// the one that ended the operation before, so nobody reads slices any more that a peer writes to. What a rank pushes it
+// puts to its neighbour first, and so on, lest all of them write to one rank at a time.
+//
 // [Note: settled gathers]
 // Gathers of sources that all ranks know to be final need no meeting: they are copies from peers and nothing else, in
 // no particular order among ranks. So their lane does not wait in the queues that kernels go through, of which two that
@@ -27,6 +35,7 @@
 #include <mutex>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "comm/lane_transport.h"
 #include "comm/peer_link.h"
@@ -42,6 +51,8 @@ class PeerTransport final : public LaneTransport {
   std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole role, std::string_view what) override;
   std::uint64_t place_of(const LaneCall& call) const override;
   bool gathers_settled() const noexcept override { return true; }
+  bool takes_pushes() const noexcept override { return true; }
+  void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) override;
   void put_in(std::span<const LaneCall> calls) override;
   void enter_thread() override { link_->enter_thread(); }
   void abort() noexcept override;
@@ -65,7 +76,7 @@ class PeerTransport final : public LaneTransport {
     Shared shared;
     std::size_t offset_bytes = 0;  // in the shared allocation
 
-    const std::byte* at(int rank) const noexcept { return shared.memory->of(rank) + offset_bytes; }
+    std::byte* at(int rank) const noexcept { return shared.memory->of(rank) + offset_bytes; }
   };
 
   Shared take(std::size_t bytes, std::string_view what);
@@ -74,6 +85,16 @@ class PeerTransport final : public LaneTransport {
   Place find(const LaneCall& call) const;
   template <typename Visit>
   void for_each_peer(const Visit& visit) const;
+
+  // What an item has for one rank's shard, and where that rank looks for it.
+  struct Piece {
+    PackItem item;
+    bool is_copied = false;
+  };
+  std::vector<std::vector<Piece>> cut(const LaneCall& call, std::span<const PackItem> items,
+                                      std::size_t copy_bytes) const;
+  void sum_pushed(const LaneCall& call);
+  void check_alive() const;
 
   void copy_own_part(const LaneCall& call);
   void pull(const LaneCall& call);

@@ -86,6 +86,11 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
     lanes_[actor].push_back({std::string(operation), std::move(work)});
     run_some();
   }
+  Clock clock_of(Lane lane) const { return clocks_[index_of(lane)]; }
+  // As if it had been put into the lane when its clock was this.
+  void touch_at(Lane lane, const Clock& clock, std::string_view operation, const std::vector<Touched>& touched) {
+    for (const Touched& memory : touched) races_.touch(index_of(lane), clock, operation, memory);
+  }
   // Memory as torch's allocator gives it for the compute lane: when its owner lets go, later work there gets it.
   std::shared_ptr<std::byte> allocate_in_compute(std::size_t bytes, const std::string& what) {
     auto memory = make_memory(bytes);
@@ -198,13 +203,17 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
       kernels_.reduce(destination, held.data(), held.size(), dtype, numel);
     });
   }
+  enum class Destinations : std::uint8_t { kOwn, kAtPeers };
+
+  void pack(Lane lane, std::span<const PackItem> items) override { pack(lane, items, Destinations::kOwn); }
   // The items run in any order.
-  void pack(Lane lane, std::span<const PackItem> items) override {
+  void pack(Lane lane, std::span<const PackItem> items, Destinations destinations) {
     std::vector<PackItem> shuffled(items.begin(), items.end());
     std::shuffle(shuffled.begin(), shuffled.end(), random_);
     std::vector<Touched> touched;
     for (const PackItem& item : items) {
-      touched.push_back(written(item.destination, item.destination_dtype, item.numel));
+      if (destinations == Destinations::kOwn)
+        touched.push_back(written(item.destination, item.destination_dtype, item.numel));
       if (item.source != nullptr) touched.push_back(read(item.source, item.source_dtype, item.numel));
     }
     put_in(lane, "pack", touched, [this, held = std::move(shuffled)] {

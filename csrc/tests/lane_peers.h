@@ -86,6 +86,12 @@ class LanePeerLink final : public PeerLink {
     device_->put_in(lane_, "copy_from_peer", {{destination, bytes, true}},
                     [=] { std::memcpy(destination, source, bytes); });
   }
+  void copy_to_peer(std::byte* destination, const void* source, std::size_t bytes) override {
+    device_->put_in(lane_, "copy_to_peer", {{source, bytes, false}}, [=] { std::memcpy(destination, source, bytes); });
+  }
+  void pack_to_peers(std::span<const PackItem> items) override {
+    device_->pack(lane_, items, LaneDevice::Destinations::kAtPeers);
+  }
   void announce() override {
     device_->put_in(lane_, "announce", {}, [flags = flags_, meeting = ++meeting_, n = world_size_, rank = rank_] {
       for (int peer = 0; peer < n; ++peer) {
@@ -135,13 +141,15 @@ class LanePeerLink final : public PeerLink {
   std::uint64_t meeting_ = 0;
 };
 
-// Tells the race detector that peers read what a rank shows them, from the first meeting of a group to its last.
+// Tells the race detector that peers read what a rank shows them, from the first meeting of a group to its last, and
+// that they push from the end of the operation before a pushed one on.
 class WatchedPeerTransport final : public LaneTransport {
  public:
   WatchedPeerTransport(std::shared_ptr<LaneDevice> device, Lane lane, std::unique_ptr<PeerLink> link,
                        std::size_t scratch_bytes)
       : device_(device),
         lane_(lane),
+        rank_(link->rank()),
         world_size_(link->world_size()),
         inner_(std::move(device), lane, std::move(link), scratch_bytes) {}
 
@@ -150,10 +158,18 @@ class WatchedPeerTransport final : public LaneTransport {
   }
   std::uint64_t place_of(const LaneCall& call) const override { return inner_.place_of(call); }
   bool gathers_settled() const noexcept override { return inner_.gathers_settled(); }
+  bool takes_pushes() const noexcept override { return inner_.takes_pushes(); }
+  void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) override {
+    const std::vector<Touched> pushed = of_peers(call);
+    device_->touch_at(lane_, ended_, "what peers push", pushed);
+    device_->put_in(lane_, "what peers push", pushed, [] {});
+    inner_.push(call, items, copy_bytes);
+  }
   void put_in(std::span<const LaneCall> calls) override {
     show(calls);
     inner_.put_in(calls);
     show(calls);
+    ended_ = device_->clock_of(lane_);
   }
   void abort() noexcept override { inner_.abort(); }
 
@@ -161,6 +177,10 @@ class WatchedPeerTransport final : public LaneTransport {
   void show(std::span<const LaneCall> calls) {
     std::vector<Touched> touched;
     for (const LaneCall& call : calls) {
+      if (call.is_pushed) {
+        for (const Touched& slice : of_peers(call)) touched.push_back({slice.data, slice.bytes, false});
+        continue;
+      }
       const bool reduces = call.kind == Collective::kReduceScatter || call.kind == Collective::kAllReduce;
       std::size_t bytes = reduces ? call.num * dtype_bytes(call.dtype) : call.num;
       if (call.kind == Collective::kReduceScatter) bytes *= static_cast<std::size_t>(world_size_);
@@ -169,9 +189,21 @@ class WatchedPeerTransport final : public LaneTransport {
     device_->put_in(lane_, "what peers read", touched, [] {});
   }
 
+  // The slices that peers push to.
+  std::vector<Touched> of_peers(const LaneCall& call) const {
+    std::vector<Touched> slices;
+    const std::size_t bytes = call.num * dtype_bytes(call.dtype);
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (rank != rank_) slices.push_back({call.source + static_cast<std::size_t>(rank) * bytes, bytes, true});
+    }
+    return slices;
+  }
+
   std::shared_ptr<LaneDevice> device_;
   Lane lane_;
+  int rank_;
   int world_size_;
+  Clock ended_{};  // the lane's, at the end of the last operation
   PeerTransport inner_;
 };
 

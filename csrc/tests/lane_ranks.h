@@ -363,6 +363,11 @@ class LaneWorld {
         gather_peers_(std::make_shared<PeerWorld>(rank_num)),
         reduce_peers_(std::make_shared<PeerWorld>(rank_num)) {}
 
+  // Some worlds push all gradients, some those of large units, some none.
+  std::size_t push_gradient_bytes() const {
+    constexpr std::array<std::size_t, 3> kBytes{64, 0, SIZE_MAX};
+    return kBytes[schedule_.seed % kBytes.size()];
+  }
   RankTurns& turns() { return turns_; }
   std::string text() const {
     return "lane schedule " + std::to_string(schedule_.seed) + ", policy " +
@@ -370,9 +375,12 @@ class LaneWorld {
            (collectives_ == LaneCollectives::kPulled ? ", pulled" : "");
   }
 
-  std::shared_ptr<LaneDevice> make_device(int rank) {
+  // `report` gets what the race detector finds; by default a failure of the test.
+  std::shared_ptr<LaneDevice> make_device(int rank, std::function<void(const std::string&)> report = nullptr) {
     const LaneSchedule of_rank{schedule_.seed * 64 + static_cast<std::uint32_t>(rank), schedule_.policy};
-    return std::make_shared<LaneDevice>(of_rank, std::make_shared<RankPeers>(turns_, rank));
+    const auto peers = std::make_shared<RankPeers>(turns_, rank);
+    return report ? std::make_shared<LaneDevice>(of_rank, peers, std::move(report))
+                  : std::make_shared<LaneDevice>(of_rank, peers);
   }
   // `lane` is kGather or kReduce.
   std::unique_ptr<Communicator> make_communicator(const std::shared_ptr<LaneDevice>& device, int rank, Lane lane,

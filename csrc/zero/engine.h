@@ -49,6 +49,9 @@ struct EngineOptions {
   LossScaleOptions loss_scale;
   // Stage 3: up to this size the root unit stays unsharded between forward and backward.
   std::size_t keep_root_bytes = std::size_t{512} << 20;
+  // Over a communicator that takes pushes: units that consist mostly of gradients of this size or more push them to the
+  // ranks that reduce them, instead of packing them for those to read.
+  std::size_t push_gradient_bytes = GradientPacker::kCopyBytes;
   // Updates start in backward, as soon as a unit is reduced. Without clipping and loss scale.
   bool optimizer_in_backward = false;
   // Memory for the compute lane and what is ordered with it, not zeroed: once its owner lets go, what is put into that

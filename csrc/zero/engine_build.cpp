@@ -65,6 +65,7 @@ void Engine::build(EngineModel& model) {
                                                       .own_part_lane = own_part_lane()});
   reduces_ = std::make_unique<ReduceScheduler>(
       device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_, policy_.gradients, parameters_sharded(),
+      options.push_gradient_bytes,
       ReduceEvents{[this](Unit& unit) { make_gradient_shards(unit); }, [this](Unit& unit) { on_reduced(unit); },
                    [this] { return gathers_->awaits_own_part(); }});
   reserve_store();

@@ -7,22 +7,45 @@
 namespace zb {
 
 std::byte* GradientPacker::base(const Unit& unit, const FlatBuffer& flat) const {
-  if (flat.full_gradients) return flat.full_gradients.data();
-  if (unit.gradient_slot) return unit.gradient_slot.region().data() + flat.gradient_offset_bytes;
+  if (flat.full_gradients || unit.gradient_slot) return unit.gradients_of(flat).data();
   return unit.spare->data() + flat.gradient_offset_bytes;
 }
 
 void GradientPacker::pack_held(Unit& unit) {
-  add_held(unit, Lane::kCompute);
+  add_held(unit, [this] { pack(Lane::kCompute); });
   pack(Lane::kCompute);
   packed_.clear();  // the compute lane gives their memory to nobody before it has packed them
 }
 
 std::vector<HeldGradient> GradientPacker::pack_whole(Unit& unit, Lane lane) {
-  add_held(unit, lane);
+  add_held(unit, [this, lane] { pack(lane); });
   add_missing(unit);
   pack(lane);
   return std::exchange(packed_, {});
+}
+
+std::vector<HeldGradient> GradientPacker::push_whole(Unit& unit, Communicator& communicator, std::size_t copy_bytes) {
+  add_held(unit, [] {});  // a push keeps the order of items that add
+  add_missing(unit);
+  std::vector<HeldGradient> pushed = std::exchange(packed_, {});
+  std::vector<PackItem> items = std::exchange(items_, {});
+  auto begin = items.begin();
+  for (const FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    const Region source = unit.gradients_of(flat);
+    const auto end = std::stable_partition(begin, items.end(), [&](const PackItem& item) {
+      const auto* const destination = static_cast<const std::byte*>(item.destination);
+      return destination >= source.data() && destination < source.data() + flat.full_gradient_bytes();
+    });
+    communicator.push({.source = source,
+                       .shard_numel = flat.layout.shard_numel(),
+                       .dtype = flat.reduce_dtype,
+                       .label = flat.label,
+                       .items = std::span(begin, end),
+                       .copy_bytes = copy_bytes});
+    begin = end;
+  }
+  return pushed;
 }
 
 void GradientPacker::pack(Lane lane) {
@@ -39,7 +62,8 @@ void GradientPacker::pack(Lane lane) {
   items_.clear();
 }
 
-void GradientPacker::add_held(Unit& unit, Lane lane) {
+template <typename BeforeRepeat>
+void GradientPacker::add_held(Unit& unit, const BeforeRepeat& before_repeat) {
   for (auto held = unit.held.begin(); held != unit.held.end(); ++held) {
     const Parameter& parameter = parameters_[held->parameter];
     const FlatBuffer& flat = unit.flats[parameter.flat];
@@ -47,7 +71,7 @@ void GradientPacker::add_held(Unit& unit, Lane lane) {
     const bool repeats = held->accumulate && std::any_of(unit.held.begin(), held, [&](const HeldGradient& earlier) {
                            return earlier.parameter == held->parameter;
                          });
-    if (repeats) pack(lane);
+    if (repeats) before_repeat();
     items_.push_back({.destination = base(unit, flat) + parameter.offset_numel * dtype_bytes(flat.reduce_dtype),
                       .destination_dtype = flat.reduce_dtype,
                       .source = held->data,
@@ -69,7 +93,7 @@ void GradientPacker::add_missing(const Unit& unit) {
                         .destination_dtype = flat.reduce_dtype,
                         .numel = numel});
     };
-    if (!persistent_) {
+    if (!gaps_stay_) {
       for (const Segment& gap : flat.layout.gaps()) zero(gap.begin, gap.end - gap.begin);
     }
     for (const std::size_t index : flat.parameters) {

@@ -10,16 +10,18 @@ namespace zb {
 
 ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                                  std::vector<Parameter>& parameters, CommunicationClock& clock,
-                                 GradientPlacement placement, bool gathers_beside, ReduceEvents events)
+                                 GradientPlacement placement, bool gathers_beside, std::size_t push_bytes,
+                                 ReduceEvents events)
     : device_(device),
       communicator_(communicator),
       units_(units),
       parameters_(parameters),
       clock_(clock),
       placement_(placement),
+      push_bytes_(push_bytes),
       events_(std::move(events)),
       slots_(device, communicator, ledger, units, clock),
-      packer_(device, parameters, placement != GradientPlacement::kShardedEachMicroBatch),
+      packer_(device, parameters, persistent() && !takes_pushes()),
       packed_(device, gathers_beside, events_.is_held_up),
       expectations_(units, parameters) {
   // A first guess that most models confirm: backward visits units in reverse, and the root's gradients end it.
@@ -156,9 +158,10 @@ void ReduceScheduler::launch(std::size_t index) {
   device_.push_range("reduce", unit.name);
   const ScopeExit over([this] { device_.pop_range(); });
   device_.wait(lane, device_.mark(Lane::kCompute));
-  packed_.hold(packer_.pack_whole(unit, lane), lane);
+  const bool is_pushed = pushes(unit);
+  packed_.hold(is_pushed ? packer_.push_whole(unit, communicator_, push_bytes_) : packer_.pack_whole(unit, lane), lane);
   unit.set_gradient_state(GradientState::kReducing);
-  start_reduce(unit);
+  start_reduce(unit, is_pushed);
   // In lanes nothing is left to wait for, and what follows a reduction is put in at once, so that all ranks start the
   // same operations in the same order whenever their gradients arrive.
   if (device_.is_async()) {
@@ -168,14 +171,27 @@ void ReduceScheduler::launch(std::size_t index) {
   }
 }
 
-void ReduceScheduler::start_reduce(Unit& unit) {
+// Of what this backward brings alone: where micro-batches were added up, the sum lies in one place already. Ranks need
+// to agree, so nothing counts that only this one knows.
+bool ReduceScheduler::pushes(const Unit& unit) const {
+  if (!takes_pushes() || (persistent() && window_backwards_ > 0)) return false;
+  std::size_t large_bytes = 0;
+  for (const FlatBuffer& flat : unit.flats) {
+    for (const std::size_t index : flat.parameters) {
+      const std::size_t bytes = parameters_[index].numel * dtype_bytes(flat.reduce_dtype);
+      if (flat.trainable && bytes >= push_bytes_) large_bytes += bytes;
+    }
+  }
+  return 2 * large_bytes >= unit.gradient_bytes;
+}
+
+void ReduceScheduler::start_reduce(Unit& unit, bool is_pushed) {
   if (communicator_.world_size() == 1) return;
   const std::size_t unit_index = static_cast<std::size_t>(&unit - units_.data());
   const CollectiveGroup group(communicator_);
   for (FlatBuffer& flat : unit.flats) {
     if (!flat.trainable) continue;
-    Region source =
-        flat.full_gradients ? flat.full_gradients : unit.gradient_slot.region().at(flat.gradient_offset_bytes);
+    Region source = unit.gradients_of(flat);
     Region destination = flat.shard_gradients;
     if (!destination) {  // the peers get this rank's part, and nobody reads what it receives
       destination = source.at(static_cast<std::size_t>(communicator_.rank()) * flat.shard_gradient_bytes());
@@ -186,7 +202,8 @@ void ReduceScheduler::start_reduce(Unit& unit) {
                                                                 .destination = destination,
                                                                 .shard_numel = flat.layout.shard_numel(),
                                                                 .dtype = flat.reduce_dtype,
-                                                                .label = flat.label}));
+                                                                .label = flat.label,
+                                                                .is_pushed = is_pushed}));
     last_work_ = unit.reducing.back();
   }
 }

@@ -37,10 +37,11 @@ struct ReduceEvents {
 
 class ReduceScheduler {
  public:
-  // `gathers_beside`: backwards gather parameters too.
+  // `gathers_beside`: backwards gather parameters too. Units that consist mostly of gradients of `push_bytes` or
+  // more push theirs, where the communicator takes that.
   ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                   std::vector<Parameter>& parameters, CommunicationClock& clock, GradientPlacement placement,
-                  bool gathers_beside, ReduceEvents events);
+                  bool gathers_beside, std::size_t push_bytes, ReduceEvents events);
 
   // Makes the slots, and staging shards where micro-batches accumulate. Collective.
   void reserve_slots(long accumulation_steps);
@@ -76,13 +77,18 @@ class ReduceScheduler {
   bool replicates() const noexcept {
     return placement_ == GradientPlacement::kReplicated && communicator_.world_size() > 1;
   }
+  // What a stage gathers again is read in full by all, also while peers may push again.
+  bool takes_pushes() const noexcept {
+    return placement_ != GradientPlacement::kReplicated && device_.is_async() && communicator_.takes_pushes();
+  }
+  bool pushes(const Unit& unit) const;
   bool reduces_now() const noexcept { return !persistent() || last_; }
   void resume_accumulation();
   void begin_unit(std::size_t unit);
   void mark_complete(std::size_t unit);
   void launch_ready();
   void launch(std::size_t unit);
-  void start_reduce(Unit& unit);
+  void start_reduce(Unit& unit, bool is_pushed);
   void start_replicate(Unit& unit, std::vector<WorkPtr>& works);
   void finish_ready();
   void finish_first();
@@ -96,6 +102,7 @@ class ReduceScheduler {
   std::vector<Parameter>& parameters_;
   CommunicationClock& clock_;
   GradientPlacement placement_;
+  std::size_t push_bytes_;
   ReduceEvents events_;
   GradientSlots slots_;
   GradientPacker packer_;

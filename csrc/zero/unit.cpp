@@ -36,6 +36,10 @@ void check_intact(const Parameter& parameter) {
                       "engine.gather(..., modifier_rank=0) instead");
 }
 
+Region Unit::gradients_of(const FlatBuffer& flat) const {
+  return flat.full_gradients ? flat.full_gradients : gradient_slot.region().at(flat.gradient_offset_bytes);
+}
+
 bool Unit::has_frozen() const {
   return std::any_of(flats.begin(), flats.end(), [](const FlatBuffer& flat) { return !flat.trainable; });
 }

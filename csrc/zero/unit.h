@@ -146,6 +146,8 @@ struct Unit {
   bool complete = false;                // all gradients of this backward are there
 
   bool has_frozen() const;
+  // Where a flat buffer's gradients are reduced from, in its own buffer or in the unit's slot, which it must have.
+  Region gradients_of(const FlatBuffer& flat) const;
   // Those of its flats are fetched from the store whose master it keeps.
   void fetch_parameters_of(const std::function<bool(DType param_dtype)>& keeps_master);
   bool has_trainable() const { return trainable_parameters > 0; }

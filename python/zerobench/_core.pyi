@@ -335,6 +335,7 @@ class EngineOptions:
         reshard_after_forward: bool,
         keep_parameter_shards: bool,
         keep_root_bytes: int,
+        push_gradient_bytes: int,
         optimizer_in_backward: bool,
         loss_scale: LossScaleOptions,
         offload: OffloadOptions | None,

@@ -188,6 +188,12 @@ class Config(_Section):
         "before each gather: less work, more memory; null does so with the peer communicator, whose gathers in "
         "backward are then copies alone",
     )
+    push_gradient_bytes: int = Field(
+        2**23,
+        ge=0,
+        description="at stages 1 to 3 over the peer communicator, units that consist mostly of gradients of at least "
+        "this size copy them straight to the ranks that reduce them; others pack theirs for those to read",
+    )
     offload_optimizer: OffloadOptimizerConfig | None = Field(
         None, description="optimizer state on the host, at stages 1 to 3"
     )

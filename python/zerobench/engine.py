@@ -94,6 +94,7 @@ class Engine:
                 reshard_after_forward=config.reshard_after_forward,
                 keep_parameter_shards=placement.keeps_parameter_shards(config, communicators.kind),
                 keep_root_bytes=config.keep_root_bytes,
+                push_gradient_bytes=config.push_gradient_bytes,
                 optimizer_in_backward=config.optimizer_in_backward,
                 loss_scale=core.LossScaleOptions(
                     enabled=config.scales_loss(), **config.loss_scale.model_dump()
