@@ -17,6 +17,7 @@ std::uint64_t hash_on(std::uint64_t hash, std::uint64_t value) noexcept {
 
 std::uint64_t hash_on(std::uint64_t hash, const StartedCollective& started) noexcept {
   hash = hash_on(hash, static_cast<std::uint64_t>(started.name.kind) << 32 |
+                           static_cast<std::uint64_t>(started.is_pushed) << 24 |
                            static_cast<std::uint64_t>(started.dtype) << 16 | started.root);
   hash = hash_on(hash_on(hash, started.bytes), started.place);
   std::array<std::uint64_t, sizeof(started.name.label) / sizeof(std::uint64_t)> words;
@@ -79,6 +80,7 @@ std::string CollectiveHistory::describe(const Entry& entry) {
   if (started.name.kind == Collective::kReduceScatter || started.name.kind == Collective::kAllReduce) {
     text.append(", ").append(dtype_name(started.dtype));
   }
+  if (started.is_pushed) text += ", pushed";
   if (started.name.kind == Collective::kBroadcast) text += ", root " + std::to_string(started.root);
   return text + ")";
 }

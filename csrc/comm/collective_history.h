@@ -35,6 +35,7 @@ struct StartedCollective {
   OperationName name;
   DType dtype{};
   std::uint16_t root = 0;
+  bool is_pushed = false;
   std::uint64_t bytes = 0;  // of a shard, of the buffer
   std::uint64_t place = 0;  // LaneTransport::place_of
 };

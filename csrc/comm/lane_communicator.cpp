@@ -125,7 +125,10 @@ class LaneCommunicator final : public Communicator {
     ZB_EXPECT(!args.is_pushed || takes_pushes(), "reduce_scatter: this communicator takes no pushes");
     const std::size_t shard_bytes = args.shard_numel * dtype_bytes(args.dtype);
     count(Collective::kReduceScatter, shard_bytes * ranks());
-    return start({.name = {Collective::kReduceScatter, args.label}, .dtype = args.dtype, .bytes = shard_bytes},
+    return start({.name = {Collective::kReduceScatter, args.label},
+                  .dtype = args.dtype,
+                  .is_pushed = args.is_pushed,
+                  .bytes = shard_bytes},
                  {.kind = Collective::kReduceScatter,
                   .source = args.source.data(),
                   .destination = args.destination.data(),

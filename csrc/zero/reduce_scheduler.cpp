@@ -34,6 +34,7 @@ ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Led
 }
 
 void ReduceScheduler::reserve_slots(long accumulation_steps) {
+  accumulates_ = accumulation_steps > 1;
   if (!persistent()) slots_.reserve(order_, accumulation_steps);
   adopt_order(std::vector<std::size_t>(order_));
   expectations_.guess();
@@ -174,7 +175,7 @@ void ReduceScheduler::launch(std::size_t index) {
 // Of what this backward brings alone: where micro-batches were added up, the sum lies in one place already. Ranks need
 // to agree, so nothing counts that only this one knows.
 bool ReduceScheduler::pushes(const Unit& unit) const {
-  if (!takes_pushes() || (persistent() && window_backwards_ > 0)) return false;
+  if (!takes_pushes() || (persistent() && (accumulates_ || window_backwards_ > 0))) return false;
   std::size_t large_bytes = 0;
   for (const FlatBuffer& flat : unit.flats) {
     for (const std::size_t index : flat.parameters) {

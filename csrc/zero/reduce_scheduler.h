@@ -103,6 +103,7 @@ class ReduceScheduler {
   CommunicationClock& clock_;
   GradientPlacement placement_;
   std::size_t push_bytes_;
+  bool accumulates_ = false;  // a step takes several backwards
   ReduceEvents events_;
   GradientSlots slots_;
   GradientPacker packer_;
