@@ -47,6 +47,24 @@ TEST_P(EngineLanes, EndAsTheCpuDoes) {
   }
 }
 
+// Gradients that are pushed and those that are added up first use the same memory in different ways; what one leaves
+// between parameters must not get into the other's norm.
+TEST_P(EngineLanes, WindowsOfOneAndOfTwoBackwardsTakeTurns) {
+  ToyOptions with = options();
+  with.clip = 0.5;
+  same_on_all(with, [&](ToyRank& toy) {
+    Values norms(1);
+    for (int step = 0; step < 6; ++step) {
+      for (int backward = 0; backward <= step % 2; ++backward) {
+        toy.forward(kUnits);
+        toy.backward(kReversed);
+      }
+      norms[0].push_back(static_cast<float>(toy.step().grad_norm));
+    }
+    return norms;
+  });
+}
+
 // Updates that are issued only when somebody waits for them change nothing.
 TEST_P(EngineLanes, ALateStoreEndsAsTheDeviceStoreDoes) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
