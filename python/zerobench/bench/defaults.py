@@ -13,8 +13,12 @@ from zerobench.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 _ON_CPU = ("single", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
-# The floor comes first, and DDP twice: as most of its users have it, and with the dtypes of the other rows.
-_ON_GPUS = ("compute_only", "zero0", "zero1", "zero2", "zero3", "ddp", "ddp_master", "fsdp2")
+# The floor comes first, and DDP three times: as most of its users have it, with gradients reduced in low precision, and
+# with the dtypes of the other rows.
+_ON_GPUS = (
+    "compute_only", "zero0", "zero1", "zero2", "zero3",
+    "ddp", "ddp_compress", "ddp_master", "fsdp1", "fsdp2", "fsdp2_keep",
+)  # fmt: skip
 _FURTHER_PEERS = {"deepspeed": "deepspeed", "mfsdp": "megatron_fsdp"}  # by the package that they need
 
 
