@@ -51,6 +51,16 @@ def test_a_collective_counts_what_its_algorithm_must_move(name, read, written, e
     assert moved_bytes([entry(name, read, written)], {"0": 1}) == {}
 
 
+def test_a_dtype_of_unknown_size_is_not_guessed(monkeypatch):
+    odd = entry("nccl:all_reduce", [[100]], dtype="Float4_e2m1fn_x2") | {"time_created_ns": 2**63}
+    early = entry("nccl:all_reduce", [[100]]) | {"time_created_ns": 0}
+    monkeypatch.setattr(flight_recorder, "recorded", lambda: ([early, odd], {"0": 4}))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    traffic = StepTraffic()
+    traffic.begin_step()
+    assert traffic.moved_bytes() is None
+
+
 def run_rank(rank: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     warnings.simplefilter("ignore", FutureWarning)

@@ -26,6 +26,7 @@ import ranks  # noqa: E402
 
 from zerobench import models, strategies  # noqa: E402
 from zerobench.strategies.base import StrategySettings  # noqa: E402
+from zerobench.strategies.peer import PeerStrategy  # noqa: E402
 
 GPU_NUM = torch.cuda.device_count()
 NUM_STEPS = 4
@@ -137,6 +138,8 @@ def timed_pass(name: str, place: dict[str, Any]) -> Found:
     found["graphs"] = strategy.compiled_graphs()
     found["memory"] = strategy.memory_bytes()["device"]
     found["communication_bytes"] = strategy.communication_bytes()
+    if isinstance(strategy, PeerStrategy):
+        found["recorded_bytes"] = PeerStrategy.communication_bytes(strategy)
     found["communicator"] = strategy.communicator()
     found["validation_loss"] = strategy.evaluate(batches_of(strategy, 100))
     found["phases_ms"] = dict(strategy.profiled_step(batches_of(strategy, NUM_STEPS)))
@@ -254,6 +257,8 @@ def check_facts(found: dict, size: int) -> None:
         assert found["communicator"].startswith(("peer", "nccl; not peer: "))
     if found["communication_bytes"] is not None:
         assert (sum(found["communication_bytes"].values()) > 0) == (size > 1)
+    if size > 1 and "recorded_bytes" in found:  # what torch recorded, beside a peer's own count
+        assert found["recorded_bytes"] == found["communication_bytes"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -53,7 +53,10 @@ class StepTraffic:
         step = [entry for entry in entries if entry["time_created_ns"] >= self._began_ns]
         if not step or len(step) == len(entries):  # what was recorded while building is forgotten first
             return None
-        moved = moved_bytes(step, rank_nums)
+        try:
+            moved = moved_bytes(step, rank_nums)
+        except KeyError:  # a dtype of few bits, or a recorder of another torch
+            return None
         return {name: self._step_num * step_bytes for name, step_bytes in moved.items()}
 
 
