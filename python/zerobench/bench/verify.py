@@ -111,13 +111,13 @@ def gather_evidence(
 
 
 def gradients_of_first_step(moments: Tensors, settings: StrategySettings, norm: float | None) -> Tensors:
-    """After one step exp_avg is (1 - beta1) times the clipped gradient."""
+    """After one step exp_avg is (1 - beta1) times the clipped gradient. The moments become gradients where they lie."""
     factor = 1 - settings.optimizer.beta1
     if settings.clip is not None:
         if norm is None:
             raise Error("the strategy clips and gave no gradient norm, so its gradients cannot be checked")
         factor *= min(1.0, settings.clip / (norm + 1e-6))
-    return {name: moment / factor for name, moment in moments.items()}
+    return {name: moment.div_(factor) for name, moment in moments.items()}
 
 
 def write_reference(path: Path, evidence: Evidence, initial: Tensors) -> None:

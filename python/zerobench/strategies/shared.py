@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -198,10 +199,17 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
 
 
 def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over sorted names, shapes and fp32 little-endian bytes: equal exactly when all bits are."""
+    """SHA-256 over sorted names, shapes and the SHA-256 of each one's fp32 little-endian bytes: equal exactly when all
+    bits are. Tensors are hashed on as many cores as torch uses."""
+
+    def of_bytes(name: str) -> bytes:
+        tensor = parameters[name].detach().to(device="cpu", dtype=torch.float32).contiguous().reshape(-1)
+        return hashlib.sha256(tensor.numpy().astype("<f4", copy=False).data).digest()
+
+    names = sorted(parameters)
     digest = hashlib.sha256()
-    for name in sorted(parameters):
-        tensor = parameters[name].detach().to(device="cpu", dtype=torch.float32).contiguous()
-        digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.numpy().astype("<f4", copy=False).tobytes())
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for name, bytes_digest in zip(names, pool.map(of_bytes, names), strict=True):
+            digest.update(f"{name}{tuple(parameters[name].shape)}".encode())
+            digest.update(bytes_digest)
     return digest.hexdigest()
