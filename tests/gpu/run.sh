@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Builds zerobench against this machine's torch and runs the GPU tests: tests/gpu/run.sh [DIR]
-# Logs go to DIR (default: results/gpu_tests). Tests that need more GPUs than there are skip with that reason. With
+# Builds zerobench against this machine's torch and runs the GPU tests: tests/gpu/run.sh [DIR [TEST_FILE...]]
+# Logs go to DIR (default: results/gpu_tests). All test files run unless some are named. Tests that need more GPUs than there are skip with that reason. With
 # ZEROBENCH_NO_BUILD=1 the zerobench that is installed is tested. The exit status tells whether any test failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out="${1:-results/gpu_tests}"
+shift || true
+(($#)) || set -- tests/gpu/test_*.py
 mkdir -p "$out"
 if [[ -z "${ZEROBENCH_NO_BUILD:-}" ]]; then
   python3 -m pip install --no-build-isolation '.[test]' >"$out/build.log" 2>&1 ||
@@ -12,7 +14,7 @@ if [[ -z "${ZEROBENCH_NO_BUILD:-}" ]]; then
 fi
 failed=0
 # One file after the other: some measure memory and time, and expect the GPUs for themselves.
-for file in tests/gpu/test_*.py; do
+for file; do
   log="$out/$(basename "$file" .py).log"
   timeout "${ZEROBENCH_FILE_TIMEOUT_S:-900}" python3 -m pytest -n 0 -q -p no:cacheprovider "$file" >"$log" 2>&1
   code=$?
