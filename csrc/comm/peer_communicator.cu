@@ -102,7 +102,7 @@ std::string obstacle_in(Communicator& control, const Body& body) {
   return first_obstacle(control, text);
 }
 
-// A peer's copy must hold what the peer wrote.
+// A copy from a peer must hold what the peer wrote, and a copy to it must arrive there.
 void copy_once(CudaDevice& device, CudaPeerLink& link, const PeerMemory& memory) {
   const auto pattern_of = [](int rank) {
     return std::vector<std::byte>(kTrialBytes, std::byte{static_cast<unsigned char>(rank + 1)});
@@ -111,10 +111,13 @@ void copy_once(CudaDevice& device, CudaPeerLink& link, const PeerMemory& memory)
       device.allocate(kTrialBytes * static_cast<std::size_t>(link.world_size()), "a trial of peer access");
   device.upload(memory.of(link.rank()), pattern_of(link.rank()).data(), kTrialBytes);
   const auto copy_of = [&](int peer) { return copies.get() + static_cast<std::size_t>(peer) * kTrialBytes; };
+  const auto pushed_by = [&](int rank) { return static_cast<std::size_t>(1 + rank) * kTrialBytes; };
   link.announce();
   link.await();
   for (int peer = 0; peer < link.world_size(); ++peer) {
-    if (peer != link.rank()) link.copy_from_peer(copy_of(peer), memory.of(peer), kTrialBytes);
+    if (peer == link.rank()) continue;
+    link.copy_from_peer(copy_of(peer), memory.of(peer), kTrialBytes);
+    link.copy_to_peer(memory.of(peer) + pushed_by(link.rank()), memory.of(link.rank()), kTrialBytes);
   }
   link.announce();
   link.await();
@@ -132,6 +135,10 @@ void copy_once(CudaDevice& device, CudaPeerLink& link, const PeerMemory& memory)
     device.download(found.data(), copy_of(peer), kTrialBytes);
     if (found != pattern_of(peer)) {
       throw CudaError("a copy from rank " + std::to_string(peer) + " brought other bytes in a trial", cudaErrorUnknown);
+    }
+    device.download(found.data(), memory.of(link.rank()) + pushed_by(peer), kTrialBytes);
+    if (found != pattern_of(peer)) {
+      throw CudaError("a copy by rank " + std::to_string(peer) + " brought other bytes in a trial", cudaErrorUnknown);
     }
   }
 }
@@ -166,11 +173,12 @@ std::string peer_obstacle(const std::shared_ptr<CudaDevice>& device, Communicato
   if (!text.empty()) return text;
   std::unique_ptr<CudaPeerLink> link;
   std::shared_ptr<PeerMemory> memory;
+  const std::size_t trial_bytes = kTrialBytes * (1 + ranks.size());  // a rank's own, and what each pushes there
   text = obstacle_in(control, [&] {
     link = std::make_unique<CudaPeerLink>(device, Lane::kGather, control, timeout, std::make_shared<MemoryOverhead>());
   });
   if (text.empty()) {
-    text = obstacle_in(control, [&] { memory = link->allocate(kTrialBytes, "a trial of peer access"); });
+    text = obstacle_in(control, [&] { memory = link->allocate(trial_bytes, "a trial of peer access"); });
   }
   if (text.empty()) text = obstacle_in(control, [&] { copy_once(*device, *link, *memory); });
   return text;

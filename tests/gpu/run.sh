@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds zerobench against this machine's torch and runs the GPU tests: tests/gpu/run.sh [DIR [TEST_FILE...]]
-# Logs go to DIR (default: results/gpu_tests). All test files run unless some are named. Tests that need more GPUs than there are skip with that reason. With
-# ZEROBENCH_NO_BUILD=1 the zerobench that is installed is tested. The exit status tells whether any test failed.
+# Logs go to DIR (default: results/gpu_tests). All test files run unless some are named; tests that need more GPUs than
+# there are skip with that reason. With ZEROBENCH_NO_BUILD=1 the zerobench that is installed is tested. The exit status
+# tells whether any test failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out="${1:-results/gpu_tests}"
