@@ -75,12 +75,13 @@ std::shared_ptr<Buffer> check_reduce_scatter(const Caller& caller, const ReduceS
   check_alignment(args.source, args.dtype, what + ": the source");
   check_alignment(args.destination, args.dtype, what + ": the destination");
   check_overlap(caller, args.destination, args.source, shard_bytes, what);
-  ZB_EXPECT(!args.is_pushed || caller.source_rule == SourceRule::kRegistered, what + ": nothing can be pushed here");
+  ZB_EXPECT(!args.is_pushed || caller.takes_pushes, what + ": this communicator takes no pushes");
   return source;
 }
 
 void check_push(const Caller& caller, const Push& args) {
   const std::string what = operation_text("push", args.label);
+  ZB_EXPECT(caller.takes_pushes, what + ": this communicator takes no pushes");
   const std::size_t shard_bytes = checked_product(args.shard_numel, dtype_bytes(args.dtype), what);
   const std::size_t full_bytes = checked_product(shard_bytes, static_cast<std::size_t>(caller.world_size), what);
   check_shared_region(caller, args.source, full_bytes, what + ": the source");

@@ -25,6 +25,7 @@ struct Caller {
   int rank = 0;
   int world_size = 1;
   SourceRule source_rule = SourceRule::kShared;
+  bool takes_pushes = false;
 };
 
 // All throw ArgumentError. What they return is the buffer that peers read, null for SourceRule::kRegistered; a

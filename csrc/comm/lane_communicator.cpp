@@ -70,7 +70,7 @@ class LaneCommunicator final : public Communicator {
       : Communicator(rank, world_size),
         kind_(std::move(options.kind)),
         lane_(options.lane),
-        caller_{rank, world_size, SourceRule::kRegistered},
+        caller_{rank, world_size, SourceRule::kRegistered, options.transport->takes_pushes()},
         overhead_(std::move(options.overhead)),
         watched_(std::make_shared<WatchedLane>()) {
     watched_->rank = rank;
@@ -86,7 +86,7 @@ class LaneCommunicator final : public Communicator {
   bool runs_in_background() const noexcept override { return true; }
   Lane lane() const noexcept override { return lane_; }
   bool gathers_settled() const noexcept override { return watched_->transport->gathers_settled(); }
-  bool takes_pushes() const noexcept override { return watched_->transport->takes_pushes(); }
+  bool takes_pushes() const noexcept override { return caller_.takes_pushes; }
 
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                              Category category) override {
@@ -122,7 +122,6 @@ class LaneCommunicator final : public Communicator {
 
   WorkPtr start_reduce_scatter(const ReduceScatter& args) override {
     check_reduce_scatter(caller_, args);
-    ZB_EXPECT(!args.is_pushed || takes_pushes(), "reduce_scatter: this communicator takes no pushes");
     const std::size_t shard_bytes = args.shard_numel * dtype_bytes(args.dtype);
     count(Collective::kReduceScatter, shard_bytes * ranks());
     return start({.name = {Collective::kReduceScatter, args.label},

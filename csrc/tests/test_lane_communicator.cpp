@@ -190,5 +190,14 @@ TEST(LaneMismatch, AnOperationThatOneRankLeftOutIsNamed) {
   });
 }
 
+TEST(LaneCommunicator, TakesNoPushesWhereItsTransportTakesNone) {
+  const auto comm = solo(std::make_shared<ThreadDevice>());
+  const Region buffer = region(*comm, 64);
+  EXPECT_FALSE(comm->takes_pushes());
+  EXPECT_THROW(comm->push({buffer, 16, DType::kFloat32, "unit", {}, 0}), ArgumentError);
+  EXPECT_THROW(comm->start_reduce_scatter({buffer, buffer, 16, DType::kFloat32, "unit", true}), ArgumentError);
+  comm->start_reduce_scatter({buffer, buffer, 16, DType::kFloat32, "unit"})->wait();  // nobody is poisoned by it
+}
+
 }  // namespace
 }  // namespace zb
