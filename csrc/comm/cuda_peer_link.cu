@@ -112,7 +112,6 @@ CudaPeerLink::CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Commun
                            std::chrono::milliseconds timeout, std::shared_ptr<MemoryOverhead> overhead)
     : device_(std::move(device)),
       control_(control),
-      lane_(lane),
       stream_(device_->cuda_stream(lane)),
       rank_(control.rank()),
       world_size_(control.world_size()),
@@ -162,16 +161,6 @@ std::shared_ptr<PeerMemory> CudaPeerLink::allocate(std::size_t bytes, std::strin
   }
   return std::make_shared<CudaPeerMemory>(device_, std::move(parts), mapped_bytes, overhead_);
 }
-
-void CudaPeerLink::copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) {
-  device_->copy(lane_, destination, source, bytes);
-}
-
-void CudaPeerLink::copy_to_peer(std::byte* destination, const void* source, std::size_t bytes) {
-  device_->copy(lane_, destination, source, bytes);
-}
-
-void CudaPeerLink::pack_to_peers(std::span<const PackItem> items) { device_->pack(lane_, items); }
 
 template <typename Describe>
 void CudaPeerLink::put_in_for_peers(const Describe& describe) {

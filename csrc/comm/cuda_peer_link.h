@@ -26,9 +26,6 @@ class CudaPeerLink final : public PeerLink {
   int rank() const noexcept override { return rank_; }
   int world_size() const noexcept override { return world_size_; }
   std::shared_ptr<PeerMemory> allocate(std::size_t bytes, std::string_view what) override;
-  void copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) override;
-  void copy_to_peer(std::byte* destination, const void* source, std::size_t bytes) override;
-  void pack_to_peers(std::span<const PackItem> items) override;
   void announce() override;
   void await() override;
   void enter_thread() override;
@@ -44,7 +41,6 @@ class CudaPeerLink final : public PeerLink {
 
   std::shared_ptr<CudaDevice> device_;
   Communicator& control_;
-  Lane lane_;
   cudaStream_t stream_;
   int rank_;
   int world_size_;

@@ -28,6 +28,7 @@ constexpr std::size_t kSmallScratchBytes = std::size_t{2} << 20U;
 constexpr long kQueueMin = 8;
 constexpr const char* kLabel = "peer setup";
 constexpr std::size_t kTrialBytes = 4096;
+constexpr Lane kTrialLane = Lane::kGather;
 constexpr std::chrono::seconds kTrialTime{5};
 
 // Why a rank cannot take part; empty where it can. Plain bytes.
@@ -116,8 +117,8 @@ void copy_once(CudaDevice& device, CudaPeerLink& link, const PeerMemory& memory)
   link.await();
   for (int peer = 0; peer < link.world_size(); ++peer) {
     if (peer == link.rank()) continue;
-    link.copy_from_peer(copy_of(peer), memory.of(peer), kTrialBytes);
-    link.copy_to_peer(memory.of(peer) + pushed_by(link.rank()), memory.of(link.rank()), kTrialBytes);
+    device.copy(kTrialLane, copy_of(peer), memory.of(peer), kTrialBytes);
+    device.copy(kTrialLane, memory.of(peer) + pushed_by(link.rank()), memory.of(link.rank()), kTrialBytes);
   }
   link.announce();
   link.await();
@@ -175,7 +176,7 @@ std::string peer_obstacle(const std::shared_ptr<CudaDevice>& device, Communicato
   std::shared_ptr<PeerMemory> memory;
   const std::size_t trial_bytes = kTrialBytes * (1 + ranks.size());  // a rank's own, and what each pushes there
   text = obstacle_in(control, [&] {
-    link = std::make_unique<CudaPeerLink>(device, Lane::kGather, control, timeout, std::make_shared<MemoryOverhead>());
+    link = std::make_unique<CudaPeerLink>(device, kTrialLane, control, timeout, std::make_shared<MemoryOverhead>());
   });
   if (text.empty()) {
     text = obstacle_in(control, [&] { memory = link->allocate(trial_bytes, "a trial of peer access"); });

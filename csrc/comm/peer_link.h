@@ -1,4 +1,4 @@
-// What a PeerTransport needs of the machine: memory that peers read, copies from theirs, and meetings of the lanes.
+// What a PeerTransport needs of the machine beside its device: memory of the peers, and meetings of the lanes.
 //
 // [Note: meetings]
 // The lanes of all ranks meet by flags: `announce` raises this rank's flag at every peer once what stands before it in
@@ -9,15 +9,13 @@
 
 #include <cstddef>
 #include <memory>
-#include <span>
 #include <string_view>
 #include <vector>
 
-#include "kernels/device.h"
-
 namespace zb {
 
-// One allocation of every rank, mapped here. Dropping it drops this rank's memory and its views of the peers'.
+// One allocation of every rank, mapped here: to this rank's device all of it is memory like its own. Dropping it drops
+// this rank's memory and its views of the peers'.
 class PeerMemory {
  public:
   virtual ~PeerMemory() = default;
@@ -44,11 +42,7 @@ class PeerLink {
   // little, CommunicationError where a peer fails.
   virtual std::shared_ptr<PeerMemory> allocate(std::size_t bytes, std::string_view what) = 0;
 
-  // These are put into the lane. What is named after a peer lies in its memory.
-  virtual void copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) = 0;
-  virtual void copy_to_peer(std::byte* destination, const void* source, std::size_t bytes) = 0;
-  // Device::pack, with destinations at any peers.
-  virtual void pack_to_peers(std::span<const PackItem> items) = 0;
+  // These are put into the lane.
   virtual void announce() = 0;
   virtual void await() = 0;
 

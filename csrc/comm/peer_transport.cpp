@@ -120,34 +120,21 @@ void PeerTransport::push(const LaneCall& call, std::span<const PackItem> items, 
   if (call.num == 0) return;
   const std::vector<std::vector<Piece>> pieces = cut(call, items, copy_bytes);
   std::vector<PackItem> packed;
-  const auto put = [&](const std::vector<Piece>& of_rank, const auto& copy, const auto& pack) {
-    for (const auto& [item, is_copied] : of_rank) {
+  const auto pack = [&] {
+    if (!packed.empty()) device_->pack(lane_, packed);
+    packed.clear();
+  };
+  for (int step = 1; step <= world_size_; ++step) {  // what stays here comes last
+    for (const auto& [item, is_copied] : pieces[static_cast<std::size_t>((rank_ + step) % world_size_)]) {
       if (is_copied) {
-        copy(static_cast<std::byte*>(item.destination), item.source, item.numel * dtype_bytes(call.dtype));
+        device_->copy(lane_, item.destination, item.source, item.bytes());
         continue;
       }
-      if (item.accumulate) {  // to what an item before it wrote
-        pack(packed);
-        packed.clear();
-      }
+      if (item.accumulate) pack();  // to what an item before it wrote
       packed.push_back(item);
     }
-  };
-  const auto pack_to_peers = [&](const std::vector<PackItem>& some) {
-    if (!some.empty()) link_->pack_to_peers(some);
-  };
-  const auto pack_here = [&](const std::vector<PackItem>& some) {
-    if (!some.empty()) device_->pack(lane_, some);
-  };
-  for_each_peer([&](int peer, std::size_t) {
-    const auto copy = [&](std::byte* to, const void* from, std::size_t bytes) { link_->copy_to_peer(to, from, bytes); };
-    put(pieces[static_cast<std::size_t>(peer)], copy, pack_to_peers);
-  });
-  pack_to_peers(packed);
-  packed.clear();
-  const auto copy = [&](std::byte* to, const void* from, std::size_t bytes) { device_->copy(lane_, to, from, bytes); };
-  put(pieces[static_cast<std::size_t>(rank_)], copy, pack_here);
-  pack_here(packed);
+  }
+  pack();
 }
 
 std::vector<std::vector<PeerTransport::Piece>> PeerTransport::cut(const LaneCall& call, std::span<const PackItem> items,
@@ -157,8 +144,7 @@ std::vector<std::vector<PeerTransport::Piece>> PeerTransport::cut(const LaneCall
   const std::size_t slice_numel = static_cast<std::size_t>(rank_) * call.num;
   std::vector<std::vector<Piece>> pieces(static_cast<std::size_t>(world_size_));
   for (const PackItem& item : items) {
-    const bool is_copied = item.source != nullptr && !item.accumulate && item.source_dtype == call.dtype &&
-                           item.numel * element_bytes >= copy_bytes;
+    const bool is_copied = item.is_copy() && item.bytes() >= copy_bytes;
     const auto begin_bytes = static_cast<std::size_t>(static_cast<const std::byte*>(item.destination) - call.source);
     for (std::size_t done = 0; done < item.numel;) {
       const std::size_t at = begin_bytes / element_bytes + done;
@@ -216,7 +202,7 @@ void PeerTransport::pull(const LaneCall& call) {
     case Collective::kAllReduce:
       return all_reduce_own_part(call);
     case Collective::kBroadcast:
-      if (rank_ != call.root) link_->copy_from_peer(call.destination, find(call).at(call.root), call.num);
+      if (rank_ != call.root) device_->copy(lane_, call.destination, find(call).at(call.root), call.num);
       return;
     case Collective::kExchange:
     case Collective::kBarrier:
@@ -230,7 +216,7 @@ void PeerTransport::gather(const LaneCall& call) {
   const bool in_place = is_in_place(call);
   for_each_peer([&](int peer, std::size_t) {
     const std::size_t slice = static_cast<std::size_t>(peer) * call.num;
-    link_->copy_from_peer(call.destination + slice, place.at(peer) + (in_place ? slice : 0), call.num);
+    device_->copy(lane_, call.destination + slice, place.at(peer) + (in_place ? slice : 0), call.num);
   });
 }
 
@@ -260,7 +246,7 @@ void PeerTransport::all_reduce_others(const LaneCall& call) {
   for_each_peer([&](int peer, std::size_t) {
     const Part part = part_of(call, peer, world_size_);
     if (part.bytes == 0) return;
-    link_->copy_from_peer(call.destination + part.begin_bytes, place.at(peer) + part.begin_bytes, part.bytes);
+    device_->copy(lane_, call.destination + part.begin_bytes, place.at(peer) + part.begin_bytes, part.bytes);
   });
 }
 
@@ -276,7 +262,7 @@ void PeerTransport::sum_into(std::byte* destination, const Place& place, std::si
     sources[static_cast<std::size_t>(rank_)] = place.at(rank_) + at_bytes;
     for_each_peer([&](int peer, std::size_t index) {
       std::byte* const piece = scratch_.get() + index * piece_bytes;
-      link_->copy_from_peer(piece, place.at(peer) + at_bytes, part_numel * element_bytes);
+      device_->copy(lane_, piece, place.at(peer) + at_bytes, part_numel * element_bytes);
       sources[static_cast<std::size_t>(peer)] = piece;
     });
     device_->sum(lane_, destination + done * element_bytes, sources, dtype, part_numel);

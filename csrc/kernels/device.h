@@ -44,6 +44,10 @@ struct PackItem {
   DType source_dtype = DType::kFloat32;
   std::size_t numel = 0;
   bool accumulate = false;  // destination += source, added in float and rounded once
+
+  std::size_t bytes() const noexcept { return numel * dtype_bytes(destination_dtype); }
+  // Whether a copy does the same.
+  bool is_copy() const noexcept { return source != nullptr && !accumulate && source_dtype == destination_dtype; }
 };
 
 // What a step's updates read. Lies in device memory.

@@ -178,6 +178,9 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
               if (const auto alive = device.lock()) alive->races_.freed(memory.get(), alive->clocks_[kHost]);
             }};
   }
+  // Memory of a peer that this device reads and writes like its own.
+  void map(const std::byte* of_peer, std::size_t bytes, std::string_view what) { races_.mapped(of_peer, bytes, what); }
+  void unmap(const std::byte* of_peer) { races_.forget(of_peer); }
   std::shared_ptr<std::byte> allocate_pinned(std::size_t bytes) override { return allocate(bytes, "pinned memory"); }
   HostRegistrar* host_registrar() noexcept override { return this; }
   void register_host(std::byte* data, std::size_t bytes) override {
@@ -203,17 +206,14 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
       kernels_.reduce(destination, held.data(), held.size(), dtype, numel);
     });
   }
-  enum class Destinations : std::uint8_t { kOwn, kAtPeers };
 
-  void pack(Lane lane, std::span<const PackItem> items) override { pack(lane, items, Destinations::kOwn); }
   // The items run in any order.
-  void pack(Lane lane, std::span<const PackItem> items, Destinations destinations) {
+  void pack(Lane lane, std::span<const PackItem> items) override {
     std::vector<PackItem> shuffled(items.begin(), items.end());
     std::shuffle(shuffled.begin(), shuffled.end(), random_);
     std::vector<Touched> touched;
     for (const PackItem& item : items) {
-      if (destinations == Destinations::kOwn)
-        touched.push_back(written(item.destination, item.destination_dtype, item.numel));
+      touched.push_back(written(item.destination, item.destination_dtype, item.numel));
       if (item.source != nullptr) touched.push_back(read(item.source, item.source_dtype, item.numel));
     }
     put_in(lane, "pack", touched, [this, held = std::move(shuffled)] {

@@ -1,10 +1,9 @@
-// The PeerLink of ranks whose devices are LaneDevices: memory and flags are this process's, copies and meetings work in
-// the lanes. What a peer's copy reads is what lies there when the copy runs.
+// The PeerLink of ranks whose devices are LaneDevices: memory and flags are this process's, meetings work in the lanes.
+// What a copy reads at a peer is what lies there when the copy runs.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <span>
@@ -79,19 +78,12 @@ class LanePeerLink final : public PeerLink {
     });
     if (world_->is_released(rank_)) throw CommunicationError("the ranks were aborted while they allocated", -1);
     const std::size_t taken_bytes = (bytes + kGranularityBytes - 1) / kGranularityBytes * kGranularityBytes;
-    return std::make_shared<Memory>(std::move(mine), parts, taken_bytes, overhead_);
+    for (const auto& part : parts) {
+      if (part.get() != mine.get()) device_->map(part.get(), bytes, what);
+    }
+    return std::make_shared<Memory>(device_, std::move(mine), parts, taken_bytes, overhead_);
   }
 
-  void copy_from_peer(std::byte* destination, const std::byte* source, std::size_t bytes) override {
-    device_->put_in(lane_, "copy_from_peer", {{destination, bytes, true}},
-                    [=] { std::memcpy(destination, source, bytes); });
-  }
-  void copy_to_peer(std::byte* destination, const void* source, std::size_t bytes) override {
-    device_->put_in(lane_, "copy_to_peer", {{source, bytes, false}}, [=] { std::memcpy(destination, source, bytes); });
-  }
-  void pack_to_peers(std::span<const PackItem> items) override {
-    device_->pack(lane_, items, LaneDevice::Destinations::kAtPeers);
-  }
   void announce() override {
     device_->put_in(lane_, "announce", {}, [flags = flags_, meeting = ++meeting_, n = world_size_, rank = rank_] {
       for (int peer = 0; peer < n; ++peer) {
@@ -115,15 +107,24 @@ class LanePeerLink final : public PeerLink {
  private:
   class Memory final : public PeerMemory {
    public:
-    Memory(std::shared_ptr<std::byte> mine, const std::vector<std::shared_ptr<std::byte>>& parts, std::size_t bytes,
+    Memory(const std::shared_ptr<LaneDevice>& device, std::shared_ptr<std::byte> mine,
+           const std::vector<std::shared_ptr<std::byte>>& parts, std::size_t bytes,
            std::shared_ptr<MemoryOverhead> overhead)
-        : mine_(std::move(mine)), parts_(parts), bytes_(bytes), overhead_(std::move(overhead)) {
+        : device_(device), mine_(std::move(mine)), parts_(parts), bytes_(bytes), overhead_(std::move(overhead)) {
       for (const auto& part : parts_) views_.push_back(part.get());
       overhead_->take(bytes_);
     }
-    ~Memory() override { overhead_->give_back(bytes_); }
+    ~Memory() override {
+      overhead_->give_back(bytes_);
+      const auto device = device_.lock();
+      if (device == nullptr) return;
+      for (const auto& part : parts_) {
+        if (part.get() != mine_.get()) device->unmap(part.get());
+      }
+    }
 
    private:
+    std::weak_ptr<LaneDevice> device_;
     std::shared_ptr<std::byte> mine_;
     std::vector<std::shared_ptr<std::byte>> parts_;
     std::size_t bytes_;

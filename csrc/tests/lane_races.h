@@ -38,6 +38,11 @@ class RaceDetector {
   // `report` gets every finding once.
   explicit RaceDetector(std::function<void(const std::string&)> report) : report_(std::move(report)) {}
 
+  // Memory of a peer, whose own detector watches it.
+  void mapped(const void* data, std::size_t bytes, std::string_view what) {
+    allocations_[address_of(data)] = {bytes, std::string(what), {}, false};
+  }
+
   void allocated(const void* data, std::size_t bytes, std::string_view what) {
     allocations_[address_of(data)] = {bytes, std::string(what), {{0, {}}, {bytes, {}}}};
   }
@@ -61,6 +66,7 @@ class RaceDetector {
       say(std::string(operation) + " touches memory that is none of the device's, or no longer");
       return;
     }
+    if (!allocation->is_watched) return;
     const std::string who =
         actor_name(actor) + (touched.is_written ? " writes in " : " reads in ") + std::string(operation);
     const Access access{actor, clock[actor], &*names_.insert(who).first};
@@ -91,6 +97,7 @@ class RaceDetector {
     std::size_t bytes = 0;
     std::string what;
     std::map<std::size_t, Piece> pieces;  // by begin; the last one, at the end, is empty
+    bool is_watched = true;
   };
 
   static std::uintptr_t address_of(const void* data) { return reinterpret_cast<std::uintptr_t>(data); }

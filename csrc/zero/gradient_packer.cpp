@@ -50,11 +50,8 @@ std::vector<HeldGradient> GradientPacker::push_whole(Unit& unit, Communicator& c
 
 void GradientPacker::pack(Lane lane) {
   const auto is_copied = [&](const PackItem& item) {
-    if (lane == Lane::kCompute || item.source == nullptr || item.accumulate) return false;
-    if (item.source_dtype != item.destination_dtype) return false;
-    const std::size_t bytes = item.numel * dtype_bytes(item.source_dtype);
-    if (bytes < kCopyBytes) return false;
-    device_.copy(lane, item.destination, item.source, bytes);
+    if (lane == Lane::kCompute || !item.is_copy() || item.bytes() < kCopyBytes) return false;
+    device_.copy(lane, item.destination, item.source, item.bytes());
     return true;
   };
   items_.erase(std::remove_if(items_.begin(), items_.end(), is_copied), items_.end());

@@ -31,6 +31,8 @@ ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Led
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     if (units_[unit].has_trainable() && units_[unit].is_root) order_.push_back(unit);
   }
+  for (const std::size_t unit : order_)
+    units_[unit].is_push_worthwhile = takes_pushes() && is_mostly_large(units_[unit]);
 }
 
 void ReduceScheduler::reserve_slots(long accumulation_steps) {
@@ -172,10 +174,13 @@ void ReduceScheduler::launch(std::size_t index) {
   }
 }
 
-// Of what this backward brings alone: where micro-batches were added up, the sum lies in one place already. Ranks need
-// to agree, so nothing counts that only this one knows.
+// What this backward alone brings: where micro-batches were added up, the sum lies in one place already.
 bool ReduceScheduler::pushes(const Unit& unit) const {
-  if (!takes_pushes() || (persistent() && (accumulates_ || window_backwards_ > 0))) return false;
+  return unit.is_push_worthwhile && !(persistent() && (accumulates_ || window_backwards_ > 0));
+}
+
+// Ranks need to agree, so nothing counts that only this one knows.
+bool ReduceScheduler::is_mostly_large(const Unit& unit) const {
   std::size_t large_bytes = 0;
   for (const FlatBuffer& flat : unit.flats) {
     for (const std::size_t index : flat.parameters) {

@@ -82,6 +82,7 @@ class ReduceScheduler {
     return placement_ != GradientPlacement::kReplicated && device_.is_async() && communicator_.takes_pushes();
   }
   bool pushes(const Unit& unit) const;
+  bool is_mostly_large(const Unit& unit) const;
   bool reduces_now() const noexcept { return !persistent() || last_; }
   void resume_accumulation();
   void begin_unit(std::size_t unit);

@@ -120,6 +120,7 @@ struct Unit {
   std::size_t gradient_bytes = 0;  // size of a gradient slot; 0 when nothing is trainable
   std::size_t fetch_bytes = 0;     // size of a staging shard; 0 when nothing is fetched
   std::size_t trainable_parameters = 0;
+  bool is_push_worthwhile = false;  // [Note: pushed reductions] (peer_transport.h)
 
   ParameterState parameter_state = ParameterState::kUnsharded;
   SlotLease gather_slot;
