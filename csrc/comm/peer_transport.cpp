@@ -124,8 +124,8 @@ void PeerTransport::push(const LaneCall& call, std::span<const PackItem> items, 
     if (!packed.empty()) device_->pack(lane_, packed);
     packed.clear();
   };
-  for (int step = 1; step <= world_size_; ++step) {  // what stays here comes last
-    for (const auto& [item, is_copied] : pieces[static_cast<std::size_t>((rank_ + step) % world_size_)]) {
+  const auto put = [&](int rank) {
+    for (const auto& [item, is_copied] : pieces[static_cast<std::size_t>(rank)]) {
       if (is_copied) {
         device_->copy(lane_, item.destination, item.source, item.bytes());
         continue;
@@ -133,7 +133,9 @@ void PeerTransport::push(const LaneCall& call, std::span<const PackItem> items, 
       if (item.accumulate) pack();  // to what an item before it wrote
       packed.push_back(item);
     }
-  }
+  };
+  for_each_peer([&](int peer, std::size_t) { put(peer); });
+  put(rank_);
   pack();
 }
 

@@ -46,7 +46,7 @@ class CpuDevice final : public Device {
   void pack(Lane, std::span<const PackItem> items) override {
     for (const PackItem& item : items) {
       if (item.source == nullptr) {
-        std::memset(item.destination, 0, item.numel * dtype_bytes(item.destination_dtype));
+        std::memset(item.destination, 0, item.bytes());
       } else {
         (item.accumulate ? kernels_.add : kernels_.cast)(item.destination, item.destination_dtype, item.source,
                                                          item.source_dtype, item.numel);

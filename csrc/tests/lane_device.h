@@ -206,7 +206,6 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
       kernels_.reduce(destination, held.data(), held.size(), dtype, numel);
     });
   }
-
   // The items run in any order.
   void pack(Lane lane, std::span<const PackItem> items) override {
     std::vector<PackItem> shuffled(items.begin(), items.end());
@@ -219,7 +218,7 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
     put_in(lane, "pack", touched, [this, held = std::move(shuffled)] {
       for (const PackItem& item : held) {
         if (item.source == nullptr) {
-          std::memset(item.destination, 0, item.numel * dtype_bytes(item.destination_dtype));
+          std::memset(item.destination, 0, item.bytes());
         } else {
           (item.accumulate ? kernels_.add : kernels_.cast)(item.destination, item.destination_dtype, item.source,
                                                            item.source_dtype, item.numel);

@@ -58,9 +58,8 @@ class DeepCompile3Strategy(DeepSpeedStrategy):
         return None
 
     def communication_bytes(self) -> None:
-        return (
-            None  # its operators have an NCCL communicator of their own, which torch's recorder does not see
-        )
+        """Its operators have an NCCL communicator of their own, which torch's recorder does not see."""
+        return None
 
     def compiled_graphs(self) -> float | None:
         return None  # DeepCompile's backend is its own
