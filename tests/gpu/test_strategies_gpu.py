@@ -253,6 +253,8 @@ def check_facts(found: dict, size: int) -> None:
     assert all(found["phases_ms"][phase] > 0 for phase in ("forward", "backward", "optimizer"))
     if size == 1:
         assert found["communicator"] is None
+    elif "recorded_bytes" in found:
+        assert found["communicator"] == "nccl"
     else:
         assert found["communicator"].startswith(("peer", "nccl; not peer: "))
     if found["communication_bytes"] is not None:

@@ -189,7 +189,8 @@ class CudaMeter(Meter):
             return {}
         found = []
         # Without CPU activities: recording every operation would make the host late, and that is what is asked.
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        cuda_only = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=cuda_only, acc_events=True) as profiler:  # or torch warns of cycles
             for index, batches in enumerate(steps):
                 torch.cuda._sleep(_HEAD_START_CYCLES)
                 found.append(strategy.profiled_step(batches))
