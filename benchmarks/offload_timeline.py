@@ -112,7 +112,8 @@ def gpu_spans(found: list[Span], *, on: bool) -> Iterator[None]:
         yield
         return
     offset_ns = time.time_ns() - time.perf_counter_ns()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    cuda_only = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=cuda_only, acc_events=True) as profiler:  # or torch warns of cycles
         yield
         torch.cuda.synchronize()
     for event in profiler.profiler.kineto_results.events():
