@@ -112,8 +112,9 @@ def gpu_spans(found: list[Span], *, on: bool) -> Iterator[None]:
         yield
         return
     offset_ns = time.time_ns() - time.perf_counter_ns()
+    # acc_events: or torch warns that it forgets earlier cycles.
     cuda_only = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=cuda_only, acc_events=True) as profiler:  # or torch warns of cycles
+    with torch.profiler.profile(activities=cuda_only, acc_events=True) as profiler:
         yield
         torch.cuda.synchronize()
     for event in profiler.profiler.kineto_results.events():

@@ -189,8 +189,9 @@ class CudaMeter(Meter):
             return {}
         found = []
         # Without CPU activities: recording every operation would make the host late, and that is what is asked.
+        # acc_events: or torch warns that it forgets earlier cycles.
         cuda_only = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=cuda_only, acc_events=True) as profiler:  # or torch warns of cycles
+        with torch.profiler.profile(activities=cuda_only, acc_events=True) as profiler:
             for index, batches in enumerate(steps):
                 torch.cuda._sleep(_HEAD_START_CYCLES)
                 found.append(strategy.profiled_step(batches))
