@@ -98,8 +98,8 @@ struct AllGather {
   std::size_t shard_bytes = 0;
   std::string_view label;  // names the unit in errors; must outlive the operation
   // Where the communicator gathers_settled(): all ranks' sources are final by now, and stay until the ranks have met
-  // behind this operation. So they do not meet for it, `wait_source_free` tells of this rank alone, and the caller puts
-  // this rank's own part into the destination.
+  // behind this operation. So they do not meet for it, and other ranks need not start it. `wait_source_free` tells of
+  // this rank alone, and the caller puts this rank's own part into the destination.
   bool is_settled = false;
 };
 

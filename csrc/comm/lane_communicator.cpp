@@ -235,7 +235,7 @@ class LaneCommunicator final : public Communicator {
   WorkPtr start(StartedCollective started, const LaneCall& call) {
     check();
     started.place = watched_->transport->place_of(call);
-    history_.add(started);
+    if (!call.is_settled) history_.add(started);
     watched_->log.start(started.name);
     if (calls_.empty()) first_name_ = started.name;
     calls_.push_back(call);

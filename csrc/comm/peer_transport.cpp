@@ -95,8 +95,7 @@ PeerTransport::Place PeerTransport::find(const LaneCall& call) const {
 std::uint64_t PeerTransport::place_of(const LaneCall& call) const {
   if (call.num == 0) return 0;
   const Place place = find(call);
-  return (place.shared.number << 40U | place.offset_bytes) * 4 + (is_in_place(call) ? 1 : 0) +
-         (call.is_settled ? 2 : 0);
+  return (place.shared.number << 40U | place.offset_bytes) * 2 + (is_in_place(call) ? 1 : 0);
 }
 
 template <typename Visit>

@@ -1,4 +1,6 @@
 // Explicit gathers: what is read and written inside of one, and what else may go on meanwhile.
+#include <atomic>
+
 #include "engine_steps.h"
 #include "engine_support.h"
 
@@ -72,6 +74,32 @@ TEST_P(EngineGathers, AGatherOnlyReads) {
     return toy.state(FullState::kMaster);
   });
   EXPECT_EQ(master, test::reference_master(world_size(), 2));
+}
+
+// Rank 0 ends its forward while the others have not ended theirs, though it turns out to need a unit that nobody
+// expected.
+TEST_P(EngineGathers, NobodyWaitsForPeersWhereShardsAreSettled) {
+  if (!is_in_lanes() || std::get<0>(GetParam()) < 3) GTEST_SKIP() << "settled shards are those of stage 3 in lanes";
+  const std::vector<std::size_t> most{1, 2, 4};
+  for (std::uint32_t number = 0; number < 2 * test::kLanePolicyNum; ++number) {
+    if (test::lane_collectives(number) != test::LaneCollectives::kPulled) continue;
+    std::atomic<bool> is_through{false};
+    std::vector<Values> masters(static_cast<std::size_t>(world_size()));
+    test::run_in_lanes(options(), number, [&](ToyRank& toy) {
+      for (int step = 0; step < 3; ++step) toy.train(most);  // sequences are agreed on by then
+      const bool is_first = toy.rank() == 0;
+      const ScopeExit through([&] { is_through = is_through || is_first; });
+      toy.forward(is_first ? kUnits : most, true, [&] {
+        while (!is_first && !is_through) toy.linger(std::chrono::microseconds(100));
+      });
+      if (is_first) is_through = true;
+      toy.backward({4, 2, 1});
+      toy.start_step();
+      toy.train(most);
+      masters[static_cast<std::size_t>(toy.rank())] = toy.state(FullState::kMaster);
+    });
+    for (const Values& master : masters) EXPECT_EQ(master, masters.front());
+  }
 }
 
 TEST_P(EngineGathers, AForwardInsideAGatherUsesWhatIsThere) {

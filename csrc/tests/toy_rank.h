@@ -117,7 +117,8 @@ class ToyRank {
   bool sharded() const { return options_.stage == ZeroStage::kZero3 && options_.world_size > 1; }
 
   // Uses the units in this order, the root around them.
-  void forward(const std::vector<std::size_t>& units, bool train = true) {
+  void forward(
+      const std::vector<std::size_t>& units, bool train = true, const std::function<void()>& before_end = [] {}) {
     engine_->begin_forward(train);
     enter(kRoot);
     for (const std::size_t unit : units) {
@@ -125,6 +126,7 @@ class ToyRank {
       engine_->post_forward(unit);
     }
     engine_->post_forward(kRoot);
+    before_end();
     engine_->end_forward();
   }
 

@@ -26,30 +26,35 @@ std::string_view pass_kind_name(PassKind kind) noexcept {
   return kNames[static_cast<std::size_t>(kind)];
 }
 
-std::vector<GatherMessage> exchange_messages(Communicator& communicator, PassKind kind, std::uint64_t pass_number,
-                                             const std::vector<std::size_t>& gathered, std::int32_t wish) {
-  const GatherMessage mine{pass_number,
-                           hash_of(gathered),
-                           static_cast<std::uint32_t>(gathered.size()),
-                           wish,
-                           static_cast<std::uint32_t>(kind),
-                           0};
-  std::vector<GatherMessage> all(static_cast<std::size_t>(communicator.world_size()));
-  communicator.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)),
-                        pass_kind_name(kind));
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].kind != mine.kind || all[rank].pass_number != mine.pass_number) {
-      const std::string reason = "rank " + std::to_string(rank) + " is in a " +
-                                 std::string(pass_kind_name(static_cast<PassKind>(all[rank].kind))) + " (pass " +
-                                 std::to_string(all[rank].pass_number) + ") while rank " +
-                                 std::to_string(communicator.rank()) + " is in a " + std::string(pass_kind_name(kind)) +
-                                 " (pass " + std::to_string(pass_number) +
-                                 "); every rank must call forward, backward and step equally often";
-      communicator.abort(reason);
-      throw CommunicationError(reason, static_cast<int>(rank));
-    }
+GatherMessages::GatherMessages(Communicator& communicator, PassKind kind, std::uint64_t pass_number,
+                               const std::vector<std::size_t>& gathered, std::int32_t wish)
+    : communicator_(communicator),
+      mine_{pass_number,
+            hash_of(gathered),
+            static_cast<std::uint32_t>(gathered.size()),
+            wish,
+            static_cast<std::uint32_t>(kind),
+            0},
+      all_(static_cast<std::size_t>(communicator.world_size())),
+      work_(communicator.start_exchange(std::as_bytes(std::span(&mine_, 1)), std::as_writable_bytes(std::span(all_)),
+                                        pass_kind_name(kind))) {}
+
+const std::vector<GatherMessage>& GatherMessages::wait() {
+  work_->wait();
+  for (std::size_t rank = 0; rank < all_.size(); ++rank) {
+    const GatherMessage& theirs = all_[rank];
+    if (theirs.kind == mine_.kind && theirs.pass_number == mine_.pass_number) continue;
+    const auto pass_of = [](const GatherMessage& message) {
+      return std::string(pass_kind_name(static_cast<PassKind>(message.kind))) + " (pass " +
+             std::to_string(message.pass_number) + ")";
+    };
+    const std::string reason = "rank " + std::to_string(rank) + " is in a " + pass_of(theirs) + " while rank " +
+                               std::to_string(communicator_.rank()) + " is in a " + pass_of(mine_) +
+                               "; every rank must call forward, backward and step equally often";
+    communicator_.abort(reason);
+    throw CommunicationError(reason, static_cast<int>(rank));
   }
-  return all;
+  return all_;
 }
 
 std::vector<std::int32_t> wishes_in(const std::vector<GatherMessage>& messages) {

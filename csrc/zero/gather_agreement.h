@@ -26,10 +26,24 @@ struct GatherMessage {
   std::uint32_t reserved;
 };
 
-// Every rank's message by rank. `gathered` are the units that this rank needed so far. Collective. Aborts the
-// communicator and throws CommunicationError where another rank is in another pass.
-std::vector<GatherMessage> exchange_messages(Communicator& communicator, PassKind kind, std::uint64_t pass_number,
-                                             const std::vector<std::size_t>& gathered, std::int32_t wish);
+// One exchange of messages, from its start on. `gathered` are the units that this rank needed so far. Collective.
+class GatherMessages {
+ public:
+  GatherMessages(Communicator& communicator, PassKind kind, std::uint64_t pass_number,
+                 const std::vector<std::size_t>& gathered, std::int32_t wish);
+  GatherMessages(const GatherMessages&) = delete;
+  GatherMessages& operator=(const GatherMessages&) = delete;
+
+  // Every rank's message by rank. Aborts the communicator and throws CommunicationError where another rank is in
+  // another pass.
+  const std::vector<GatherMessage>& wait();
+
+ private:
+  Communicator& communicator_;
+  GatherMessage mine_;
+  std::vector<GatherMessage> all_;
+  WorkPtr work_;
+};
 
 // The units wished for, each once, in rank order.
 std::vector<std::int32_t> wishes_in(const std::vector<GatherMessage>& messages);

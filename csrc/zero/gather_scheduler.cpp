@@ -68,13 +68,11 @@ void GatherScheduler::reserve_staging() {
 
 void GatherScheduler::begin_pass(PassKind kind) {
   ZB_EXPECT_STATE(!in_pass_, "a " + std::string(pass_kind_name(kind)) + " began inside a " +
-                                 std::string(pass_kind_name(kind_)) +
+                                 std::string(pass_kind_name(pass_.kind)) +
                                  "; a forward of the whole model cannot be nested");
   in_pass_ = true;
-  kind_ = kind;
-  ++pass_number_;
+  pass_ = {.kind = kind, .number = pass_.number + 1, .gathered = {}};
   cursor_ = 0;
-  gathered_.clear();
   forward_uses_.clear();
 }
 
@@ -82,11 +80,14 @@ void GatherScheduler::use(std::size_t unit_index) {
   if (!options_.sharded) return;
   const CommunicationClock::Scope timed(clock_, "all-gather of parameters", units_[unit_index].name);
   Unit& unit = units_[unit_index];
-  if (in_pass_ && kind_ != PassKind::kBackward) {
+  if (in_pass_ && pass_.kind != PassKind::kBackward) {
     forward_uses_.push_back(unit_index);
     if (forward_uses_.size() == sequence().size() / 2) halfway_ = device_.mark(Lane::kCompute);
   }
-  if (unit.parameter_state == ParameterState::kUnsharded) return;
+  if (unit.parameter_state == ParameterState::kUnsharded) {
+    if (in_pass_) prefetch();
+    return;
+  }
   ZB_EXPECT_STATE(in_pass_,
                   "unit '" + unit.name +
                       "' was called outside a forward of the engine; call the engine itself, or wrap the call "
@@ -95,7 +96,7 @@ void GatherScheduler::use(std::size_t unit_index) {
     const std::vector<std::size_t>& order = sequence();
     const auto found = std::find(order.begin() + static_cast<std::ptrdiff_t>(cursor_), order.end(), unit_index);
     if (found == order.end()) {
-      wish_for(unit_index);
+      get_unexpected(unit_index);
       return;
     }
     start_through(static_cast<std::size_t>(found - order.begin()));
@@ -109,7 +110,7 @@ void GatherScheduler::use(std::size_t unit_index) {
     prefetched_.erase(mine);
     drop_prefetched_before(position);
   }
-  gathered_.push_back(unit_index);
+  pass_.gathered.push_back(unit_index);
   prefetch();
   wait_gather(unit_index);
 }
@@ -171,10 +172,12 @@ bool GatherScheduler::is_settled(const Unit& unit) const {
 }
 
 void GatherScheduler::settle_updated(const MarkPtr& met) {
-  const std::vector<std::size_t>& order = sequences_[static_cast<std::size_t>(PassKind::kTrainForward)];
-  for (std::size_t position = order.size() / kFirstUnitsShare; position < order.size(); ++position) {
-    for (FlatBuffer& flat : units_[order[position]].flats) {
-      if (!flat.trainable || flat.is_fetched) continue;
+  const std::vector<std::size_t>& order = sequence_of(PassKind::kTrainForward);
+  const auto first_end = order.begin() + static_cast<std::ptrdiff_t>(order.size() / kFirstUnitsShare);
+  for (std::size_t index = 0; index < units_.size(); ++index) {
+    if (std::find(order.begin(), first_end, index) != first_end) continue;
+    for (FlatBuffer& flat : units_[index].flats) {
+      if (flat.is_fetched) continue;
       flat.is_settled = true;
       flat.settled_behind = met;
     }
@@ -257,16 +260,15 @@ void GatherScheduler::start_gather(std::size_t unit_index) {
 
 void GatherScheduler::serve(std::size_t unit_index) {
   Unit& unit = units_[unit_index];
+  if (is_settled(unit)) return;
   // An unsharded unit receives the bytes that it already holds, but for those that a user is changing.
   const bool holds = unit.parameter_state == ParameterState::kUnsharded && unit.pins == 0;
   const SlotLease scratch = holds ? SlotLease() : take_slot(unit_index);
   if (holds) {  // until then they may be read there
     const MarkPtr read = device_.mark(Lane::kCompute);
     device_.wait(communicator_.lane(), read);
-    if (is_settled(unit)) device_.wait(*options_.own_part_lane, read);
   }
   for (const WorkPtr& work : start_into(unit, holds ? unit.gather_slot : scratch)) work->wait();
-  wait_own_parts(unit);
 }
 
 void GatherScheduler::wait_gather(std::size_t unit_index) {
@@ -294,12 +296,12 @@ void GatherScheduler::attach(std::size_t unit_index) {
 }
 
 void GatherScheduler::finish_forward(std::size_t unit_index) {
-  if (!options_.sharded || !in_pass_ || kind_ == PassKind::kBackward) return;
+  if (!options_.sharded || !in_pass_ || pass_.kind == PassKind::kBackward) return;
   Unit& unit = units_[unit_index];
   if (unit.parameter_state != ParameterState::kUnsharded) return;
   const bool first_in_backward =
       unit.is_root ? unit.gather_bytes <= options_.keep_root_bytes : unit_index == last_forward_unit_;
-  if (kind_ == PassKind::kTrainForward && (first_in_backward || !options_.reshard)) {
+  if (pass_.kind == PassKind::kTrainForward && (first_in_backward || !options_.reshard)) {
     unit.needed_for_backward = true;  // resharding what backward needs first would only be undone
   }
   if (!unit.needed_for_backward) release(unit_index);
@@ -315,35 +317,49 @@ void GatherScheduler::finish_backward(std::size_t unit_index) {
 void GatherScheduler::end_pass() {
   if (!in_pass_) return;
   const ScopeExit over([this] { in_pass_ = false; });
-  if (options_.sharded) {
-    const CommunicationClock::Scope timed(clock_, "end of the pass");
-    while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
-    drop_prefetched_before(SIZE_MAX);
-    std::vector<GatherMessage> messages = agree(kNoWish);
-    while (std::any_of(messages.begin(), messages.end(), [](const GatherMessage& m) { return m.wish != kNoWish; })) {
-      serve_wishes(messages);
-      messages = agree(kNoWish);
-    }
-    adopt_sequence(communicator_, messages, gathered_, sequence());
-    if (kind_ == PassKind::kTrainForward && !forward_uses_.empty()) {
-      const auto last = std::find_if(forward_uses_.rbegin(), forward_uses_.rend(),
-                                     [&](std::size_t unit) { return !units_[unit].is_root; });
-      last_forward_unit_ = last == forward_uses_.rend() ? SIZE_MAX : *last;
-    }
-  }
-}
-
-void GatherScheduler::wish_for(std::size_t unit_index) {
+  if (!options_.sharded) return;
+  const CommunicationClock::Scope timed(clock_, "end of the pass");
   while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
   drop_prefetched_before(SIZE_MAX);
-  gathered_.push_back(unit_index);
-  while (units_[unit_index].parameter_state == ParameterState::kSharded) {
-    serve_wishes(agree(static_cast<std::int32_t>(unit_index)));
+  finish_agreement();
+  ended_ = std::make_unique<EndedPass>(pass_, communicator_);
+  const auto settled = [this](const Unit& unit) { return unit.gather_bytes == 0 || is_settled(unit); };
+  if (pass_.kind == PassKind::kEvalForward || !std::all_of(units_.begin(), units_.end(), settled)) finish_agreement();
+  if (pass_.kind == PassKind::kTrainForward && !forward_uses_.empty()) {
+    const auto last = std::find_if(forward_uses_.rbegin(), forward_uses_.rend(),
+                                   [&](std::size_t unit) { return !units_[unit].is_root; });
+    last_forward_unit_ = last == forward_uses_.rend() ? SIZE_MAX : *last;
   }
 }
 
-std::vector<GatherMessage> GatherScheduler::agree(std::int32_t wish) {
-  return exchange_messages(communicator_, kind_, pass_number_, gathered_, wish);
+void GatherScheduler::finish_agreement() {
+  if (!ended_) return;
+  const std::unique_ptr<EndedPass> ended = std::move(ended_);
+  std::vector<GatherMessage> messages = ended->messages.wait();
+  while (std::any_of(messages.begin(), messages.end(), [](const GatherMessage& m) { return m.wish != kNoWish; })) {
+    serve_wishes(messages);
+    messages = agree(ended->pass, kNoWish);
+  }
+  adopt_sequence(communicator_, messages, ended->pass.gathered, sequence_of(ended->pass.kind));
+}
+
+void GatherScheduler::get_unexpected(std::size_t unit_index) {
+  pass_.gathered.push_back(unit_index);
+  if (is_settled(units_[unit_index])) {
+    start_gather(unit_index);
+    wait_gather(unit_index);
+    return;
+  }
+  while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
+  drop_prefetched_before(SIZE_MAX);
+  finish_agreement();
+  while (units_[unit_index].parameter_state == ParameterState::kSharded) {
+    serve_wishes(agree(pass_, static_cast<std::int32_t>(unit_index)));
+  }
+}
+
+std::vector<GatherMessage> GatherScheduler::agree(const Pass& pass, std::int32_t wish) {
+  return GatherMessages(communicator_, pass.kind, pass.number, pass.gathered, wish).wait();
 }
 
 void GatherScheduler::serve_wishes(const std::vector<GatherMessage>& messages) {
@@ -360,7 +376,7 @@ void GatherScheduler::serve_wishes(const std::vector<GatherMessage>& messages) {
 }
 
 void GatherScheduler::gather(const std::vector<std::size_t>& units) {
-  ZB_EXPECT_STATE(!in_pass_, "engine.gather() cannot be called inside a " + std::string(pass_kind_name(kind_)));
+  ZB_EXPECT_STATE(!in_pass_, "engine.gather() cannot be called inside a " + std::string(pass_kind_name(pass_.kind)));
   if (options_.sharded) {
     for (const std::size_t unit : units) start_gather(unit);
     for (const std::size_t unit : units) wait_gather(unit);

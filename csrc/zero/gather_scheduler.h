@@ -10,7 +10,8 @@
 // - A pass ends when no rank wishes for anything. Ranks then compare what they gathered; where that differs from the
 //   sequence, all adopt the list of the rank that gathered most (the lowest such rank).
 // The first pass has an empty sequence and so runs on wishes alone. One small exchange a pass is what the common case
-// pays.
+// pays. Where all shards are settled by the end of a pass, no rank can have needed another: then the ranks' hosts do
+// not wait for each other, and what came of the exchange is read at the end of the next pass.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -43,9 +45,9 @@ struct GatherOptions {
 
 // [Note: settled shards]
 // Once all ranks have gathered a shard it is known to all to be final until the next step, whose norm has the ranks
-// meet behind all gathers. So later gathers need no meeting (AllGather::is_settled). A step's updates end with a
-// meeting, too: behind that mark all updated shards are settled at once. The first units of a forward do not wait for
-// it.
+// meet behind all gathers. So later gathers need no meeting (AllGather::is_settled): a rank makes them alone, when and
+// as often as it likes. A step's updates end with a meeting, too: behind that mark all updated shards are settled at
+// once. The first units of a forward do not wait for it. Which shards are settled is the same on all ranks.
 
 // [Note: staging shards]
 // Where the store keeps a master of low-precision parameters, their shard is not kept beside it: it is fetched from the
@@ -70,7 +72,7 @@ class GatherScheduler {
   // Completes the sequence, serves the others' wishes and agrees on the next sequence. Also after an exception.
   void end_pass();
   bool in_pass() const noexcept { return in_pass_; }
-  PassKind pass_kind() const noexcept { return kind_; }
+  PassKind pass_kind() const noexcept { return pass_.kind; }
 
   // Explicit gathers, outside passes, called alike on all ranks. A gathered unit stays unsharded until unpinned. Where
   // parameters are replicated only the pins count.
@@ -102,6 +104,19 @@ class GatherScheduler {
     std::size_t turn = 0;
   };
 
+  struct Pass {
+    PassKind kind = PassKind::kTrainForward;
+    std::uint64_t number = 0;
+    std::vector<std::size_t> gathered;  // what this rank needed gathered, in order
+  };
+  // A pass that has ended here, and what the ranks say about it.
+  struct EndedPass {
+    EndedPass(Pass ended, Communicator& communicator)
+        : pass(std::move(ended)), messages(communicator, pass.kind, pass.number, pass.gathered, kNoWish) {}
+    Pass pass;
+    GatherMessages messages;
+  };
+
   bool is_issued(const Unit& unit) const;
   bool present(std::size_t unit) const { return units_[unit].parameter_state != ParameterState::kSharded; }
   void reserve_staging();
@@ -112,16 +127,18 @@ class GatherScheduler {
   void copy_own_parts(Unit& unit, const SlotLease& slot);
   void wait_own_parts(Unit& unit);
   void start_gather(std::size_t unit);
-  void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need
+  void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need, if others need it to
   void wait_gather(std::size_t unit);
   void attach(std::size_t unit);
   void start_through(std::size_t position);
   void prefetch();
   void drop_prefetched_before(std::size_t position);
-  void wish_for(std::size_t unit);
-  std::vector<GatherMessage> agree(std::int32_t wish);
+  void get_unexpected(std::size_t unit);
+  void finish_agreement();
+  std::vector<GatherMessage> agree(const Pass& pass, std::int32_t wish);
   void serve_wishes(const std::vector<GatherMessage>& messages);
-  std::vector<std::size_t>& sequence() { return sequences_[static_cast<std::size_t>(kind_)]; }
+  std::vector<std::size_t>& sequence_of(PassKind kind) { return sequences_[static_cast<std::size_t>(kind)]; }
+  std::vector<std::size_t>& sequence() { return sequence_of(pass_.kind); }
 
   Device& device_;
   Communicator& communicator_;
@@ -143,12 +160,11 @@ class GatherScheduler {
   std::deque<OwnPart> own_parts_;  // that the compute lane waits for or will
 
   bool in_pass_ = false;
-  PassKind kind_ = PassKind::kTrainForward;
-  std::uint64_t pass_number_ = 0;
+  Pass pass_;                          // the running or the last one
+  std::unique_ptr<EndedPass> ended_;   // whose agreement is under way
   std::size_t cursor_ = 0;             // next position of the sequence to start
   std::deque<Prefetched> prefetched_;  // started, not yet used
   std::size_t prefetched_bytes_ = 0;
-  std::vector<std::size_t> gathered_;      // what this rank needed gathered, in order
   std::vector<std::size_t> forward_uses_;  // units used in the running forward, in order
   MarkPtr halfway_;
   std::size_t last_forward_unit_ = SIZE_MAX;  // last unit of the last complete training forward
