@@ -76,16 +76,35 @@ TEST_P(EngineGathers, AGatherOnlyReads) {
   EXPECT_EQ(master, test::reference_master(world_size(), 2));
 }
 
+TEST_P(EngineGathers, AForwardInsideAGatherUsesWhatIsThere) {
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    toy.train();
+    toy.engine().gather({1, 4});
+    toy.forward(kUnits, false);
+    toy.expect_readable(1);
+    toy.engine().end_gather({1, 4}, -1);
+    toy.train();
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, test::reference_master(world_size(), 2));
+}
+
 // Rank 0 ends its forward while the others have not ended theirs, though it turns out to need a unit that nobody
 // expected.
-TEST_P(EngineGathers, NobodyWaitsForPeersWhereShardsAreSettled) {
-  if (!is_in_lanes() || std::get<0>(GetParam()) < 3) GTEST_SKIP() << "settled shards are those of stage 3 in lanes";
+class SettledGathers : public testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(EngineInLanes, SettledGathers, testing::Values(2, 3));
+
+TEST_P(SettledGathers, NobodyWaitsForPeers) {
+  ToyOptions options;
+  options.stage = ZeroStage::kZero3;
+  options.world_size = GetParam();
   const std::vector<std::size_t> most{1, 2, 4};
   for (std::uint32_t number = 0; number < 2 * test::kLanePolicyNum; ++number) {
     if (test::lane_collectives(number) != test::LaneCollectives::kPulled) continue;
     std::atomic<bool> is_through{false};
-    std::vector<Values> masters(static_cast<std::size_t>(world_size()));
-    test::run_in_lanes(options(), number, [&](ToyRank& toy) {
+    std::vector<Values> masters(static_cast<std::size_t>(GetParam()));
+    test::run_in_lanes(options, number, [&](ToyRank& toy) {
       for (int step = 0; step < 3; ++step) toy.train(most);  // sequences are agreed on by then
       const bool is_first = toy.rank() == 0;
       const ScopeExit through([&] { is_through = is_through || is_first; });
@@ -100,19 +119,6 @@ TEST_P(EngineGathers, NobodyWaitsForPeersWhereShardsAreSettled) {
     });
     for (const Values& master : masters) EXPECT_EQ(master, masters.front());
   }
-}
-
-TEST_P(EngineGathers, AForwardInsideAGatherUsesWhatIsThere) {
-  const Values master = same_on_all(options(), [&](ToyRank& toy) {
-    toy.train();
-    toy.engine().gather({1, 4});
-    toy.forward(kUnits, false);
-    toy.expect_readable(1);
-    toy.engine().end_gather({1, 4}, -1);
-    toy.train();
-    return toy.state(FullState::kMaster);
-  });
-  EXPECT_EQ(master, test::reference_master(world_size(), 2));
 }
 
 }  // namespace
