@@ -171,6 +171,12 @@ bool GatherScheduler::is_settled(const Unit& unit) const {
   return settles() && std::all_of(unit.flats.begin(), unit.flats.end(), settled);
 }
 
+bool GatherScheduler::meets() const {
+  return options_.sharded && std::any_of(units_.begin(), units_.end(), [this](const Unit& unit) {
+           return unit.gather_bytes > 0 && !is_settled(unit);
+         });
+}
+
 void GatherScheduler::settle_updated(const MarkPtr& met) {
   const std::vector<std::size_t>& order = sequence_of(PassKind::kTrainForward);
   const auto first_end = order.begin() + static_cast<std::ptrdiff_t>(order.size() / kFirstUnitsShare);
@@ -323,8 +329,7 @@ void GatherScheduler::end_pass() {
   drop_prefetched_before(SIZE_MAX);
   finish_agreement();
   ended_ = std::make_unique<EndedPass>(pass_, communicator_);
-  const auto settled = [this](const Unit& unit) { return unit.gather_bytes == 0 || is_settled(unit); };
-  if (pass_.kind == PassKind::kEvalForward || !std::all_of(units_.begin(), units_.end(), settled)) finish_agreement();
+  if (pass_.kind == PassKind::kEvalForward || meets()) finish_agreement();
   if (pass_.kind == PassKind::kTrainForward && !forward_uses_.empty()) {
     const auto last = std::find_if(forward_uses_.rbegin(), forward_uses_.rend(),
                                    [&](std::size_t unit) { return !units_[unit].is_root; });

@@ -85,6 +85,8 @@ class GatherScheduler {
   const MarkPtr& halfway() const noexcept { return halfway_; }
 
   bool settles() const noexcept { return options_.own_part_lane.has_value(); }
+  // Whether a gather to come may meet the peers.
+  bool meets() const;
   // Whether the compute lane has come to wait for a copy of an own part that has not run.
   bool awaits_own_part();
   // The ranks have met behind their updates, at this mark.

@@ -21,7 +21,7 @@ void PackedGradients::hold(std::vector<HeldGradient> gradients, Lane lane) {
 void PackedGradients::make_room() {
   while (!units_.empty() && device_.has_passed(units_.front().read)) units_.pop_front();
   while (units_.size() >= kUnitNum) {
-    if (gathers_beside_) {
+    if (gathers_meet_()) {
       if (!await(units_.front().read)) return;
     } else {
       device_.wait(Lane::kCompute, units_.front().read);

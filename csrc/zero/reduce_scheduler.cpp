@@ -10,8 +10,7 @@ namespace zb {
 
 ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                                  std::vector<Parameter>& parameters, CommunicationClock& clock,
-                                 GradientPlacement placement, bool gathers_beside, std::size_t push_bytes,
-                                 ReduceEvents events)
+                                 GradientPlacement placement, std::size_t push_bytes, ReduceEvents events)
     : device_(device),
       communicator_(communicator),
       units_(units),
@@ -22,7 +21,7 @@ ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Led
       events_(std::move(events)),
       slots_(device, communicator, ledger, units, clock),
       packer_(device, parameters, persistent() && !takes_pushes()),
-      packed_(device, gathers_beside, events_.is_held_up),
+      packed_(device, events_.gathers_meet, events_.is_held_up),
       expectations_(units, parameters) {
   // A first guess that most models confirm: backward visits units in reverse, and the root's gradients end it.
   for (std::size_t unit = units_.size(); unit-- > 0;) {

@@ -31,17 +31,18 @@ struct ReduceEvents {
   std::function<void(Unit&)> before;
   // Its gradients for the next update are there for what is put into the communicator's lane.
   std::function<void(Unit&)> reduced;
+  // Asked: whether gathers beside this backward may meet the peers.
+  std::function<bool()> gathers_meet;
   // Asked: whether the compute lane waits for something in the communicator's lane.
   std::function<bool()> is_held_up;
 };
 
 class ReduceScheduler {
  public:
-  // `gathers_beside`: backwards gather parameters too. Units that consist mostly of gradients of `push_bytes` or
-  // more push theirs, where the communicator takes that.
+  // Units that consist mostly of gradients of `push_bytes` or more push theirs, where the communicator takes that.
   ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                   std::vector<Parameter>& parameters, CommunicationClock& clock, GradientPlacement placement,
-                  bool gathers_beside, std::size_t push_bytes, ReduceEvents events);
+                  std::size_t push_bytes, ReduceEvents events);
 
   // Makes the slots, and staging shards where micro-batches accumulate. Collective.
   void reserve_slots(long accumulation_steps);
