@@ -368,6 +368,8 @@ class LaneWorld {
     constexpr std::array<std::size_t, 3> kBytes{64, 0, SIZE_MAX};
     return kBytes[schedule_.seed % kBytes.size()];
   }
+  // Some copy own parts of settled gathers in the compute lane.
+  std::size_t own_part_beside_bytes() const { return schedule_.seed / 2 % 2 == 0 ? 0 : SIZE_MAX; }
   RankTurns& turns() { return turns_; }
   std::string text() const {
     return "lane schedule " + std::to_string(schedule_.seed) + ", policy " +

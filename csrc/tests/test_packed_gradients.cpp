@@ -60,9 +60,10 @@ TEST_F(PackedGradientsInLanes, TheComputeLaneWaitsWhereNoGatherMeetsPeers) {
   EXPECT_FALSE(peer_->has_come());
 }
 
-TEST_F(PackedGradientsInLanes, TheHostWaitsWhereGathersMeetPeers) {
+TEST_F(PackedGradientsInLanes, TheHostWaitsForABusyDeviceWhereGathersMeetPeers) {
   gathers_meet_ = true;
   peer_->come_after(5);
+  device_->put_in_polled(Lane::kCompute, "a long kernel", {}, [this] { return peer_->has_come(); });
   add_unit();
   add_unit();
   EXPECT_FALSE(peer_->has_come());

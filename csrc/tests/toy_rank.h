@@ -91,6 +91,7 @@ class ToyRank {
                                  .loss_scale = options.loss_scale,
                                  .keep_root_bytes = options.keep_root_bytes,
                                  .push_gradient_bytes = place.lanes ? place.lanes->push_gradient_bytes() : 0,
+                                 .own_part_beside_bytes = place.lanes ? place.lanes->own_part_beside_bytes() : 0,
                                  .optimizer_in_backward = options.optimizer_in_backward,
                                  .allocate_in_compute = nullptr,
                                  .make_store = options.make_store};

@@ -52,6 +52,9 @@ struct EngineOptions {
   // Over a communicator that takes pushes: units that consist mostly of gradients of this size or more push them to the
   // ranks that reduce them, instead of packing them for those to read.
   std::size_t push_gradient_bytes = GradientPacker::kCopyBytes;
+  // Stage 3, settled gathers: a unit's own parts are copied in the lane of reductions where they have this size or
+  // more, else in the compute lane ([Note: settled shards] in gather_scheduler.h).
+  std::size_t own_part_beside_bytes = std::size_t{16} << 20;
   // Updates start in backward, as soon as a unit is reduced. Without clipping and loss scale.
   bool optimizer_in_backward = false;
   // Memory for the compute lane and what is ordered with it, not zeroed: once its owner lets go, what is put into that

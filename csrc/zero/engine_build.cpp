@@ -62,7 +62,8 @@ void Engine::build(EngineModel& model) {
                                                       .keep_root_bytes = options.keep_root_bytes,
                                                       .prefetch_bytes = prefetch_bytes_,
                                                       .keep_reads = options.optimizer_in_backward,
-                                                      .own_part_lane = own_part_lane()});
+                                                      .own_part_lane = own_part_lane(),
+                                                      .own_part_beside_bytes = options.own_part_beside_bytes});
   reduces_ =
       std::make_unique<ReduceScheduler>(device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_,
                                         policy_.gradients, options.push_gradient_bytes,

@@ -192,23 +192,25 @@ void GatherScheduler::settle_updated(const MarkPtr& met) {
 
 SlotLease GatherScheduler::take_slot(std::size_t unit) {
   return slots_.acquire(units_[unit].gather_bytes, preferred_slot_[unit],
-                        is_settled(units_[unit]) ? options_.own_part_lane : std::nullopt);
+                        is_settled(units_[unit]) ? own_part_lane_of(units_[unit]) : std::nullopt);
 }
 
-void GatherScheduler::copy_own_parts(Unit& unit, const SlotLease& slot) {
-  const Lane lane = *options_.own_part_lane;
+std::optional<Lane> GatherScheduler::own_part_lane_of(const Unit& unit) const {
+  const std::size_t bytes = unit.gather_bytes / static_cast<std::size_t>(communicator_.world_size());
+  return bytes >= options_.own_part_beside_bytes ? options_.own_part_lane : std::nullopt;
+}
+
+void GatherScheduler::copy_own_parts(Unit& unit, const SlotLease& slot, Lane lane) {
   const auto rank = static_cast<std::size_t>(communicator_.rank());
   for (const FlatBuffer& flat : unit.flats) {
-    device_.wait(communicator_.lane(), flat.settled_behind);
-    device_.wait(lane, flat.settled_behind);
     const std::size_t bytes = flat.shard_parameter_bytes();
     device_.copy(lane, slot.region().data() + flat.gather_offset_bytes + rank * bytes, flat.shard_parameters.data(),
                  bytes);
   }
-  unit.own_parts_copied = device_.mark(lane);
 }
 
 void GatherScheduler::wait_own_parts(Unit& unit) {
+  if (std::exchange(unit.lacks_own_parts, false)) copy_own_parts(unit, unit.gather_slot, Lane::kCompute);
   if (unit.own_parts_copied == nullptr) return;
   while (!own_parts_.empty() && device_.has_passed(own_parts_.front().copied)) own_parts_.pop_front();
   own_parts_.push_back({device_.mark(Lane::kCompute), std::exchange(unit.own_parts_copied, nullptr)});
@@ -223,7 +225,16 @@ bool GatherScheduler::awaits_own_part() {
 std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& slot) {
   std::vector<WorkPtr> works;
   const bool settled = is_settled(unit);
-  if (settled) copy_own_parts(unit, slot);
+  if (settled) {
+    for (const FlatBuffer& flat : unit.flats) device_.wait(communicator_.lane(), flat.settled_behind);
+    const std::optional<Lane> beside = own_part_lane_of(unit);
+    unit.lacks_own_parts = !beside;
+    if (beside) {
+      for (const FlatBuffer& flat : unit.flats) device_.wait(*beside, flat.settled_behind);
+      copy_own_parts(unit, slot, *beside);
+      unit.own_parts_copied = device_.mark(*beside);
+    }
+  }
   StagingShard* const staging = fetch(unit);
   for (FlatBuffer& flat : unit.flats) {
     device_.wait(communicator_.lane(), std::exchange(flat.written, nullptr));

@@ -39,8 +39,10 @@ struct GatherOptions {
   std::size_t keep_root_bytes = 0;  // up to this size the root does
   std::size_t prefetch_bytes = 0;
   bool keep_reads = false;  // Unit::reads is wanted
-  // Where gathers may be settled ([Note: settled shards]): the lane of updates, which copies this rank's own parts.
+  // Where gathers may be settled ([Note: settled shards]): the lane of reductions and updates, which copies this rank's
+  // own parts of units that have so many bytes of them or more.
   std::optional<Lane> own_part_lane = std::nullopt;
+  std::size_t own_part_beside_bytes = 0;
 };
 
 // [Note: settled shards]
@@ -48,6 +50,10 @@ struct GatherOptions {
 // meet behind all gathers. So later gathers need no meeting (AllGather::is_settled): a rank makes them alone, when and
 // as often as it likes. A step's updates end with a meeting, too: behind that mark all updated shards are settled at
 // once. The first units of a forward do not wait for it. Which shards are settled is the same on all ranks.
+// This rank's own part is copied on its device, and not in the lane of gathers, which would wait for the slot beside
+// whatever waits elsewhere (docs/decisions/peer.md, "Lanes that wait"). Large ones are copied in the lane of
+// reductions, which waits anyway. That stands behind meetings with the peers, which a host that is the limit would come
+// to feel in every unit: so small ones, which cost the compute lane a few microseconds, are copied there.
 
 // [Note: staging shards]
 // Where the store keeps a master of low-precision parameters, their shard is not kept beside it: it is fetched from the
@@ -126,7 +132,8 @@ class GatherScheduler {
   bool is_settled(const Unit& unit) const;
   SlotLease take_slot(std::size_t unit);
   std::vector<WorkPtr> start_into(Unit& unit, const SlotLease& slot);
-  void copy_own_parts(Unit& unit, const SlotLease& slot);
+  std::optional<Lane> own_part_lane_of(const Unit& unit) const;  // where not the compute lane copies them
+  void copy_own_parts(Unit& unit, const SlotLease& slot, Lane lane);
   void wait_own_parts(Unit& unit);
   void start_gather(std::size_t unit);
   void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need, if others need it to

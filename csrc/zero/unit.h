@@ -126,6 +126,7 @@ struct Unit {
   SlotLease gather_slot;
   std::vector<WorkPtr> gathering;
   MarkPtr own_parts_copied;          // of a settled gather, until the compute lane waits for it
+  bool lacks_own_parts = false;      // a settled gather's, which the compute lane is to copy itself
   std::vector<WorkPtr> reads;        // the last gather of its shard, where an update may follow in the same backward
   std::vector<WorkPtr> publishing;   // stages 1 and 2: all-gathers of updated parameters that nobody has waited for yet
   bool needed_for_backward = false;  // kept unsharded between forward and backward
