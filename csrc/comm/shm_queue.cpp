@@ -157,8 +157,8 @@ void Queue::block(const Goal& goal) {
     if (sleep_once(goal)) return;
     if (progress_num() != progress) {
       last_progress = Clock::now();
-    } else {
-      check_awaited(goal, last_progress);
+    } else if (check_awaited(goal, last_progress)) {
+      return;
     }
   }
 }
@@ -211,7 +211,8 @@ bool Queue::sleep_once(const Goal& goal) {
   return try_reach(goal);
 }
 
-void Queue::check_awaited(const Goal& goal, Clock::time_point last_progress) {
+// Throws where a peer that is waited for cannot come any more. True when the goal was reached meanwhile.
+bool Queue::check_awaited(const Goal& goal, Clock::time_point last_progress) {
   const bool is_late = Clock::now() - last_progress >= peers_->timeout();
   for (int peer = 0; peer < peers_->world_size(); ++peer) {
     if (peer == peers_->rank() || !awaits(goal, peer)) continue;
@@ -220,7 +221,8 @@ void Queue::check_awaited(const Goal& goal, Clock::time_point last_progress) {
     const bool has_left = peers_->has_left(peer);
     if (has_left || peers_->is_dead(peer)) {
       // What it published before it went counts, so look again.
-      if (try_reach(goal) || !awaits(goal, peer)) return;
+      if (try_reach(goal)) return true;
+      if (!awaits(goal, peer)) return false;
       peers_->fail(peer, who + (has_left ? " left during " : " died during ") + describe_wait(goal) + " (noticed by " +
                              self + ")");
     }
@@ -229,6 +231,7 @@ void Queue::check_awaited(const Goal& goal, Clock::time_point last_progress) {
                    self + " waited " + seconds_text(peers_->timeout()) + " for " + who + " in " + describe_wait(goal));
     }
   }
+  return false;
 }
 
 }  // namespace zb::shm

@@ -63,7 +63,7 @@ class Queue {
   bool spin(const Goal& goal);
   bool yield(const Goal& goal);
   bool sleep_once(const Goal& goal);
-  void check_awaited(const Goal& goal, Clock::time_point last_progress);
+  bool check_awaited(const Goal& goal, Clock::time_point last_progress);
 
   std::optional<Peers> peers_;
   Runner runner_;
