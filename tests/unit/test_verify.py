@@ -98,6 +98,20 @@ def test_steps_of_noise_are_not_a_stale_shard() -> None:
     assert found.update > 0.1
 
 
+def test_rounding_that_is_as_large_in_quiet_rows_is_no_stale_shard() -> None:
+    """The errors of a product's sum do not shrink with a row's gradient, and its updates deviate the more for it."""
+    expected = reference()
+    noisy = evidence(expected)
+    quiet = noisy.parameters["a.weight"].view(-1)[256:512]
+    expected.moments["a.weight"].view(-1)[256:512] *= 0.2
+    quiet += 0.1 * expected.updates["a.weight"].view(-1)[256:512]
+    found = verify.compare(noisy, expected, precision="bf16")
+    assert found.piece == 0.0
+    expected.moments["a.weight"].mul_(0.2)  # quiet as a whole: nothing in it is quieter than the rest
+    noisy.parameters["a.weight"].sub_(0.25 * expected.updates["a.weight"])
+    assert verify.compare(noisy, expected, precision="bf16").piece > 2 * TOLERANCES["bf16"]["piece"]
+
+
 def test_a_wrong_weight_decay_shows_where_there_is_no_gradient() -> None:
     expected = reference()
     expected.moments["b.bias"].zero_()

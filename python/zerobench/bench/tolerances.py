@@ -24,6 +24,9 @@ GRADIENT_FLOOR: Mapping[str, float] = MappingProxyType({"fp32": 1e-3, "fp16": 0.
 PIECE_FLOOR: Mapping[str, float] = MappingProxyType({"fp32": 1e-4, "fp16": 0.01, "bf16": 0.03})
 """Pieces whose first moments lie below this share of the model's are noise: Adam turns noise into full steps."""
 
+PIECE_SHARE = 0.5
+"""So are those below this share of the median piece of their parameter: rounding errors are as large in quiet rows."""
+
 _LOOSEST_FIRST = ("bf16", "fp16", "fp32")
 # TF32 has the mantissa of fp16.
 _PRECISIONS = {"float32": "fp32", "tf32": "fp16", "bfloat16": "bf16", "float16": "fp16"}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zerobench.bench.job import TensorDeviation, Verification
-from zerobench.bench.tolerances import GRADIENT_FLOOR, PIECE_FLOOR, PIECE_NUMEL, VERIFY_STEPS
+from zerobench.bench.tolerances import GRADIENT_FLOOR, PIECE_FLOOR, PIECE_NUMEL, PIECE_SHARE, VERIFY_STEPS
 from zerobench.errors import Error, VerificationError
 from zerobench.strategies.base import Batch, Strategy, StrategySettings
 from zerobench.strategies.shared import checksum
@@ -189,7 +189,8 @@ def piece_deviation(parameters: Tensors, reference: Reference, *, floor: float) 
 
     A piece's deviation is the median over its elements of |difference of update| / |update|, counting the half with the
     larger first moments: Adam turns the rounding noise of small gradients into full steps, and a shard that missed one
-    update of four moves every element of its pieces by about a quarter."""
+    update of four moves every element of its pieces by about a quarter. Pieces count that are not quiet beside the
+    model and beside their own parameter, and those without any gradient, which decay alone moves."""
     total = sum(squares(moment) for moment in reference.moments.values())
     numel = sum(moment.numel() for moment in reference.moments.values())
     least = floor**2 * total / max(numel, 1)
@@ -199,7 +200,8 @@ def piece_deviation(parameters: Tensors, reference: Reference, *, floor: float) 
         size = reference.updates[name].abs() + _ROUNDING * expected.abs() + _TINY
         ratio, weight = in_pieces(error / size), in_pieces(reference.moments[name].abs())
         mean_square = weight.square().nanmean(dim=1)
-        counted = (mean_square >= least) | (mean_square == 0)  # without any gradient, decay alone moves it
+        typical = mean_square[mean_square > 0].nanmedian()  # NaN where there is none
+        counted = (mean_square >= least) & ~(mean_square < PIECE_SHARE**2 * typical) | (mean_square == 0)
         if not bool(counted.any()):
             continue
         ratio, weight = ratio[counted], weight[counted]
