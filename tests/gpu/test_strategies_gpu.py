@@ -140,6 +140,7 @@ def timed_pass(name: str, place: dict[str, Any]) -> Found:
     found["communication_bytes"] = strategy.communication_bytes()
     if isinstance(strategy, PeerStrategy):
         found["recorded_bytes"] = PeerStrategy.communication_bytes(strategy)
+    found["is_ours"] = name in OURS
     found["communicator"] = strategy.communicator()
     found["validation_loss"] = strategy.evaluate(batches_of(strategy, 100))
     found["phases_ms"] = dict(strategy.profiled_step(batches_of(strategy, NUM_STEPS)))
@@ -253,10 +254,10 @@ def check_facts(found: dict, size: int) -> None:
     assert all(found["phases_ms"][phase] > 0 for phase in ("forward", "backward", "optimizer"))
     if size == 1:
         assert found["communicator"] is None
-    elif "recorded_bytes" in found:
-        assert found["communicator"] == "nccl"
-    else:
+    elif found["is_ours"]:
         assert found["communicator"].startswith(("peer", "nccl; not peer: "))
+    else:
+        assert found["communicator"] == "nccl"
     if found["communication_bytes"] is not None:
         assert (sum(found["communication_bytes"].values()) > 0) == (size > 1)
     if size > 1 and "recorded_bytes" in found:  # what torch recorded, beside a peer's own count

@@ -105,6 +105,19 @@ def test_the_floor_is_no_competitor() -> None:
     assert results.rows[-1].of_compute_only is None  # it did not run
 
 
+def test_a_floor_that_its_host_made_slow_is_said_to_be_none() -> None:
+    results = gpus()
+    assert "took less time than compute_only" not in " ".join(table_text(results, width=220).split())
+    floor = results.rows[0]
+    zero0 = next(row for row in results.rows if row.strategy == "zero0")
+    assert floor.step_time_ms is not None and zero0.step_time_ms is not None
+    floor.step_time_ms.median = 1.2 * zero0.step_time_ms.median
+    floor.device_utilisation_pct = 37.5
+    finish_rows(results)
+    text = " ".join(table_text(results, width=220).split())
+    assert "zero0" in text.split(" took less time than compute_only (its GPU was busy 38 % of the time)")[0]
+
+
 def test_a_floor_of_other_settings_is_none() -> None:
     for key, value in (("compile", "none"), ("batch_size", 4), ("grad_accum", 2), ("tf32", True)):
         results = gpus()

@@ -25,6 +25,7 @@ from .rows import (
 
 NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
 DTYPE_ROLES = "param/compute/reduce/master/state"
+BELOW_FLOOR = 1.02  # of_compute_only from which a row is said to take less time than its floor
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -244,6 +245,8 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         notes.append(
             f"{FLOOR}: forward and backward without communication or optimizer{where}: the floor, nothing to verify."
         )
+        if text := _below_floor_text(rows, labels):
+            notes.append(text)
     peaks = {
         f"{row.mfu.peak_tflops:g} TFLOP/s a GPU ({row.mfu.peak_of})"
         for row in rows
@@ -262,6 +265,27 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
             f"No baseline row is ok and comparable (by default {default}): no speedup and no memory change."
         )
     return notes
+
+
+def _below_floor_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
+    """Where hosts are the limit the floor is none: what plain PyTorch does there is in it, and not in every row."""
+    faster = [
+        label
+        for row, label in zip(rows, labels, strict=True)
+        if row.status == "ok" and (row.of_compute_only or 0.0) >= BELOW_FLOOR
+    ]
+    if not faster:
+        return ""
+    busy = [
+        row.device_utilisation_pct
+        for row in rows
+        if row.strategy == FLOOR and row.status == "ok" and row.device_utilisation_pct is not None
+    ]
+    when = f" (its GPU was busy {min(busy):.0f} % of the time)" if busy else ""
+    return (
+        f"{join_words(faster)} took less time than {FLOOR}{when}: where the host is the limit it is no floor, since "
+        "gradients that plain PyTorch accumulates cost the host time."
+    )
 
 
 def _outlier_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
