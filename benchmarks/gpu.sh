@@ -19,6 +19,7 @@ for setting in "hf:gpt2 32 128" "hf:gpt2 16 1024" "llama-1.3b 4 2048"; do
   python3 -m zerobench compare --model "$model" --batch-size "$batch_size" --seq-length "$seq_length" --precision bf16 \
     --strategies "$strategies" --output-dir "$out/${model//:/_}_${batch_size}x$seq_length"
 done
+python3 benchmarks/gpu_one.py 2>"$out/one.log" | tee "$out/one.jsonl"
 if ((gpus >= 2)); then
   for communicator in nccl peer; do
     python3 -m zerobench bench comm --device cuda --communicator "$communicator" --output "$out/comm_$communicator.md"

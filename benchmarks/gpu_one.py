@@ -17,31 +17,28 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable
 from statistics import median, quantiles
 from typing import Any
 
 import torch
+from gpu_step import NAMES, WARMUP_STEPS, Run, host_ms, ours
 from torch import nn
 
-import zerobench
 from zerobench import models
 
-WARMUP_STEPS = 8
 WINDOW_STEPS = 10
-HOST_STEPS = 4
 LR = 1e-5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN = ("masters", "autocast")
-Run = Callable[[], object]
+Mode = tuple[Run, Run, Run]  # forward and backward, step, close
 
 
 def build(device: torch.device) -> nn.Module:
     with device:
-        return models.build(models.resolve("hf:gpt2", {}), seed=0)
+        return models.build(models.resolve(NAMES["gpt2"], {}), seed=0)
 
 
-def masters(model: nn.Module, batch: dict[str, Any], precision: str) -> Run:
+def masters(model: nn.Module, batch: dict[str, Any], precision: str) -> Mode:
     """fp16 without its loss scale, which is a multiplication and a check less for this side."""
     dtype = DTYPES[precision]
     if dtype == torch.float32:
@@ -51,8 +48,10 @@ def masters(model: nn.Module, batch: dict[str, Any], precision: str) -> Run:
     low = list(model.parameters())
     optimizer = torch.optim.AdamW(high, lr=LR, fused=True)
 
-    def step() -> None:
+    def forward_backward() -> None:
         model(**batch).loss.backward()
+
+    def step() -> None:
         for master in high:
             master.grad = torch.empty_like(master)
         torch._foreach_copy_([m.grad for m in high if m.grad is not None], [p.grad for p in low])
@@ -62,72 +61,54 @@ def masters(model: nn.Module, batch: dict[str, Any], precision: str) -> Run:
         for parameter in (*low, *high):
             parameter.grad = None
 
-    return step
+    return forward_backward, step, lambda: None
 
 
-def autocast(model: nn.Module, batch: dict[str, Any], precision: str) -> Run:
+def autocast(model: nn.Module, batch: dict[str, Any], precision: str) -> Mode:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
 
-    def step() -> None:
+    def forward_backward() -> None:
         with torch.autocast("cuda", DTYPES[precision], enabled=precision != "fp32"):
             loss = model(**batch).loss
         scaler.scale(loss).backward()
+
+    def step() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
-    return step
+    return forward_backward, step, lambda: None
 
 
-def ours(model: nn.Module, batch: dict[str, Any], precision: str, stage: int) -> Run:
-    engine = zerobench.initialize(
-        model, config={"stage": stage, "precision": precision, "optimizer": {"lr": LR}}
-    )
-
-    def step() -> None:
-        engine.backward(engine(**batch).loss)
-        engine.step()
-
-    return step
-
-
-def window_ms(step: Run) -> float:
+def window_ms(forward_backward: Run, step: Run) -> float:
     torch.cuda.synchronize()
     start_s = time.perf_counter()
     for _ in range(WINDOW_STEPS):
+        forward_backward()
         step()
     torch.cuda.synchronize()
     return (time.perf_counter() - start_s) / WINDOW_STEPS * 1e3
-
-
-def host_ms(step: Run) -> float:
-    times = []
-    for _ in range(HOST_STEPS):
-        torch.cuda.synchronize()
-        start_s = time.perf_counter()
-        step()
-        times.append((time.perf_counter() - start_s) * 1e3)
-    return median(times)
 
 
 def measure(precision: str, *, batch_size: int, seq_length: int, rounds: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     ids = torch.randint(0, 32000, (batch_size, seq_length), device=device)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
-    steps = {"masters": masters(build(device), batch, precision)}
+    modes = {"masters": masters(build(device), batch, precision)}
     if precision != "fp32":
-        steps["autocast"] = autocast(build(device), batch, precision)
+        modes["autocast"] = autocast(build(device), batch, precision)
     for stage in range(4):
-        steps[f"zero{stage}"] = ours(build(device), batch, precision, stage)
-    for step in steps.values():
+        modes[f"zero{stage}"] = ours(build(device), batch, f'zero{stage}@precision="{precision}"')
+    for forward_backward, step, _ in modes.values():
         for _ in range(WARMUP_STEPS):
+            forward_backward()
             step()
     taken: list[dict[str, float]] = []
     for _ in range(rounds):
-        order = random.sample(list(steps), len(steps))
-        taken.append({name: window_ms(steps[name]) for name in order})
-    for name, step in steps.items():
+        order = random.sample(list(modes), len(modes))
+        taken.append({name: window_ms(*modes[name][:2]) for name in order})
+    for name, (forward_backward, step, close) in modes.items():
         ratios = [window[name] / min(window[plain] for plain in PLAIN if plain in window) for window in taken]
         quarter, middle, three_quarters = quantiles(ratios, n=4)
         found = {
@@ -138,9 +119,10 @@ def measure(precision: str, *, batch_size: int, seq_length: int, rounds: int) ->
             "median_ms": round(median(window[name] for window in taken), 3),
             "to_plain": round(middle, 4),
             "to_plain_quartiles": [round(quarter, 4), round(three_quarters, 4)],
-            "host_ms": round(host_ms(step), 2),
+            "host_ms": round(host_ms(forward_backward, step), 2),
         }
         print(json.dumps(found), flush=True)
+        close()
 
 
 def main() -> None:

@@ -201,7 +201,7 @@ def piece_deviation(parameters: Tensors, reference: Reference, *, floor: float) 
         ratio, weight = in_pieces(error / size), in_pieces(reference.moments[name].abs())
         mean_square = weight.square().nanmean(dim=1)
         typical = mean_square[mean_square > 0].nanmedian()  # NaN where there is none
-        counted = (mean_square >= least) & ~(mean_square < PIECE_SHARE**2 * typical) | (mean_square == 0)
+        counted = (mean_square >= least) & (mean_square >= PIECE_SHARE**2 * typical) | (mean_square == 0)
         if not bool(counted.any()):
             continue
         ratio, weight = ratio[counted], weight[counted]

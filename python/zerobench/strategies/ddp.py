@@ -75,8 +75,6 @@ class DDPStrategy(PeerStrategy):
         self._steps = 0
 
     def _take_exposed_ms(self) -> Callable[[], float] | None:
-        if self.settings.device != "cpu":
-            return None  # kernels tell
         if self._exposed is None:
             self._exposed = _ExposedReduction(_all_reduce_mean)
             self._ddp.register_comm_hook(None, self._exposed.hook)
