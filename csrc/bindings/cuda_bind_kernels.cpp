@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/cuda_bindings.h"
@@ -99,14 +100,21 @@ void bind_copies(BoundDeviceClass& device) {
 void bind_norms(BoundDeviceClass& device) {
   device
       .def(
-          "sum_of_squares",
-          [](BoundDevice& self, const std::string& lane, Address result, Address source, const std::string& dtype,
-             std::size_t numel) {
-            self.device->sum_of_squares(lane_from_name(lane), pointer<double>(result), pointer(source),
-                                        dtype_from_name(dtype), numel);
+          "sums_of_squares",
+          [](BoundDevice& self, const std::string& lane, const std::string& dtype,
+             const std::vector<std::pair<Address, std::vector<std::pair<Address, std::size_t>>>>& sums) {
+            std::vector<std::vector<FlatPiece>> pieces(sums.size());
+            std::vector<SquareSum> taken;
+            for (std::size_t i = 0; i < sums.size(); ++i) {
+              for (const auto& [source, numel] : sums[i].second) {
+                pieces[i].push_back({.numel = numel, .data = pointer(source)});
+              }
+              taken.push_back({.result = pointer<double>(sums[i].first), .pieces = pieces[i]});
+            }
+            self.device->sums_of_squares(lane_from_name(lane), dtype_from_name(dtype), taken);
           },
-          py::arg("lane"), py::kw_only(), py::arg("result"), py::arg("source"), py::arg("dtype"), py::arg("numel"),
-          Release(), "*result = sum of squares in double")
+          py::arg("lane"), py::kw_only(), py::arg("dtype"), py::arg("sums"), Release(),
+          "Sums of squares in double: (address of the result, [(address, numel) of a piece]) each")
       .def(
           "combine_norm",
           [](BoundDevice& self, const std::string& lane, Address partial_sums, std::size_t rank_num,

@@ -67,8 +67,13 @@ class CpuDevice final : public Device {
     if (bytes != 0) std::memcpy(destination, host, bytes);
   }
 
-  void sum_of_squares(Lane, double* result, const void* source, DType dtype, std::size_t numel) override {
-    *result = kernels_.sum_of_squares(source, dtype, numel);
+  void sums_of_squares(Lane, DType dtype, std::span<const SquareSum> sums) override {
+    for (const SquareSum& sum : sums) {
+      *sum.result = 0.0;
+      for (const FlatPiece& piece : sum.pieces) {
+        *sum.result += kernels_.sum_of_squares(piece.data, dtype, piece.numel);
+      }
+    }
   }
   void combine_norm(Lane, const NormArguments& arguments) override { combine_partial_sums(arguments); }
 

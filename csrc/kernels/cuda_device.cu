@@ -204,10 +204,9 @@ void CudaDevice::copy_from_pinned(Lane lane, void* destination, const std::byte*
   ZB_CUDA(cudaMemcpyAsync(destination, host, bytes, cudaMemcpyHostToDevice, cuda_stream(lane)));
 }
 
-void CudaDevice::sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) {
+void CudaDevice::sums_of_squares(Lane lane, DType dtype, std::span<const SquareSum> sums) {
   bind_thread();
-  launch_sum_of_squares(result, source, dtype, numel, sum_scratch_[static_cast<std::size_t>(lane)].get(),
-                        cuda_stream(lane));
+  launch_sums_of_squares(dtype, sums, sum_scratch_[static_cast<std::size_t>(lane)].get(), cuda_stream(lane));
 }
 
 void CudaDevice::combine_norm(Lane lane, const NormArguments& arguments) {

@@ -69,7 +69,7 @@ class CudaDevice final : public Device, public HostRegistrar {
   void copy(Lane lane, void* destination, const void* source, std::size_t bytes) override;
   void copy_to_pinned(Lane lane, std::byte* host, const void* source, std::size_t bytes) override;
   void copy_from_pinned(Lane lane, void* destination, const std::byte* host, std::size_t bytes) override;
-  void sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) override;
+  void sums_of_squares(Lane lane, DType dtype, std::span<const SquareSum> sums) override;
   void combine_norm(Lane lane, const NormArguments& arguments) override;
 
   void download(void* host, const void* source, std::size_t bytes) override;
@@ -88,7 +88,7 @@ class CudaDevice final : public Device, public HostRegistrar {
   std::array<cudaStream_t, kLaneNum> streams_{};  // by lane; the first is the caller's
   std::array<OwnStream, kLaneNum> own_streams_;   // of the other lanes
   OwnStream host_stream_;                         // of calls that block: fresh memory and copies from and to the host
-  // Partial sums of sum_of_squares, one place a lane: a lane's calls run in order.
+  // Partial sums of sums_of_squares, one place a lane: a lane's calls run in order.
   std::array<std::shared_ptr<std::byte>, kLaneNum> sum_scratch_;
 };
 

@@ -29,8 +29,7 @@ void launch_sum(void* destination, std::span<const void* const> sources, DType d
 
 // Bytes of device memory, zero-filled once, that calls of one stream share.
 std::size_t sum_scratch_bytes();
-void launch_sum_of_squares(double* result, const void* source, DType dtype, std::size_t numel, void* scratch,
-                           cudaStream_t stream);
+void launch_sums_of_squares(DType dtype, std::span<const SquareSum> sums, void* scratch, cudaStream_t stream);
 
 void launch_combine_norm(const NormArguments& arguments, cudaStream_t stream);
 

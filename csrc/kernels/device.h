@@ -50,6 +50,19 @@ struct PackItem {
   bool is_copy() const noexcept { return source != nullptr && !accumulate && source_dtype == destination_dtype; }
 };
 
+// Elements [begin, begin + numel) of a flat buffer, wherever they lie.
+struct FlatPiece {
+  std::size_t begin = 0;
+  std::size_t numel = 0;
+  const void* data = nullptr;
+};
+
+// A sum of squares to be taken, in double.
+struct SquareSum {
+  double* result = nullptr;  // device memory
+  std::span<const FlatPiece> pieces = {};
+};
+
 // What a step's updates read. Lies in device memory.
 struct StepScalars {
   double norm = 0.0;             // of the averaged and unscaled gradient, before clipping
@@ -116,8 +129,9 @@ class Device {
   virtual void copy(Lane lane, void* destination, const void* source, std::size_t bytes) = 0;
   virtual void copy_to_pinned(Lane lane, std::byte* host, const void* source, std::size_t bytes) = 0;
   virtual void copy_from_pinned(Lane lane, void* destination, const std::byte* host, std::size_t bytes) = 0;
-  // *result (device memory) = sum of squares in double, in an order that depends on dtype and numel alone.
-  virtual void sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) = 0;
+  // All of them in few pieces of work. Each is added up in an order that depends on dtype and its pieces' sizes alone,
+  // not on where they lie or on the other sums.
+  virtual void sums_of_squares(Lane lane, DType dtype, std::span<const SquareSum> sums) = 0;
   // Sums over ranks in rank order, then over flats in order; norm = sqrt(total) / divisor; factor = 1 / divisor, times
   // min(1, clip / (norm + 1e-6)) where clipping is on (torch.nn.utils.clip_grad_norm_), in double, rounded to float
   // once.

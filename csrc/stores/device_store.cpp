@@ -1,4 +1,5 @@
 // The device store: optimizer state in device memory beside the parameters, updated in place.
+#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -39,6 +40,7 @@ class DeviceStore final : public Store {
       : ledger_(ledger), parts_(parts), fp32_master_(fp32_master) {}
 
   Tier tier() const noexcept override { return Tier::kDevice; }
+  bool takes_pieces() const noexcept override { return true; }
   bool keeps_master(DType param_dtype) const noexcept override {
     return param_dtype != DType::kFloat32 || fp32_master_ == Fp32Master::kKept;
   }
@@ -65,23 +67,23 @@ class DeviceStore final : public Store {
   }
 
   void start_update(std::size_t index, const ShardUpdate& update) override {
-    Shard& shard = at(index);
-    const bool has_parameters = update.parameters != nullptr || keeps_master(shard.param_dtype);
-    ZB_EXPECT(
-        shard.numel == 0 || (update.gradient != nullptr && has_parameters && update.step != nullptr),
-        "an update of shard " + std::to_string(index) + " needs its gradient, its parameters and the step's scalars");
-    for (const Segment& segment : shard.segments) {
-      ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
-                "shard " + std::to_string(index) + " needs hyperparameters of param group " +
-                    std::to_string(segment.row) + ", got " + std::to_string(update.rows.size()) + " rows");
-    }
+    const std::pair<std::size_t, ShardUpdate> only{index, update};
+    start_updates({&only, 1});
+  }
+
+  void start_updates(std::span<const std::pair<std::size_t, ShardUpdate>> updates) override {
+    if (updates.empty()) return;
+    const ShardUpdate& first = updates.front().second;
     runs_.clear();
-    for (const Segment& segment : shard.segments) {
-      runs_.push_back({segment_span(shard, update, segment), update.rows[static_cast<std::size_t>(segment.row)]});
+    for (const auto& [index, update] : updates) {
+      ZB_EXPECT(update.lane == first.lane && update.step == first.step,
+                "updates that are started together are of one step and go into one lane");
+      check(index, update);
+      for (const Segment& segment : at(index).segments) add_runs(at(index), update, segment);
     }
-    stand_behind(shard, update.lane);
-    if (!runs_.empty()) parts_.adam->update(update.lane, runs_, update.step);
-    change_in(shard, update.lane);
+    for (const auto& [index, update] : updates) stand_behind(at(index), first.lane);
+    if (!runs_.empty()) parts_.adam->update(first.lane, runs_, first.step);
+    for (const auto& [index, update] : updates) change_in(at(index), first.lane);
   }
 
   void wait_update(std::size_t index, Lane lane) override { stand_behind(at(index), lane); }
@@ -107,18 +109,48 @@ class DeviceStore final : public Store {
   }
 
  private:
-  AdamSpan segment_span(const Shard& shard, const ShardUpdate& update, const Segment& segment) const {
+  void check(std::size_t index, const ShardUpdate& update) {
+    const Shard& shard = at(index);
+    const bool has_gradient = update.gradient != nullptr || !update.gradient_pieces.empty();
+    const bool has_parameters = update.parameters != nullptr || keeps_master(shard.param_dtype);
+    ZB_EXPECT(
+        shard.numel == 0 || (has_gradient && has_parameters && update.step != nullptr),
+        "an update of shard " + std::to_string(index) + " needs its gradient, its parameters and the step's scalars");
+    for (const Segment& segment : shard.segments) {
+      ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
+                "shard " + std::to_string(index) + " needs hyperparameters of param group " +
+                    std::to_string(segment.row) + ", got " + std::to_string(update.rows.size()) + " rows");
+    }
+  }
+
+  // What lies in no piece is padding: zeros that an update by zeros would leave as they are.
+  void add_runs(const Shard& shard, const ShardUpdate& update, const Segment& segment) {
+    const AdamScalars& scalars = update.rows[static_cast<std::size_t>(segment.row)];
+    if (update.gradient_pieces.empty()) {
+      const void* const gradient = element(update.gradient, update.gradient_dtype, segment.begin);
+      runs_.push_back({span_of(shard, update, segment.begin, segment.end, gradient), scalars});
+    }
+    for (const FlatPiece& piece : update.gradient_pieces) {
+      const std::size_t begin = std::max(segment.begin, piece.begin);
+      const std::size_t end = std::min(segment.end, piece.begin + piece.numel);
+      if (begin >= end) continue;
+      const void* const gradient = element(piece.data, update.gradient_dtype, begin - piece.begin);
+      runs_.push_back({span_of(shard, update, begin, end, gradient), scalars});
+    }
+  }
+
+  AdamSpan span_of(const Shard& shard, const ShardUpdate& update, std::size_t begin, std::size_t end,
+                   const void* gradient) const {
     const bool master_is_parameters = !keeps_master(shard.param_dtype);
-    void* parameters =
-        update.parameters == nullptr ? nullptr : element(update.parameters, shard.param_dtype, segment.begin);
-    return {.master = master_is_parameters ? static_cast<float*>(parameters) : shard.master.as<float>() + segment.begin,
-            .exp_avg = shard.exp_avg.as<float>() + segment.begin,
-            .exp_avg_sq = shard.exp_avg_sq.as<float>() + segment.begin,
-            .gradient = element(update.gradient, update.gradient_dtype, segment.begin),
+    void* parameters = update.parameters == nullptr ? nullptr : element(update.parameters, shard.param_dtype, begin);
+    return {.master = master_is_parameters ? static_cast<float*>(parameters) : shard.master.as<float>() + begin,
+            .exp_avg = shard.exp_avg.as<float>() + begin,
+            .exp_avg_sq = shard.exp_avg_sq.as<float>() + begin,
+            .gradient = gradient,
             .gradient_dtype = update.gradient_dtype,
             .low_precision = master_is_parameters ? nullptr : parameters,
             .low_precision_dtype = shard.param_dtype,
-            .numel = segment.end - segment.begin};
+            .numel = end - begin};
   }
 
   // Where every rank updates everything in the compute lane, nobody asks and no mark is made.

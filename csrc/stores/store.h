@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -43,12 +44,14 @@ struct ShardGradient {
   MarkPtr ready = nullptr;  // behind which it is there
 };
 
-// One update of one shard. Pointers are device memory, ready for `lane`, but for the scalars on the host. `rows` need
-// not outlive the call; all else stays as it is until the shard's update was waited for.
+// One update of one shard. Pointers are device memory, ready for `lane`, but for the scalars on the host. `rows` and
+// the list of pieces need not outlive the call; all else stays as it is until the shard's update was waited for.
 struct ShardUpdate {
   Lane lane = Lane::kCompute;      // that the update is put into, or starts behind
   const void* gradient = nullptr;  // numel elements, reduced, not yet scaled
   DType gradient_dtype = DType::kFloat32;
+  // Or instead, where the store takes pieces: what lies in none of them is padding.
+  std::span<const FlatPiece> gradient_pieces = {};
   // The shard's parameters in param_dtype, which are the master where the store keeps none. Null where they are fetched
   // from the store (fetch_parameters) instead.
   void* parameters = nullptr;
@@ -85,6 +88,8 @@ class Store {
   virtual Tier tier() const noexcept = 0;
   // Whether start_update puts the whole update into its lane.
   virtual bool issues_at_once() const noexcept { return true; }
+  // Whether updates take gradients in pieces (ShardUpdate::gradient_pieces).
+  virtual bool takes_pieces() const noexcept { return false; }
   // Whether the store holds a master of parameters of this dtype. Else they are fp32 and their own master.
   virtual bool keeps_master(DType param_dtype) const noexcept { return param_dtype != DType::kFloat32; }
 
@@ -120,6 +125,10 @@ class Store {
   // Starts an update, behind the last one of the shard. Whatever reads the shard's parameters stands before the lane's
   // present point.
   virtual void start_update(std::size_t shard, const ShardUpdate& update) = 0;
+  // The same for several shards, in one lane and by the same scalars, in as few pieces of work as the store can.
+  virtual void start_updates(std::span<const std::pair<std::size_t, ShardUpdate>> updates) {
+    for (const auto& [shard, update] : updates) start_update(shard, update);
+  }
   // Whether wait_update would not block, nor fetch_parameters of what the store brings ahead of its use.
   virtual bool is_issued(std::size_t shard) const {
     static_cast<void>(shard);

@@ -244,9 +244,18 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
       if (bytes != 0) std::memcpy(destination, host, bytes);
     });
   }
-  void sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) override {
-    put_in(lane, "sum_of_squares", {{result, sizeof(double), true}, read(source, dtype, numel)},
-           [=, this] { *result = kernels_.sum_of_squares(source, dtype, numel); });
+  void sums_of_squares(Lane lane, DType dtype, std::span<const SquareSum> sums) override {
+    for (const SquareSum& sum : sums) {
+      std::vector<Touched> touched{{sum.result, sizeof(double), true}};
+      for (const FlatPiece& piece : sum.pieces) touched.push_back(read(piece.data, dtype, piece.numel));
+      put_in(lane, "sums_of_squares", touched,
+             [=, this, result = sum.result, pieces = std::vector<FlatPiece>(sum.pieces.begin(), sum.pieces.end())] {
+               *result = 0.0;
+               for (const FlatPiece& piece : pieces) {
+                 *result += kernels_.sum_of_squares(piece.data, dtype, piece.numel);
+               }
+             });
+    }
   }
   void combine_norm(Lane lane, const NormArguments& arguments) override {
     const std::size_t flat_bytes = arguments.flat_num * sizeof(double);

@@ -133,8 +133,8 @@ class ThreadDevice final : public Device {
   void copy_from_pinned(Lane lane, void* destination, const std::byte* host, std::size_t bytes) override {
     copy(lane, destination, host, bytes);
   }
-  void sum_of_squares(Lane lane, double* result, const void* source, DType dtype, std::size_t numel) override {
-    host_->sum_of_squares(lane, result, source, dtype, numel);
+  void sums_of_squares(Lane lane, DType dtype, std::span<const SquareSum> sums) override {
+    host_->sums_of_squares(lane, dtype, sums);
   }
   void combine_norm(Lane lane, const NormArguments& arguments) override { host_->combine_norm(lane, arguments); }
   void download(void* host, const void* source, std::size_t bytes) override { host_->download(host, source, bytes); }

@@ -1,6 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <string>
+#include <utility>
 
 #include "common/error.h"
 #include "kernels/cpu_device.h"
@@ -113,6 +116,92 @@ TEST(DeviceStore, UpdatesBySegmentsLikeTheScalarAdam) {
       }
     }
   }
+}
+
+// Three steps of two shards of the same values, one by a flat gradient and one by pieces of it that lie anywhere.
+TEST(DeviceStore, TakesAGradientInPieces) {
+  constexpr std::array<std::pair<std::size_t, std::size_t>, 5> kPlaces{
+      {{0, 1}, {16, 1203}, {1232, 3768}, {5016, 16}, {5040, 3959}}};  // two of the first segment end before it does
+  for (const DType param_dtype : kDTypes) {
+    for (const DType gradient_dtype : kDTypes) {
+      SCOPED_TRACE(std::string(dtype_name(param_dtype)) + " " + std::string(dtype_name(gradient_dtype)));
+      const auto with_padding = [&](std::vector<float> values) {
+        std::vector<float> padded(kNumel, 0.0F);
+        for (const auto& [begin, numel] : kPlaces) std::copy_n(&values[begin], numel, &padded[begin]);
+        return padded;
+      };
+      Ledger ledger;
+      const std::unique_ptr<Store> store = make_device_store(&ledger, {make_cpu_device(), make_cpu_adam(2, {})});
+      ASSERT_TRUE(store->takes_pieces());
+      const std::vector<float> master = with_padding(ordinary_floats(kNumel, 1));
+      std::vector<Elements> parameters(2, Elements(param_dtype, master, 1));
+      for (int shard = 0; shard < 2; ++shard) store->add_shard(some_spec(param_dtype), master);
+      for (long step = 1; step <= 3; ++step) {
+        const std::vector<float> values = with_padding(ordinary_floats(kNumel, static_cast<std::uint32_t>(10 + step)));
+        const Elements flat(gradient_dtype, values, 1);
+        std::vector<Elements> copies;
+        for (const auto& [begin, numel] : kPlaces) {
+          copies.emplace_back(gradient_dtype, std::vector<float>(&values[begin], &values[begin] + numel), begin % 3);
+        }
+        std::vector<FlatPiece> pieces;
+        for (std::size_t i = 0; i < kPlaces.size(); ++i) {
+          pieces.push_back({.begin = kPlaces[i].first, .numel = kPlaces[i].second, .data = copies[i].data()});
+        }
+        const std::vector<AdamScalars> rows = some_rows(step);
+        ShardUpdate update{.gradient = flat.data(),
+                           .gradient_dtype = gradient_dtype,
+                           .parameters = parameters[0].data(),
+                           .rows = rows,
+                           .step = &kStep};
+        store->start_update(0, update);
+        update.gradient = nullptr;
+        update.gradient_pieces = pieces;
+        update.parameters = parameters[1].data();
+        store->start_update(1, update);
+        for (const std::size_t shard : {0U, 1U}) store->wait_update(shard, Lane::kCompute);
+        ASSERT_EQ(parameters[1].first_difference(parameters[0]), -1) << "step " << step;
+      }
+      EXPECT_EQ(state_of(*store, 1, StateKind::kExpAvg), state_of(*store, 0, StateKind::kExpAvg));
+      EXPECT_EQ(state_of(*store, 1, StateKind::kExpAvgSq), state_of(*store, 0, StateKind::kExpAvgSq));
+    }
+  }
+}
+
+TEST(DeviceStore, UpdatesStartedTogetherAreThoseOfEach) {
+  Ledger ledger;
+  const std::unique_ptr<Store> store = make_device_store(&ledger, {make_cpu_device(), make_cpu_adam(2, {})});
+  const std::vector<DType> dtypes{DType::kFloat32, DType::kBFloat16, DType::kBFloat16};
+  const std::vector<AdamScalars> rows = some_rows(1);
+  std::vector<Elements> parameters;
+  std::vector<std::vector<float>> gradients;
+  std::vector<std::pair<std::size_t, ShardUpdate>> updates;
+  for (std::size_t i = 0; i < 2 * dtypes.size(); ++i) {  // each twice
+    const std::vector<float> master = ordinary_floats(kNumel, static_cast<std::uint32_t>(1 + i / 2));
+    gradients.push_back(ordinary_floats(kNumel, static_cast<std::uint32_t>(10 + i / 2)));
+    parameters.emplace_back(dtypes[i / 2], master, 1);
+    store->add_shard(some_spec(dtypes[i / 2]), master);
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    updates.emplace_back(
+        i,
+        ShardUpdate{.gradient = gradients[i].data(), .parameters = parameters[i].data(), .rows = rows, .step = &kStep});
+  }
+  std::vector<std::pair<std::size_t, ShardUpdate>> together;
+  for (std::size_t i = 0; i < updates.size(); i += 2) {
+    store->start_update(i, updates[i].second);
+    together.push_back(updates[i + 1]);
+  }
+  store->start_updates(together);
+  store->start_updates({});
+  for (std::size_t i = 0; i < updates.size(); i += 2) {
+    for (const std::size_t shard : {i, i + 1}) store->wait_update(shard, Lane::kCompute);
+    EXPECT_EQ(parameters[i + 1].first_difference(parameters[i]), -1) << "shard " << i;
+    EXPECT_EQ(state_of(*store, i + 1, StateKind::kExpAvg), state_of(*store, i, StateKind::kExpAvg));
+    EXPECT_EQ(state_of(*store, i + 1, StateKind::kExpAvgSq), state_of(*store, i, StateKind::kExpAvgSq));
+  }
+  const StepScalars other = kStep;
+  together.back().second.step = &other;
+  EXPECT_THROW(store->start_updates(together), ArgumentError);
 }
 
 TEST(DeviceStore, ASkippedStepChangesNothing) {

@@ -156,6 +156,70 @@ TEST_P(EngineLanes, AStepDroppedBehindABadOneLeavesNoTrace) {
   }
 }
 
+std::int64_t gradient_bytes(ToyRank& toy) {
+  return toy.engine().ledger().entry(Tier::kDevice, Category::kGradients).current_bytes;
+}
+
+std::int64_t trainable_bytes(DType dtype) {
+  std::size_t bytes = 0;
+  for (const test::ToyParameter& parameter : toy_parameters()) {
+    if (parameter.trainable) bytes += parameter.numel * dtype_bytes(dtype);
+  }
+  return static_cast<std::int64_t>(bytes);
+}
+
+// One rank leaves gradients where they are, unless they have to be cast, and keeps none behind a step or an abort.
+TEST(EngineLent, GradientsTakeTheirOwnBytesUntilTheStep) {
+  for (const DType reduce_dtype : {DType::kFloat32, DType::kBFloat16}) {
+    ToyOptions with;
+    with.param_dtype = DType::kBFloat16;
+    with.reduce_dtype = reduce_dtype;
+    with.lane_schedule_num = test::kLaneScheduleNum;
+    const bool are_cast = reduce_dtype != with.param_dtype;
+    for (std::uint32_t number = 0; number < with.lane_schedule_num; ++number) {
+      test::run_in_lanes(with, number, [&](ToyRank& toy) {
+        EXPECT_EQ(gradient_bytes(toy), 0);
+        for (int step = 0; step < 2; ++step) {
+          toy.forward(kUnits);
+          toy.backward(kReversed);
+          EXPECT_GE(gradient_bytes(toy), trainable_bytes(reduce_dtype));
+          EXPECT_EQ(gradient_bytes(toy) != trainable_bytes(reduce_dtype),
+                    are_cast);  // then they are flat, with padding
+          toy.start_step();
+          EXPECT_EQ(gradient_bytes(toy), 0);
+          toy.forward(kUnits);
+          toy.begin_backward(true);
+          toy.unit_backward(kReversed.front());
+          EXPECT_GT(gradient_bytes(toy), 0);
+          toy.engine().abort_backward();
+          EXPECT_EQ(gradient_bytes(toy) != 0, are_cast);
+        }
+      });
+    }
+  }
+}
+
+// Where updates run in backward, at most what they have yet to read is there.
+TEST(EngineLent, UpdatesInBackwardLetGoOfGradients) {
+  ToyOptions with;
+  with.optimizer_in_backward = true;
+  with.lane_schedule_num = test::kLaneScheduleNum;
+  int smaller_num = 0;
+  for (std::uint32_t number = 0; number < with.lane_schedule_num; ++number) {
+    test::run_in_lanes(with, number, [&](ToyRank& toy) {
+      for (int step = 0; step < 2; ++step) {
+        toy.forward(kUnits);
+        toy.backward(kReversed);
+        EXPECT_LE(gradient_bytes(toy), trainable_bytes(DType::kFloat32));
+        smaller_num += gradient_bytes(toy) < trainable_bytes(DType::kFloat32) ? 1 : 0;
+        toy.start_step();
+        EXPECT_EQ(gradient_bytes(toy), 0);
+      }
+    });
+  }
+  EXPECT_GT(smaller_num, 0);
+}
+
 TEST_P(EngineLanes, BytesOfTheHostReachEveryRank) {
   run_ranks(options(), [](ToyRank& toy) {
     toy.train();

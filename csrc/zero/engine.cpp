@@ -156,13 +156,14 @@ void Engine::make_gradient_shards(Unit& unit) {
   release_passed_gradients();
   unit.gradients_spent = false;  // what an unused unit still has is written again, in the lane of its last use
   for (FlatBuffer& flat : unit.flats) {
-    if (!flat.trainable || flat.shard_gradients) continue;
+    if (!flat.trainable || flat.shard_gradients || !unit.lent.empty()) continue;
     const std::size_t bytes = flat.shard_gradient_bytes();
     auto memory = options_.allocate_in_compute ? options_.allocate_in_compute(bytes)
                                                : device().allocate(bytes, category_name(Category::kGradients));
     flat.shard_gradients = {
         std::make_shared<LaneBuffer>(std::move(memory), bytes, device().is_async(),
                                      Allocation(&ledger_, Tier::kDevice, Category::kGradients, bytes))};
+    if (lends_gradients()) flat.full_gradients = flat.shard_gradients;
   }
 }
 

@@ -251,7 +251,7 @@ class Engine {
   void offer_gradients(Unit& unit);
   void drop_offers();
   void update(std::span<const AdamHyperparameters> groups);
-  void update_unit(Unit& unit, Lane lane, std::span<const AdamScalars> rows, const StepPlaces& step);
+  void update_units(std::span<Unit> units, Lane lane, std::span<const AdamScalars> rows, const StepPlaces& step);
   void meet_behind_updates();
   void finish_where_nothing_runs_beside();
   void publish_small_together(std::size_t end);
@@ -271,9 +271,14 @@ class Engine {
   std::byte* update_gradient(const FlatBuffer& flat) const {
     return (state_sharded() ? flat.shard_gradients : flat.full_gradients).data();
   }
-  // Gradient shards then live from reduction to update alone.
+  // [Note: lent gradients] (lent_gradients.h).
+  bool lends_gradients() const {
+    return world_size() == 1 && parts_.device->is_async() && options_.accumulation_steps == 1 && store_->takes_pieces();
+  }
+  // Gradients that updates read then live from reduction to update alone.
   bool makes_gradients_each_step() const {
-    return policy_.gradients == GradientPlacement::kShardedEachMicroBatch && options_.accumulation_steps == 1;
+    const bool shares_each = policy_.gradients == GradientPlacement::kShardedEachMicroBatch;
+    return (shares_each && options_.accumulation_steps == 1) || lends_gradients();
   }
   // Updates in backward follow gathers by no meeting of all ranks.
   std::optional<Lane> own_part_lane() const {

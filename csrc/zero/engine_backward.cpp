@@ -73,11 +73,12 @@ void Engine::start_updates_behind_peers() {
 void Engine::start_update_in_backward(Unit& unit) {
   BackwardUpdates& updates = backward_updates_;
   const Lane lane = reduce_communicator_->lane();
+  if (lane != reduces_->lane()) device().wait(lane, device().mark(reduces_->lane()));
   for (const WorkPtr& gather : unit.reads) gather->wait_source_free(lane);
   unit.reads.clear();
-  update_unit(unit, lane, updates.rows,
-              {.on_device = updates.scalars.as<StepScalars>(),
-               .on_host = reinterpret_cast<const StepScalars*>(updates.scalars_on_host.get())});
+  update_units({&unit, 1}, lane, updates.rows,
+               {.on_device = updates.scalars.as<StepScalars>(),
+                .on_host = reinterpret_cast<const StepScalars*>(updates.scalars_on_host.get())});
   if (makes_gradients_each_step() && store_->issues_at_once()) updates.updated.emplace_back(&unit, device().mark(lane));
 }
 

@@ -64,13 +64,16 @@ void Engine::build(EngineModel& model) {
                                                       .keep_reads = options.optimizer_in_backward,
                                                       .own_part_lane = own_part_lane(),
                                                       .own_part_beside_bytes = options.own_part_beside_bytes});
-  reduces_ =
-      std::make_unique<ReduceScheduler>(device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_,
-                                        policy_.gradients, options.push_gradient_bytes,
-                                        ReduceEvents{.before = [this](Unit& unit) { make_gradient_shards(unit); },
-                                                     .reduced = [this](Unit& unit) { on_reduced(unit); },
-                                                     .gathers_meet = [this] { return gathers_->meets(); },
-                                                     .is_held_up = [this] { return gathers_->awaits_own_part(); }});
+  reduces_ = std::make_unique<ReduceScheduler>(
+      device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_,
+      ReduceOptions{.placement = policy_.gradients,
+                    .push_bytes = options.push_gradient_bytes,
+                    .lends = lends_gradients(),
+                    .sums_together = lends_gradients() && !options.optimizer_in_backward},
+      ReduceEvents{.before = [this](Unit& unit) { make_gradient_shards(unit); },
+                   .reduced = [this](Unit& unit) { on_reduced(unit); },
+                   .gathers_meet = [this] { return gathers_->meets(); },
+                   .is_held_up = [this] { return gathers_->awaits_own_part(); }});
   reserve_store();
   for (Unit& unit : units_) build_unit(unit, model);
   build_norms();

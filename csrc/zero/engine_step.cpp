@@ -60,7 +60,7 @@ void Engine::finish_reports() {
 // Puts the norm, the factor and the skip flag of this step into device memory, and on their way to the host.
 void Engine::combine_norm() {
   Communicator& communicator = *reduce_communicator_;
-  const Lane lane = communicator.lane();
+  const Lane lane = reduces_->lane();
   if (world_size() > 1) {
     const CommunicationClock::Scope timed(clock_, "norm");
     // Ranks meet here with all their gathers behind them, so that what follows may write what peers have read.
@@ -201,9 +201,14 @@ void Engine::update(std::span<const AdamHyperparameters> groups) {
   const StepPlaces step{.on_device = norm_.as<StepScalars>(),
                         .on_host = reinterpret_cast<const StepScalars*>(norm_on_host_.get()),
                         .arrived = pending_.arrived};
-  for (std::size_t index = 0; index < units_.size(); ++index) {
-    update_unit(units_[index], update_lane(), rows, step);
-    if (store_->issues_at_once()) publish_small_together(index + 1);
+  if (!state_sharded() && store_->issues_at_once()) {  // nobody waits for a unit's alone
+    update_units(units_, update_lane(), rows, step);
+    for (Unit& unit : units_) release_gradients(unit);  // in the compute lane, whose memory they are
+  } else {
+    for (std::size_t index = 0; index < units_.size(); ++index) {
+      update_units({&units_[index], 1}, update_lane(), rows, step);
+      if (store_->issues_at_once()) publish_small_together(index + 1);
+    }
   }
   if (gathers_->settles() && store_->issues_at_once()) meet_behind_updates();
   finish_where_nothing_runs_beside();
@@ -226,21 +231,27 @@ void Engine::finish_where_nothing_runs_beside() {
   for (Unit& unit : units_) wait_updated(unit);
 }
 
-void Engine::update_unit(Unit& unit, Lane lane, std::span<const AdamScalars> rows, const StepPlaces& step) {
-  for (FlatBuffer& flat : unit.flats) {
-    if (!flat.trainable) continue;
-    const Region& parameters = state_sharded() ? flat.shard_parameters : flat.full_parameters;
-    store_->start_update(flat.store_shard, {.lane = lane,
-                                            .gradient = update_gradient(flat),
-                                            .gradient_dtype = flat.reduce_dtype,
-                                            .parameters = flat.is_fetched ? nullptr : parameters.data(),
-                                            .rows = rows,
-                                            .step = step.on_device,
-                                            .step_on_host = step.on_host,
-                                            .step_arrived = step.arrived});
+void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const AdamScalars> rows, const StepPlaces& step) {
+  std::vector<std::pair<std::size_t, ShardUpdate>> updates;
+  for (Unit& unit : units) {
+    for (FlatBuffer& flat : unit.flats) {
+      if (!flat.trainable) continue;
+      const Region& parameters = state_sharded() ? flat.shard_parameters : flat.full_parameters;
+      updates.emplace_back(flat.store_shard,
+                           ShardUpdate{.lane = lane,
+                                       .gradient = unit.lent.empty() ? update_gradient(flat) : nullptr,
+                                       .gradient_dtype = flat.reduce_dtype,
+                                       .gradient_pieces = flat.lent_gradients,
+                                       .parameters = flat.is_fetched ? nullptr : parameters.data(),
+                                       .rows = rows,
+                                       .step = step.on_device,
+                                       .step_on_host = step.on_host,
+                                       .step_arrived = step.arrived});
+      flat.is_settled = false;
+    }
   }
-  for (FlatBuffer& flat : unit.flats) flat.is_settled = flat.is_settled && !flat.trainable;
-  unit.gradients_spent = true;
+  store_->start_updates(updates);
+  for (Unit& unit : units) unit.gradients_spent = true;
 }
 
 // Units before `end` are updated: they are published, small ones together.
@@ -299,7 +310,8 @@ void Engine::wait_updated(Unit& unit) {
 
 void Engine::release_gradients(Unit& unit) {
   if (!std::exchange(unit.gradients_spent, false) || !makes_gradients_each_step()) return;
-  for (FlatBuffer& flat : unit.flats) flat.shard_gradients = {};
+  for (FlatBuffer& flat : unit.flats) flat.full_gradients = flat.shard_gradients = {};
+  unit.drop_lent();
 }
 
 void Engine::finish_updates() {

@@ -10,18 +10,18 @@ namespace zb {
 
 ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                                  std::vector<Parameter>& parameters, CommunicationClock& clock,
-                                 GradientPlacement placement, std::size_t push_bytes, ReduceEvents events)
+                                 const ReduceOptions& options, ReduceEvents events)
     : device_(device),
       communicator_(communicator),
       units_(units),
       parameters_(parameters),
       clock_(clock),
-      placement_(placement),
-      push_bytes_(push_bytes),
+      options_(options),
       events_(std::move(events)),
       slots_(device, communicator, ledger, units, clock),
-      packer_(device, parameters, persistent() && !takes_pushes()),
+      packer_(device, parameters, persistent() && !takes_pushes() && !options.lends),
       packed_(device, events_.gathers_meet, events_.is_held_up),
+      lent_(parameters, ledger),
       expectations_(units, parameters) {
   // A first guess that most models confirm: backward visits units in reverse, and the root's gradients end it.
   for (std::size_t unit = units_.size(); unit-- > 0;) {
@@ -53,7 +53,7 @@ void ReduceScheduler::begin_backward(bool last) {
   next_turn_ = 0;
   completed_.clear();
   // An earlier backward whose gradients no step has used may still be reading and writing them.
-  if (persistent()) device_.wait(Lane::kCompute, device_.mark(communicator_.lane()));
+  if (persistent() && lane() != Lane::kCompute) device_.wait(Lane::kCompute, device_.mark(lane()));
   if (persistent() && reduced_in_window_) resume_accumulation();
   last_work_.reset();
   expectations_.begin_backward();
@@ -124,9 +124,18 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
   if (reduces_now()) {
     launch_ready();
   } else {
-    packer_.pack_held(unit);
+    pack_early(unit);
   }
   return true;
+}
+
+// A micro-batch before the accumulation boundary.
+void ReduceScheduler::pack_early(Unit& unit) {
+  if (options_.lends) {
+    LentGradients::take_back(unit);
+    events_.before(unit);
+  }
+  packer_.pack_held(unit);
 }
 
 void ReduceScheduler::mark_complete(std::size_t unit) {
@@ -142,26 +151,42 @@ void ReduceScheduler::launch_ready() {
     // Without its shared slot it cannot be reduced yet; the next event tries again.
     if (!persistent() && !unit.gradient_slot && !slots_.try_take(index)) break;
     packed_.make_room();
-    if (!discards_) events_.before(unit);
+    prepare(unit);
     ++next_turn_;
     launch(index);
   }
   finish_ready();
 }
 
+void ReduceScheduler::prepare(Unit& unit) {
+  if (discards_) return;
+  if (options_.lends && window_backwards_ == 0 && lent_.may_stay(unit)) {
+    lent_.lend(unit);
+  } else {
+    LentGradients::take_back(unit);  // what an earlier backward lent is packed before something is added to it
+  }
+  events_.before(unit);
+}
+
 void ReduceScheduler::launch(std::size_t index) {
   Unit& unit = units_[index];
   if (unit.gradient_state == GradientState::kEmpty) unit.set_gradient_state(GradientState::kAccumulating);
-  const Lane lane = communicator_.lane();
+  if (!unit.lent.empty()) {
+    unit.set_gradient_state(GradientState::kReducing);
+    finish(index);
+    return;
+  }
+  const Lane lane = this->lane();
   if (unit.spare) {
     device_.copy(lane, unit.gradient_slot.region().data(), unit.spare->data(), unit.gradient_bytes);
     unit.spare.reset();
   }
   device_.push_range("reduce", unit.name);
   const ScopeExit over([this] { device_.pop_range(); });
-  device_.wait(lane, device_.mark(Lane::kCompute));
+  if (lane != Lane::kCompute) device_.wait(lane, device_.mark(Lane::kCompute));
   const bool is_pushed = pushes(unit);
-  packed_.hold(is_pushed ? packer_.push_whole(unit, communicator_, push_bytes_) : packer_.pack_whole(unit, lane), lane);
+  packed_.hold(
+      is_pushed ? packer_.push_whole(unit, communicator_, options_.push_bytes) : packer_.pack_whole(unit, lane), lane);
   unit.set_gradient_state(GradientState::kReducing);
   start_reduce(unit, is_pushed);
   // In lanes nothing is left to wait for, and what follows a reduction is put in at once, so that all ranks start the
@@ -184,7 +209,7 @@ bool ReduceScheduler::is_mostly_large(const Unit& unit) const {
   for (const FlatBuffer& flat : unit.flats) {
     for (const std::size_t index : flat.parameters) {
       const std::size_t bytes = parameters_[index].numel * dtype_bytes(flat.reduce_dtype);
-      if (flat.trainable && bytes >= push_bytes_) large_bytes += bytes;
+      if (flat.trainable && bytes >= options_.push_bytes) large_bytes += bytes;
     }
   }
   return 2 * large_bytes >= unit.gradient_bytes;
@@ -234,7 +259,7 @@ void ReduceScheduler::finish_first() {
 
 void ReduceScheduler::finish(std::size_t index) {
   Unit& unit = units_[index];
-  const Lane lane = communicator_.lane();
+  const Lane lane = this->lane();
   for (const WorkPtr& work : unit.reducing) {
     work->wait(lane);
     if (!persistent()) work->wait_source_free(lane);
@@ -248,16 +273,47 @@ void ReduceScheduler::finish(std::size_t index) {
       device_.add(lane, flat.shard_gradients.data(), flat.reduce_dtype, slots_.staged(index)[staged++].region().data(),
                   flat.reduce_dtype, flat.layout.shard_numel());
     }
-    if (last_) {
-      device_.sum_of_squares(lane, flat.sum_of_squares, flat.shard_gradients.data(), flat.reduce_dtype,
-                             flat.layout.shard_numel());
-    }
+    if (last_) add_sum(flat);
   }
+  if (!options_.sums_together) put_in_sums();
   slots_.drop_staged(index);
   // In lanes this costs the host nothing and hides behind the rest of backward; a CPU rank would wait for its peers.
   if (device_.is_async() && last_) start_replicate(unit, replicating_);
   unit.set_gradient_state(GradientState::kReduced);
   if (last_ && !discards_ && (device_.is_async() || !replicates())) events_.reduced(unit);
+}
+
+// One rank sums parameter by parameter, so that the norm is the same wherever gradients lie.
+void ReduceScheduler::add_sum(const FlatBuffer& flat) {
+  const std::size_t first = pieces_.size();
+  if (!flat.lent_gradients.empty()) {
+    pieces_.insert(pieces_.end(), flat.lent_gradients.begin(), flat.lent_gradients.end());
+  } else if (communicator_.world_size() == 1) {
+    for (const ParameterSpan& span : flat.layout.spans()) {
+      const std::size_t offset_bytes = span.offset_numel * dtype_bytes(flat.reduce_dtype);
+      pieces_.push_back(
+          {.begin = span.offset_numel, .numel = span.numel, .data = flat.shard_gradients.data() + offset_bytes});
+    }
+  } else {
+    pieces_.push_back({.numel = flat.layout.shard_numel(), .data = flat.shard_gradients.data()});
+  }
+  sums_.push_back({.flat = &flat, .first_piece = first, .piece_num = pieces_.size() - first});
+}
+
+void ReduceScheduler::put_in_sums() {
+  std::vector<SquareSum> of_dtype;
+  for (std::size_t next = 0; next < sums_.size();) {
+    const DType dtype = sums_[next].flat->reduce_dtype;
+    for (; next < sums_.size() && sums_[next].flat->reduce_dtype == dtype; ++next) {
+      const Sum& sum = sums_[next];
+      of_dtype.push_back(
+          {.result = sum.flat->sum_of_squares, .pieces = std::span(pieces_).subspan(sum.first_piece, sum.piece_num)});
+    }
+    device_.sums_of_squares(lane(), dtype, of_dtype);
+    of_dtype.clear();
+  }
+  sums_.clear();
+  pieces_.clear();
 }
 
 void ReduceScheduler::settle() {
@@ -273,7 +329,7 @@ void ReduceScheduler::settle() {
         finish_first();
       }
     }
-    if (!discards_) events_.before(unit);
+    prepare(unit);
     ++next_turn_;
     launch(index);
     finish_ready();
@@ -312,9 +368,9 @@ void ReduceScheduler::end_backward() {
     if (!units_[index].complete) mark_complete(index);
   }
   settle();
+  put_in_sums();
   for (const std::size_t index : order_) {
-    if (!units_[index].held.empty())
-      packer_.pack_held(units_[index]);  // a micro-batch before the accumulation boundary
+    if (!units_[index].held.empty()) pack_early(units_[index]);
   }
   expectations_.record();
   expectations_.forget_uses();
@@ -329,7 +385,7 @@ void ReduceScheduler::abort_backward() {
   expectations_.forget_uses();
   discards_ = true;
   const ScopeExit over([this] { discards_ = false; });
-  settle();
+  if (!options_.lends) settle();  // for the peers
   // No step follows, whose exchange would tell that peers have read this rank's gradients: the next backward may write
   // there at once. The last collective's source is free when all ranks are through all of them.
   if (last_work_) last_work_->wait_source_free();
@@ -353,11 +409,14 @@ void ReduceScheduler::drop_backward() noexcept {
 void ReduceScheduler::clear_window() {
   window_backwards_ = 0;
   reduced_in_window_ = false;
+  sums_.clear();
+  pieces_.clear();
   for (Unit& unit : units_) unit.awaited_inputs = 0;
   for (const std::size_t index : order_) {
     units_[index].set_gradient_state(GradientState::kEmpty);
     units_[index].spare.reset();
     units_[index].held.clear();
+    if (!units_[index].gradients_spent) units_[index].drop_lent();
     units_[index].gradient_slot.reset();
   }
 }

@@ -19,6 +19,7 @@
 #include "zero/gradient_expectations.h"
 #include "zero/gradient_packer.h"
 #include "zero/gradient_slots.h"
+#include "zero/lent_gradients.h"
 #include "zero/packed_gradients.h"
 #include "zero/policy.h"
 #include "zero/unit.h"
@@ -29,7 +30,7 @@ namespace zb {
 struct ReduceEvents {
   // Before its reduction: gives it the gradient shards that it lacks. May throw, and is called again then.
   std::function<void(Unit&)> before;
-  // Its gradients for the next update are there for what is put into the communicator's lane.
+  // Its gradients for the next update are there for what is put into lane().
   std::function<void(Unit&)> reduced;
   // Asked: whether gathers beside this backward may meet the peers.
   std::function<bool()> gathers_meet;
@@ -37,12 +38,20 @@ struct ReduceEvents {
   std::function<bool()> is_held_up;
 };
 
+struct ReduceOptions {
+  GradientPlacement placement = GradientPlacement::kReplicated;
+  // Units that consist mostly of gradients of this size or more push theirs, where the communicator takes that.
+  std::size_t push_bytes = 0;
+  bool lends = false;  // [Note: lent gradients] (lent_gradients.h)
+  // Squares are summed behind a backward, all in one piece of work, instead of unit by unit.
+  bool sums_together = false;
+};
+
 class ReduceScheduler {
  public:
-  // Units that consist mostly of gradients of `push_bytes` or more push theirs, where the communicator takes that.
   ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
-                  std::vector<Parameter>& parameters, CommunicationClock& clock, GradientPlacement placement,
-                  std::size_t push_bytes, ReduceEvents events);
+                  std::vector<Parameter>& parameters, CommunicationClock& clock, const ReduceOptions& options,
+                  ReduceEvents events);
 
   // Makes the slots, and staging shards where micro-batches accumulate. Collective.
   void reserve_slots(long accumulation_steps);
@@ -73,14 +82,23 @@ class ReduceScheduler {
   void adopt_order(const std::vector<std::size_t>& order);
   std::size_t reduced_unit_num() const noexcept { return order_.size(); }
 
+  // That gradients are packed and reduced in.
+  Lane lane() const noexcept { return options_.lends ? Lane::kCompute : communicator_.lane(); }
+
  private:
-  bool persistent() const noexcept { return placement_ != GradientPlacement::kShardedEachMicroBatch; }
+  struct Sum {
+    const FlatBuffer* flat = nullptr;
+    std::size_t first_piece = 0;
+    std::size_t piece_num = 0;
+  };
+
+  bool persistent() const noexcept { return options_.placement != GradientPlacement::kShardedEachMicroBatch; }
   bool replicates() const noexcept {
-    return placement_ == GradientPlacement::kReplicated && communicator_.world_size() > 1;
+    return options_.placement == GradientPlacement::kReplicated && communicator_.world_size() > 1;
   }
   // What a stage gathers again is read in full by all, also while peers may push again.
   bool takes_pushes() const noexcept {
-    return placement_ != GradientPlacement::kReplicated && device_.is_async() && communicator_.takes_pushes();
+    return options_.placement != GradientPlacement::kReplicated && device_.is_async() && communicator_.takes_pushes();
   }
   bool pushes(const Unit& unit) const;
   bool is_mostly_large(const Unit& unit) const;
@@ -89,12 +107,16 @@ class ReduceScheduler {
   void begin_unit(std::size_t unit);
   void mark_complete(std::size_t unit);
   void launch_ready();
+  void prepare(Unit& unit);
   void launch(std::size_t unit);
+  void pack_early(Unit& unit);
   void start_reduce(Unit& unit, bool is_pushed);
   void start_replicate(Unit& unit, std::vector<WorkPtr>& works);
   void finish_ready();
   void finish_first();
   void finish(std::size_t unit);
+  void add_sum(const FlatBuffer& flat);
+  void put_in_sums();
   void replicate();
   void settle();  // launches and finishes everything that is left
 
@@ -103,13 +125,13 @@ class ReduceScheduler {
   std::vector<Unit>& units_;
   std::vector<Parameter>& parameters_;
   CommunicationClock& clock_;
-  GradientPlacement placement_;
-  std::size_t push_bytes_;
+  ReduceOptions options_;
   bool accumulates_ = false;  // a step takes several backwards
   ReduceEvents events_;
   GradientSlots slots_;
   GradientPacker packer_;
   PackedGradients packed_;
+  LentGradients lent_;
   GradientExpectations expectations_;
 
   std::vector<std::size_t> order_;  // units with trainable parameters, in order of reduction
@@ -118,6 +140,8 @@ class ReduceScheduler {
   WorkPtr last_work_;                 // the collective that this backward started last
   std::vector<WorkPtr> replicating_;  // stage 0: all-gathers of reduced gradients
   std::vector<std::size_t> completed_;
+  std::vector<Sum> sums_;          // of squares, to be put in
+  std::vector<FlatPiece> pieces_;  // of theirs
   bool in_backward_ = false;
   bool discards_ = false;  // what is reduced now is for the peers alone
   bool last_ = false;

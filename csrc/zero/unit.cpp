@@ -40,6 +40,12 @@ Region Unit::gradients_of(const FlatBuffer& flat) const {
   return flat.full_gradients ? flat.full_gradients : gradient_slot.region().at(flat.gradient_offset_bytes);
 }
 
+void Unit::drop_lent() noexcept {
+  for (FlatBuffer& flat : flats) flat.lent_gradients.clear();
+  lent.clear();
+  lent_bytes = {};
+}
+
 bool Unit::has_frozen() const {
   return std::any_of(flats.begin(), flats.end(), [](const FlatBuffer& flat) { return !flat.trainable; });
 }

@@ -22,6 +22,8 @@
 
 #include "comm/communicator.h"
 #include "common/dtype.h"
+#include "kernels/device.h"
+#include "memory/ledger.h"
 #include "partition/flat_layout.h"
 #include "zero/policy.h"
 #include "zero/slot_pool.h"
@@ -82,6 +84,7 @@ struct FlatBuffer {
   bool is_fetched = false;  // the store gives this rank's piece before each gather
   Region full_gradients;    // where full gradients persist
   Region shard_gradients;   // this rank's reduced piece; none between update and reduction where it is made for a step
+  std::vector<FlatPiece> lent_gradients;  // instead of both, of a unit whose gradients are lent: in span order
   std::size_t store_shard = 0;
   double* sum_of_squares = nullptr;  // device memory: of shard_gradients, once reduced
   bool is_settled = false;  // [Note: settled shards] (gather_scheduler.h): behind a mark all ranks know it to be final
@@ -138,6 +141,8 @@ struct Unit {
   SlotLease gradient_slot;                  // shared slot, or empty while the gradients persist in full
   std::shared_ptr<RegisteredBuffer> spare;  // private stand-in while the slot is not this unit's yet
   std::vector<HeldGradient> held;           // where the device works in lanes: packed together, in one piece of work
+  std::vector<HeldGradient> lent;           // or left where they are: their update reads them there
+  Allocation lent_bytes;
   std::vector<WorkPtr> reducing;
   std::uint32_t uses = 0;               // forward calls since the last backward ended
   std::uint32_t expected_uses = 0;      // of the backward that expected_arrivals come from
@@ -153,6 +158,8 @@ struct Unit {
   // Those of its flats are fetched from the store whose master it keeps.
   void fetch_parameters_of(const std::function<bool(DType param_dtype)>& keeps_master);
   bool has_trainable() const { return trainable_parameters > 0; }
+  // Forgets gradients that are lent, with nothing under way that reads them.
+  void drop_lent() noexcept;
   void set_parameter_state(ParameterState next);
   void set_gradient_state(GradientState next);
 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 
 import pytest
 
@@ -143,15 +144,23 @@ def test_many_items_into_one_flat_buffer(device, dtype: str, item_num: int) -> N
     buffer.assert_holds(wanted, f"{item_num} items")
 
 
-def sum_of_squares(device, array: Array, lane: str = "compute") -> torch.Tensor:
-    """The bits of the sum."""
-    result = torch.full((1,), -1.0, dtype=torch.float64, device=DEVICE)
+def sums_of_squares(device, *sums: Sequence[Array], lane: str = "compute") -> torch.Tensor:
+    """One sum for each sequence of pieces, by one call."""
+    results = torch.full((len(sums),), -1.0, dtype=torch.float64, device=DEVICE)
     device.wait(lane, device.mark("compute"))
-    device.sum_of_squares(
-        lane, result=result.data_ptr(), source=array.address, dtype=array.dtype, numel=array.numel
-    )
+    places = [[(piece.address, piece.numel) for piece in pieces] for pieces in sums]
+    addresses = [results[index:].data_ptr() for index in range(len(sums))]
+    device.sums_of_squares(lane, dtype=sums[0][0].dtype, sums=list(zip(addresses, places, strict=True)))
     device.wait("compute", device.mark(lane))
-    return result.cpu()
+    return results.cpu()
+
+
+def sum_of_squares(device, array: Array, lane: str = "compute") -> torch.Tensor:
+    return sums_of_squares(device, [array], lane=lane)
+
+
+def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(found.view(torch.int64), wanted.view(torch.int64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,7 +177,29 @@ def test_sums_of_squares_are_near_and_always_the_same(device, dtype: str) -> Non
             sum_of_squares(device, shifted),
             sum_of_squares(device, aligned, lane="reduce"),
         ):
-            assert torch.equal(again.view(torch.int64), found.view(torch.int64)), f"{numel} elements"
+            assert same_bits(again, found), f"{numel} elements"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("piece_nums", [(2,), (120,), (121,), (400,), (13, 110), (50,) * 4, (1,) * 65])
+def test_sums_of_squares_of_pieces(device, dtype: str, piece_nums: tuple[int, ...]) -> None:
+    """A launch takes 120 pieces and 30 sums. No sum depends on the others, or on where its pieces lie."""
+    generator = generator_of(sum(piece_nums))
+    values = [
+        [
+            torch.randn(SIZES[(3 * first + index) % len(SIZES)] % 70_001, generator=generator).to(
+                dtype_of(dtype)
+            )
+            for index in range(piece_num)
+        ]
+        for first, piece_num in enumerate(piece_nums)
+    ]
+    found = sums_of_squares(device, *([Array(piece) for piece in pieces] for pieces in values))
+    for index, pieces in enumerate(values):
+        wanted = sum(piece.double().square().sum().item() for piece in pieces)
+        assert abs(found[index].item() - wanted) <= 1e-12 * wanted
+        alone = sums_of_squares(device, [Array(piece, shift=place % 4) for place, piece in enumerate(pieces)])
+        assert same_bits(alone, found[index : index + 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

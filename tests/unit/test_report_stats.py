@@ -310,6 +310,15 @@ def test_gradient_shards_that_come_as_activations_go_are_not_counted_beside_them
     explained.peak_device_bytes = 720
     finished(list(rows.values()))
     assert explained.memory_explained_pct == pytest.approx(100.0)  # all of them fit beside activations' peak
+    explained.settings.world_size = floor.settings.world_size = 1  # a CPU rank's are there for good
+    explained.peak_device_bytes = 300 + 20 + 400
+    explained.memory_bytes["device"]["gradients"] = 20
+    finished(list(rows.values()))
+    assert explained.memory_explained_pct == pytest.approx(100.0)
+    explained.strategy, explained.settings.device, floor.settings.device = "zero0", "cuda", "cuda"
+    explained.memory_bytes["device"]["gradients"], explained.peak_device_bytes = 150, 750
+    finished(list(rows.values()))
+    assert explained.memory_explained_pct == pytest.approx(100.0)  # on a GPU every stage's come in backward
     explained.settings.grad_accum = floor.settings.grad_accum = 2  # there for good
     explained.memory_bytes["device"]["gradients"] = 150
     explained.peak_device_bytes = 850
