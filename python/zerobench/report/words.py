@@ -283,8 +283,8 @@ def _below_floor_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
     ]
     when = f" (its GPU was busy {min(busy):.0f} % of the time)" if busy else ""
     return (
-        f"{join_words(faster)} took less time than {FLOOR}{when}: where the host is the limit it is no floor, since "
-        "gradients that plain PyTorch accumulates cost the host time."
+        f"{join_words(faster)} took less time than {FLOOR}{when}: where the host is the limit it is no floor, since it "
+        "holds what plain PyTorch's forward and backward ask of the host."
     )
 
 
