@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerobench.bench.names import OURS
 from zerobench.bench.result import Results, Row
 
 from .rows import (
@@ -139,11 +138,11 @@ def _memory_explained_pct(row: Row, floor: Row | None) -> float | None:
 def _makes_gradients_in_backward(row: Row) -> bool:
     """Whether the gradients that updates read live from backward to their update alone (docs/memory.md)."""
     settings = row.settings
-    if row.strategy not in OURS or settings.grad_accum > 1:
+    if settings.grad_accum > 1:
         return False
-    if settings.world_size == 1:
-        return settings.device == "cuda" and settings.offload == "none"
-    return row.strategy in ("zero2", "zero3")
+    if settings.world_size == 1 and settings.device == "cuda":
+        return row.strategy in ("zero0", "zero1", "zero2", "zero3") and settings.offload == "none"
+    return row.strategy in ("zero2", "zero3") and settings.world_size > 1
 
 
 def _beside_parameters(floor: Row, *, default: int) -> int:
