@@ -124,18 +124,10 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
   if (reduces_now()) {
     launch_ready();
   } else {
-    pack_early(unit);
+    prepare(unit);
+    packer_.pack_held(unit);
   }
   return true;
-}
-
-// A micro-batch before the accumulation boundary.
-void ReduceScheduler::pack_early(Unit& unit) {
-  if (options_.lends) {
-    LentGradients::take_back(unit);
-    events_.before(unit);
-  }
-  packer_.pack_held(unit);
 }
 
 void ReduceScheduler::mark_complete(std::size_t unit) {
@@ -160,7 +152,7 @@ void ReduceScheduler::launch_ready() {
 
 void ReduceScheduler::prepare(Unit& unit) {
   if (discards_) return;
-  if (options_.lends && window_backwards_ == 0 && lent_.may_stay(unit)) {
+  if (options_.lends && last_ && window_backwards_ == 0 && lent_.may_stay(unit)) {
     lent_.lend(unit);
   } else {
     LentGradients::take_back(unit);  // what an earlier backward lent is packed before something is added to it
@@ -370,7 +362,9 @@ void ReduceScheduler::end_backward() {
   settle();
   put_in_sums();
   for (const std::size_t index : order_) {
-    if (!units_[index].held.empty()) pack_early(units_[index]);
+    if (units_[index].held.empty()) continue;
+    prepare(units_[index]);  // a micro-batch before the accumulation boundary
+    packer_.pack_held(units_[index]);
   }
   expectations_.record();
   expectations_.forget_uses();

@@ -109,7 +109,6 @@ class ReduceScheduler {
   void launch_ready();
   void prepare(Unit& unit);
   void launch(std::size_t unit);
-  void pack_early(Unit& unit);
   void start_reduce(Unit& unit, bool is_pushed);
   void start_replicate(Unit& unit, std::vector<WorkPtr>& works);
   void finish_ready();

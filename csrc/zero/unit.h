@@ -8,7 +8,8 @@
 //   unsharded  costs a slot; parameters point into it
 // Gradients:   empty -> accumulating -> reducing -> reduced -> empty
 //   accumulating  gradients arrive and are packed into the flat gradient (own buffer, slot, or spare memory); where the
-//                 device works in lanes they are held until the unit has all of them
+//                 device works in lanes they are held until the unit has all of them, and on one rank they may stay
+//                 where they are ([Note: lent gradients] in lent_gradients.h)
 //   reducing      the reduce-scatter has been started; nothing more may arrive
 //   reduced       this rank's shard of the sum is readable (stage 0: the others' once the backward ended)
 #pragma once
