@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +190,22 @@ def test_casting_parameters_leaves_buffers_and_ties_as_they_are():
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.frequencies.dtype == torch.float32
     assert model.lm_head.weight is model.wte.weight
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("8.0;9.0;10.0a", "9.0"),
+        ("9.0a", "9.0"),
+        ("Hopper", "9.0"),
+        ("8.0 9.0+PTX", "8.0 9.0+PTX"),
+        ("8.6;9.0", "8.6;9.0"),
+        ("", ""),
+    ],
+)
+def test_architectures_that_deepspeed_cannot_read_become_the_gpu_at_hand(monkeypatch, listed, expected):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    requirements.make_architectures_readable()
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == expected

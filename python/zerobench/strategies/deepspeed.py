@@ -26,7 +26,12 @@ from zerobench.strategies.deepspeed_state import (
 )
 from zerobench.strategies.flight_recorder import StepTraffic
 from zerobench.strategies.peer import ProcessGroupLease, backend_of
-from zerobench.strategies.requirements import DEEPSPEED, missing_compiler, missing_package
+from zerobench.strategies.requirements import (
+    DEEPSPEED,
+    make_architectures_readable,
+    missing_compiler,
+    missing_package,
+)
 from zerobench.strategies.shared import (
     Determinism,
     make_adamw,
@@ -67,6 +72,7 @@ class DeepSpeedStrategy(Strategy):
     def build(self, model_factory: Callable[[], nn.Module]) -> None:
         self._determinism = Determinism(self.settings)
         self._lease = ProcessGroupLease(self.settings, strategy=self.name)
+        make_architectures_readable()
         import deepspeed
 
         deepspeed.utils.logger.setLevel("ERROR")

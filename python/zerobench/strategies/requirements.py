@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.util
+import os
+import re
 
 # The same as the extras in pyproject.toml (a test compares them): the versions whose internals the readers know.
 DEEPSPEED = "deepspeed>=0.19.8,<0.20"
@@ -33,3 +35,13 @@ def missing_compiler(what: str) -> str | None:
     if not is_ninja_available():
         return f"{what} is compiled at its first use and there is no ninja: pip install ninja"
     return None
+
+
+def make_architectures_readable() -> None:
+    """TORCH_CUDA_ARCH_LIST as DeepSpeed's builders can read it: 0.19 takes every entry for two numbers and fails at
+    torch's own "10.0a" or "Hopper". In their place comes the GPU of this process, the only one that it builds for."""
+    import torch
+
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if torch.cuda.is_available() and not all(re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in listed):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability())

@@ -54,7 +54,7 @@ from zerobench.bench.micro.sampling import (
 )
 from zerobench.report.stats import Ratio, median
 from zerobench.strategies.requirements import DEEPSPEED as DEEPSPEED_REQUIREMENT
-from zerobench.strategies.requirements import missing_package
+from zerobench.strategies.requirements import make_architectures_readable, missing_package
 
 MIX, TRIAD = "mix", "triad"
 MIN_NUMEL, MAX_NUMEL = 1 << 19, 1 << 25
@@ -149,6 +149,7 @@ def deepspeed_peer() -> tuple[Callable[[Arrays], Call] | None, str | None]:
     why_not = missing_package("deepspeed", DEEPSPEED_REQUIREMENT)
     if why_not is not None:
         return None, why_not
+    make_architectures_readable()
     try:
         deepspeed_step(Arrays(64, MIXES[0]))()
     except (ImportError, RuntimeError) as error:
