@@ -112,6 +112,33 @@ def test_rounding_that_is_as_large_in_quiet_rows_is_no_stale_shard() -> None:
     assert verify.compare(noisy, expected, precision="bf16").piece > 2 * TOLERANCES["bf16"]["piece"]
 
 
+@pytest.mark.parametrize("numel", [0, 1, 256, 257, 256 * 256, 256 * 256 + 1, 1_000_003])
+def test_pieces_hold_every_element_once(numel) -> None:
+    values = torch.arange(float(numel))
+    pieces = verify.in_pieces(values)
+    assert len(pieces) <= 256 and (pieces.shape[1] == 256 or len(pieces) > 128)
+    assert torch.equal(pieces[~pieces.isnan()], values)
+
+
+def test_a_row_of_a_large_parameter_is_no_shard() -> None:
+    """The gradient of one neuron may cancel out over a batch in one step, and rounding then turns all of its row."""
+    expected = reference()
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(2000, 500, generator=generator)
+    update = -4 * LR * gradient.sign()
+    for tensors, tensor in zip(
+        expected, (gradient, update, 0.02 * gradient + update, 0.3 * gradient), strict=True
+    ):
+        tensors["c.weight"] = tensor
+    turned = evidence(expected)
+    turned.parameters["c.weight"][700:702] -= update[700:702]
+    assert verify.compare(turned, expected, precision="bf16").piece == 0.0
+    stale = evidence(expected)
+    stale.parameters["c.weight"][1200:1216] -= update[1200:1216] / 4  # less than a hundredth of the parameter
+    found = verify.compare(stale, expected, precision="bf16")
+    assert found.piece == pytest.approx(0.25, rel=0.05) and found.piece_worst == "c.weight"
+
+
 def test_a_wrong_weight_decay_shows_where_there_is_no_gradient() -> None:
     expected = reference()
     expected.moments["b.bias"].zero_()

@@ -8,7 +8,11 @@ from types import MappingProxyType
 from zerobench.bench.result import Deviation, RowDtypes
 
 VERIFY_STEPS = 4
-PIECE_NUMEL = 256
+
+MAX_PIECE_NUM = 256
+MIN_PIECE_NUMEL = 256
+"""A parameter is compared in this many pieces, or fewer of this size: a single row deviates honestly now and then, and
+the more rows there are the further the worst one, but a stale shard is a good part of some parameter."""
 
 TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {

@@ -12,7 +12,14 @@ from typing import NamedTuple
 import torch
 
 from zerobench.bench.job import TensorDeviation, Verification
-from zerobench.bench.tolerances import GRADIENT_FLOOR, PIECE_FLOOR, PIECE_NUMEL, PIECE_SHARE, VERIFY_STEPS
+from zerobench.bench.tolerances import (
+    GRADIENT_FLOOR,
+    MAX_PIECE_NUM,
+    MIN_PIECE_NUMEL,
+    PIECE_FLOOR,
+    PIECE_SHARE,
+    VERIFY_STEPS,
+)
 from zerobench.errors import Error, VerificationError
 from zerobench.strategies.base import Batch, Strategy, StrategySettings
 from zerobench.strategies.shared import checksum
@@ -185,7 +192,7 @@ def gradient_deviation(found: Tensors, expected: Tensors, *, floor: float) -> tu
 
 
 def piece_deviation(parameters: Tensors, reference: Reference, *, floor: float) -> tuple[float, str]:
-    """The worst piece of PIECE_NUMEL consecutive elements, and in which parameter it lies.
+    """The worst piece of a parameter, and which parameter that is.
 
     A piece's deviation is the median over its elements of |difference of update| / |update|, counting the half with the
     larger first moments: Adam turns the rounding noise of small gradients into full steps, and a shard that missed one
@@ -216,11 +223,13 @@ def piece_deviation(parameters: Tensors, reference: Reference, *, floor: float) 
 
 
 def in_pieces(tensor: torch.Tensor) -> torch.Tensor:
-    """(pieces, PIECE_NUMEL) float; the last piece is filled with NaN."""
+    """(pieces, consecutive elements of each) float; the last piece is filled with NaN."""
     flat = tensor.reshape(-1).float()
-    filled = flat.new_full((-(-flat.numel() // PIECE_NUMEL) * PIECE_NUMEL,), math.nan)
+    piece_numel = max(MIN_PIECE_NUMEL, -(-flat.numel() // MAX_PIECE_NUM))
+    piece_num = -(-flat.numel() // piece_numel)
+    filled = flat.new_full((piece_num * piece_numel,), math.nan)
     filled[: flat.numel()] = flat
-    return filled.view(-1, PIECE_NUMEL)
+    return filled.view(piece_num, piece_numel)
 
 
 def squares(tensor: torch.Tensor) -> float:
