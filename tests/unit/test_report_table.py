@@ -35,6 +35,20 @@ def test_no_width_breaks_a_number(make, width: int) -> None:  # type: ignore[no-
     assert f"{row.peak_device_bytes / 2**20:.1f}" in text
 
 
+@pytest.mark.parametrize("make", [sample, mixed, gpus])
+def test_notes_explain_columns_that_are_there(make) -> None:  # type: ignore[no-untyped-def]
+    seen = set()
+    for width in range(60, 200, 5):
+        text = table_text(make(), width=width)
+        titles = text.partition("───")[0].splitlines()[-2]
+        text = " ".join(text.split())
+        assert ("marked so" in text) == ("update" in titles)
+        assert ("bit for bit" in text) or make is mixed
+        assert "MFU" in titles or "MFU is against" not in text
+        seen.add("update" in titles)
+    assert seen == {True, False}
+
+
 def test_wrong_rows_show_no_number_but_their_deviation() -> None:
     results = mixed()
     line = next(line for line in table_text(results, width=180).splitlines() if line.startswith("zero1"))

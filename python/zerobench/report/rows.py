@@ -114,6 +114,11 @@ def ties_with_fastest(row: Row) -> bool:
     return row.relative <= 1.0 + NOISE_SIGMAS * (row.relative_uncertainty or 0.0)
 
 
+def is_known(key: str, row: Row) -> bool:
+    """Whether the row's value of a setting is one, and not the absence of a run that would tell."""
+    return key not in _KNOWN_AFTER_A_RUN or row.step_time_ms is not None
+
+
 def varying_settings(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Keys whose values differ between rows: (those that one strategy has several values of, those that only differ
     from strategy to strategy). Labels need the first kind only."""
@@ -122,11 +127,7 @@ def varying_settings(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     free: list[str] = []
     tied: list[str] = []
     for key in keys:
-        known = [
-            (row, flat)
-            for row, flat in zip(rows, flats, strict=True)
-            if key not in _KNOWN_AFTER_A_RUN or row.step_time_ms is not None
-        ]
+        known = [(row, flat) for row, flat in zip(rows, flats, strict=True) if is_known(key, row)]
         if len({repr(flat.get(key)) for _, flat in known}) < 2:
             continue
         seen: dict[str, set[str]] = {}

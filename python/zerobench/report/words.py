@@ -15,6 +15,7 @@ from .rows import (
     checksum_marks,
     dtype_text,
     flat_settings,
+    is_known,
     is_ranked,
     ranks_text,
     row_labels,
@@ -164,6 +165,8 @@ def _by_strategy(key: str, rows: Sequence[Row]) -> str:
     """Such as "1 (single), 2 (others)"."""
     by_value: dict[str, dict[str, None]] = {}
     for row in rows:
+        if not is_known(key, row):
+            continue
         value = setting_text(flat_settings(row).get(key))
         by_value.setdefault(value, {})[row.strategy] = None
     largest = max(by_value, key=lambda value: len(by_value[value]))
@@ -188,8 +191,8 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
             notes.append((f"{label}: {status}: {' '.join(reason.split())}", style))
     notes += [(warning, "yellow") for warning in results.warnings]
     notes += [(text, "yellow") for text in (*_shared_notes(rows, labels), *_clock_notes(rows, labels))]
-    notes += [(text, "") for text in _reading_notes(rows, labels)]
-    if left_out:
+    notes += [(text, "") for text in _reading_notes(rows, labels, left_out)]
+    if left_out:  # titles and units of columns
         notes.append(
             (f"Left out to fit the width: {', '.join(left_out)}; results.csv holds every column.", "dim")
         )
@@ -224,13 +227,20 @@ def _clock_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     return notes
 
 
-def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
-    notes = []
+def _checksum_notes(rows: Sequence[Row], *, is_marked: bool) -> list[str]:
     marks = checksum_marks(rows)
-    if "=" in marks:
+    notes = []
+    if is_marked and "=" in marks:
         notes.append("= parameters equal bit for bit among the rows marked so.")
-    if "≠" in marks:
+    elif "=" in marks and "≠" not in marks:
+        notes.append("ZeRO stages with the same settings ended with parameters equal bit for bit.")
+    if is_marked and "≠" in marks:  # else wrong rows say it
         notes.append("≠ parameters differ among the rows marked so, which should be equal bit for bit.")
+    return notes
+
+
+def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequence[str]) -> list[str]:
+    notes = _checksum_notes(rows, is_marked="update deviation" not in left_out)
     apart = [
         f"{label} ({dtype_text(row) or 'unknown'})"
         for row, label in zip(rows, labels, strict=True)
@@ -252,7 +262,7 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         for row in rows
         if row.status == "ok" and row.mfu is not None
     }
-    if peaks:
+    if peaks and "MFU %" not in left_out:
         notes.append(f"MFU is against a peak of {join_words(sorted(peaks))}.")
     ranked = [row for row in rows if is_ranked(row)]
     if len(by_workload(ranked)) > 1:
