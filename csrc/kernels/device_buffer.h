@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <utility>
 
 #include "kernels/device.h"
 #include "memory/ledger.h"
@@ -17,6 +18,9 @@ class DeviceBuffer {
       : memory_(bytes == 0 ? nullptr : device.allocate(bytes, category_name(category))),
         bytes_(bytes),
         allocation_(ledger, Tier::kDevice, category, bytes) {}
+  // A part of memory that others made, which it keeps alive.
+  DeviceBuffer(std::shared_ptr<std::byte> memory, std::size_t bytes, Ledger* ledger, Category category)
+      : memory_(std::move(memory)), bytes_(bytes), allocation_(ledger, Tier::kDevice, category, bytes) {}
 
   std::byte* data() const noexcept { return memory_.get(); }  // null when empty
   std::size_t bytes() const noexcept { return bytes_; }

@@ -1,6 +1,7 @@
 // The device store: optimizer state in device memory beside the parameters, updated in place.
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +12,8 @@
 
 namespace zb {
 namespace {
+
+constexpr std::size_t kStateAlignment = 256;
 
 enum class Fp32Master : std::uint8_t { kParameters, kKept };
 
@@ -55,12 +58,20 @@ class DeviceStore final : public Store {
     shard.param_dtype = spec.param_dtype;
     shard.segments = spec.segments;
     const std::size_t bytes = spec.numel * sizeof(float);
-    if (keeps_master(spec.param_dtype)) {
-      shard.master = DeviceBuffer(device(), bytes, ledger_, Category::kMaster);
+    const bool has_master = keeps_master(spec.param_dtype);
+    // One piece of memory, which the driver rounds up once (to 2 MiB).
+    const std::size_t stride_bytes = (bytes + kStateAlignment - 1) / kStateAlignment * kStateAlignment;
+    const std::shared_ptr<std::byte> memory =
+        bytes == 0 ? nullptr : device().allocate((has_master ? 3 : 2) * stride_bytes, "optimizer state");
+    const auto part = [&](std::size_t index, Category category) {
+      return DeviceBuffer({memory, memory.get() + index * stride_bytes}, bytes, ledger_, category);
+    };
+    shard.exp_avg = part(0, Category::kExpAvg);
+    shard.exp_avg_sq = part(1, Category::kExpAvgSq);
+    if (has_master) {
+      shard.master = part(2, Category::kMaster);
       device().copy(Lane::kCompute, shard.master.data(), initial.data(), bytes);
     }
-    shard.exp_avg = DeviceBuffer(device(), bytes, ledger_, Category::kExpAvg);
-    shard.exp_avg_sq = DeviceBuffer(device(), bytes, ledger_, Category::kExpAvgSq);
     change_in(shard, Lane::kCompute);
     shards_.push_back(std::move(shard));
     return shards_.size() - 1;

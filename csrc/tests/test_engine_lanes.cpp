@@ -1,5 +1,6 @@
 // The engine on devices whose lanes run late, against the engine on the CPU: the same bits are read by every forward
 // and backward and end in every state, however the lanes are starved and whatever the ranks' walks are.
+#include <algorithm>
 #include <string>
 
 #include "engine_steps.h"
@@ -218,6 +219,23 @@ TEST(EngineLent, UpdatesInBackwardLetGoOfGradients) {
     });
   }
   EXPECT_GT(smaller_num, 0);
+}
+
+TEST_P(EngineLanes, OneGradientSlotServesUnitsOfEverySize) {
+  ToyOptions with = options();
+  with.lane_schedule_num = 1;
+  if (with.world_size == 1 || with.stage == ZeroStage::kZero0 || with.stage == ZeroStage::kZero1) GTEST_SKIP();
+  test::run_in_lanes(with, 0, [](ToyRank& toy) {
+    std::size_t largest_bytes = 0;
+    for (std::size_t unit = 0; unit < toy.engine().unit_num(); ++unit) {
+      largest_bytes = std::max(largest_bytes, toy.engine().unit(unit).gradient_bytes);
+    }
+    for (int step = 0; step < 2; ++step) {
+      toy.train();
+      EXPECT_EQ(toy.engine().ledger().entry(Tier::kDevice, Category::kGradientSlots).peak_bytes,
+                static_cast<std::int64_t>(largest_bytes));
+    }
+  });
 }
 
 TEST_P(EngineLanes, BytesOfTheHostReachEveryRank) {

@@ -1,6 +1,7 @@
 #include "zero/gather_scheduler.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <utility>
 
@@ -28,22 +29,42 @@ GatherScheduler::GatherScheduler(Device& device, Communicator& communicator, Sto
       ledger_(ledger),
       slots_(device, communicator, ledger, BufferRole::kPrivate, Category::kGatherSlots,
              {.first = communicator.lane(), .last = Lane::kCompute}),
+      slot_bytes_(units.size(), 0),
       preferred_slot_(units.size(), 0) {}
 
+// One unit at work and as many ahead as the budget admits (docs/memory.md). Units of other sizes take slots of a larger
+// size class where that has as many as can be live at once. Not the root, which stays gathered beside the others.
 void GatherScheduler::reserve_slots() {
   if (!options_.sharded) return;
-  std::map<std::size_t, std::size_t> unit_num;
-  for (Unit& unit : units_) {
-    if (unit.gather_bytes > 0) ++unit_num[unit.gather_bytes];
+  struct SizeClass {
+    std::size_t unit_num = 0;
+    bool has_root = false;
+    std::size_t slot_bytes = 0;
+  };
+  std::map<std::size_t, SizeClass, std::greater<>> classes;  // the largest first
+  for (const Unit& unit : units_) {
+    if (unit.gather_bytes == 0) continue;
+    SizeClass& found = classes[unit.gather_bytes];
+    ++found.unit_num;
+    found.has_root = found.has_root || unit.is_root;
   }
-  // One unit at work and as many ahead as the budget admits (docs/memory.md).
+  std::size_t shared_bytes = 0;  // the last class whose slots others may take
+  for (auto& [bytes, found] : classes) {
+    const std::size_t live_num = 1 + options_.prefetch_bytes / bytes;
+    const bool may_share = options_.reshard && !found.has_root;
+    if (may_share && slots_.slot_num(shared_bytes) >= live_num) {
+      found.slot_bytes = shared_bytes;
+      continue;
+    }
+    found.slot_bytes = bytes;
+    slots_.reserve(bytes, options_.reshard ? std::min(found.unit_num, live_num) : found.unit_num);
+    if (may_share) shared_bytes = bytes;
+  }
   std::map<std::size_t, std::size_t> seen;
-  for (const auto& [bytes, num] : unit_num) {
-    slots_.reserve(bytes, options_.reshard ? std::min(num, 1 + options_.prefetch_bytes / bytes) : num);
-  }
   for (std::size_t index = 0; index < units_.size(); ++index) {
-    const std::size_t bytes = units_[index].gather_bytes;
-    if (bytes > 0) preferred_slot_[index] = seen[bytes]++ % slots_.slot_num(bytes);
+    if (units_[index].gather_bytes == 0) continue;
+    const std::size_t bytes = slot_bytes_[index] = classes[units_[index].gather_bytes].slot_bytes;
+    preferred_slot_[index] = seen[bytes]++ % slots_.slot_num(bytes);
   }
   reserve_staging();
 }
@@ -191,7 +212,7 @@ void GatherScheduler::settle_updated(const MarkPtr& met) {
 }
 
 SlotLease GatherScheduler::take_slot(std::size_t unit) {
-  return slots_.acquire(units_[unit].gather_bytes, preferred_slot_[unit],
+  return slots_.acquire(slot_bytes_[unit], preferred_slot_[unit],
                         is_settled(units_[unit]) ? own_part_lane_of(units_[unit]) : std::nullopt);
 }
 

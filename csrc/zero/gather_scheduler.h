@@ -158,6 +158,7 @@ class GatherScheduler {
   GatherOptions options_;
   Ledger* ledger_;
   SlotPool slots_;
+  std::vector<std::size_t> slot_bytes_;          // by unit: of the slots that it takes
   std::vector<std::size_t> preferred_slot_;      // by unit
   std::map<std::size_t, StagingClass> staging_;  // by size
 

@@ -35,8 +35,9 @@ GradientSlots::GradientSlots(Device& device, Communicator& communicator, Ledger*
 void GradientSlots::reserve(const std::vector<std::size_t>& order, long accumulation_steps) {
   std::map<std::size_t, std::size_t> unit_num;
   std::map<std::size_t, std::size_t> shard_num;
+  for (const std::size_t unit : order) largest_bytes_ = std::max(largest_bytes_, units_[unit].gradient_bytes);
   for (const std::size_t unit : order) {
-    ++unit_num[units_[unit].gradient_bytes];
+    ++unit_num[slot_bytes(unit)];
     for (const FlatBuffer& flat : units_[unit].flats) {
       if (flat.trainable) ++shard_num[flat.shard_gradient_bytes()];
     }
@@ -51,7 +52,7 @@ void GradientSlots::assign(const std::vector<std::size_t>& order) {
   std::map<std::size_t, std::vector<std::size_t>> last_in_slot;  // by size class: last unit of each slot
   std::map<std::size_t, std::size_t> seen;
   for (const std::size_t unit : order) {
-    const std::size_t bytes = units_[unit].gradient_bytes;
+    const std::size_t bytes = slot_bytes(unit);
     std::vector<std::size_t>& last = last_in_slot[bytes];
     last.resize(slots_.slot_num(bytes), kNone);
     const std::size_t index = seen[bytes]++ % last.size();
@@ -61,9 +62,7 @@ void GradientSlots::assign(const std::vector<std::size_t>& order) {
   }
 }
 
-SlotLease GradientSlots::acquire(std::size_t unit) {
-  return slots_.acquire(units_[unit].gradient_bytes, slot_index_[unit]);
-}
+SlotLease GradientSlots::acquire(std::size_t unit) { return slots_.acquire(slot_bytes(unit), slot_index_[unit]); }
 
 bool GradientSlots::may_take(std::size_t unit) const {
   if (predecessor_[unit] == kNone) return true;

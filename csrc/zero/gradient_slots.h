@@ -7,7 +7,8 @@
 // slot in the middle of a backward is bounded, so that a rank whose peers are held up elsewhere never closes a circle
 // of waits.
 // Where the device works in lanes there are no spares: gradients are held as they are until their unit is packed in its
-// turn, in the lane of reductions, where one slot is enough: the unit before has left it ([Note: held gradients]).
+// turn, in the lane of reductions, where one slot is enough for all units: the one before has left it
+// ([Note: held gradients]).
 #pragma once
 
 #include <cstddef>
@@ -44,6 +45,10 @@ class GradientSlots {
   void drop_staged(std::size_t unit) noexcept { staged_[unit].clear(); }
 
  private:
+  // In lanes all units share one slot, of the largest one's size.
+  std::size_t slot_bytes(std::size_t unit) const {
+    return device_.is_async() ? largest_bytes_ : units_[unit].gradient_bytes;
+  }
   bool may_take(std::size_t unit) const;
   SlotLease acquire(std::size_t unit);
   SlotLease await_release(std::size_t unit, const std::function<void()>& finish_ready);
@@ -56,6 +61,7 @@ class GradientSlots {
   std::size_t slot_num_;  // of a size class, at most
   SlotPool slots_;
   SlotPool staging_;
+  std::size_t largest_bytes_ = 0;               // of the units' gradients
   std::vector<std::size_t> slot_index_;         // by unit
   std::vector<std::size_t> predecessor_;        // by unit: who has its slot before it; SIZE_MAX where none
   std::vector<std::vector<SlotLease>> staged_;  // by unit

@@ -146,8 +146,7 @@ def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> 
         ahead = config.get("prefetch_bytes")
         if ahead is None:
             ahead = max((unit["gather_bytes"] for unit in units if not unit["is_root"]), default=0)
-        classes = Counter(unit["gather_bytes"] for unit in units if unit["gather_bytes"])
-        result["gather_slots"] = sum(g * min(num, 1 + ahead // g) for g, num in classes.items())
+        result["gather_slots"] = gather_slots(units, ahead)
         result["staging"] = 0 if keeps else staging_shards(units, ahead)
     if stage >= 2:
         classes = Counter(unit["gradient_bytes"] for unit in units if unit["gradient_bytes"])
@@ -159,6 +158,21 @@ def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> 
     result["staging"] += sums * (2 + (world_size if world_size > 1 else 0)) + 16
     result["staging"] += 16 if config.get("optimizer_in_backward") else 0
     return result
+
+
+def gather_slots(units: list[dict], ahead: int) -> int:
+    classes = Counter(unit["gather_bytes"] for unit in units if unit["gather_bytes"])
+    of_root = {unit["gather_bytes"] for unit in units if unit["is_root"]}
+    total, shared = 0, 0  # slots that smaller units may take
+    for g in sorted(classes, reverse=True):
+        live = 1 + ahead // g
+        if g not in of_root and shared >= live:
+            continue
+        slots = min(classes[g], live)
+        total += g * slots
+        if g not in of_root:
+            shared = slots
+    return total
 
 
 def measure(rank: ranks.Rank, name: str, stage: int) -> dict:
