@@ -277,9 +277,10 @@ void Pager::read_ahead() {
   for (std::size_t ahead = 0, found = 0; ahead < order_.size() && found < ahead_frame_num_; ++ahead) {
     const std::size_t index = order_[(next_ + ahead) % order_.size()];
     const Chunk& chunk = chunks_[index];
-    if (chunk.slot == kNone || !chunk.on_disk) continue;
+    if (chunk.slot == kNone) continue;
     ++found;
     if (chunk.frame != kNone) continue;
+    if (!chunk.on_disk) return;  // nothing to read, but its frame comes first: it would take that of a later chunk
     const std::size_t frame = take_frame(ahead + 1);
     if (frame == kNone) return;
     place(frame, index, State::kReading);
