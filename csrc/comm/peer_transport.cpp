@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "common/round_up.h"
 
 namespace zb {
 namespace {
@@ -17,8 +18,6 @@ namespace {
 constexpr std::chrono::seconds kAbortPatience{30};
 constexpr std::chrono::milliseconds kAbortTurn{1};
 constexpr std::size_t kPartBytes = 256;  // parts of an all_reduce begin at multiples of it
-
-std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
 // A rank's part of an all_reduce, in bytes of the buffer.
 struct Part {

@@ -13,6 +13,8 @@
 #include <string>
 #include <system_error>
 
+#include "common/round_up.h"
+
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
 #endif
@@ -38,9 +40,7 @@ MappingRegistry& mapping_registry() {
 
 std::string errno_text(int error_number) { return std::generic_category().message(error_number); }
 
-std::size_t round_up_to_huge_page(std::size_t value) {
-  return (value + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
-}
+std::size_t round_up_to_huge_page(std::size_t value) { return round_up(value, kHugePageBytes); }
 
 // Maps with a huge page to spare and gives the ends back: only where address and file offset agree modulo a huge page
 // can huge pages be mapped.
@@ -81,9 +81,7 @@ std::size_t page_bytes() noexcept {
   return bytes;
 }
 
-std::size_t round_up_to_page(std::size_t bytes) noexcept {
-  return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
-}
+std::size_t round_up_to_page(std::size_t bytes) noexcept { return round_up(bytes, page_bytes()); }
 
 std::shared_ptr<Mapping> Mapping::of_file(const FileDescriptor& memfd, std::size_t bytes) {
   struct stat status{};

@@ -4,14 +4,13 @@
 #include <cstdint>
 
 #include "common/error.h"
+#include "common/round_up.h"
 
 namespace zb {
 namespace {
 
 // Files are made before their alignment is known, so slots keep to what every device takes.
 constexpr std::size_t kAlignmentBytes = 4096;
-
-std::size_t round_up(std::size_t value, std::size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 

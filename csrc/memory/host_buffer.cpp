@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "common/round_up.h"
 
 namespace zb {
 namespace {
@@ -23,8 +24,6 @@ std::size_t page_bytes() {
   static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   return bytes;
 }
-
-std::size_t round_up(std::size_t value, std::size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 std::string in_mib(std::size_t bytes) {
   char text[64];

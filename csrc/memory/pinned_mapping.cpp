@@ -16,6 +16,7 @@
 #include <system_error>
 
 #include "common/error.h"
+#include "common/round_up.h"
 #include "common/scope_exit.h"
 #include "common/thread_pool.h"
 #include "memory/host_limits.h"
@@ -38,8 +39,6 @@ std::size_t page_bytes() {
   static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   return bytes;
 }
-
-std::size_t round_up(std::size_t value, std::size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 double ms_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "common/round_up.h"
 #include "memory/ledger.h"
 #include "memory/pinned_mapping.h"
 
@@ -61,7 +62,7 @@ class PinnedPool {
 
   // What a block takes of a pool, for sums made before.
   static constexpr std::size_t footprint_bytes(std::size_t bytes, std::size_t alignment = kDirectAlignment) {
-    return (bytes + alignment - 1) / alignment * alignment;
+    return round_up(bytes, alignment);
   }
 
   // The first gap that is large enough. `alignment` is a power of two up to a page. Zeros, where no block was before.

@@ -3,15 +3,9 @@
 #include <algorithm>
 
 #include "common/error.h"
+#include "common/round_up.h"
 
 namespace zb {
-namespace {
-
-constexpr std::size_t round_up(std::size_t value, std::size_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-}  // namespace
 
 FlatLayout::FlatLayout(std::vector<ParameterSpan> spans, std::size_t shard_num, std::size_t alignment_numel)
     : spans_(std::move(spans)), shard_num_(shard_num) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "common/round_up.h"
 #include "kernels/device_buffer.h"
 #include "stores/store.h"
 
@@ -60,7 +61,7 @@ class DeviceStore final : public Store {
     const std::size_t bytes = spec.numel * sizeof(float);
     const bool has_master = keeps_master(spec.param_dtype);
     // One piece of memory, which the driver rounds up once (to 2 MiB).
-    const std::size_t stride_bytes = (bytes + kStateAlignment - 1) / kStateAlignment * kStateAlignment;
+    const std::size_t stride_bytes = round_up(bytes, kStateAlignment);
     const std::shared_ptr<std::byte> memory =
         bytes == 0 ? nullptr : device().allocate((has_master ? 3 : 2) * stride_bytes, "optimizer state");
     const auto part = [&](std::size_t index, Category category) {

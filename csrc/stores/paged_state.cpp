@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "common/round_up.h"
 
 namespace zb {
 namespace {
@@ -14,7 +15,7 @@ constexpr std::size_t kStateNum = 3;
 constexpr std::size_t kLineBytes = 64;
 
 // Bytes of one state in a chunk: each begins on a line.
-std::size_t part_bytes(std::size_t numel) { return (numel * sizeof(float) + kLineBytes - 1) / kLineBytes * kLineBytes; }
+std::size_t part_bytes(std::size_t numel) { return round_up(numel * sizeof(float), kLineBytes); }
 
 // Where the chunks of each shard lie, and how large they are.
 struct ChunkTable {

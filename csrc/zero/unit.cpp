@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "common/error.h"
+#include "common/round_up.h"
 
 namespace zb {
 namespace {
@@ -13,9 +14,7 @@ namespace {
 // Every parameter and every shard begins on a cache line.
 constexpr std::size_t kAlignmentBytes = 64;
 
-constexpr std::size_t align(std::size_t bytes) {
-  return (bytes + kAlignmentBytes - 1) / kAlignmentBytes * kAlignmentBytes;
-}
+constexpr std::size_t align(std::size_t bytes) { return round_up(bytes, kAlignmentBytes); }
 
 }  // namespace
 
