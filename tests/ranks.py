@@ -19,6 +19,7 @@ from typing import Any
 
 _PRELOAD = [
     "torch",
+    "torch._dynamo",  # which starting an engine imports: most of a second
     "pytest",
     "zerobench.engine",
     "zerobench.models.transformer",
