@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node N benchmarks/gpu_offload.py --num-layers 16 --batch-size 4 --seq-length 2048 MODE ...
 
-The model is a Llama of 7B width (4096 wide, 32 heads, 11008 in between, 32000 tokens) with checkpointed blocks, as
-transformers builds it. MODE is one of
+The model is a Llama of 7B width (4096 wide, 32 heads, 11008 in between, 32000 tokens; --width 13b: 5120, 40, 13824)
+with checkpointed blocks, as transformers builds it. MODE is one of
 
     disk       the disk in --nvme-path: raw requests, as many reads as writes, and the step that they allow
     limits     the roofline's parts: forward and backward alone (bf16); the CPU's Adam on this rank's share of the
@@ -24,6 +24,12 @@ Each mode prints a JSON line: the median of the steps' milliseconds, host to dev
 peers' own benchmark does for offload), all samples, peak GB of torch's allocator and of the GPU as the driver counts,
 GB of host memory. Behind `limits` in the same call, modes with state on the host also show their own roofline: of the
 CPU's Adam and of the copies as much as the share on the host takes.
+
+With --checksum our modes run under torch's deterministic algorithms and end with the checksum of all masters, and a
+mode must end as the one before it did. One step and one of warm-up make three steps in all:
+
+    torchrun --nproc_per_node 4 benchmarks/gpu_offload.py --width 13b --num-layers 40 --batch-size 1 \\
+      --steps 1 --warmup-steps 1 --checksum --nvme-path DIR nvme host
 """
 
 from __future__ import annotations
@@ -45,20 +51,23 @@ import torch
 import torch.distributed as dist
 
 import zerobench
+from zerobench.strategies.shared import checksum
 
 Step = Callable[[], object]
+WIDTHS = {
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
+    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40},
+}
 
 
-def make_model(num_layers: int, dtype: torch.dtype) -> Any:
+def make_model(options: argparse.Namespace, dtype: torch.dtype) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=num_layers,
-        num_attention_heads=32,
+        num_hidden_layers=options.num_layers,
+        **WIDTHS[options.width],
         attn_implementation="sdpa",
         dtype=dtype,
     )
@@ -206,17 +215,17 @@ class Copies:
 
 
 def limits(
-    num_layers: int, batch: dict[str, Any], *, step_num: int, numel_of_adam: int = 1 << 28
+    options: argparse.Namespace, batch: dict[str, Any], *, numel_of_adam: int = 1 << 28
 ) -> dict[str, Any]:
     """The parts of max(forward and backward, Adam beside both transfers, PCIe) for this rank, in milliseconds."""
     from zerobench import _native
     from zerobench.bench.micro.adam_arrays import MIXES, Arrays
 
     with torch.device("cuda"):
-        model = make_model(num_layers, torch.bfloat16)
+        model = make_model(options, torch.bfloat16)
     numel = sum(parameter.numel() for parameter in model.parameters())
     step = floor(model, batch)
-    compute_ms = median(timed(step, step_num=step_num, warmup_num=2))
+    compute_ms = median(timed(step, step_num=options.steps, warmup_num=2))
     del model, step
     torch.cuda.empty_cache()
 
@@ -255,15 +264,17 @@ def limits(
     }
 
 
-def disk(num_layers: int, nvme_path: str) -> dict[str, Any]:
+def disk(options: argparse.Namespace) -> dict[str, Any]:
     """What the disk allows: raw requests over files of their own, reading and writing at once as a step does."""
     from zerobench.bench.micro.io_disk import Disk, IoSetting
 
     setting = IoSetting(engine="io_uring", block_bytes=1 << 20, depth=32)
-    files = Disk([Path(nvme_path)], settings=[setting], chunk_bytes=16 << 20, file_bytes=None, sample_s=2.0)
+    files = Disk(
+        [Path(options.nvme_path)], settings=[setting], chunk_bytes=16 << 20, file_bytes=None, sample_s=2.0
+    )
     rates = [files.sample_raw(setting, "both") for _ in range(4)][1:]
     with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in make_model(num_layers, torch.bfloat16).parameters())
+        numel = sum(parameter.numel() for parameter in make_model(options, torch.bfloat16).parameters())
     return {
         "mode": "disk",
         "params_m": round(numel / 1e6),
@@ -287,12 +298,12 @@ def measure(
     torch.cuda.reset_peak_memory_stats()
     leave_to_torch(limit_bytes)
     if mode == "limits":
-        return limits(options.num_layers, batch, step_num=options.steps)
+        return limits(options, batch)
     if mode == "disk":
-        return disk(options.num_layers, options.nvme_path)
+        return disk(options)
     began_s = time.perf_counter()
     with torch.device("cuda"):
-        model = make_model(options.num_layers, torch.float32)
+        model = make_model(options, torch.float32)
     if mode == "fsdp2":
         step, engine = fsdp2(model, batch)
     else:
@@ -316,6 +327,8 @@ def measure(
     if engine is not None:
         if mode.startswith("nvme"):
             found["swap"] = engine.swap_stats()
+        if options.checksum:
+            found["checksum"] = checksum(engine.full_parameters())
         ratio = engine.offload_ratio
         engine.close()
         if ratio is not None:
@@ -330,6 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--width", choices=list(WIDTHS), default="7b")
     parser.add_argument("--num-layers", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=2048)
@@ -337,24 +351,34 @@ def main() -> None:
     parser.add_argument("--warmup-steps", type=int, default=2)
     parser.add_argument("--nvme-path", default=tempfile.gettempdir())
     parser.add_argument("--device-memory-gib", type=float)
+    parser.add_argument("--checksum", action="store_true")
     parser.add_argument("modes", nargs="+", metavar="MODE")
     options = parser.parse_args()
     os.environ["NCCL_NVLS_ENABLE"] = "0"
+    if options.checksum:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    torch.manual_seed(1 + dist.get_rank())
     ids = torch.randint(0, 32000, (options.batch_size, options.seq_length), device="cuda")
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     parts: dict[str, Any] = {}
+    checksums: set[str] = set()
     for mode in options.modes:
         try:
             found = measure(mode, options, batch, parts)
             if mode == "limits":
                 parts = found
+            if "checksum" in found:
+                checksums.add(found["checksum"])
         except Exception as error:
             found = {"mode": mode, "error": f"{type(error).__name__}: {error}"}
         if dist.get_rank() == 0:
             print(json.dumps(found | {"gpus": dist.get_world_size()}), flush=True)
     dist.destroy_process_group()
+    if len(checksums) > 1:
+        raise SystemExit("modes ended with different parameters: see their checksums")
 
 
 if __name__ == "__main__":
