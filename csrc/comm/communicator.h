@@ -113,7 +113,8 @@ struct ReduceScatter {
 };
 
 // A rank's contribution to the next reduce_scatter of `source`, which is then no source but where the peers push theirs
-// to. `items` are what would be written there, all of it, and the reduction reads it from wherever it went.
+// to. `items` are what would be written there, all of it. Large ones for this rank's own shard may stay where they are:
+// all must until the reduction has read them.
 struct Push {
   Region source;  // world_size * shard_numel elements, shared
   std::size_t shard_numel = 0;

@@ -116,7 +116,8 @@ void PeerTransport::push(const LaneCall& call, std::span<const PackItem> items, 
   const std::lock_guard lock(mutex_);
   check_alive();
   if (call.num == 0) return;
-  const std::vector<std::vector<Piece>> pieces = cut(call, items, copy_bytes);
+  std::vector<std::vector<Piece>> pieces = cut(call, items, copy_bytes);
+  staying_[call.source] = take_those_that_stay(call, pieces[static_cast<std::size_t>(rank_)]);
   std::vector<PackItem> packed;
   const auto pack = [&] {
     if (!packed.empty()) device_->pack(lane_, packed);
@@ -161,6 +162,31 @@ std::vector<std::vector<PeerTransport::Piece>> PeerTransport::cut(const LaneCall
     }
   }
   return pieces;
+}
+
+std::vector<FlatPiece> PeerTransport::take_those_that_stay(const LaneCall& call, std::vector<Piece>& pieces) const {
+  const std::size_t element_bytes = dtype_bytes(call.dtype);
+  const std::byte* const shard = call.source + static_cast<std::size_t>(rank_) * call.num * element_bytes;
+  const auto in_shard = [&](const PackItem& item) {
+    const auto begin_bytes = static_cast<std::size_t>(static_cast<const std::byte*>(item.destination) - shard);
+    return FlatPiece{.begin = begin_bytes / element_bytes, .numel = item.numel, .data = item.source};
+  };
+  std::vector<FlatPiece> added;
+  for (const auto& [item, is_copied] : pieces) {
+    if (item.accumulate) added.push_back(in_shard(item));
+  }
+  std::vector<FlatPiece> staying;
+  std::erase_if(pieces, [&](const Piece& piece) {
+    if (!piece.is_copied) return false;
+    const FlatPiece mine = in_shard(piece.item);
+    const bool changes = std::any_of(added.begin(), added.end(), [&](const FlatPiece& more) {
+      return more.begin < mine.begin + mine.numel && mine.begin < more.begin + more.numel;
+    });
+    if (!changes) staying.push_back(mine);
+    return !changes;
+  });
+  std::sort(staying.begin(), staying.end(), [](const FlatPiece& a, const FlatPiece& b) { return a.begin < b.begin; });
+  return staying;
 }
 
 void PeerTransport::put_in(std::span<const LaneCall> all_calls) {
@@ -227,11 +253,23 @@ void PeerTransport::reduce_scatter(const LaneCall& call) {
 }
 
 void PeerTransport::sum_pushed(const LaneCall& call) {
-  std::vector<const void*> sources;
-  for (std::size_t rank = 0; rank < static_cast<std::size_t>(world_size_); ++rank) {
-    sources.push_back(call.source + rank * call.num * dtype_bytes(call.dtype));
+  const std::size_t element_bytes = dtype_bytes(call.dtype);
+  std::vector<const void*> sources(static_cast<std::size_t>(world_size_));
+  const auto sum = [&](std::size_t begin, std::size_t end, const void* staying) {
+    if (begin == end) return;
+    for (std::size_t rank = 0; rank < sources.size(); ++rank) {
+      sources[rank] = call.source + (rank * call.num + begin) * element_bytes;
+    }
+    if (staying != nullptr) sources[static_cast<std::size_t>(rank_)] = staying;
+    device_->sum(lane_, call.destination + begin * element_bytes, sources, call.dtype, end - begin);
+  };
+  std::size_t done = 0;
+  for (const FlatPiece& piece : std::exchange(staying_[call.source], {})) {
+    sum(done, piece.begin, nullptr);
+    done = piece.begin + piece.numel;
+    sum(piece.begin, done, piece.data);
   }
-  device_->sum(lane_, call.destination, sources, call.dtype, call.num);
+  sum(done, call.num, nullptr);
 }
 
 // Nobody else reads this rank's part of its own buffer, so the sum may go there at once.

@@ -13,7 +13,8 @@
 // buffer that a reduction would read takes in its slice r what rank r pushes for this rank's shard, and once all ranks
 // have met behind their pushes a kernel adds the slices in rank order. Pushes stand in front of that meeting, behind
 // the one that ended the operation before, so nobody reads slices any more that a peer writes to. What a rank pushes it
-// puts to its neighbour first, and so on, lest all of them write to one rank at a time.
+// puts to its neighbour first, and so on, lest all of them write to one rank at a time. Of what it has for its own
+// shard, pieces that it would copy stay where they are, and the sum reads them there.
 //
 // [Note: settled gathers]
 // Gathers of sources that all ranks know to be final need no meeting: they are copies from peers and nothing else, in
@@ -93,6 +94,8 @@ class PeerTransport final : public LaneTransport {
   };
   std::vector<std::vector<Piece>> cut(const LaneCall& call, std::span<const PackItem> items,
                                       std::size_t copy_bytes) const;
+  // Pieces of the own shard that may stay where they are, in order, and the others.
+  std::vector<FlatPiece> take_those_that_stay(const LaneCall& call, std::vector<Piece>& pieces) const;
   void sum_pushed(const LaneCall& call);
   void check_alive() const;
 
@@ -117,7 +120,8 @@ class PeerTransport final : public LaneTransport {
   std::uint64_t next_number_ = 1;
   std::shared_ptr<PeerMemory> block_;  // that small pieces are taken from
   std::size_t block_used_bytes_ = 0;
-  std::mutex mutex_;  // held while something is put in
+  std::map<const std::byte*, std::vector<FlatPiece>> staying_;  // by the source of the reduction to come
+  std::mutex mutex_;                                            // held while something is put in
   std::atomic<bool> is_aborted_ = false;
 };
 

@@ -100,10 +100,10 @@ TEST_P(PeerPushes, GiveTheBitsOfRankOrder) {
         } else {
           for (const PackItem& item : mine.items) at.device->pack(at.lane, std::span(&item, 1));
         }
-        // As gradients are let go of: behind what reads them, and before the ranks have met.
+        at.comm->start_reduce_scatter({source, targets.back(), numel, dtype, "unit", is_pushed});
+        // As gradients are let go of: behind what reads them.
         at.device->wait(Lane::kCompute, at.device->mark(at.lane));
         mine.memory.clear();
-        at.comm->start_reduce_scatter({source, targets.back(), numel, dtype, "unit", is_pushed})->wait();
       }
       for (std::uint32_t step = 0; step < kStepNum; ++step) sums[step][own] = at.read(targets[step], numel, dtype);
     });
@@ -132,6 +132,82 @@ TEST_P(PeerPushes, AddInPlace) {
     at.comm->start_reduce_scatter({source, own, kNumel, DType::kFloat32, "unit", true})->wait();
     EXPECT_EQ(at.read(own, kNumel, DType::kFloat32), slice(sums, static_cast<std::size_t>(at.rank) * kNumel, kNumel));
   });
+}
+
+// What this rank has for its own shard and would copy, the sum reads where it is; what is packed or added to is put
+// into the slice.
+TEST_P(PeerPushes, LeavesLargeOwnPiecesWhereTheyAre) {
+  constexpr std::size_t kNumel = 96;
+  constexpr DType kType = DType::kFloat32;
+  const std::size_t all_numel = static_cast<std::size_t>(GetParam()) * kNumel;
+  for (std::uint32_t number = 0; number < test::kLanePolicyNum; ++number) {
+    run_pulled(GetParam(), number, [&](Rank& at) {
+      const Region source = at.shared(all_numel * 4);
+      const Region target = at.own(kNumel * 4);
+      const std::size_t first = static_cast<std::size_t>(at.rank) * kNumel;
+      const std::vector<float> before(kNumel, -1.0F);
+      at.write(source.at(first * 4), before, kType);
+      at.comm->barrier("written");
+      const Region gradient = at.own(all_numel * 4);
+      at.write(gradient, values_of(at.rank, all_numel, number), kType);
+      std::vector<PackItem> items;
+      const auto bring = [&](std::size_t begin, std::size_t end, bool accumulate) {
+        items.push_back({.destination = source.data() + begin * 4,
+                         .source = gradient.data() + begin * 4,
+                         .numel = end - begin,
+                         .accumulate = accumulate});
+      };
+      // Of each slice: 32 that stay, 4 that are packed, 60 of which the last 20 are added to, so that they are copied.
+      for (std::size_t slice_begin = 0; slice_begin < all_numel; slice_begin += kNumel) {
+        bring(slice_begin + 36, slice_begin + 96, false);
+        bring(slice_begin + 32, slice_begin + 36, false);
+        bring(slice_begin, slice_begin + 32, false);
+        bring(slice_begin + 76, slice_begin + 96, true);
+      }
+      at.comm->push({source, kNumel, kType, "unit", items, 20 * 4});
+      at.comm->start_reduce_scatter({source, target, kNumel, kType, "unit", true})->wait();
+      std::vector<float> sums(kNumel, 0.0F);
+      for (int rank = 0; rank < at.world_size; ++rank) {
+        const std::vector<float> brought = slice(values_of(rank, all_numel, number), first, kNumel);
+        for (std::size_t i = 0; i < kNumel; ++i) sums[i] += i < 76 ? brought[i] : 2 * brought[i];
+      }
+      EXPECT_EQ(at.read(target, kNumel, kType), sums);
+      const std::vector<float> own = at.read(source.at(first * 4), kNumel, kType);
+      const std::vector<float> mine = slice(values_of(at.rank, all_numel, number), first, kNumel);
+      EXPECT_EQ(slice(own, 0, 32), slice(before, 0, 32));
+      EXPECT_EQ(slice(own, 32, 44), slice(mine, 32, 44));
+    });
+    if (HasFailure()) return;
+  }
+}
+
+// The race detector's own test: gradients must stay until the sum has read them.
+TEST(PeerPush, LettingGoBeforeTheSumIsFound) {
+  std::vector<std::string> findings;
+  const auto run = [&](bool waits_for_sum) {
+    findings.clear();
+    run_pulled(
+        2, 0,
+        [&](Rank& at) {
+          const Region source = at.shared(512);
+          const Region target = at.own(256);
+          std::shared_ptr<std::byte> gradient = at.device->allocate_in_compute(512, "a gradient");
+          const PackItem item{.destination = source.data(), .source = gradient.get(), .numel = 128};
+          at.device->wait(at.lane, at.device->mark(Lane::kCompute));
+          at.comm->push({source, 64, DType::kFloat32, "unit", std::span(&item, 1), 0});
+          const MarkPtr pushed = at.device->mark(at.lane);
+          at.comm->start_reduce_scatter({source, target, 64, DType::kFloat32, "unit", true});
+          at.device->wait(Lane::kCompute, waits_for_sum ? at.device->mark(at.lane) : pushed);
+          gradient.reset();
+          at.device->synchronize();
+        },
+        [&](const std::string& text) { findings.push_back(text); });
+  };
+  run(true);
+  EXPECT_TRUE(findings.empty());
+  run(false);
+  ASSERT_FALSE(findings.empty());
+  EXPECT_NE(findings[0].find("reads in sum"), std::string::npos) << findings[0];
 }
 
 TEST(PeerPush, ItemsMustLieInTheSource) {

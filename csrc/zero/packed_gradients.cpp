@@ -13,9 +13,10 @@ constexpr int kMostIdlePolls = 16;  // of a host whose compute lane is empty; a 
 
 }  // namespace
 
-void PackedGradients::hold(std::vector<HeldGradient> gradients, Lane lane) {
-  if (lane == Lane::kCompute || gradients.empty()) return;  // what the lane does next comes behind
+bool PackedGradients::hold(std::vector<HeldGradient> gradients, Lane lane) {
+  if (lane == Lane::kCompute || gradients.empty()) return false;  // what the lane does next comes behind
   units_.push_back({std::move(gradients), device_.mark(lane)});
+  return true;
 }
 
 void PackedGradients::make_room() {

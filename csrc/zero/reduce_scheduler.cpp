@@ -177,10 +177,11 @@ void ReduceScheduler::launch(std::size_t index) {
   const ScopeExit over([this] { device_.pop_range(); });
   if (lane != Lane::kCompute) device_.wait(lane, device_.mark(Lane::kCompute));
   const bool is_pushed = pushes(unit);
-  packed_.hold(
+  const bool is_held = packed_.hold(
       is_pushed ? packer_.push_whole(unit, communicator_, options_.push_bytes) : packer_.pack_whole(unit, lane), lane);
   unit.set_gradient_state(GradientState::kReducing);
   start_reduce(unit, is_pushed);
+  if (is_pushed && is_held) packed_.hold_on(lane);
   // In lanes nothing is left to wait for, and what follows a reduction is put in at once, so that all ranks start the
   // same operations in the same order whenever their gradients arrive.
   if (device_.is_async()) {
