@@ -112,6 +112,18 @@ def test_practicality_is_against_the_same_row_with_all_on_the_device() -> None:
     assert all(row.offload_practicality is None for row in other.rows)
 
 
+def test_rows_on_nvme_that_stay_off_the_disk_are_named() -> None:
+    results = offloaded()
+    row = by_point(results)["zero3", "nvme"]
+    assert row.transfers is not None
+    told = "zero3, offload nvme read and wrote nothing on NVMe in measured steps"
+    assert told not in table_text(results, width=WIDTH)
+    row.transfers.nvme_read_bytes = row.transfers.nvme_written_bytes = 0
+    assert told in table_text(results, width=WIDTH)
+    row.transfers.nvme_written_bytes = 1
+    assert told not in table_text(results, width=WIDTH)
+
+
 def test_speedup_is_against_a_baseline_placed_alike_where_there_is_one() -> None:
     results = offloaded()
     finish_rows(results, baseline="zero2")

@@ -162,8 +162,8 @@ def _offload_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     saved = 100.0 * (1.0 - least.peak_device_bytes / kept.peak_device_bytes)
     times = 1.0 / least.offload_practicality
     return (
-        f"{labels[id(least)]} peaks at {peak}, {saved:.0f} % below {labels[id(kept)]}, for {times:.1f} times the step "
-        "time of it."
+        f"{labels[id(least)]} peaks at {peak}, {saved:.0f} % below {labels[id(kept)]}, for {times:.1f} times the "
+        "latter's step time."
     )
 
 

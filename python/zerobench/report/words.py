@@ -190,7 +190,8 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
             status = f"{row.status} ({row.oom_tier} memory)" if row.oom_tier else row.status
             notes.append((f"{label}: {status}: {' '.join(reason.split())}", style))
     notes += [(warning, "yellow") for warning in results.warnings]
-    notes += [(text, "yellow") for text in (*_shared_notes(rows, labels), *_clock_notes(rows, labels))]
+    read_first = (*_shared_notes(rows, labels), *_clock_notes(rows, labels), *_idle_disk_notes(rows, labels))
+    notes += [(text, "yellow") for text in read_first]
     notes += [(text, "") for text in _reading_notes(rows, labels, left_out)]
     if left_out:  # titles and units of columns
         notes.append(
@@ -225,6 +226,22 @@ def _clock_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         if names:
             notes.append(f"{what} held GPU clocks down during {join_words(names)}.")
     return notes
+
+
+def _idle_disk_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    names = [
+        label
+        for row, label in zip(rows, labels, strict=True)
+        if row.status == "ok"
+        and row.transfers is not None
+        and row.transfers.nvme_read_bytes == row.transfers.nvme_written_bytes == 0
+    ]
+    if not names:
+        return []
+    return [
+        f"{join_words(names)} read and wrote nothing on NVMe in measured steps, since all state fits into the host "
+        "memory for it: these times say nothing about the disk."
+    ]
 
 
 def _checksum_notes(rows: Sequence[Row], *, is_marked: bool) -> list[str]:
