@@ -57,6 +57,34 @@ def test_bars_end_at_the_median_and_the_peak() -> None:
     assert ends == pytest.approx(peaks)
 
 
+@pytest.mark.parametrize(
+    ("device", "phases_ms", "expected"),
+    [
+        # What is too much comes off host bound, then off exposed communication, then off all that is left.
+        ("cuda", (40, 60, 30, 20), (40, 60, 20, 0)),
+        ("cuda", (40, 60, 10, 30), (40, 60, 10, 10)),
+        ("cuda", (100, 140, 5, 5), (50, 70, 0, 0)),
+        ("cuda", (20, 20, 10, 10), (40, 40, 20, 20)),
+        ("cpu", (40, 60, 100, 40), (20, 30, 50, 20)),
+    ],
+)
+def test_a_profiler_that_delays_the_host_makes_waits_longer(device, phases_ms, expected) -> None:  # type: ignore[no-untyped-def]
+    from zerobench.report.plots import step_time_figure
+
+    results = sample()
+    results.rows = results.rows[2:3]
+    row = results.rows[0]
+    assert row.step_time_ms is not None
+    names = ("forward", "backward", "exposed_communication", "host_bound")
+    row.settings.device = device
+    row.step_time_ms.median = 120.0
+    row.phases_ms = dict(zip(names, map(float, phases_ms), strict=True))
+    figure = step_time_figure(results)
+    assert figure is not None
+    drawn = [patch.get_width() for patch in figure.axes[0].patches]
+    assert drawn == pytest.approx([width for width in expected if width])
+
+
 def test_no_two_labels_overlap() -> None:
     from zerobench.report.scatter import speed_memory_figure
 

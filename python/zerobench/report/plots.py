@@ -46,6 +46,9 @@ CATEGORY_COLOURS = {
 }
 REST = "activations and all else"
 NOT_SPLIT = "phases not measured"
+# What a profiler that delays the host makes longer on a GPU, also where other ranks wait for that host. First the one
+# that is an upper bound anyway.
+WAITS = ("host_bound", "exposed_communication")
 REST_COLOUR = "#d0d0d0"
 UNKNOWN_COLOURS = ("#882255", "#999933", "#332288", "#44AA99", "#AA4499", "#661100")
 TIERS = {"device": "device memory", "host": "host memory", "nvme": "NVMe"}
@@ -106,9 +109,16 @@ def step_time_figure(results: Results) -> Figure | None:
         figure,
         "Step time by phase" if split else "Step time",
         results,
-        note="Phases: shares of a separate profiled pass, scaled to the median." if split else "",
+        note=_phases_note(rows) if split else "",
     )
     return figure
+
+
+def _phases_note(rows: Sequence[Row]) -> str:
+    text = "Phases: shares of a separate profiled pass, scaled to the median"
+    if any(row.settings.device == "cuda" for row in rows):
+        text += " (on GPUs what it took longer comes off the waits)"
+    return f"{text}."
 
 
 def _measured(row: Row) -> bool:
@@ -122,12 +132,19 @@ def _decimals(rows: Sequence[Row]) -> int:
 
 def _phase_segments(row: Row) -> list[Segment]:
     assert row.step_time_ms is not None
+    median_ms = row.step_time_ms.median
     phases = {name: value for name, value in (row.phases_ms or {}).items() if value > 0}
-    total = sum(phases.values())
-    if total <= 0:
-        return [(NOT_SPLIT, row.step_time_ms.median)]
-    ordered = sorted(phases, key=lambda name: (_rank(name, PHASE_COLOURS), name))
-    return [(name, phases[name] * row.step_time_ms.median / total) for name in ordered]
+    if not phases:
+        return [(NOT_SPLIT, median_ms)]
+    if row.settings.device == "cuda":
+        for name in WAITS:
+            excess_ms = max(sum(phases.values()) - median_ms, 0.0)
+            phases[name] = max(phases.get(name, 0.0) - excess_ms, 0.0)
+    total_ms = sum(phases.values())
+    ordered = sorted(
+        (name for name in phases if phases[name] > 0), key=lambda name: (_rank(name, PHASE_COLOURS), name)
+    )
+    return [(name, phases[name] * median_ms / total_ms) for name in ordered]
 
 
 def _rank(name: str, order: dict[str, str]) -> int:
