@@ -16,6 +16,8 @@
 #include "comm/shm_memory.h"
 #include "common/cuda_check.h"
 #include "common/error.h"
+#include "common/page.h"
+#include "common/round_up.h"
 
 namespace zb {
 namespace {
@@ -119,7 +121,7 @@ CudaPeerLink::CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Commun
       overhead_(std::move(overhead)),
       mesh_(control, timeout),
       flags_(std::make_unique<Flags>()) {
-  const std::size_t row_bytes = shm::round_up_to_page(PeerFlags::row_bytes(world_size_));
+  const std::size_t row_bytes = round_up_to_page(PeerFlags::row_bytes(world_size_));
   const shm::FileDescriptor own = shm::create_memfd(row_bytes);
   const std::vector<shm::FileDescriptor> all = mesh_.exchange(own, next_number_++);
   std::vector<std::byte*> on_host;
@@ -138,7 +140,7 @@ CudaPeerLink::CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Commun
 CudaPeerLink::~CudaPeerLink() = default;
 
 std::shared_ptr<PeerMemory> CudaPeerLink::allocate(std::size_t bytes, std::string_view what) {
-  const std::size_t mapped_bytes = (bytes + granularity_bytes_ - 1) / granularity_bytes_ * granularity_bytes_;
+  const std::size_t mapped_bytes = round_up(bytes, granularity_bytes_);
   Report report{.bytes = mapped_bytes, .number = next_number_++};
   MappedMemory mine;
   shm::FileDescriptor descriptor;

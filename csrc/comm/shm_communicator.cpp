@@ -9,6 +9,7 @@
 #include "comm/shm_queue.h"
 #include "comm/shm_rendezvous.h"
 #include "comm/solo_communicator.h"
+#include "common/page.h"
 #include "memory/host_limits.h"
 
 namespace zb {

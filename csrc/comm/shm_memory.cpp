@@ -13,7 +13,7 @@
 #include <string>
 #include <system_error>
 
-#include "common/round_up.h"
+#include "common/page.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
@@ -24,8 +24,6 @@
 
 namespace zb::shm {
 namespace {
-
-constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
 // Mappings of memfds that live in this process, by device and inode.
 struct MappingRegistry {
@@ -39,8 +37,6 @@ MappingRegistry& mapping_registry() {
 }
 
 std::string errno_text(int error_number) { return std::generic_category().message(error_number); }
-
-std::size_t round_up_to_huge_page(std::size_t value) { return round_up(value, kHugePageBytes); }
 
 // Maps with a huge page to spare and gives the ends back: only where address and file offset agree modulo a huge page
 // can huge pages be mapped.
@@ -75,13 +71,6 @@ void collapse_to_huge_pages(const Mapping& mapping, std::size_t offset_bytes, st
 }
 
 }  // namespace
-
-std::size_t page_bytes() noexcept {
-  static const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  return bytes;
-}
-
-std::size_t round_up_to_page(std::size_t bytes) noexcept { return round_up(bytes, page_bytes()); }
 
 std::shared_ptr<Mapping> Mapping::of_file(const FileDescriptor& memfd, std::size_t bytes) {
   struct stat status{};

@@ -10,9 +10,6 @@
 
 namespace zb::shm {
 
-std::size_t page_bytes() noexcept;
-std::size_t round_up_to_page(std::size_t bytes) noexcept;
-
 // A range of address space. Ranks that are threads of one process share one mapping of a memfd, which saves page
 // tables and lets the thread sanitizer see both sides of every access.
 class Mapping {

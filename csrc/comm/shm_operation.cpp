@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "comm/arguments.h"
+#include "common/round_up.h"
 #include "kernels/cpu_kernels.h"
 
 namespace zb::shm {
@@ -66,7 +67,7 @@ Piece piece_of(std::size_t numel, DType dtype, int rank, int world_size) noexcep
 // sum its first, so that ranks which are a little apart do not wait for each other.
 Piece half_of(const Piece& piece, DType dtype, std::size_t half) noexcept {
   const std::size_t line_numel = 64 / dtype_bytes(dtype);
-  const std::size_t first_numel = std::min(piece.numel, (piece.numel / 2 + line_numel - 1) / line_numel * line_numel);
+  const std::size_t first_numel = std::min(piece.numel, round_up(piece.numel / 2, line_numel));
   if (half == 0) return {piece.begin_numel, first_numel};
   return {piece.begin_numel + first_numel, piece.numel - first_numel};
 }

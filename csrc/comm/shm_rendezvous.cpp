@@ -18,6 +18,7 @@
 
 #include "comm/shm_socket.h"
 #include "comm/text.h"
+#include "common/page.h"
 
 namespace zb::shm {
 namespace {

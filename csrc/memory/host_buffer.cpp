@@ -1,7 +1,6 @@
 #include "memory/host_buffer.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstdint>
@@ -12,18 +11,12 @@
 #include <utility>
 
 #include "common/error.h"
-#include "common/round_up.h"
+#include "common/page.h"
 
 namespace zb {
 namespace {
 
-constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr std::size_t kHugeFromBytes = std::size_t{4} << 20;
-
-std::size_t page_bytes() {
-  static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  return bytes;
-}
 
 std::string in_mib(std::size_t bytes) {
   char text[64];
@@ -48,7 +41,7 @@ std::byte* map_huge(std::size_t mapped_bytes) {
   std::byte* wide = map(mapped_bytes + kHugePageBytes);
   if (wide == nullptr) return nullptr;
   const auto address = reinterpret_cast<std::uintptr_t>(wide);
-  const std::size_t head_bytes = round_up(address, kHugePageBytes) - address;
+  const std::size_t head_bytes = round_up_to_huge_page(address) - address;
   std::byte* data = wide + head_bytes;
   if (head_bytes > 0) munmap(wide, head_bytes);
   if (head_bytes < kHugePageBytes) munmap(data + mapped_bytes, kHugePageBytes - head_bytes);
@@ -76,7 +69,7 @@ HostBuffer::HostBuffer(std::size_t bytes, std::string_view what) {
 const char* HostBuffer::map_pages(std::size_t bytes) noexcept {
   if (bytes == 0) return nullptr;
   if (bytes > std::numeric_limits<std::size_t>::max() / 2) return "larger than the address space";
-  const std::size_t mapped_bytes = round_up(bytes, page_bytes());
+  const std::size_t mapped_bytes = round_up_to_page(bytes);
   data_ = bytes >= kHugeFromBytes ? map_huge(mapped_bytes) : map(mapped_bytes);
   if (data_ == nullptr) return std::strerror(errno);
   bytes_ = bytes;
@@ -101,7 +94,7 @@ HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
 HostBuffer::~HostBuffer() { unmap(); }
 
 void HostBuffer::unmap() noexcept {
-  if (data_ != nullptr) munmap(data_, round_up(bytes_, page_bytes()));
+  if (data_ != nullptr) munmap(data_, round_up_to_page(bytes_));
   data_ = nullptr;
   bytes_ = 0;
 }

@@ -1,7 +1,6 @@
 #include "memory/pinned_mapping.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -16,7 +15,7 @@
 #include <system_error>
 
 #include "common/error.h"
-#include "common/round_up.h"
+#include "common/page.h"
 #include "common/scope_exit.h"
 #include "common/thread_pool.h"
 #include "memory/host_limits.h"
@@ -32,13 +31,6 @@ namespace zb {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
-
-std::size_t page_bytes() {
-  static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  return bytes;
-}
 
 double ms_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
@@ -76,7 +68,7 @@ int fill_piece(std::byte* data, std::size_t bytes, bool collapse) {
 PinnedMapping::PinnedMapping(std::size_t bytes, const PinnedOptions& options) {
   if (bytes == 0) return;
   require_host_memory(bytes, options.what);
-  if (options.lock == PageLock::kLocked) require_lockable(round_up(bytes, page_bytes()), options.what);
+  if (options.lock == PageLock::kLocked) require_lockable(round_up_to_page(bytes), options.what);
   const auto begin = Clock::now();
   map(bytes, options.what);
   try {
@@ -102,7 +94,7 @@ PinnedMapping::~PinnedMapping() { unmap(); }
 
 // With a huge page to spare, whose ends are given back, so that the mapping begins on a huge-page boundary.
 void PinnedMapping::map(std::size_t bytes, const std::string& what) {
-  bytes_ = round_up(bytes, page_bytes());
+  bytes_ = round_up_to_page(bytes);
   const std::size_t spare_bytes = bytes_ >= kHugePageBytes ? kHugePageBytes : 0;
   void* address =
       mmap(nullptr, bytes_ + spare_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -114,7 +106,7 @@ void PinnedMapping::map(std::size_t bytes, const std::string& what) {
   data_ = wide;
   if (spare_bytes > 0) {
     const auto begin = reinterpret_cast<std::uintptr_t>(wide);
-    const std::size_t head_bytes = round_up(begin, kHugePageBytes) - begin;
+    const std::size_t head_bytes = round_up_to_huge_page(begin) - begin;
     data_ = wide + head_bytes;
     if (head_bytes > 0) munmap(wide, head_bytes);
     if (head_bytes < spare_bytes) munmap(data_ + bytes_, spare_bytes - head_bytes);

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "comm/shm_memory.h"
+#include "common/page.h"
 #include "shm_support.h"
 
 namespace zb {
@@ -29,7 +30,7 @@ TEST(DescriptorMesh, EveryRankGetsThoseOfAllPeersInTheirPlaces) {
     run_ranks(world_size, [&](Communicator& control) {
       DescriptorMesh mesh(control, 20s);
       for (std::uint64_t round = 1; round <= 5; ++round) {
-        const std::size_t unit = shm::page_bytes() * round;
+        const std::size_t unit = page_bytes() * round;
         const auto mine = shm::create_memfd(unit * static_cast<std::size_t>(control.rank() + 1));
         const auto all = mesh.exchange(mine, round);
         ASSERT_EQ(all.size(), static_cast<std::size_t>(world_size));
@@ -55,7 +56,7 @@ TEST(DescriptorMesh, ARankThatLeftIsNamed) {
       return;
     }
     control.barrier("left");
-    const auto mine = shm::create_memfd(shm::page_bytes());
+    const auto mine = shm::create_memfd(page_bytes());
     const std::string error = communication_error([&] { mesh->exchange(mine, 1); });
     EXPECT_NE(error.find("rank 1 died or left"), std::string::npos) << error;
   });
@@ -64,7 +65,7 @@ TEST(DescriptorMesh, ARankThatLeftIsNamed) {
 TEST(DescriptorMesh, AnotherAllocationIsNoticed) {
   run_ranks(2, [](Communicator& control) {
     DescriptorMesh mesh(control, 20s);
-    const auto mine = shm::create_memfd(shm::page_bytes());
+    const auto mine = shm::create_memfd(page_bytes());
     const std::string error = communication_error([&] { mesh.exchange(mine, control.rank() == 0 ? 1 : 2); });
     EXPECT_NE(error.find("another allocation"), std::string::npos) << error;
     control.barrier("end");
@@ -73,7 +74,7 @@ TEST(DescriptorMesh, AnotherAllocationIsNoticed) {
 
 TEST(DescriptorMesh, AnAbortEndsTheWait) {
   run_ranks(2, [](Communicator& control) {
-    const auto mine = shm::create_memfd(shm::page_bytes());
+    const auto mine = shm::create_memfd(page_bytes());
     const std::string error = communication_error([&] {
       DescriptorMesh mesh(control, 20s);
       control.barrier("connected");

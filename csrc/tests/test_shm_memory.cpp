@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/page.h"
+
 namespace zb::shm {
 namespace {
-
-constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
 class SharedMemory : public testing::TestWithParam<std::size_t> {};
 
