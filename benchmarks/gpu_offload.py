@@ -25,8 +25,8 @@ peers' own benchmark does for offload), all samples, peak GB of torch's allocato
 GB of host memory. Behind `limits` in the same call, modes with state on the host also show their own roofline: of the
 CPU's Adam and of the copies as much as the share on the host takes.
 
-With --checksum our modes run under torch's deterministic algorithms and end with the checksum of all masters, and a
-mode must end as the one before it did. One step and one of warm-up make three steps in all:
+With --checksum our modes run under torch's deterministic algorithms and end with the checksum of all masters. The exit
+status then says whether all of them came to an end, and to the same one. One step and one of warm-up make three in all:
 
     torchrun --nproc_per_node 4 benchmarks/gpu_offload.py --width 13b --num-layers 40 --batch-size 1 \\
       --steps 1 --warmup-steps 1 --checksum --nvme-path DIR nvme host
@@ -365,6 +365,7 @@ def main() -> None:
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     parts: dict[str, Any] = {}
     checksums: set[str] = set()
+    has_failed = False
     for mode in options.modes:
         try:
             found = measure(mode, options, batch, parts)
@@ -374,11 +375,12 @@ def main() -> None:
                 checksums.add(found["checksum"])
         except Exception as error:
             found = {"mode": mode, "error": f"{type(error).__name__}: {error}"}
+            has_failed = True
         if dist.get_rank() == 0:
             print(json.dumps(found | {"gpus": dist.get_world_size()}), flush=True)
     dist.destroy_process_group()
-    if len(checksums) > 1:
-        raise SystemExit("modes ended with different parameters: see their checksums")
+    if options.checksum and (has_failed or len(checksums) > 1):
+        raise SystemExit("a mode failed, or modes ended with different parameters: see their lines")
 
 
 if __name__ == "__main__":

@@ -117,14 +117,14 @@ void PeerTransport::push(const LaneCall& call, std::span<const PackItem> items, 
   check_alive();
   if (call.num == 0) return;
   std::vector<std::vector<Piece>> pieces = cut(call, items, copy_bytes);
-  staying_[call.source] = take_those_that_stay(call, pieces[static_cast<std::size_t>(rank_)]);
+  staying_[call.source] = take_those_that_stay(pieces[static_cast<std::size_t>(rank_)]);
   std::vector<PackItem> packed;
   const auto pack = [&] {
     if (!packed.empty()) device_->pack(lane_, packed);
     packed.clear();
   };
   const auto put = [&](int rank) {
-    for (const auto& [item, is_copied] : pieces[static_cast<std::size_t>(rank)]) {
+    for (const auto& [item, begin, is_copied] : pieces[static_cast<std::size_t>(rank)]) {
       if (is_copied) {
         device_->copy(lane_, item.destination, item.source, item.bytes());
         continue;
@@ -157,28 +157,22 @@ std::vector<std::vector<PeerTransport::Piece>> PeerTransport::cut(const LaneCall
         piece.source = static_cast<const std::byte*>(item.source) + done * dtype_bytes(item.source_dtype);
       }
       piece.numel = std::min(item.numel - done, call.num - within);
-      pieces[rank].push_back({piece, is_copied});
+      pieces[rank].push_back({piece, within, is_copied});
       done += piece.numel;
     }
   }
   return pieces;
 }
 
-std::vector<FlatPiece> PeerTransport::take_those_that_stay(const LaneCall& call, std::vector<Piece>& pieces) const {
-  const std::size_t element_bytes = dtype_bytes(call.dtype);
-  const std::byte* const shard = call.source + static_cast<std::size_t>(rank_) * call.num * element_bytes;
-  const auto in_shard = [&](const PackItem& item) {
-    const auto begin_bytes = static_cast<std::size_t>(static_cast<const std::byte*>(item.destination) - shard);
-    return FlatPiece{.begin = begin_bytes / element_bytes, .numel = item.numel, .data = item.source};
-  };
+std::vector<FlatPiece> PeerTransport::take_those_that_stay(std::vector<Piece>& pieces) {
   std::vector<FlatPiece> added;
-  for (const auto& [item, is_copied] : pieces) {
-    if (item.accumulate) added.push_back(in_shard(item));
+  for (const Piece& piece : pieces) {
+    if (piece.item.accumulate) added.push_back(piece.in_shard());
   }
   std::vector<FlatPiece> staying;
   std::erase_if(pieces, [&](const Piece& piece) {
     if (!piece.is_copied) return false;
-    const FlatPiece mine = in_shard(piece.item);
+    const FlatPiece mine = piece.in_shard();
     const bool changes = std::any_of(added.begin(), added.end(), [&](const FlatPiece& more) {
       return more.begin < mine.begin + mine.numel && mine.begin < more.begin + more.numel;
     });

@@ -90,12 +90,15 @@ class PeerTransport final : public LaneTransport {
   // What an item has for one rank's shard, and where that rank looks for it.
   struct Piece {
     PackItem item;
+    std::size_t begin = 0;  // in the shard
     bool is_copied = false;
+
+    FlatPiece in_shard() const noexcept { return {.begin = begin, .numel = item.numel, .data = item.source}; }
   };
   std::vector<std::vector<Piece>> cut(const LaneCall& call, std::span<const PackItem> items,
                                       std::size_t copy_bytes) const;
-  // Pieces of the own shard that may stay where they are, in order, and the others.
-  std::vector<FlatPiece> take_those_that_stay(const LaneCall& call, std::vector<Piece>& pieces) const;
+  // Of the pieces for the own shard those that may stay where they are, in order; the others are left.
+  static std::vector<FlatPiece> take_those_that_stay(std::vector<Piece>& pieces);
   void sum_pushed(const LaneCall& call);
   void check_alive() const;
 
