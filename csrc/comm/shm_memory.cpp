@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdint>
 #include <map>
 #include <mutex>
 #include <string>
@@ -38,21 +37,17 @@ MappingRegistry& mapping_registry() {
 
 std::string errno_text(int error_number) { return std::generic_category().message(error_number); }
 
-// Maps with a huge page to spare and gives the ends back: only where address and file offset agree modulo a huge page
-// can huge pages be mapped.
+// Only where address and file offset agree modulo a huge page can huge pages be mapped.
 std::byte* map_file(const FileDescriptor& memfd, std::size_t bytes) {
-  const std::size_t spare_bytes = bytes >= kHugePageBytes ? kHugePageBytes : 0;
-  const std::size_t wide_bytes = round_up_to_page(bytes) + spare_bytes;
+  const bool is_huge = bytes >= kHugePageBytes;
+  const std::size_t mapped_bytes = round_up_to_page(bytes);
+  const std::size_t wide_bytes = mapped_bytes + (is_huge ? kHugePageBytes : 0);
   void* wide = ::mmap(nullptr, wide_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (wide == MAP_FAILED) throw_out_of_memory(bytes, "mmap of shared memory: " + errno_text(errno));
-  const auto address = reinterpret_cast<std::uintptr_t>(wide);
-  const std::size_t head_bytes = spare_bytes == 0 ? 0 : round_up_to_huge_page(address) - address;
-  auto* const begin = static_cast<std::byte*>(wide) + head_bytes;
-  if (head_bytes > 0) ::munmap(wide, head_bytes);
-  if (head_bytes < spare_bytes) ::munmap(begin + round_up_to_page(bytes), spare_bytes - head_bytes);
+  auto* const begin = is_huge ? trim_to_huge_page(wide, mapped_bytes) : static_cast<std::byte*>(wide);
   if (::mmap(begin, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd.get(), 0) == MAP_FAILED) {
     const int error_number = errno;
-    ::munmap(begin, round_up_to_page(bytes));
+    ::munmap(begin, mapped_bytes);
     throw_out_of_memory(bytes, "mmap of shared memory: " + errno_text(error_number));
   }
   return begin;

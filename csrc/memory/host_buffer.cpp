@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <cerrno>
-#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <limits>
@@ -36,15 +35,10 @@ std::byte* map(std::size_t bytes) {
   return address == MAP_FAILED ? nullptr : static_cast<std::byte*>(address);
 }
 
-// Maps with a huge page to spare and gives the ends back, so that the buffer begins on a huge-page boundary.
 std::byte* map_huge(std::size_t mapped_bytes) {
   std::byte* wide = map(mapped_bytes + kHugePageBytes);
   if (wide == nullptr) return nullptr;
-  const auto address = reinterpret_cast<std::uintptr_t>(wide);
-  const std::size_t head_bytes = round_up_to_huge_page(address) - address;
-  std::byte* data = wide + head_bytes;
-  if (head_bytes > 0) munmap(wide, head_bytes);
-  if (head_bytes < kHugePageBytes) munmap(data + mapped_bytes, kHugePageBytes - head_bytes);
+  std::byte* const data = trim_to_huge_page(wide, mapped_bytes);
   madvise(data, mapped_bytes, MADV_HUGEPAGE);  // advice: a kernel without huge pages is no error
   return data;
 }

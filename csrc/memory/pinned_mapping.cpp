@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -92,7 +93,6 @@ PinnedMapping::PinnedMapping(std::size_t bytes, const PinnedOptions& options) {
 
 PinnedMapping::~PinnedMapping() { unmap(); }
 
-// With a huge page to spare, whose ends are given back, so that the mapping begins on a huge-page boundary.
 void PinnedMapping::map(std::size_t bytes, const std::string& what) {
   bytes_ = round_up_to_page(bytes);
   const std::size_t spare_bytes = bytes_ >= kHugePageBytes ? kHugePageBytes : 0;
@@ -102,14 +102,9 @@ void PinnedMapping::map(std::size_t bytes, const std::string& what) {
     throw OutOfMemoryError(memory_text(bytes_) + " of " + what + " cannot be mapped (" + std::strerror(errno) +
                            "); raise the limit of the process's memory (`ulimit -v`, `ulimit -d`, --rank-memory-gib)");
   }
-  auto* wide = static_cast<std::byte*>(address);
-  data_ = wide;
+  data_ = static_cast<std::byte*>(address);
   if (spare_bytes > 0) {
-    const auto begin = reinterpret_cast<std::uintptr_t>(wide);
-    const std::size_t head_bytes = round_up_to_huge_page(begin) - begin;
-    data_ = wide + head_bytes;
-    if (head_bytes > 0) munmap(wide, head_bytes);
-    if (head_bytes < spare_bytes) munmap(data_ + bytes_, spare_bytes - head_bytes);
+    data_ = trim_to_huge_page(address, bytes_);
     madvise(data_, bytes_, MADV_HUGEPAGE);  // advice: a kernel without huge pages is no error
   }
   ZB_SYS(madvise(data_, bytes_, MADV_DONTFORK));
