@@ -48,6 +48,20 @@ TEST_P(EngineLanes, EndAsTheCpuDoes) {
   }
 }
 
+// Whose gathers read shards that the step is about to change.
+TEST_P(EngineLanes, AnEvaluationMayComeBetweenBackwardAndStep) {
+  ToyOptions with = options();
+  same_on_all(with, [&](ToyRank& toy) {
+    for (int step = 0; step < 4; ++step) {
+      toy.forward(kUnits);
+      toy.backward(kReversed);
+      toy.forward(kUnits, false);
+      toy.start_step();
+    }
+    return toy.state(FullState::kMaster);
+  });
+}
+
 // Gradients that are pushed and those that are added up first use the same memory in different ways; what one leaves
 // between parameters must not get into the other's norm.
 TEST_P(EngineLanes, WindowsOfOneAndOfTwoBackwardsTakeTurns) {

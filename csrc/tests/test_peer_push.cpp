@@ -136,6 +136,34 @@ TEST_P(PeerPushes, AddInPlace) {
   });
 }
 
+// As in a backward: the last parameter's gradient comes first.
+TEST_P(PeerPushes, TakePiecesInTheOrderOfABackward) {
+  constexpr std::size_t kNumel = 96;
+  constexpr DType kType = DType::kFloat32;
+  const std::size_t all_numel = static_cast<std::size_t>(GetParam()) * kNumel;
+  for (std::uint32_t number = 0; number < test::kLanePolicyNum; ++number) {
+    run_pulled(GetParam(), number, [&](Rank& at) {
+      const Region source = at.shared(all_numel * 4);
+      const Region target = at.own(kNumel * 4);
+      const std::size_t first = static_cast<std::size_t>(at.rank) * kNumel;
+      const Region gradient = at.own(all_numel * 4);
+      at.write(gradient, values_of(at.rank, all_numel, number), kType);
+      std::vector<PackItem> items;
+      for (std::size_t end = all_numel; end > 0;) {
+        const std::size_t begin = end - std::min<std::size_t>(end, 37);
+        items.push_back(
+            {.destination = source.data() + begin * 4, .source = gradient.data() + begin * 4, .numel = end - begin});
+        end = begin;
+      }
+      at.comm->push({source, kNumel, kType, "unit", items, 0});
+      at.comm->start_reduce_scatter({source, target, kNumel, kType, "unit", true})->wait();
+      const std::vector<float> all = summed(at.world_size, all_numel, number, kType);
+      EXPECT_EQ(at.read(target, kNumel, kType), slice(all, first, kNumel));
+    });
+    if (HasFailure()) return;
+  }
+}
+
 // What this rank has for its own shard and would copy, the sum reads where it is; what is packed or added to is put
 // into the slice.
 TEST_P(PeerPushes, LeavesLargeOwnPiecesWhereTheyAre) {
