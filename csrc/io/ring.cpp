@@ -23,7 +23,7 @@ std::string refusal(int error_number) {
   std::string text = "io_uring is not usable here";
   if (error_number == EPERM) text += " (kernel.io_uring_disabled, or the container's policy)";
   if (error_number == ENOSYS) text += " (the kernel is older than 5.5, or the container's policy)";
-  return text + "; choose the threads engine or allow the fallback to it";
+  return text + "; take io_engine threads, or allow the fallback to it (io_allow_fallback)";
 }
 
 }  // namespace

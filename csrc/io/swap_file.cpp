@@ -131,7 +131,8 @@ int SwapFile::open_new(const SwapFileSpec& spec) {
   system_.unlink(path_.c_str());  // some file systems refuse after they made the file
   const std::string why = spec.directory + " refuses O_DIRECT";
   if (!spec.allow_fallback)
-    throw_io(EINVAL, why + "; choose another path or allow the fallback to buffered I/O", spec.directory);
+    throw_io(EINVAL, why + "; choose another path or allow the fallback to buffered I/O (io_allow_fallback)",
+             spec.directory);
   note_ = "buffered I/O: " + why;
   direct_ = false;
   fd = system_.open(path_.c_str(), kFlags, 0600);

@@ -15,6 +15,7 @@
 #include "common/error.h"
 #include "io/engines.h"
 #include "io/ring.h"
+#include "memory/host_limits.h"
 
 namespace zb {
 namespace {
@@ -30,8 +31,13 @@ class UringEngine final : public IoEngine {
     for (const IoFile& file : queue_.files()) fds.push_back(file.fd);
     ring_.register_files(fds);
     if (!ring_.register_memory(memory)) {
-      const std::string text = "io_uring could not register its memory (the limit on locked memory is too low)";
-      if (!options.allow_fallback) throw_io(ENOMEM, text + "; raise it (ulimit -l) or allow the fallback", {});
+      std::size_t bytes = 0;
+      for (const std::span<std::byte> part : memory) bytes += part.size();
+      const std::string text = "io_uring could not register " + memory_text(bytes) +
+                               " of memory (this process may lock " + memory_text(lockable_bytes()) + ")";
+      if (!options.allow_fallback) {
+        throw_io(ENOMEM, text + "; raise the limit of locked memory (ulimit -l), or take io_engine threads", {});
+      }
       note_ = text + ": plain memory instead";
     }
     slots_.resize(options.depth);

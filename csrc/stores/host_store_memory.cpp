@@ -4,6 +4,7 @@
 #include <string>
 
 #include "common/error.h"
+#include "memory/host_limits.h"
 
 namespace zb {
 
@@ -41,10 +42,11 @@ void spend_host_memory(std::span<const ShardSpec> shards, HostStoreOptions& opti
   if (!options.paged || !options.memory_bytes) return;
   const std::size_t least_bytes = host_store_bytes(shards, options);
   if (*options.memory_bytes < least_bytes) {
-    throw OutOfMemoryError("gradients and buffers of state on NVMe take " + std::to_string(least_bytes) +
-                           " bytes of host memory, and host_memory_bytes allows " +
-                           std::to_string(*options.memory_bytes) +
-                           "; allow more, or give a smaller chunk_numel, io_block_bytes or io_depth");
+    throw OutOfMemoryError("gradients and buffers of state on NVMe take " + memory_text(least_bytes) +
+                           " of a rank's host memory, of which the budget allows " +
+                           memory_text(*options.memory_bytes) +
+                           "; give a larger one (host_memory_bytes of a rank, --host-memory-gib of all ranks), or use "
+                           "more ranks");
   }
   std::size_t bytes = *options.memory_bytes - least_bytes;
   if (pages_parameters) {

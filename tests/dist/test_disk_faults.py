@@ -96,7 +96,7 @@ AT_START = {
     "file limit": (errno.EFBIG, ["{path}", "ulimit -f"]),
     "missing": (errno.ENOENT, ["{path}/nowhere", "a directory that exists and is writable"]),
     "not writable": (errno.EACCES, ["{path}", "a directory that exists and is writable"]),
-    "budget": (None, ["host_memory_bytes allows 1000", "allow more"]),
+    "budget": (None, ["the budget allows 1000 bytes", "--host-memory-gib"]),
     "locked memory": (None, ["RLIMIT_MEMLOCK leaves", "are missing", "ulimit -l"]),
     "memory": (None, ["optimizer state and gradients on the host", "cannot be mapped", "`ulimit -d`"]),
 }
