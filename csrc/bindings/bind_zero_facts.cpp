@@ -89,15 +89,18 @@ void bind_engine_facts(py::class_<BoundEngine>& engine) {
           },
           Release(), "What offloaded state moved since the engine was made. Waits for updates that are under way.")
       .def(
-          "store_waited_ms", [](BoundEngine& e) { return e.get().store_waited_ms(); },
+          "store_waited_ms", [](BoundEngine& e) { return e.get().store_waited_ms(); }, Release(),
           "How long the callers were blocked for updates since the engine was made.")
       .def(
-          "store_waited_for_files_ms", [](BoundEngine& e) { return e.get().store_waited_for_files_ms(); },
+          "store_waited_for_files_ms", [](BoundEngine& e) { return e.get().store_waited_for_files_ms(); }, Release(),
           "Of that, while the updates themselves waited for files.")
       .def(
           "store_pinned",
           [](BoundEngine& e) {
-            const PinnedStats stats = e.get().store_pinned();
+            const PinnedStats stats = [&] {
+              const py::gil_scoped_release release;
+              return e.get().store_pinned();
+            }();
             return py::dict(py::arg("mapped_bytes") = stats.mapped_bytes,
                             py::arg("requested_bytes") = stats.requested_bytes,
                             py::arg("huge_bytes") = stats.huge_bytes, py::arg("is_registered") = stats.is_registered);
@@ -116,7 +119,8 @@ void bind_engine_facts(py::class_<BoundEngine>& engine) {
             return spans;
           },
           "(place, what, unit, begin, end) of each, in nanoseconds of time.perf_counter_ns.")
-      .def("reset_counters", [](BoundEngine& e) { e.get().reset_counters(); })
+      .def(
+          "reset_counters", [](BoundEngine& e) { e.get().reset_counters(); }, Release())
       .def("units",
            [](const BoundEngine& e) {
              py::list result;

@@ -58,7 +58,7 @@ BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> 
       std::make_shared<Engine>(with_memory, std::move(model), std::move(parts), std::move(gather), std::move(reduce));
   std::vector<at::Tensor> trainable;
   for (const std::size_t index : indices) trainable.push_back(tensors[index]);
-  hooks_ = make_gradient_hooks(engine_, trainable, indices);
+  hooks_ = make_gradient_hooks(engine_, memory_, trainable, indices);
 }
 
 void BoundEngine::close() {

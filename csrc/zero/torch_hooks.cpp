@@ -28,10 +28,11 @@ DType gradient_dtype(const at::Tensor& gradient, const std::string& name) {
 
 class TorchGradientHooks final : public GradientHooks {
  public:
-  TorchGradientHooks(std::shared_ptr<Engine> engine, const std::vector<at::Tensor>& tensors,
-                     const std::vector<std::size_t>& indices)
+  TorchGradientHooks(std::shared_ptr<Engine> engine, std::shared_ptr<const TorchMemory> memory,
+                     const std::vector<at::Tensor>& tensors, const std::vector<std::size_t>& indices)
       : shared_(std::make_shared<Shared>()) {
     shared_->engine = std::move(engine);
+    shared_->memory = std::move(memory);
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       GradAccumulator accumulator = torch::autograd::impl::grad_accumulator(tensors[i]);
       const std::uintptr_t key = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
@@ -56,6 +57,7 @@ class TorchGradientHooks final : public GradientHooks {
  private:
   struct Shared {
     std::shared_ptr<Engine> engine;
+    std::shared_ptr<const TorchMemory> memory;
     std::exception_ptr error;
 
     void arrived(const at::Tensor& parameter, std::size_t index) {
@@ -70,6 +72,7 @@ class TorchGradientHooks final : public GradientHooks {
         at::Tensor dense = gradient.contiguous();
         const void* data = dense.const_data_ptr();
         const DType dtype = gradient_dtype(dense, name);
+        if (memory) memory->take_over(dense.storage().data_ptr());
         engine->gradient_arrived(index, data, dtype, torch::autograd::get_current_graph_task_id(),
                                  std::make_shared<at::Tensor>(std::move(dense)));
       } catch (...) {
@@ -86,9 +89,10 @@ class TorchGradientHooks final : public GradientHooks {
 }  // namespace
 
 std::unique_ptr<GradientHooks> make_gradient_hooks(std::shared_ptr<Engine> engine,
+                                                   std::shared_ptr<const TorchMemory> memory,
                                                    const std::vector<at::Tensor>& tensors,
                                                    const std::vector<std::size_t>& indices) {
-  return std::make_unique<TorchGradientHooks>(std::move(engine), tensors, indices);
+  return std::make_unique<TorchGradientHooks>(std::move(engine), std::move(memory), tensors, indices);
 }
 
 }  // namespace zb

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "zero/engine.h"
+#include "zero/torch_memory.h"
 
 namespace at {
 class Tensor;
@@ -22,8 +23,10 @@ class GradientHooks {
   virtual std::exception_ptr take_error() noexcept = 0;
 };
 
-// Hooks parameter i of `tensors` as engine parameter `indices[i]`. The engine must outlive the hooks.
+// Hooks parameter i of `tensors` as engine parameter `indices[i]`. The engine must outlive the hooks. `memory` follows
+// the stream that the engine computes in; null where there are no streams.
 std::unique_ptr<GradientHooks> make_gradient_hooks(std::shared_ptr<Engine> engine,
+                                                   std::shared_ptr<const TorchMemory> memory,
                                                    const std::vector<at::Tensor>& tensors,
                                                    const std::vector<std::size_t>& indices);
 

@@ -1,6 +1,6 @@
 #include "zero/torch_memory.h"
 
-#include <c10/core/Allocator.h>
+#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
@@ -31,6 +31,15 @@ std::shared_ptr<std::byte> TorchMemory::allocate(std::size_t bytes) const {
     throw OutOfMemoryError(device_.str() + " ran out of memory: reduced gradients need " + std::to_string(bytes) +
                            " bytes more; use a smaller batch, gradient checkpointing, more devices or a smaller model");
   }
+}
+
+void TorchMemory::take_over(const c10::DataPtr& memory) const {
+  const c10::Stream current = current_stream(device_);
+  if (current == stream_) return;
+  c10::Event given(device_.type());
+  given.record(current);
+  given.block(stream_);
+  c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(memory, stream_);
 }
 
 }  // namespace zb

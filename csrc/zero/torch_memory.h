@@ -1,6 +1,7 @@
-// Device memory of torch's caching allocator, for what lives no longer than a step.
+// Device memory of torch's caching allocator, for what lives no longer than a step, and torch's own, of other streams.
 #pragma once
 
+#include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
 
 #include <cstddef>
@@ -19,6 +20,10 @@ class TorchMemory {
   void follow_current_stream();
   // Not zeroed. From any thread. Throws OutOfMemoryError when torch has nothing left to give back either.
   std::shared_ptr<std::byte> allocate(std::size_t bytes) const;
+  // What the calling thread's current stream has been given so far comes before what the followed stream gets from now
+  // on, which may read `memory` also after its owner let go. Autograd adds gradients up in the stream in which the
+  // parameter was made known to it, whatever stream the model computes in.
+  void take_over(const c10::DataPtr& memory) const;
 
  private:
   c10::Device device_;

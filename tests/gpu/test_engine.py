@@ -125,3 +125,33 @@ def test_trains_what_plain_pytorch_trains(results, world_size, communicator, cas
             assert results(world_size, communicator)[rank][case, stage]["losses"] == pytest.approx(
                 expected["losses"][rank], rel=10 * gradient, abs=1e-5
             )
+
+
+def train_on_streams(rank: ranks.Rank, name: str, stage: int) -> list[str]:
+    """An engine made on the default stream, trained there and on a stream of its own, while the default one is late:
+    autograd adds gradients up where the engine was made."""
+    import zerobench
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    case = zoo.CASES[name]
+    digests = []
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        settings = rank.config(stage=stage, **zoo.optimizer_config(case))
+        engine = zerobench.initialize(zoo.make(case).to("cuda:0"), config=settings)
+        stream.wait_stream(torch.cuda.default_stream())
+        for step in range(case.steps):
+            torch.cuda._sleep(20_000_000)
+            with torch.cuda.stream(stream):
+                zoo.run_plan(engine, case, step, rank.rank, [], "cuda:0")
+        torch.cuda.synchronize()
+        digests.append(zoo.state_of(engine)["digest"])
+        engine.close()
+    return digests
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["tied", "used twice", "non-reentrant twice"])
+def test_a_stream_of_its_own_trains_the_same(name, stage):
+    digests = ranks.run(train_on_streams, name, stage, world_size=1)[0]
+    assert digests[0] == digests[1]
