@@ -227,6 +227,34 @@ class Structured(Chain):
         return F.mse_loss(self.outlet(parts.left + parts.right), y.float())
 
 
+class HandingBlock(Block):
+    """Hands a tensor on that the first block makes, as T5's blocks do their position bias; or changes its input in
+    place and returns that."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.bias = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = torch.tanh(self.bias(torch.tanh(x))) if bias is None else bias
+        added = super().forward(x + bias) - x
+        return (x.add_(added) if self.in_place else x + added), bias
+
+
+class Handing(Chain):
+    """Blocks that pass tensors through."""
+
+    def __init__(self, num_blocks: int = 4, *, in_place: bool = False) -> None:
+        super().__init__(num_blocks, block=lambda: HandingBlock(in_place=in_place))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h, bias = self.inlet(x), None
+        for block in self.blocks:
+            h, bias = block(h, bias)
+        return F.mse_loss(self.outlet(h + bias).float(), y.float())
+
+
 class Bare(nn.Module):
     """No repeated block: everything is the root unit."""
 

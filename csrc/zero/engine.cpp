@@ -36,6 +36,7 @@ void Engine::abandon_forward() {
 void Engine::pre_forward(std::size_t unit) {
   enter([&] {
     expect_not_updated(units_[unit]);
+    if (!gathers_->in_pass()) expect_settled(units_[unit]);
     publish_through(unit);
     wait_updated(units_[unit]);
     // Recomputation inside a backward is not a use of its own.
@@ -44,6 +45,13 @@ void Engine::pre_forward(std::size_t unit) {
     }
     gathers_->use(unit);
   });
+}
+
+// What lies before it in the model may have computed already, and no hook has waited for its parameters.
+void Engine::expect_settled(const Unit& unit) const {
+  ZB_EXPECT_STATE(!is_updating(), "unit '" + unit.name +
+                                      "' was called outside a forward of the engine while the last step's updates are "
+                                      "under way; call the engine itself, or wrap the call in engine.gather()");
 }
 
 void Engine::post_forward(std::size_t unit) {

@@ -6,6 +6,7 @@
 // store does not issue updates at once.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <deque>
 #include <exception>
@@ -148,6 +149,9 @@ class Engine {
   // Makes rank 0's bytes everybody's. Collective.
   void broadcast(std::byte* data, std::size_t bytes);
 
+  // Lets the compute lane read parameters that are not sharded as the last step left them, where that needs no other
+  // rank. False where it does: then a forward or gather() does it.
+  bool settle_parameters();
   void gather(const std::vector<std::size_t>& units);
   // Ends a gather. With a modifier rank, that rank's values of the units become everybody's first.
   void end_gather(const std::vector<std::size_t>& units, int modifier_rank);
@@ -239,6 +243,7 @@ class Engine {
   [[noreturn]] void throw_torn() const;
   void expect_no_updates() const;
   void expect_not_updated(const Unit& unit) const;
+  void expect_settled(const Unit& unit) const;
   void begin_updates(bool last, std::span<const AdamHyperparameters> groups);
   void on_reduced(Unit& unit);
   void start_updates_behind_peers();
@@ -266,6 +271,9 @@ class Engine {
   void read_own_parameters(const FlatBuffer& flat, std::span<float> values);
   void write_back(Unit& unit, int modifier_rank);
   void write_back_flat(FlatBuffer& flat, const std::byte* values);
+  bool is_updating() const {
+    return std::any_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.is_updating; });
+  }
   bool parameters_sharded() const { return policy_.parameters == Placement::kSharded; }
   bool state_sharded() const { return policy_.state == Placement::kSharded; }
   std::byte* update_gradient(const FlatBuffer& flat) const {

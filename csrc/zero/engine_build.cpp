@@ -109,7 +109,8 @@ void Engine::build_unit(Unit& unit, EngineModel& model) {
       parameters_[index].sharded_message =
           "parameter '" + parameters_[index].name +
           "' is sharded (ZeRO stage 3): most of it is on other ranks now; read or change it inside "
-          "`with engine.gather():`";
+          "`with engine.gather():`, or, where one module's forward uses what another holds, name a class that holds "
+          "both in the configuration's units";
     }
     build_flat(flat);
   }

@@ -225,6 +225,16 @@ void Engine::broadcast_bytes(std::byte* data, std::size_t bytes) {
   work->wait_source_free();
 }
 
+bool Engine::settle_parameters() {
+  return enter([&] {
+    if (backward_updates_.is_on) return false;
+    if (parameters_sharded() || !is_updating()) return true;
+    if (gathers_->in_pass() || (publishes() && unpublished_ < units_.size())) return false;
+    finish_updates();
+    return true;
+  });
+}
+
 void Engine::gather(const std::vector<std::size_t>& units) {
   enter([&] {
     expect_no_updates();

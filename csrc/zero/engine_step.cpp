@@ -251,7 +251,10 @@ void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const Adam
     }
   }
   store_->start_updates(updates);
-  for (Unit& unit : units) unit.gradients_spent = true;
+  for (Unit& unit : units) {
+    unit.gradients_spent = true;
+    unit.is_updating = lane != Lane::kCompute || !store_->issues_at_once();
+  }
 }
 
 // Units before `end` are updated: they are published, small ones together.
@@ -305,6 +308,7 @@ void Engine::wait_updated(Unit& unit) {
   }
   for (const WorkPtr& work : unit.publishing) work->wait();
   unit.publishing.clear();
+  unit.is_updating = false;
   release_gradients(unit);  // their memory is the compute lane's, which is behind all that uses it
 }
 

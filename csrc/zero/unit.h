@@ -133,6 +133,7 @@ struct Unit {
   bool lacks_own_parts = false;      // a settled gather's, which the compute lane is to copy itself
   std::vector<WorkPtr> reads;        // the last gather of its shard, where an update may follow in the same backward
   std::vector<WorkPtr> publishing;   // stages 1 and 2: all-gathers of updated parameters that nobody has waited for yet
+  bool is_updating = false;          // the last step's updates of its parameters may be under way
   bool needed_for_backward = false;  // kept unsharded between forward and backward
   int pins = 0;                      // explicit gathers that hold it
   std::uint32_t awaited_inputs = 0;  // uses whose gradients towards the unit's inputs are still to come

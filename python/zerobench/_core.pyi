@@ -396,6 +396,10 @@ class Engine:
         """
         Rank 0's full values by kind and parameter name, and its loss_scale_state (None: it stays), for all. Collective.
         """
+    def settle_parameters(self) -> bool:
+        """
+        Makes what is not sharded readable as the last step left it; False where that takes a forward or a gather.
+        """
     def start_timeline(self) -> None:
         """
         Records from now on what updates, transfers and collectives do, and when.

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from zerobench import _native, placement
 from zerobench import config as config_module
 from zerobench import topology as topology_module
+from zerobench.agreement import expect_same_setup, setup_facts
 from zerobench.config import Config
+from zerobench.engine_facts import EngineFacts
 from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientError, StateError
-from zerobench.hooks import ModuleHooks
+from zerobench.hooks import ModuleHooks, expect_no_hooks
 from zerobench.optimizer import ZeroOptimizer
 from zerobench.parameters import Materialise, core_arguments, materialise_unit, param_groups
 from zerobench.units import find_units
@@ -54,7 +57,7 @@ def initialize(
     return Engine(model, config_module.parse(config), model_parameters, materialise)
 
 
-class Engine:
+class Engine(EngineFacts):
     """A model under training. Calls that gather or reduce are collective: make them equally often on every rank."""
 
     def __init__(
@@ -65,6 +68,7 @@ class Engine:
         materialise: Materialise | None = None,
     ) -> None:
         core = _native.load()
+        expect_no_hooks(model)
         self.module = model
         self.config = config
         self.topology = topology_module.resolve(config)
@@ -81,6 +85,7 @@ class Engine:
         used_bytes = self._place.used_bytes()
         communicators = topology_module.make_communicators(core, config, self.topology, self._place.device)
         self._communicator_bytes = max(self._place.used_bytes() - used_bytes, 0)
+        expect_same_setup(communicators.reduce, setup_facts(config, self._units, self.optimizer.param_groups))
         self.communicator = communicators.kind
         self.communicator_note = communicators.note
         self._close_communicators = communicators.close
@@ -114,7 +119,9 @@ class Engine:
             ),
         )
         self._share_buffers()
-        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._parameters = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+        for _, parameter, _ in self._parameters:
+            parameter.grad = None  # of another training
         self.optimizer.attach(self)
         self._parameter_units = self._units.unit_of_parameters()
         casts = config.cast_forward_inputs and self._dtypes["param"] != "float32"
@@ -143,6 +150,8 @@ class Engine:
                 self._core.abandon_forward()
             raise
 
+    forward = __call__
+
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a micro-batch's mean loss. Averaging over micro-batches and ranks is the engine's.
 
@@ -159,6 +168,8 @@ class Engine:
                 f"backward was called more than {accumulation_steps} times without a step; call engine.step() after "
                 "each backward, and set gradient_accumulation_steps to the number of backwards a step"
             )
+        if not self._stepped:
+            self._expect_known_parameters()
         self._enter_stream()
         scale = self._core.loss_scale
         last = self.is_gradient_accumulation_boundary()
@@ -192,7 +203,7 @@ class Engine:
         if 0 < self._micro_step < self.config.gradient_accumulation_steps:
             return
         self.optimizer.step_was_called()
-        self._check_frozen()
+        self._check_requires_grad()
         self._enter_stream()
         if self._micro_step and self._core.awaits_share:
             self._place_state()
@@ -275,7 +286,7 @@ class Engine:
     @contextlib.contextmanager
     def gather(
         self,
-        parameters: Iterable[nn.Parameter] | nn.Module | None = None,
+        parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | Engine | None = None,
         *,
         modifier_rank: int | None = None,
     ) -> Iterator[None]:
@@ -291,9 +302,11 @@ class Engine:
             )
         self._enter_stream()
         self._core.gather(units)
+        may_load, self._hooks.may_load = self._hooks.may_load, modifier_rank is not None
         try:
             yield
         finally:
+            self._hooks.may_load = may_load
             self._core.end_gather(units, modifier_rank=-1 if modifier_rank is None else modifier_rank)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -304,8 +317,28 @@ class Engine:
                 for name, value in self.module.state_dict().items()
             }
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a full state dict into the module and the masters: rank 0's values become everybody's. Collective,
+        between steps; moments stay as they are. Returns and raises what ``torch.nn.Module.load_state_dict`` does."""
+        try:
+            with self.gather(modifier_rank=0):
+                return self.module.load_state_dict(state_dict, strict=strict)
+        finally:
+            self._share_buffers()
+
+    def full_state(self) -> dict[str, Any]:
+        """All that ``load_full_state`` takes, on the host: ``torch.save`` it on rank 0. Collective, between steps."""
+        return {
+            "parameters": self.full_parameters(),
+            "exp_avg": self.full_optimizer_state("exp_avg"),
+            "exp_avg_sq": self.full_optimizer_state("exp_avg_sq"),
+            "step": self.global_steps,
+            "loss_scale": self.loss_scale_state(),
+        }
+
     def full_parameters(self) -> dict[str, torch.Tensor]:
-        """Full fp32 masters by parameter name (frozen parameters as they are). Collective."""
+        """Full fp32 masters by parameter name (frozen parameters as they are; tied ones by their first name).
+        Collective."""
         return self._core.full_state("master")
 
     def full_optimizer_state(self, kind: str) -> dict[str, torch.Tensor]:
@@ -321,8 +354,7 @@ class Engine:
         step: int,
         loss_scale: Mapping[str, float] | None = None,
     ) -> None:
-        """Go on from a state as ``full_parameters``, ``full_optimizer_state``, ``global_steps`` and
-        ``loss_scale_state`` gave it: rank 0's becomes everybody's. Collective, between steps.
+        """Go on from a state as ``full_state`` gave it: rank 0's becomes everybody's. Collective, between steps.
 
         Also what takes an engine further that an error behind ``optimizer_in_backward`` left torn: from here on it is
         as a new engine with this state. Learning rates stay as they are, and so does a loss scale that is not given.
@@ -352,77 +384,6 @@ class Engine:
         self._micro_step = 0
         self._stepped = False
 
-    # --- facts --------------------------------------------------------------------------------------------------
-
-    def dtypes(self) -> dict[str, str]:
-        """Effective dtypes by role: param, compute, reduce, master, state."""
-        return dict(self._dtypes)
-
-    def memory_bytes(self, *, peak: bool = True) -> dict[str, dict[str, int]]:
-        """The ledger: {tier: {category: bytes}} of this rank, each category's peak or (``peak=False``) now.
-
-        On CUDA "communicators" has in it what the device held more after connecting than before, by the driver's
-        count."""
-        tiers = self._core.ledger.bytes(peak=peak)
-        if self._communicator_bytes:
-            device = tiers.setdefault("device", {})
-            device["communicators"] = device.get("communicators", 0) + self._communicator_bytes
-        return tiers
-
-    def communication_bytes(self) -> int:
-        """Bytes this rank moved in collectives since ``reset_counters`` (docs/metrics.md)."""
-        return sum(self.communication_by_collective().values())
-
-    def communication_by_collective(self) -> dict[str, int]:
-        """The same, by collective."""
-        return self._core.communication_bytes()
-
-    def swap_stats(self) -> dict[str, Any]:
-        """What optimizer state on NVMe moved since the engine was made: ``read_bytes``, ``written_bytes``, ``wait_s``
-        (in which updates waited for it), the ``engine`` that moves it, and ``notes`` on what is not as configured."""
-        return self._core.swap_stats()
-
-    def offload_traffic(self) -> dict[str, int]:
-        """What offloaded state moved over the device's link since the engine was made: ``to_host_bytes`` and
-        ``to_device_bytes``. Waits for updates that are under way."""
-        return self._core.store_traffic()
-
-    def offload_waited_ms(self) -> float:
-        """Milliseconds that the computing thread was blocked for offloaded updates since the engine was made."""
-        return self._core.store_waited_ms()
-
-    def offload_waited_for_files_ms(self) -> float:
-        """Of that, milliseconds in which the updates themselves waited for files."""
-        return self._core.store_waited_for_files_ms()
-
-    def offload_pinned(self) -> dict[str, Any]:
-        """This rank's host memory for offloaded state: ``requested_bytes``, ``mapped_bytes`` as taken, ``huge_bytes``
-        of them in huge pages, and whether a device's driver has it registered (``is_registered``)."""
-        return self._core.store_pinned()
-
-    @contextlib.contextmanager
-    def record_timeline(self) -> Iterator[list[tuple[str, str, str, int, int]]]:
-        """Fills the list, at the end of the block, with what updates, transfers and collectives did: (place, what,
-        unit, begin, end), in nanoseconds of ``time.perf_counter_ns``. Outside of such blocks nothing is recorded."""
-        spans: list[tuple[str, str, str, int, int]] = []
-        self._core.start_timeline()
-        try:
-            yield spans
-        finally:
-            spans.extend(self._core.stop_timeline())
-
-    def communication_ms(self) -> float:
-        """Milliseconds that the computing thread spent in collectives since ``reset_counters``."""
-        return self._core.communication_ms()
-
-    def reset_counters(self) -> None:
-        """Zero communication counters and ledger peaks."""
-        self._core.reset_counters()
-
-    def units(self) -> list[dict[str, Any]]:
-        """Names, sizes and flat buffers of the units."""
-        return self._core.units()
-
     def close(self) -> None:
         """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data."""
         self._hooks.remove()
@@ -437,7 +398,11 @@ class Engine:
         # Unknown names fall through to the model, as training scripts expect of an engine.
         if name.startswith("_") or name == "module":
             raise AttributeError(name)
-        return getattr(self.module, name)
+        value = getattr(self.module, name)
+        if self._hooks.are_installed and isinstance(value, (MethodType, nn.Module, torch.Tensor)):
+            self._enter_stream()
+            self._core.settle_parameters()  # it may read them
+        return value
 
     # --- internals ----------------------------------------------------------------------------------------------
 
@@ -470,26 +435,48 @@ class Engine:
         dtype = _TORCH_DTYPES[self._dtypes["param"]]
         for module in self.module.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer = buffer.to(self._place.name)
+                if buffer.layout != torch.strided:
+                    raise ConfigError(f"buffer '{name}' of {type(module).__name__} is sparse; make it dense")
+                buffer = buffer.to(self._place.name).contiguous()  # one that was expanded cannot be written
+                module._buffers[name] = buffer
                 if isinstance(module, _NormBase) and buffer.is_floating_point():
                     module._buffers[name] = buffer = buffer.to(dtype)
                 values = buffer.detach().cpu().contiguous()
                 self._core.broadcast(values)
                 buffer.copy_(values)
 
-    def _check_frozen(self) -> None:
-        for name, parameter in self._frozen.items():
-            if parameter.grad is not None:
+    def _expect_known_parameters(self) -> None:
+        """Before the first step: scripts change models between ``initialize`` and training."""
+        known = {id(parameter) for _, parameter, _ in self._parameters}
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in known and parameter.requires_grad:
+                raise StateError(
+                    f"parameter '{name}' came into the model after zerobench.initialize, and no engine trains it; make "
+                    "the model whole before"
+                )
+
+    def _check_requires_grad(self) -> None:
+        for name, parameter, is_trained in self._parameters:
+            if is_trained and not parameter.requires_grad:
+                raise StateError(
+                    f"parameter '{name}' is trained since the engine was made and needs no gradient now; set "
+                    "requires_grad before zerobench.initialize, and train with a new engine after a change"
+                )
+            if not is_trained and parameter.grad is not None:
                 parameter.grad = None
                 raise StateError(
                     f"parameter '{name}' was frozen when the engine was made and got a gradient now; set requires_grad "
                     "before zerobench.initialize"
                 )
 
-    def _units_of(self, parameters: Iterable[nn.Parameter] | nn.Module | None) -> list[int]:
-        if parameters is None:
+    def _units_of(
+        self, parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | Engine | None
+    ) -> list[int]:
+        if parameters is None or parameters is self:
             return list(range(len(self._units.names)))
-        if isinstance(parameters, nn.Module):
+        if isinstance(parameters, nn.Parameter):
+            parameters = [parameters]
+        if isinstance(parameters, (nn.Module, Engine)):
             parameters = parameters.parameters()
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         units = set()

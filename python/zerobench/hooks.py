@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from zerobench.errors import ConfigError, StateError
 from zerobench.units import UnitModules
 
 
@@ -19,6 +20,7 @@ class ModuleHooks:
     """The hooks of one engine. A forward that ends by an exception is ended in the core too.
 
     ``enter`` is called before each forward. Floating-point inputs are cast to ``input_dtype``, if there is one.
+    ``may_load`` is set while values that are loaded into the model reach the engine.
     """
 
     def __init__(
@@ -31,12 +33,20 @@ class ModuleHooks:
         self._begin_failed = False
         self._error_before_forward: BaseException | None = None
         self._awaited_at_once: list[int] = []
+        # Versions of a unit's inputs by id, while it computes.
+        self._inputs: list[dict[int, int]] = [{} for _ in units.names]
         self._unit_handles: list[Any] = []
         root = units.modules[0]
         begin = root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
         for unit, module in enumerate(units.modules[1:], start=1):
             self._install(unit, module)
-        self._handles = [begin, root.register_forward_hook(self._end_forward, always_call=True)]
+        self._handles = [
+            begin,
+            root.register_forward_hook(self._end_forward, always_call=True),
+            root.register_state_dict_pre_hook(self._expect_readable),
+            root.register_load_state_dict_pre_hook(self._expect_may_load),
+        ]
+        self.may_load = False
 
     def await_units_at_once(self) -> None:
         """From now on a forward begins when every unit is there, and no hook lies inside it."""
@@ -45,12 +55,38 @@ class ModuleHooks:
         self._unit_handles.clear()
         self._awaited_at_once = list(range(1, self._unit_num))
 
+    @property
+    def are_installed(self) -> bool:
+        """Whether the engine still trains the model."""
+        return bool(self._handles)
+
     def remove(self) -> None:
         """Leave the modules without hooks."""
         for handle in (*self._handles, *self._unit_handles):
             handle.remove()
         self._handles.clear()
         self._unit_handles.clear()
+
+    def __reduce__(self) -> Any:
+        raise StateError(
+            "a model that an engine trains cannot be copied or pickled: copy it before zerobench.initialize, or load "
+            "engine.state_dict() into a new one"
+        )
+
+    def _expect_readable(self, *_: Any) -> None:
+        self._enter()
+        if not self._core.settle_parameters():
+            raise StateError(
+                "the last step's updates are still under way, and other ranks have a part in them: call "
+                "engine.state_dict(), or read the model inside `with engine.gather():`, on every rank"
+            )
+
+    def _expect_may_load(self, *_: Any) -> None:
+        if not self.may_load:
+            raise StateError(
+                "what is loaded into the model alone does not reach the masters, and the next step would undo it: "
+                "call engine.load_state_dict(), or load inside `with engine.gather(modifier_rank=0):`, on every rank"
+            )
 
     def _install(self, unit: int, module: nn.Module) -> None:
         sharded = self._core.parameters_sharded
@@ -100,11 +136,20 @@ class ModuleHooks:
 
     def _pre_forward_hook(self, unit: int) -> Any:
         pre_forward = self._core.pre_forward
-        frozen = self._core.parameters_sharded and self._core.has_frozen(unit)
+        if not self._core.parameters_sharded:
+            return lambda module, args: pre_forward(unit)
+        frozen = self._core.has_frozen(unit)
 
-        def hook(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             pre_forward(unit)
-            if frozen and torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                return
+            self._inputs[unit] = {
+                id(value): value._version
+                for value in (*args, *kwargs.values())
+                if isinstance(value, torch.Tensor) and value.requires_grad
+            }
+            if frozen:
                 inputs = [x for x in _tensors((args, kwargs)) if x.requires_grad]
                 if inputs:
                     self._core.await_inputs(unit)
@@ -122,7 +167,10 @@ class ModuleHooks:
             self._core.post_forward(unit)
             if not torch.is_grad_enabled():
                 return
+            inputs, self._inputs[unit] = self._inputs[unit], {}
             for tensor in _tensors(output):
+                if inputs.get(id(tensor)) == tensor._version:
+                    continue  # passed through: its gradient may be complete long after backward has left this unit
                 # Nodes' hooks run after tensors' hooks, so a frozen unit behind this one is resharded before.
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(pre_backward)
@@ -130,6 +178,15 @@ class ModuleHooks:
                     tensor.register_hook(pre_backward)
 
         return hook
+
+
+def expect_no_hooks(model: nn.Module) -> None:
+    """Raise ConfigError where another engine trains the model or a part of it."""
+    for module in model.modules():
+        if any(isinstance(getattr(h, "__self__", None), ModuleHooks) for h in module._forward_hooks.values()):
+            raise ConfigError(
+                f"an engine trains this {type(module).__name__} already; call that engine's close() first"
+            )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

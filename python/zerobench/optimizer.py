@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerobench.config import OptimizerConfig
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from zerobench.engine import Engine
@@ -75,6 +75,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "this optimizer belongs to no engine; use the one that zerobench.initialize returned"
             )
         self._engine.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises StateError: the state is spread over ranks and tiers."""
+        raise StateError(
+            "the optimizer's state is the engine's: save engine.full_state(), which every rank calls, and go on with "
+            "engine.load_full_state(**state)"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises StateError, as ``state_dict`` does."""
+        self.state_dict()
 
     def step_was_called(self) -> None:
         """Tell learning rate schedulers that a step precedes theirs, as torch's own wrapper of ``step`` does."""

@@ -20,13 +20,19 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Torch-style param groups of what is to be trained: by default every parameter of the model in one group.
 
-    Parameters that need no gradient are left out. Raises ConfigError for what is no parameter of the model, and where
-    nothing is left to train.
+    Parameters that need no gradient are left out. Raises ConfigError for what is no parameter of the model, for complex
+    ones that need a gradient, and where nothing is left to train.
     """
     given: list[Any] = list(model.parameters()) if model_parameters is None else list(model_parameters)
     if not given:
         raise ConfigError("the model has no parameters to train")
     groups = given if isinstance(given[0], dict) else [{"params": given}]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ConfigError(
+                f"parameter '{name}' is {str(parameter.dtype).removeprefix('torch.')}, which cannot be trained; hold "
+                "it as floating-point parts (torch.view_as_real) or call requires_grad_(False)"
+            )
     known = {id(parameter) for parameter in model.parameters()}
     cleaned = []
     for index, group in enumerate(groups):
@@ -45,7 +51,7 @@ def param_groups(
                     f"param group {index} has a parameter of shape {tuple(parameter.shape)} that the model does not "
                     "have"
                 )
-        kept = [p for p in parameters if p.requires_grad and p.is_floating_point()]
+        kept = [p for p in parameters if p.requires_grad]
         if kept or len(groups) > 1:
             cleaned.append({**group, "params": kept})
     if not any(group["params"] for group in cleaned):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,9 @@ def keeps_parameter_shards(config: Config, communicator: str) -> bool:
 
 
 def rank_cpus(config: Config, topology: Topology) -> list[int]:
-    """Those of the configuration, or this rank's share."""
+    """Those of the configuration, or this rank's share. Raises ConfigError for CPUs that the process may not use."""
+    if unknown := set(config.cpus or ()) - os.sched_getaffinity(0):
+        raise ConfigError(f"cpus names CPU {min(unknown)}, which this process may not run on")
     return config.cpus or _native.load().cpus_of_rank(topology.local_rank, topology.local_world_size)
 
 

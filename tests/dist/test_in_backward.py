@@ -26,6 +26,7 @@ NAMES = (
     "skipped on one rank",
     "order differs",
     "experts",
+    "tensors handed on",
     "non-reentrant",
     "bf16 reduced in fp32",
     "two forwards, two backwards",

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ import small_models
 import zoo
 
 import zerobench
-from zerobench import errors
+from zerobench import _native, errors, topology
+from zerobench.agreement import expect_same_setup
 
 STAGES = (0, 1, 2, 3)
 TIMEOUT_S = 3.0
@@ -210,25 +212,77 @@ def test_a_rank_that_never_comes():
 
 
 def differ(rank, kind):
-    """Ranks that were told different things notice it when they meet, or at the latest in the first step."""
-    stage, model = 2, CASE.model()
+    """Rank 1 is set up differently."""
+    config: dict[str, Any] = {"stage": 2, "timeout_s": TIMEOUT_S}
+    model = CASE.model()
+    if rank.rank == 1 and kind == "blocks.3":
+        model = small_models.Chain(4)
+    groups = [list(model.blocks.parameters()), [*model.inlet.parameters(), *model.outlet.parameters()]]
     if rank.rank == 1:
-        if kind == "stage":
-            stage = 3
-        elif kind == "model":
-            model = small_models.Chain(4)
+        if kind == "in param group 0":
+            groups.reverse()
+        elif kind == "in no param group":
+            model.inlet.weight.requires_grad_(False)
+        config |= DIFFERENT.get(kind, {})
+    with pytest.raises(errors.ConfigError) as caught:
+        zerobench.initialize(
+            model, config=rank.config(**config), model_parameters=[{"params": group} for group in groups]
+        )
+    return str(caught.value)
+
+
+DIFFERENT = {
+    "stage 3": {"stage": 3},
+    "gradient_clipping 1.0": {"gradient_clipping": 1.0},
+    "lr': 0.5": {"optimizer": {"lr": 0.5}},
+}
+
+
+@pytest.mark.parametrize("kind", [*DIFFERENT, "in param group 0", "in no param group", "blocks.3"])
+def test_ranks_that_were_set_up_differently_say_what_differs(kind):
+    told = ranks.run(differ, kind, timeout_s=60.0)
+    assert told[0] == told[1]
+    its_own, of_rank_0 = told[0].split(", and rank 0 has ")
+    assert its_own.startswith("rank 1 was set up differently from rank 0: it has ")
+    assert kind in its_own and kind not in of_rank_0
+
+
+def compare_facts(rank, lists):
+    config = zerobench.config.parse(rank.config(timeout_s=TIMEOUT_S))
+    connected = topology.make_communicators(_native.load(), config, topology.resolve(config))
     try:
-        engine = zerobench.initialize(model, config=rank.config(stage=stage, timeout_s=TIMEOUT_S))
-        zoo.run_plan(engine, CASE, 0, rank.rank, [])
-    except errors.CommunicationError as error:
+        expect_same_setup(connected.reduce, lists[rank.rank])
+    except errors.ConfigError as error:
         return str(error)
-    raise AssertionError("trained different things together")
+    return None
 
 
-@pytest.mark.parametrize("kind", ["stage", "model"])
-def test_ranks_that_were_told_different_things(kind):
-    for error in ranks.run(differ, kind, timeout_s=60.0):
-        assert error
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        ([["a", "b"]] * 3, None),
+        ([[]] * 3, None),
+        ([["a", "b"], ["a", "b"], ["a"]], "rank 2 was set up differently from rank 0: it has nothing further, and "),
+        ([["a"], ["a", "b"], ["a", "b"]], "rank 1 was set up differently from rank 0: it has b, and rank 0 has noth"),
+        ([["a", "b"], ["a", "c"], ["d", "b"]], "rank 2 was set up differently from rank 0: it has d, and rank 0 has a"),
+        ([["é" * 900], ["é" * 900 + "x"], ["é" * 900]], "give every rank the same model"),
+    ],
+)
+def test_the_first_fact_that_differs_is_named(lists, said):
+    for told in ranks.run(compare_facts, lists, world_size=3, timeout_s=60.0):
+        assert told == said or said in told
+
+
+def test_places_and_clocks_of_ranks_may_differ():
+    for steps in ranks.run(train_from_another_place, timeout_s=60.0):
+        assert steps == 1
+
+
+def train_from_another_place(rank):
+    config = rank.config(threads=1 + rank.rank, timeout_s=TIMEOUT_S + rank.rank, pin_threads=rank.rank == 0)
+    engine = zerobench.initialize(zoo.make(CASE), config=config | {"stage": 2})
+    zoo.run_plan(engine, CASE, 0, rank.rank, [])
+    return engine.global_steps
 
 
 def exit_without_closing(rank, stage):

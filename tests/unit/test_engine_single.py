@@ -16,7 +16,7 @@ import small_models
 import zoo
 
 import zerobench
-from zerobench.errors import StateError
+from zerobench.errors import ConfigError, StateError
 
 RANK = ranks.Rank(0, 1, "alone")
 NAMES = [name for name, case in zoo.CASES.items() if name != "fp16"]
@@ -73,6 +73,20 @@ def test_integer_parameters_stay_as_they_are():
     assert torch.equal(model.table, torch.arange(5))
     assert "table" in engine.state_dict() and "table" not in engine.full_parameters()
     engine.close()
+
+
+def test_complex_parameters_are_refused():
+    model = small_models.Bare()
+    model.phase = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"'phase' is complex64.*view_as_real"):
+        zerobench.initialize(model, config={"world_size": 1})
+    model.phase.requires_grad_(False)
+    zerobench.initialize(model, config={"world_size": 1}).close()
+
+
+def test_cpus_that_the_process_may_not_use_are_refused():
+    with pytest.raises(ConfigError, match="cpus names CPU 100000"):
+        zerobench.initialize(small_models.Bare(), config={"world_size": 1, "cpus": [100000], "threads": 1})
 
 
 def test_a_threaded_update_equals_a_single_one():

@@ -36,8 +36,18 @@ CUDA_FILES = re.compile(r".*\.cu|\w+/(cuda|nccl)_\w+\.h|kernels/fill\.h|bindings
 PYTHON_ORDER = [
     {"errors"},
     {"_build_info", "_core", "_cuda"},
-    {"_native", "config", "io_settings", "topology", "units", "placement", "parameters", "hooks"},
-    {"engine", "optimizer"},
+    {
+        "_native",
+        "config",
+        "io_settings",
+        "topology",
+        "units",
+        "placement",
+        "parameters",
+        "hooks",
+        "agreement",
+    },
+    {"engine", "engine_facts", "optimizer"},
     {""},  # the package itself: zerobench.initialize, from the layer that trains
     {"hf"},
     {"models"},

@@ -1,0 +1,89 @@
+"""Whether all ranks were set up alike, asked before they share anything: what differs is an error that names it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from zerobench.config import Config
+from zerobench.errors import ConfigError
+from zerobench.units import UnitModules
+
+_DIGEST_BYTES = 32
+_COUNT_BYTES = 8
+_TEXT_BYTES = 400
+
+# What may differ between ranks: where they are, and which CPUs and disks they have there.
+_OF_THE_RANK = {
+    "cpus",
+    "local_rank",
+    "local_world_size",
+    "pin_threads",
+    "rank",
+    "rendezvous",
+    "threads",
+    "timeout_s",
+    "world_size",
+}
+_OF_OFFLOAD = ("device", "ratio")  # all else is about a host's disks and memory
+
+
+def setup_facts(config: Config, units: UnitModules, groups: list[dict[str, Any]]) -> list[str]:
+    """What every rank must have alike, a line each: configuration, hyperparameters by param group, parameters."""
+    values = config.model_dump(mode="json", exclude=_OF_THE_RANK)
+    if values["offload_optimizer"] is not None:
+        values["offload_optimizer"] = {key: values["offload_optimizer"][key] for key in _OF_OFFLOAD}
+    facts = [f"{key} {value}" for key, value in values.items()]
+    for index, group in enumerate(groups):
+        hyperparameters = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        facts.append(f"param group {index} with {hyperparameters}")
+    group_of = {id(p): f"param group {index}" for index, group in enumerate(groups) for p in group["params"]}
+    unit_of = units.unit_of_parameters()
+    for name, parameter in units.modules[0].named_parameters():
+        facts.append(
+            f"parameter '{name}' of shape {tuple(parameter.shape)} in {group_of.get(id(parameter), 'no param group')} "
+            f"and unit '{units.names[unit_of[name]]}'"
+        )
+    return facts
+
+
+def expect_same_setup(communicator: Any, facts: list[str]) -> None:
+    """Raise ConfigError, the same on every rank, where ranks have other ``facts`` than rank 0. Collective."""
+    if communicator.world_size == 1:
+        return
+    whole = _digest("\n".join(facts)) + len(facts).to_bytes(_COUNT_BYTES, "little")
+    answers = _exchange(communicator, whole)
+    if len(set(answers)) == 1:
+        return
+    counts = [int.from_bytes(answer[_DIGEST_BYTES:], "little") for answer in answers]
+    common = min(counts)
+    digests = _exchange(communicator, b"".join(_digest(fact) for fact in facts[:common]))
+    first = next(
+        (
+            index
+            for index in range(common)
+            if len({rank[index * _DIGEST_BYTES : (index + 1) * _DIGEST_BYTES] for rank in digests}) > 1
+        ),
+        common,
+    )
+    mine = facts[first] if first < len(facts) else "nothing further"
+    answers = _exchange(communicator, _digest(mine) + mine.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+    other = next(rank for rank, answer in enumerate(answers) if answer != answers[0])
+    said = [answer[_DIGEST_BYTES:].decode(errors="ignore").rstrip() for answer in answers]
+    raise ConfigError(
+        f"rank {other} was set up differently from rank 0: it has {said[other]}, and rank 0 has {said[0]}; give every "
+        "rank the same model, param groups and configuration"
+    )
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _exchange(communicator: Any, message: bytes) -> list[bytes]:
+    """Every rank's message, by rank; all are equally long."""
+    if not message:
+        return [b""] * communicator.world_size
+    together = communicator.exchange(message)
+    size = len(message)
+    return [together[begin : begin + size] for begin in range(0, len(together), size)]

@@ -1,0 +1,84 @@
+"""What an engine tells about itself: dtypes, memory, bytes moved, time waited."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+class EngineFacts:
+    """The part of an engine that answers and changes no parameter."""
+
+    _core: Any
+    _dtypes: dict[str, str]
+    _communicator_bytes: int
+
+    def dtypes(self) -> dict[str, str]:
+        """Effective dtypes by role: param, compute, reduce, master, state."""
+        return dict(self._dtypes)
+
+    def memory_bytes(self, *, peak: bool = True) -> dict[str, dict[str, int]]:
+        """The ledger: {tier: {category: bytes}} of this rank, each category's peak or (``peak=False``) now.
+
+        On CUDA "communicators" has in it what the device held more after connecting than before, by the driver's
+        count."""
+        tiers = self._core.ledger.bytes(peak=peak)
+        if self._communicator_bytes:
+            device = tiers.setdefault("device", {})
+            device["communicators"] = device.get("communicators", 0) + self._communicator_bytes
+        return tiers
+
+    def communication_bytes(self) -> int:
+        """Bytes this rank moved in collectives since ``reset_counters`` (docs/metrics.md)."""
+        return sum(self.communication_by_collective().values())
+
+    def communication_by_collective(self) -> dict[str, int]:
+        """The same, by collective."""
+        return self._core.communication_bytes()
+
+    def swap_stats(self) -> dict[str, Any]:
+        """What optimizer state on NVMe moved since the engine was made: ``read_bytes``, ``written_bytes``, ``wait_s``
+        (in which updates waited for it), the ``engine`` that moves it, and ``notes`` on what is not as configured."""
+        return self._core.swap_stats()
+
+    def offload_traffic(self) -> dict[str, int]:
+        """What offloaded state moved over the device's link since the engine was made: ``to_host_bytes`` and
+        ``to_device_bytes``. Waits for updates that are under way."""
+        return self._core.store_traffic()
+
+    def offload_waited_ms(self) -> float:
+        """Milliseconds that the computing thread was blocked for offloaded updates since the engine was made."""
+        return self._core.store_waited_ms()
+
+    def offload_waited_for_files_ms(self) -> float:
+        """Of that, milliseconds in which the updates themselves waited for files."""
+        return self._core.store_waited_for_files_ms()
+
+    def offload_pinned(self) -> dict[str, Any]:
+        """This rank's host memory for offloaded state: ``requested_bytes``, ``mapped_bytes`` as taken, ``huge_bytes``
+        of them in huge pages, and whether a device's driver has it registered (``is_registered``)."""
+        return self._core.store_pinned()
+
+    @contextlib.contextmanager
+    def record_timeline(self) -> Iterator[list[tuple[str, str, str, int, int]]]:
+        """Fills the list, at the end of the block, with what updates, transfers and collectives did: (place, what,
+        unit, begin, end), in nanoseconds of ``time.perf_counter_ns``. Outside of such blocks nothing is recorded."""
+        spans: list[tuple[str, str, str, int, int]] = []
+        self._core.start_timeline()
+        try:
+            yield spans
+        finally:
+            spans.extend(self._core.stop_timeline())
+
+    def communication_ms(self) -> float:
+        """Milliseconds that the computing thread spent in collectives since ``reset_counters``."""
+        return self._core.communication_ms()
+
+    def reset_counters(self) -> None:
+        """Zero communication counters and ledger peaks."""
+        self._core.reset_counters()
+
+    def units(self) -> list[dict[str, Any]]:
+        """Names, sizes and flat buffers of the units."""
+        return self._core.units()
