@@ -158,9 +158,35 @@ def test_a_deepspeed_file_is_a_row(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("sections", "decided"),
+    [
+        ({"bf16": {"enabled": "auto"}}, {}),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, {}),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, {"precision": "fp16"}),
+        ({"bf16": {"enabled": False}}, {"precision": "fp32"}),
+        ({"bf16": {}, "gradient_clipping": "auto"}, {}),
+        ({"gradient_clipping": 0.0}, {"clip": None}),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": "auto"}}}, {"offload": "none"}),
+    ],
+)
+def test_a_deepspeed_file_decides_what_it_answers_and_leaves_auto_to_the_options(tmp_path, sections, decided):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, **sections}))
+    found = read_row(path, optimizer=DEFAULTS)[1]
+    answers = ("precision", "clip", "offload", "batch_size", "grad_accum")
+    assert {key: value for key, value in found.items() if key in answers} == decided
+
+
+@pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"zero_optimization": {"stage": 4}}, "stage is 4"),
+        ({"zero_optimization": {"stage": 4}}, "stage should be 0, 1, 2 or 3, got 4"),
+        ({"zero_optimization": {"stage": "auto"}}, "stage should be 0, 1, 2 or 3, got 'auto'"),
+        ({"train_micro_batch_size_per_gpu": -3}, "per_gpu should be greater than 0, got -3"),
+        ({"train_micro_batch_size_per_gpu": "4"}, "per_gpu should be a valid integer, got '4'"),
+        ({"zero_optimization": {}, "gradient_accumulation_steps": 2.5}, "valid integer, got 2.5"),
+        ({"zero_optimization": {}, "optimizer": {"params": {"betas": [0.9]}}}, "betas"),
+        ({"zero_optimization": {}, "optimizer": {"params": {"lr": "1e-4"}}}, "lr should be a valid number"),
         ({"zero_optimization": {}, "scheduler": {"type": "WarmupLR"}}, "leave scheduler out"),
         ({"train_batch_size": 64}, "train_micro_batch_size_per_gpu"),
         ({"zero_optimization": {}, "optimizer": {"type": "Lamb"}}, "runs AdamW, not Lamb"),

@@ -5,11 +5,66 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zerobench.errors import ConfigError
+from zerobench.models.config import first_problem
 
 _MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
+
+
+class _Keys(BaseModel):
+    """The keys that decide a row; all others are DeepSpeed's to judge."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Half(_Keys):
+    enabled: bool | None = None
+
+
+class _Offload(_Keys):
+    device: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
+    ratio: float = Field(1.0, ge=0, le=1)
+    super_offload: bool = False
+
+
+class _Zero(_Keys):
+    stage: Literal[0, 1, 2, 3] = 0
+    offload_optimizer: _Offload | None = None
+    offload_param: _Offload | None = None
+
+
+class _Hyperparameters(_Keys):
+    lr: float = Field(0.0, ge=0)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([], min_length=2, max_length=2)
+    eps: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)  # DeepSpeed's default, not ours
+    adam_w_mode: bool = True
+
+
+class _Optimizer(_Keys):
+    type: str = "AdamW"
+    params: _Hyperparameters = _Hyperparameters()
+
+
+class _Compile(_Keys):
+    deepcompile: bool = False
+
+
+class _File(_Keys):
+    train_batch_size: int | None = None
+    train_micro_batch_size_per_gpu: int | None = Field(None, gt=0)
+    gradient_accumulation_steps: int | None = Field(None, gt=0)
+    gradient_clipping: float | None = Field(None, ge=0)
+    bf16: _Half | None = None
+    fp16: _Half | None = None
+    zero_optimization: _Zero = _Zero()
+    optimizer: _Optimizer | None = None
+    compile: _Compile = _Compile()
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -27,83 +82,84 @@ def row(
     """(strategy, settings that the file decides, its own keys). ``optimizer`` holds the comparison's defaults."""
     if "scheduler" in values:
         raise ConfigError(f"{path}: rows train at a constant rate: leave scheduler out")
-    decided: dict[str, Any] = {"config_file": str(path)}
-    if _given(values, "bf16") or _given(values, "fp16"):
-        enabled = [name for name in ("bf16", "fp16") if _given(_section(values, name), "enabled")]
-        decided["precision"] = enabled[0] if enabled else "fp32"
-    for key, setting in (
-        ("train_micro_batch_size_per_gpu", "batch_size"),
-        ("gradient_accumulation_steps", "grad_accum"),
-        ("gradient_clipping", "clip"),
+    try:
+        file = _File.model_validate(_without_auto(values))
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {first_problem(error)}") from None
+    decided: dict[str, Any] = {"config_file": str(path), **_precision(values)}
+    for setting, value in (
+        ("batch_size", file.train_micro_batch_size_per_gpu),
+        ("grad_accum", file.gradient_accumulation_steps),
     ):
-        if _given(values, key):
-            decided[setting] = values[key]
-    if _given(values, "train_batch_size") and "batch_size" not in decided:
+        if value is not None:
+            decided[setting] = value
+    if file.gradient_clipping is not None:
+        decided["clip"] = file.gradient_clipping or None  # 0 is off
+    if file.train_batch_size is not None and "batch_size" not in decided:
         raise ConfigError(
             f"{path}: train_batch_size depends on the number of ranks: give train_micro_batch_size_per_gpu instead"
         )
-    decided |= _placement(values)
-    if "optimizer" in values:
-        decided["optimizer"] = {**optimizer, **_hyperparameters(path, _section(values, "optimizer"))}
-    return _strategy(path, values), decided, dict(values)
+    decided |= _placement(file.zero_optimization, clips=bool(file.gradient_clipping))
+    if file.optimizer is not None:
+        decided["optimizer"] = {**optimizer, **_hyperparameters(path, file.optimizer)}
+    return _strategy(path, file), decided, dict(values)
 
 
-def _strategy(path: Path, values: Mapping[str, Any]) -> str:
-    stage = _section(values, "zero_optimization").get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"{path}: zero_optimization.stage is {stage!r}: use 0, 1, 2 or 3")
-    if not _section(values, "compile").get("deepcompile", False):
-        return (
-            "deepspeed3_super" if _offload(values, "optimizer").get("super_offload") else f"deepspeed{stage}"
-        )
-    if stage != 3:
+def _precision(values: Mapping[str, Any]) -> dict[str, str]:
+    """What is switched on; fp32 where something is switched off and nothing left open."""
+    sections = [values.get(name) for name in ("bf16", "fp16")]
+    bf16, fp16 = (section.get("enabled") if isinstance(section, Mapping) else section for section in sections)
+    if bf16 is True or fp16 is True:
+        return {"precision": "bf16" if bf16 is True else "fp16"}
+    return {"precision": "fp32"} if False in (bf16, fp16) and "auto" not in (bf16, fp16) else {}
+
+
+def _strategy(path: Path, file: _File) -> str:
+    zero = file.zero_optimization
+    if not file.compile.deepcompile:
+        super_offload = zero.offload_optimizer is not None and zero.offload_optimizer.super_offload
+        return "deepspeed3_super" if super_offload else f"deepspeed{zero.stage}"
+    if zero.stage != 3:
         raise ConfigError(f"{path}: compile.deepcompile is compared at zero_optimization.stage 3 only")
     return "deepcompile3_both"  # DeepSpeed's own choice of passes
 
 
-def _placement(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the file puts state; a file that says nothing of it leaves that to the options."""
-    if not {"offload_optimizer", "offload_param"} & _section(values, "zero_optimization").keys():
+def _placement(zero: _Zero, *, clips: bool) -> dict[str, Any]:
+    """Where the file puts state; what it says nothing of is left to the options."""
+    if not {"offload_optimizer", "offload_param"} & zero.model_fields_set:
         return {}
-    optimizer, parameters = _offload(values, "optimizer"), _offload(values, "param")
-    devices = optimizer.get("device", "none"), parameters.get("device", "none")
+    optimizer, parameters = zero.offload_optimizer or _Offload(), zero.offload_param or _Offload()
     decided: dict[str, Any] = {"offload": "none", "offload_ratio": None, "nvme_paths": []}
-    if "nvme" in devices:
-        paths = {str(part["nvme_path"]) for part in (optimizer, parameters) if part.get("nvme_path")}
+    if "nvme" in (optimizer.device, parameters.device):
+        paths = {part.nvme_path for part in (optimizer, parameters) if part.nvme_path}
         decided |= {"offload": "nvme", "nvme_paths": sorted(paths)}
-    elif devices[1] != "none":
+    elif parameters.device != "none":
         decided["offload"] = "cpu_full"
-    elif devices[0] != "none":
+    elif optimizer.device != "none":
         decided["offload"] = "cpu_optimizer"
-    if optimizer.get("ratio", 1.0) < 1.0:
-        decided["offload_ratio"] = optimizer["ratio"]
-    if optimizer.get("super_offload"):
-        decided["optimizer_in_backward"] = not values.get("gradient_clipping")
+    if optimizer.ratio < 1.0:
+        decided["offload_ratio"] = optimizer.ratio
+    if optimizer.super_offload:
+        decided["optimizer_in_backward"] = not clips
     return decided
 
 
-def _offload(values: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-    return _section(_section(values, "zero_optimization"), f"offload_{what}")
-
-
-def _hyperparameters(path: Path, section: Mapping[str, Any]) -> dict[str, Any]:
+def _hyperparameters(path: Path, optimizer: _Optimizer) -> dict[str, Any]:
     """Those that the reference must use too."""
-    kind = str(section.get("type", "AdamW")).lower()
-    given = {key: value for key, value in _section(section, "params").items() if value != "auto"}
-    if kind not in ("adam", "adamw") or not given.get("adam_w_mode", True):
+    if optimizer.type.lower() not in ("adam", "adamw") or not optimizer.params.adam_w_mode:
         raise ConfigError(
-            f"{path}: the reference that rows are verified against runs AdamW, not {section.get('type')}"
+            f"{path}: the reference that rows are verified against runs AdamW, not {optimizer.type}"
         )
-    values: dict[str, Any] = {key: given[key] for key in ("lr", "eps") if key in given}
-    if "betas" in given:
-        values["beta1"], values["beta2"] = given["betas"]
-    return {**values, "weight_decay": given.get("weight_decay", 0.0)}  # DeepSpeed's default, not ours
+    values = optimizer.params.model_dump(include={"lr", "eps"}, exclude_unset=True)
+    if optimizer.params.betas:
+        values["beta1"], values["beta2"] = optimizer.params.betas
+    return {**values, "weight_decay": optimizer.params.weight_decay}
 
 
-def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = values.get(name)
-    return section if isinstance(section, Mapping) else {}
-
-
-def _given(values: Mapping[str, Any], key: str) -> bool:
-    return values.get(key) not in (None, "auto", False, 0, 0.0)
+def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The stage alone cannot be left open."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value != "auto" or key == "stage"
+    }

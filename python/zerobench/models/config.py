@@ -63,7 +63,7 @@ def make(kind: type[T], name: str, fields: Mapping[str, Any]) -> T:
     try:
         return kind(name=name, **fields)
     except ValidationError as error:
-        raise ConfigError(f"model {name!r}: {_first_problem(error)}") from None
+        raise ConfigError(f"model {name!r}: {first_problem(error)}") from None
 
 
 def checked_overrides(overrides: Mapping[str, Any] | None, *, known: Iterable[str]) -> dict[str, Any]:
@@ -82,7 +82,8 @@ def suggest(name: str, known: list[str]) -> str:
     return f"{hint}known: {', '.join(known)}"
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """One sentence of the first thing that is wrong."""
     problem = error.errors()[0]
     if not problem["loc"]:  # our own validator: the sentence names its fields
         return str(problem["msg"]).removeprefix("Value error, ")
