@@ -169,7 +169,8 @@ def compare(
         list[Path] | None,
         typer.Option(
             metavar="FILE...",
-            help="zerobench configurations, one row a file, instead of --strategies and --stages.",
+            help="Configurations of zerobench or DeepSpeed, one row a file, instead of --strategies and --stages. "
+            "What a file leaves open, the options decide.",
         ),
     ] = None,
     output_dir: Annotated[

@@ -52,3 +52,37 @@ def test_a_wrong_configuration_file_is_named(tmp_path, keys, said) -> None:
     with pytest.raises(ConfigError) as caught:
         make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
     assert str(path) in str(caught.value) and said in str(caught.value)
+
+
+def test_what_a_file_leaves_open_of_its_offload_the_options_decide(tmp_path) -> None:
+    def row(**keys):
+        options = {"offload_ratios": (0.5,), "host_memory_gib": 2.0}
+        path = write_config(tmp_path, **keys)
+        (found,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}, **options)).configurations
+        return found.settings
+
+    for keys in (
+        {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "auto"}}},
+    ):
+        found = row(**keys)
+        assert (found.offload, found.offload_ratio, found.host_memory_gib) == ("cpu_optimizer", 0.5, 2.0)
+    with pytest.raises(ConfigError, match="--offload-ratio reaches no row"):
+        row(stage=1, offload_optimizer={"device": "cpu", "ratio": 0.25})
+    with pytest.raises(ConfigError, match="reaches no row"):
+        row(stage=1)
+
+
+def test_a_file_that_swaps_takes_its_own_folder_or_the_options(tmp_path) -> None:
+    def paths(*given, **section):
+        zero = {"stage": 3, "offload_optimizer": {"device": "nvme", **section}}
+        path = write_config(tmp_path, zero_optimization=zero)
+        options = {**SMALL, "config_files": (path,), "nvme_paths": given}
+        return make_plan(CompareOptions(**options)).configurations[0].settings.nvme_paths
+
+    assert paths(tmp_path) == [str(tmp_path)]
+    assert paths(nvme_path="/disk") == ["/disk"]
+    with pytest.raises(ConfigError, match="or --nvme-path"):
+        paths()
+    with pytest.raises(ConfigError, match="--nvme-path reaches no row"):
+        paths(tmp_path, nvme_path="/disk")

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from test_strategies import make_settings
-from test_strategies_peers import DEFAULTS, on_gpus
+from test_strategies_peers import on_gpus
 
 from zerobench import strategies
-from zerobench.bench.configs import read_row
 from zerobench.bench.limits import judge_host
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
@@ -159,10 +158,11 @@ def test_deepspeed_swaps_to_its_own_folder_also_where_a_file_names_one():
 def test_a_deepspeed_file_that_offloads_is_a_row_that_says_so(tmp_path, sections, strategy, placed):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, **sections}}))
-    found, decided, _ = read_row(path, optimizer=DEFAULTS)
-    assert found == strategy
-    assert (decided["offload"], decided["offload_ratio"], decided["nvme_paths"]) == placed
-    assert decided.get("optimizer_in_backward", False) == (strategy == "deepspeed3_super")
+    (row,) = make_plan(CompareOptions(config_files=(path,), data="synthetic")).configurations
+    settings = row.settings
+    assert row.strategy == strategy
+    assert (settings.offload, settings.offload_ratio, settings.nvme_paths) == placed
+    assert settings.optimizer_in_backward == (strategy == "deepspeed3_super")
 
 
 def test_a_missing_library_names_what_installs_it():

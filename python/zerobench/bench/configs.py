@@ -46,14 +46,14 @@ def placement(own: Mapping[str, Any]) -> dict[str, Any]:
         return decided
     section = own["offload_optimizer"]
     if section is None:
-        return {**decided, "offload": "none", "offload_ratio": None, "nvme_paths": []}
+        return {**decided, "offload": "none"}
     on_nvme = section.get("device") == "nvme"
     nvme = "nvme_full" if (own.get("offload_param") or {}).get("device") == "nvme" else "nvme"
-    decided |= {
-        "offload": nvme if on_nvme else "cpu_full" if own.get("offload_param") else "cpu_optimizer",
-        "offload_ratio": section.get("ratio"),
-        "nvme_paths": list(section.get("nvme_path", [])) if on_nvme else [],
-    }
+    decided["offload"] = nvme if on_nvme else "cpu_full" if own.get("offload_param") else "cpu_optimizer"
+    if "ratio" in section:
+        decided["offload_ratio"] = section["ratio"]
+    if on_nvme:
+        decided["nvme_paths"] = section["nvme_path"]
     return decided
 
 

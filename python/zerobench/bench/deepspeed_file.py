@@ -99,7 +99,7 @@ def row(
         raise ConfigError(
             f"{path}: train_batch_size depends on the number of ranks: give train_micro_batch_size_per_gpu instead"
         )
-    decided |= _placement(file.zero_optimization, clips=bool(file.gradient_clipping))
+    decided |= _placement(file.zero_optimization)
     if file.optimizer is not None:
         decided["optimizer"] = {**optimizer, **_hyperparameters(path, file.optimizer)}
     return _strategy(path, file), decided, dict(values)
@@ -124,23 +124,23 @@ def _strategy(path: Path, file: _File) -> str:
     return "deepcompile3_both"  # DeepSpeed's own choice of passes
 
 
-def _placement(zero: _Zero, *, clips: bool) -> dict[str, Any]:
+def _placement(zero: _Zero) -> dict[str, Any]:
     """Where the file puts state; what it says nothing of is left to the options."""
     if not {"offload_optimizer", "offload_param"} & zero.model_fields_set:
         return {}
     optimizer, parameters = zero.offload_optimizer or _Offload(), zero.offload_param or _Offload()
-    decided: dict[str, Any] = {"offload": "none", "offload_ratio": None, "nvme_paths": []}
+    decided: dict[str, Any] = {"offload": "none"}
     if "nvme" in (optimizer.device, parameters.device):
+        decided["offload"] = "nvme"
         paths = {part.nvme_path for part in (optimizer, parameters) if part.nvme_path}
-        decided |= {"offload": "nvme", "nvme_paths": sorted(paths)}
+        if paths:
+            decided["nvme_paths"] = sorted(paths)
     elif parameters.device != "none":
         decided["offload"] = "cpu_full"
     elif optimizer.device != "none":
         decided["offload"] = "cpu_optimizer"
-    if optimizer.ratio < 1.0:
-        decided["offload_ratio"] = optimizer.ratio
-    if optimizer.super_offload:
-        decided["optimizer_in_backward"] = not clips
+    if "ratio" in optimizer.model_fields_set:
+        decided["offload_ratio"] = optimizer.ratio if optimizer.ratio < 1.0 else None
     return decided
 
 

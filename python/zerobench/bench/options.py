@@ -139,8 +139,10 @@ def check_offload(options: CompareOptions) -> None:
     for ratio in options.offload_ratios:
         if isinstance(ratio, float) and not 0 <= ratio <= 1:
             raise ConfigError(f"--offload-ratio {ratio:g} is impossible: use a share from 0 to 1, or auto")
+    for path in options.nvme_paths:
+        check_folder(path)
     if options.config_files:
-        return  # they may offload
+        return  # they may offload: the plan knows
     if set(options.offloads) == {"none"}:
         for option, given in (
             ("--offload-ratio", any(ratio is not None for ratio in options.offload_ratios)),
@@ -153,8 +155,6 @@ def check_offload(options: CompareOptions) -> None:
         raise ConfigError("--offload nvme needs a folder on the disk to use: add --nvme-path")
     if not on_nvme and options.nvme_paths:
         raise ConfigError("--nvme-path is where state on NVMe goes: add --offload nvme, or leave it out")
-    for path in options.nvme_paths:
-        check_folder(path)
 
 
 def check_folder(path: Path) -> None:

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from zerobench import data, models
 from zerobench.bench.configs import read_row
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.names import OURS, stage_of, unique_names
-from zerobench.bench.options import OWN_ATTENTION, CompareOptions, Ratio, check_options
+from zerobench.bench.options import OWN_ATTENTION, CompareOptions, check_options
 from zerobench.bench.result import Settings
 from zerobench.bench.tolerances import VERIFY_STEPS
 from zerobench.config import parse as parse_config
@@ -122,8 +122,9 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
 Draft = tuple[str, Settings, dict[str, Any]]
 
 
-def grid(options: CompareOptions) -> list[Draft]:
-    """Settings in the order of the options, strategies innermost, so that rows to compare stand and run together."""
+def grid(options: CompareOptions, *, decided: Mapping[str, Any] | None = None) -> list[Draft]:
+    """Settings in the order of the options, strategies innermost, so that rows to compare stand and run together.
+    ``decided``: those that a file sets."""
     drafts: list[Draft] = []
     axes: tuple[Sequence[Any], ...] = (
         options.models, options.num_layers, options.hidden_sizes, options.precisions, options.seq_lengths,
@@ -135,17 +136,24 @@ def grid(options: CompareOptions) -> list[Draft]:
         model, layers, hidden, precision, seq, batch, accum, clip, world_size, mode, offload, ratio, in_backward,
         communicator, strategy,
     ) in itertools.product(*axes):  # fmt: skip
+        point = {
+            "world_size": ranks_of(strategy, world_size),
+            "precision": precision,
+            "seq_length": seq,
+            "batch_size": batch,
+            "grad_accum": accum,
+            "clip": clip,
+            "compile": mode,
+            "offload": offload,
+            "offload_ratio": ratio,
+            "nvme_paths": options.nvme_paths,
+            "optimizer_in_backward": in_backward,
+            **(decided or {}),
+        }
         settings = resolve_settings(
             options,
             resolve_model(options, model, {"num_layers": layers, "hidden_size": hidden}),
-            world_size=ranks_of(strategy, world_size),
-            precision=precision,
-            seq_length=seq,
-            batch_size=batch,
-            grad_accum=accum,
-            clip=clip,
-            compile=mode,
-            **placement(options, strategy, offload=offload, ratio=ratio, in_backward=in_backward, clip=clip),
+            **point | placement(options, strategy, point),
         )
         chosen = communicator != "auto" and strategy in OURS
         draft: Draft = (strategy, settings, {"communicator": communicator} if chosen else {})
@@ -159,26 +167,19 @@ def ranks_of(strategy: str, world_size: int) -> int:
     return 1 if strategy == "single" else world_size
 
 
-def placement(
-    options: CompareOptions,
-    strategy: str,
-    *,
-    offload: str,
-    ratio: Ratio | None,
-    in_backward: bool,
-    clip: float | None,
-) -> dict[str, Any]:
+def placement(options: CompareOptions, strategy: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Where state lives and when it is updated. The reference and the floor stand under rows of every placement and
     have one themselves. SuperOffload cannot be told: it updates during backward unless it clips."""
+    offload, in_backward = chosen["offload"], chosen["optimizer_in_backward"]
     if strategy in ("single", "compute_only"):
         offload, in_backward = "none", False
     if strategy == "deepspeed3_super":
-        in_backward = clip is None
+        in_backward = chosen["clip"] is None
     offloaded = offload != "none"
     return {
         "offload": offload,
-        "offload_ratio": ratio if offloaded else None,
-        "nvme_paths": [str(path.absolute()) for path in options.nvme_paths]
+        "offload_ratio": chosen["offload_ratio"] if offloaded else None,
+        "nvme_paths": [str(Path(path).absolute()) for path in chosen["nvme_paths"]]
         if offload in NVME_OFFLOADS
         else [],
         "host_memory_gib": options.host_memory_gib if offloaded else None,
@@ -204,13 +205,35 @@ def from_files(options: CompareOptions) -> list[Draft]:
     drafts: list[Draft] = []
     for path in options.config_files:
         strategy, decided, own = read_row(path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)))
-        for _, settings, chosen in grid(replace(options, strategies=[strategy])):
-            resolved = settings.model_copy(update=decided)
-            resolved.tf32 = tf32_of(options, resolved.precision)
-            draft: Draft = (strategy, resolved, {**chosen, **own})
+        for _, settings, chosen in grid(replace(options, strategies=[strategy]), decided=decided):
+            draft: Draft = (strategy, settings, {**chosen, **own})
             if draft not in drafts:
                 drafts.append(draft)
+    check_offload_of_files(options, [settings for _, settings, _ in drafts])
     return drafts
+
+
+def check_offload_of_files(options: CompareOptions, rows: Sequence[Settings]) -> None:
+    """What only offloaded rows read must reach one, and swapping needs a folder."""
+    for row in rows:
+        if row.offload in NVME_OFFLOADS and not row.nvme_paths:
+            raise ConfigError(
+                f"{row.config_file}: state on NVMe needs a folder on the disk to use: add nvme_path, or --nvme-path"
+            )
+    for option, given, used in (
+        ("--offload-ratio", options.offload_ratios, {row.offload_ratio for row in rows}),
+        ("--host-memory-gib", [options.host_memory_gib], {row.host_memory_gib for row in rows}),
+        (
+            "--nvme-path",
+            [str(path.absolute()) for path in options.nvme_paths],
+            {path for row in rows for path in row.nvme_paths},
+        ),
+    ):
+        if not used.issuperset(value for value in given if value is not None):
+            raise ConfigError(
+                f"{option} reaches no row: the files of --config offload nothing that it is about, or set it "
+                "themselves: leave it out"
+            )
 
 
 def resolve_settings(options: CompareOptions, config: models.ModelConfig, **chosen: Any) -> Settings:
