@@ -140,7 +140,8 @@ def compare(
     data: Annotated[
         str,
         typer.Option(
-            help="A text file, a folder, stdlib (the interpreter's own Python sources) or synthetic."
+            help="A text file, a folder (hidden files and folders of results are left out), stdlib (the interpreter's "
+            "own Python sources) or synthetic. It must stay as it is while the comparison runs."
         ),
     ] = "stdlib",
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,

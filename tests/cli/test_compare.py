@@ -104,6 +104,13 @@ def test_configuration_files_are_rows(command) -> None:
     assert rows["zero1"]["settings"]["config_file"] == "one.json"
 
 
+def test_the_folder_of_data_may_receive_the_results(command) -> None:
+    (command.folder / "text.txt").write_text("".join(map(str, range(1000))))
+    result = command.run("compare", *SMALL, "--strategies", "zero0,ddp", "--data", ".", "--output-dir", "out")
+    assert result.returncode == 0, result.stderr
+    assert {row["status"] for row in command.rows().values()} == {"ok"}
+
+
 def test_every_planted_fault_is_wrong_in_every_precision(command) -> None:
     strategies = ",".join(f"faulty:{name}" for name in ["PlainDataParallel", *FAULTS])
     result = command.run(

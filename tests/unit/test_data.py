@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobench import models
-from zerobench.data import ByteDataset, open_data
+from zerobench.data import ByteDataset, digest_of, open_data, sources
 from zerobench.errors import DataError
 
 
@@ -114,6 +114,36 @@ def test_folder_is_read_in_sorted_order_without_binaries(tmp_path):
     assert set(rows(held_out).unique().tolist()) == {50}
 
 
+def test_folders_of_results_are_no_text_to_train_on(tmp_path):
+    for folder in (tmp_path / "own", tmp_path / "results" / "compare_1"):
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text("text " * 20)
+    before = digest_of(str(tmp_path))
+    (tmp_path / "results" / "compare_1" / "logs").mkdir()
+    assert digest_of(str(tmp_path)) != before
+    data = open_small(tmp_path)
+    assert data.train_bytes + data.held_out_bytes == 100
+    assert open_small(tmp_path / "results" / "compare_1").train_bytes == 84  # asked for by name
+
+
+def test_data_that_changed_since_the_comparison_began_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    path.write_bytes(b"a" * 1000)
+    options = {"seed": 0, "seq_length": 16, "vocab_size": 256}
+    for whole_bytes in (1 << 30, 500):  # above it, pieces serve
+        monkeypatch.setattr(sources, "_DIGESTED_WHOLE_BYTES", whole_bytes)
+        monkeypatch.setattr(sources, "_PIECE_NUM", 10)
+        begun = digest_of(str(tmp_path)), digest_of(str(path))
+        for spec, digest in zip((tmp_path, path), begun, strict=True):
+            open_data(str(spec), **options, expected_digest=digest)
+        path.write_bytes(path.read_bytes() + b"b")
+        for spec, digest in zip((tmp_path, path), begun, strict=True):
+            with pytest.raises(DataError, match="does not hold the bytes that the comparison began with"):
+                open_data(str(spec), **options, expected_digest=digest)
+    assert digest_of("synthetic") is None
+    open_data("synthetic", **options, expected_digest=None)
+
+
 def test_standard_library_is_the_text_that_every_machine_has():
     data = open_small("stdlib", seq_length=128)
     assert data.train_bytes > 1 << 20
@@ -167,6 +197,11 @@ def test_errors_are_one_line_that_names_the_path(tmp_path, name, prepare, words)
 def test_path_below_a_file_is_an_error(text_file):
     with pytest.raises(DataError, match="cannot be read"):
         open_small(text_file / "below")
+
+
+def test_an_empty_name_is_no_working_folder():
+    with pytest.raises(DataError, match="--data names nothing"):
+        open_small("")
 
 
 def test_vocabulary_and_sequence_must_be_possible(text_file):

@@ -34,6 +34,7 @@ class Job(_Message):
     validation_batches: int = 8
     timeout_s: float
     rank_memory_bytes: int | None = None
+    data_digest: str | None = None  # of the bytes that every rank must find
     options: dict[str, Any] = Field(default_factory=dict)
 
 

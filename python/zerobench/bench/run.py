@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from zerobench import data
 from zerobench.bench.assess import (
     ReferenceRun,
     apply_outcome,
@@ -113,6 +114,7 @@ class Comparison:
         self.output = output
         self.launcher = launcher
         self.references: dict[str, ReferenceRun] = {}
+        self.data_digest: str | None = None
         self.gpus = plan.options.gpus
         # On GPUs the samples stay beside the results.
         samples = (output.path if self.gpus else launcher.scratch) / "samples.jsonl"
@@ -147,7 +149,8 @@ class Comparison:
 
     def run(self, display: ProgressDisplay) -> None:
         """Interleaved over repeats, so that drift of the machine hits all rows alike."""
-        self.output.write_results(self.results)
+        self.output.write_results(self.results)  # by which a folder of data leaves out the folder of results
+        self.data_digest = data.digest_of(self.plan.options.data)
         for repeat in range(self.plan.options.repeats):
             for index, configuration in enumerate(self.plan.configurations):
                 if repeat == 0:
@@ -291,6 +294,7 @@ class Comparison:
             measure=False,
             reference_file=str(self.launcher.scratch / f"{configuration.reference_group()}.pt"),
             timeout_s=self.plan.options.timeout_s,
+            data_digest=self.data_digest,
         )
 
     def verification_model(self, configuration: Configuration) -> dict[str, Any]:
@@ -322,6 +326,7 @@ class Comparison:
             measure=measure,
             reference_file=reference.file if reference else None,
             timeout_s=self.plan.options.timeout_s,
+            data_digest=self.data_digest,
             rank_memory_bytes=self.rank_memory_bytes,
             options=configuration.options,
         )

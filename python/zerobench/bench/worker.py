@@ -195,6 +195,7 @@ def open_batches(
         seed=job.settings.seed,
         seq_length=settings.seq_length,
         vocab_size=models.ModelConfig.model_validate(model).vocab_size,
+        expected_digest=job.data_digest,
     )
     of_step = partial(
         dataset.micro_batches,

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zerobench.data.sources import open_bytes
+from zerobench.data.sources import digest, open_bytes
 from zerobench.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,14 +25,27 @@ HELD_OUT_FRACTION = 20  # the last twentieth is never trained on
 _CHUNK_BYTES = 1 << 20
 
 
-def open_data(spec: str, *, seed: int, seq_length: int, vocab_size: int) -> Dataset:
-    """``spec``: "stdlib", "synthetic", or the path of a file or folder (./stdlib for a file of that name)."""
+def open_data(
+    spec: str, *, seed: int, seq_length: int, vocab_size: int, expected_digest: str | None = None
+) -> Dataset:
+    """``spec``: "stdlib", "synthetic", or the path of a file or folder (./stdlib for a file of that name).
+    ``expected_digest``: what ``digest_of`` said when the comparison began; DataError where the bytes are others."""
     if seq_length < 2:
         raise DataError(f"seq_length {seq_length} leaves no token to predict: use at least 2")
     if spec == "synthetic":
         return SyntheticDataset(seed=seed, seq_length=seq_length, vocab_size=vocab_size)
     content, description = open_bytes(spec)
+    if expected_digest not in (None, digest(content)):
+        raise DataError(
+            f"{spec} does not hold the bytes that the comparison began with: leave its files alone while it runs (the "
+            "same ones on every host), or give --data a copy of them"
+        )
     return ByteDataset(content, description, seed=seed, seq_length=seq_length, vocab_size=vocab_size)
+
+
+def digest_of(spec: str) -> str | None:
+    """Of the bytes that ``spec`` names; None where tokens are drawn."""
+    return None if spec == "synthetic" else digest(open_bytes(spec)[0])
 
 
 def _draw(seed: int, stream: str, index: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import sysconfig
@@ -13,6 +14,8 @@ from zerobench.errors import DataError
 STDLIB_LIMIT_BYTES = 32 << 20
 FOLDER_LIMIT_BYTES = 1 << 30
 _PROBE_BYTES = 8192
+_DIGESTED_WHOLE_BYTES = 1 << 30
+_PIECE_NUM, _PIECE_BYTES = 1024, 1 << 16
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -20,6 +23,8 @@ def open_bytes(spec: str) -> tuple[memoryview, str]:
     """The bytes that ``spec`` names and a short description of them. Raises DataError."""
     if spec == "stdlib":
         return _read_stdlib()
+    if not spec:
+        raise DataError("--data names nothing: give it a path, stdlib or synthetic")
     path = Path(spec)
     try:
         if path.is_dir():
@@ -29,6 +34,17 @@ def open_bytes(spec: str) -> tuple[memoryview, str]:
         raise DataError(f"{spec}: no such file or folder: give --data a path, stdlib or synthetic") from None
     except OSError as error:
         raise DataError(f"{spec}: cannot be read ({error.strerror}): give --data a readable path") from None
+
+
+def digest(content: memoryview) -> str:
+    """Of the length and all bytes; of a mapping above 1 GiB, of pieces that are spread over it."""
+    found = hashlib.blake2b(str(len(content)).encode(), digest_size=16)
+    if len(content) <= _DIGESTED_WHOLE_BYTES:
+        found.update(content)
+    else:
+        for start in range(0, len(content), len(content) // _PIECE_NUM):
+            found.update(content[start : start + _PIECE_BYTES])
+    return found.hexdigest()
 
 
 def _map_file(path: Path) -> tuple[memoryview, str]:
@@ -44,17 +60,27 @@ def _map_file(path: Path) -> tuple[memoryview, str]:
 
 
 def _walk(root: Path, *, skip: frozenset[str]) -> Iterator[Path]:
-    """Regular files below ``root`` in one order on every machine, without hidden and ``skip`` ones."""
+    """Regular files below ``root`` in one order on every machine, without hidden and ``skip`` ones and without folders
+    of results, which grow while ranks read."""
 
     def fail(error: OSError) -> None:
         raise error
 
     found = []
     for folder, folders, files in os.walk(root, onerror=fail):
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in skip and not name.startswith(".") and not _holds_results(Path(folder, name))
+        ]
         found += [Path(folder, name) for name in files if not name.startswith(".")]
     regular = (path for path in found if path.is_file())
     yield from sorted(regular, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _holds_results(folder: Path) -> bool:
+    """As a comparison leaves them."""
+    return (folder / "results.json").is_file() and (folder / "logs").is_dir()
 
 
 def _join(paths: Iterable[Path], *, limit_bytes: int) -> tuple[bytearray, int, bool]:
