@@ -86,3 +86,14 @@ def test_a_file_that_swaps_takes_its_own_folder_or_the_options(tmp_path) -> None
         paths()
     with pytest.raises(ConfigError, match="--nvme-path reaches no row"):
         paths(tmp_path, nvme_path="/disk")
+
+
+def test_numbers_that_tell_rows_apart_give_way_to_names_of_files(tmp_path) -> None:
+    paths = [tmp_path / place for place in ("a/c.json", "b/c.json", "a/c_2.json", "b/c_2.json")]
+    for stage, path in enumerate(paths):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"stage": 1, "keep_root_bytes": stage}))
+    rows = make_plan(CompareOptions(**{**SMALL, "config_files": paths})).configurations
+    assert [row.name.removeprefix("zs1_fp32_ranks2_bs4_sl64_") for row in rows] == [
+        "c", "c_3", "c_2", "c_2_2",
+    ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -41,12 +42,11 @@ def unique_names(drafts: Sequence[Draft]) -> list[str]:
         base_name(strategy, settings, extra, several_models=several_models)
         for strategy, settings, extra in drafts
     ]
-    counts: dict[str, int] = {}
-    for index, name in enumerate(names):
-        counts[name] = counts.get(name, 0) + 1
-        if counts[name] > 1:
-            names[index] = f"{name}_{counts[name]}"
-    return names
+    taken: dict[str, None] = {}
+    for name in names:
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        taken[name if name not in taken else next(n for n in numbered if n not in {*names, *taken})] = None
+    return list(taken)
 
 
 def base_name(strategy: str, settings: Settings, extra: dict[str, Any], *, several_models: bool) -> str:

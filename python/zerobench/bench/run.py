@@ -159,8 +159,7 @@ class Comparison:
                         configuration.reference_group(), later=self.plan.configurations[index + 1 :]
                     )
                 else:
-                    row = next(row for row in self.results.rows if row.name == configuration.name)
-                    self.repeat_row(row, configuration, repeat, display)
+                    self.repeat_row(self.results.rows[index], configuration, repeat, display)
                 self.save()
         self.results.complete = True
         self.output.write_results(self.results)
