@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from plan_samples import ON_GPUS, SMALL, configuration, names
+from typer.testing import CliRunner
 
-from zerobench import strategies
+from zerobench import cli, strategies
+from zerobench.bench import launch, run
 from zerobench.bench.names import rerun_command, stage_of
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
@@ -197,6 +199,24 @@ def test_the_rerun_command_gives_the_same_row(tmp_path) -> None:
     ]
     first = words.index("--nvme-path")
     assert words[first + 1 : first + 3] == [str(tmp_path), f"{tmp_path}/.."]
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_the_rerun_command_plans_the_same_row(tmp_path, monkeypatch, from_file) -> None:
+    path = tmp_path / "c.json"
+    path.write_text('{"stage": 1, "offload_optimizer": {"device": "cpu"}}')
+    options = CompareOptions(
+        **{**SMALL, "strategies": ("zero1",)}, config_files=(path,) if from_file else (), communicators=("c10d",),
+        clips=(0.123456789,), learning_rate=0.00123456789, offloads=("cpu_optimizer",), offload_ratios=(0.123456789,),
+        host_memory_gib=1.23456789, repeats=3, timeout_s=1234567.5,
+    )  # fmt: skip
+    (row,) = make_plan(options).configurations
+    plans = []
+    monkeypatch.setattr(run, "run_comparison", lambda plan, **_: plans.append(plan) or 0)
+    monkeypatch.setattr(launch, "Launcher", object)
+    CliRunner().invoke(cli.app, shlex.split(rerun_command(row, options))[3:], catch_exceptions=False)
+    assert plans[0].configurations == [row]
+    assert plans[0].options.timeout_s == options.timeout_s
 
 
 @pytest.mark.parametrize("strategy", strategies.available())

@@ -92,6 +92,11 @@ def number(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
+def exact(value: float | str) -> str:
+    """The shortest text that gives the value back."""
+    return value if isinstance(value, str) else repr(value).removesuffix(".0")
+
+
 def short_name(strategy: str) -> str:
     """zero2 is zs2; a strategy of one's own goes by its class."""
     if strategy in OURS:
@@ -114,24 +119,26 @@ def rerun_command(configuration: Configuration, options: CompareOptions) -> str:
     words += ["--seq-length", str(settings.seq_length), "--grad-accum", str(settings.grad_accum)]
     words += ["--world-size", str(settings.world_size)]
     if settings.clip is not None:
-        words += ["--clip", f"{settings.clip:g}"]
+        words += ["--clip", exact(settings.clip)]
     if settings.checkpointing:
         words += ["--checkpointing"]
     if settings.compile != "none":
         words += ["--compile", settings.compile]
     words += placement_words(settings)
-    if settings.config_file is None and "communicator" in configuration.options:
+    if configuration.strategy in OURS and "communicator" in configuration.options:
         words += ["--communicator", configuration.options["communicator"]]
     if settings.tf32:
         words += ["--tf32"]
     if options.verify_layers is not None:
         words += ["--verify-layers", str(options.verify_layers)]
     words += ["--num-steps", str(settings.num_steps), "--warmup-steps", str(settings.warmup_steps)]
-    words += ["--data", settings.data, "--seed", str(settings.seed), "--timeout", f"{options.timeout_s:g}"]
+    if settings.repeats != 1:
+        words += ["--repeats", str(settings.repeats)]
+    words += ["--data", settings.data, "--seed", str(settings.seed), "--timeout", exact(options.timeout_s)]
     if options.learning_rate != OptimizerSettings.lr:
-        words += ["--lr", f"{options.learning_rate:g}"]
+        words += ["--lr", exact(options.learning_rate)]
     if options.rank_memory_gib is not None:
-        words += ["--rank-memory-gib", f"{options.rank_memory_gib:g}"]
+        words += ["--rank-memory-gib", exact(options.rank_memory_gib)]
     return shlex.join(words)
 
 
@@ -140,15 +147,15 @@ def placement_words(settings: Settings) -> list[str]:
     if settings.offload != "none":
         words += ["--offload", settings.offload]
     if settings.offload_ratio is not None:
-        words += ["--offload-ratio", number(settings.offload_ratio)]
+        words += ["--offload-ratio", exact(settings.offload_ratio)]
     if settings.nvme_paths:
         words += ["--nvme-path", *settings.nvme_paths]
     if settings.host_memory_gib is not None:
-        words += ["--host-memory-gib", f"{settings.host_memory_gib:g}"]
+        words += ["--host-memory-gib", exact(settings.host_memory_gib)]
     if settings.optimizer_in_backward:
         words += ["--optimizer-in-backward", "on"]
     if settings.device_memory_gib is not None:
-        words += ["--device-memory-gib", f"{settings.device_memory_gib:g}"]
+        words += ["--device-memory-gib", exact(settings.device_memory_gib)]
     if settings.bind != "none":
         words += ["--bind", settings.bind]
     return words
