@@ -45,15 +45,20 @@ def stage_name(text: str) -> str:
 
 def model_options(pairs: Sequence[str]) -> dict[str, Any]:
     """FIELD=VALUE texts, values in JSON."""
+    from zerobench.models.config import NULLABLE_FIELDS
+
     options = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--model-option {pair!r} is no FIELD=VALUE, such as num_heads=8")
+        field = key.strip().replace("-", "_")
         try:
-            options[key.strip().replace("-", "_")] = json.loads(value)
+            options[field] = json.loads(value)
         except json.JSONDecodeError:
-            options[key.strip().replace("-", "_")] = value
+            options[field] = value
+        if options[field] is None and field not in NULLABLE_FIELDS:
+            raise ConfigError(f"--model-option {pair!r} gives no value: leave it out for what the model has")
     return options
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from zerobench import models
+from zerobench.cli_values import model_options
 from zerobench.errors import ConfigError
 
 pytest.importorskip("huggingface_hub", reason="needs zerobench[hf]")
@@ -67,6 +68,15 @@ def test_sizes_of_mixtral_and_small_opt():
     assert (mixtral.head_size, mixtral.ffn_size, mixtral.sliding_window) == (128, 14336, None)
     assert models.find("mistralai/Mistral-7B-v0.1").sliding_window == 4096
     assert models.find("facebook/opt-350m").embedding_size == 512
+
+
+def test_a_window_can_be_left_out_and_attention_then_sees_all_tokens():
+    config = models.find("mistralai/Mistral-7B-v0.1", model_options(["sliding_window=null"]))
+    assert config.sliding_window is None and config.hf_arguments()["sliding_window"] is None
+    windowed = models.find("mistralai/Mistral-7B-v0.1")
+    assert models.flops_per_token(config, 8192) > models.flops_per_token(windowed, 8192)
+    with pytest.raises(ConfigError, match="'num_heads=null' gives no value"):
+        model_options(["num_heads=null"])
 
 
 @pytest.mark.parametrize("name", ["hf:gpt2", "llama", "facebook/opt-1.3b", "google-bert/bert-large-uncased"])

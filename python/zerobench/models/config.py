@@ -12,6 +12,8 @@ from zerobench.errors import ConfigError
 
 T = TypeVar("T", bound="ModelConfig")
 
+NULLABLE_FIELDS = ("sliding_window",)
+
 
 class ModelConfig(BaseModel):
     """Sizes of a model. ``ModelConfig.model_validate`` of a dumped configuration gives the subclass it came from."""
@@ -67,9 +69,12 @@ def make(kind: type[T], name: str, fields: Mapping[str, Any]) -> T:
 
 
 def checked_overrides(overrides: Mapping[str, Any] | None, *, known: Iterable[str]) -> dict[str, Any]:
-    """``overrides`` without None values. Raises ConfigError for a name that is not ``known``."""
+    """``overrides`` without those that are None and must have a value. Raises ConfigError for a name that is not
+    ``known``."""
     fields = list(known)
-    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    given = {
+        key: value for key, value in (overrides or {}).items() if value is not None or key in NULLABLE_FIELDS
+    }
     for key in given:
         if key not in fields:
             raise ConfigError(f"unknown model option {key!r}: {suggest(key, fields)}")

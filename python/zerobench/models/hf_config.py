@@ -161,7 +161,7 @@ def overridable(architecture: str) -> list[str]:
 def from_published(
     name: str, published: Mapping[str, Any], *, overrides: Mapping[str, Any] | None, weights: str
 ) -> HFConfig:
-    """The configuration that a config.json describes, with ``overrides`` of our fields (None leaves what it has).
+    """The configuration that a config.json describes, with ``overrides`` of our fields, as ``models.resolve`` has them.
 
     A size that follows from others in the file (head size, feed-forward of four times the width, as many key and value
     heads as heads) follows here too. Other sizes than published come with random weights unless ``weights`` is

@@ -33,7 +33,8 @@ WEIGHT_FILES = (
 
 
 def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The model ``name`` with ``overrides`` of its fields; None leaves what it has.
+    """The model ``name`` with ``overrides`` of its fields; None leaves what it has, but for ``sliding_window``, where
+    it is a value.
 
     Raises ConfigError for an unknown name, option or size, and where a package that builds the model is missing.
     """
