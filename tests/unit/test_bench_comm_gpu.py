@@ -44,10 +44,12 @@ def test_every_shard_is_aligned() -> None:
         ({"world_sizes": [1]}, "--world-size 1"),
         ({"max_bytes": 1 << 31}, "--max-bytes"),
         ({"collectives": ["all_to_all"]}, "all_to_all"),
+        ({"timeout_s": float("nan")}, "--timeout nan"),
+        ({"timeout_s": float("inf")}, "--timeout inf"),
         ({"communicator": "shm"}, "--communicator 'shm' is unknown: choose from nccl, peer"),
         ({"communicator": "peer", "symmetric": True}, "--symmetric is about NCCL's windows"),
     ],
-    ids=["too many ranks", "one rank", "too large", "unknown", "of CPUs", "two kinds"],
+    ids=["too many ranks", "one rank", "too large", "unknown", "no time", "endless", "of CPUs", "two kinds"],
 )
 def test_what_cannot_be_measured_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

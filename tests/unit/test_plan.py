@@ -107,6 +107,8 @@ def test_settings_are_resolved() -> None:
         ({"clips": (float("nan"),)}, "--clip nan"),
         ({"learning_rate": -1.0}, "--lr -1"),
         ({"rank_memory_gib": 0.0}, "--rank-memory-gib 0"),
+        ({"rank_memory_gib": float("inf")}, "--rank-memory-gib inf"),
+        ({"seed": 1 << 64}, "--seed 18446744073709551616"),
         ({"seq_lengths": (100_000,)}, "max_seq_length"),
         ({"hidden_sizes": (65,)}, "num_heads"),
         ({"strategies": ()}, "at least one strategy"),

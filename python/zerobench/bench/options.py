@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ BINDINGS = ("none", "numa")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 OWN_ATTENTION = "sdpa"  # of our presets
 COMMUNICATORS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "peer")}
+_MIN_SEED, _MAX_SEED = -(1 << 63), (1 << 64) - 1  # that torch takes
 
 Ratio = float | Literal["auto"]
 
@@ -87,8 +89,10 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         if value is not None:
             positive[option] = [value]
     for option, values in positive.items():
-        for wrong in (value for value in values if not value > 0):
-            raise ConfigError(f"{option} {wrong:g} is impossible: use a value above zero")
+        for wrong in (value for value in values if not 0 < value < math.inf):
+            raise ConfigError(f"{option} {wrong:g} is impossible: use a finite value above zero")
+    if not _MIN_SEED <= options.seed <= _MAX_SEED:
+        raise ConfigError(f"--seed {options.seed} is impossible: use one from {_MIN_SEED} to {_MAX_SEED}")
     if options.warmup_steps < 0:
         raise ConfigError(f"--warmup-steps {options.warmup_steps} is impossible: use zero or more")
     for name in options.strategies:

@@ -6,6 +6,7 @@ The part that runs in the command imports no torch before its ranks start; the p
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import struct
 import tempfile
@@ -84,8 +85,8 @@ class CommOptions:
             )
         if self.repeats < 1:
             raise ConfigError(f"--repeats {self.repeats} measures nothing: give at least 1")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"--timeout {self.timeout_s:g} is not possible: give seconds above 0")
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"--timeout {self.timeout_s:g} is not possible: give a finite number above 0")
 
     def sizes(self) -> list[int]:
         sizes = [self.min_bytes]
