@@ -113,6 +113,11 @@ def test_a_configuration_survives_json():
         ("hf:gpt2", {"weights": "./nowhere"}, ["./nowhere", "no such folder"]),
         ("meta-llama/Meta-Llama-3-8B", {"num_kv_heads": 5}, ["num_heads 32", "num_kv_heads 5"]),
         ("mistralai/Mixtral-8x7B-v0.1", {"num_experts": 1}, ["experts_per_token 2", "num_experts 1"]),
+        (
+            "google-bert/bert-large-uncased",
+            {"tied_embeddings": False},
+            ["tied_embeddings", "leave them tied"],
+        ),
         ("./nowhere", {}, ["./nowhere", "no such folder"]),
     ],
 )

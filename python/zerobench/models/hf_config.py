@@ -139,6 +139,10 @@ class HFConfig(ModelConfig):
                 f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}: "
                 "use at most as many"
             )
+        if self.architecture == "bert" and not self.tied_embeddings:
+            raise ValueError(
+                "tied_embeddings false leaves BERT's head a bias that no gradient reaches: leave them tied"
+            )
         return self
 
     def hf_arguments(self) -> dict[str, Any]:
