@@ -92,5 +92,5 @@ def first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     if not problem["loc"]:  # our own validator: the sentence names its fields
         return str(problem["msg"]).removeprefix("Value error, ")
-    message = str(problem["msg"]).removeprefix("Input ")
+    message = str(problem["msg"]).removeprefix("Input ").partition(" or instance of")[0]
     return f"{'.'.join(str(part) for part in problem['loc'])} {message}, got {problem['input']!r}"
