@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from zerobench.bench.assess import ReferenceRun, apply_outcome, first_row
 from zerobench.bench.environments import environment_of
@@ -15,7 +17,8 @@ from zerobench.bench.options import CompareOptions
 from zerobench.bench.outcome import Outcome
 from zerobench.bench.output import OutputFolder
 from zerobench.bench.plan import make_plan
-from zerobench.bench.result import RowDtypes
+from zerobench.bench.progress import ProgressDisplay
+from zerobench.bench.result import Deviation, RowDtypes
 from zerobench.bench.run import Comparison
 
 GPUS = tuple(
@@ -79,6 +82,30 @@ def test_a_reference_file_goes_with_its_last_row(comparison, tmp_path) -> None:
     assert file.exists()
     found.drop_reference(zero3.reference_group(), later=[])
     assert not file.exists()
+
+
+def test_a_tie_of_checksums_is_undone_by_the_rows_that_follow(comparison, monkeypatch) -> None:
+    found = comparison(device="cpu", gpus=(), strategies=("zero0", "zero1", "zero2", "zero3"), repeats=2)
+    repeated, seen = [], []
+
+    def make_row(configuration, display):
+        checksum = "odd" if configuration.strategy == "zero1" else "even"
+        deviation = Deviation(checksum_group="g")
+        return first_row(configuration, status="ok", checksum=checksum, deviation=deviation, tokens_per_s=1.0)
+
+    def run(job, **_):
+        repeated.append(job.strategy)
+        return Outcome(status="failed", error="no") if job.strategy == "zero2" else Outcome(status="oom")
+
+    monkeypatch.setattr(found, "make_row", make_row)
+    monkeypatch.setattr(found.launcher, "run", run)
+    monkeypatch.setattr(
+        found.output, "write_results", lambda results: seen.append([row.status for row in results.rows])
+    )
+    found.run(ProgressDisplay(Console(file=io.StringIO()), found.work()))
+    assert seen[1:5] == [["ok"], ["wrong"] * 2, ["ok", "wrong", "ok"], ["ok", "wrong", "ok", "ok"]]
+    assert repeated == ["zero0", "zero2", "zero3"]  # nothing is measured again of what is wrong
+    assert seen[-1] == ["oom", "wrong", "failed", "oom"]
 
 
 def window(**figures) -> Window:

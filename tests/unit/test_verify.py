@@ -273,6 +273,13 @@ def test_without_a_majority_nobody_is_right() -> None:
     assert settled(row("zero0", "x"), row("zero3", "x")) == ["ok", "ok"]
 
 
+def test_a_row_that_failed_after_its_verification_still_votes() -> None:
+    failed = row("zero1", "x")
+    failed.status, failed.error = "failed", "repeat 2: no"
+    assert settled(row("zero0", "x"), failed, row("zero2", "y")) == ["ok", "failed", "wrong"]
+    assert failed.error == "repeat 2: no"
+
+
 def test_other_dtypes_are_not_compared_as_equals() -> None:
     rows = [
         row("zero0", "x"),

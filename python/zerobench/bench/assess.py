@@ -222,16 +222,18 @@ def largest_by_category(ranks: Sequence[Mapping[str, Mapping[str, int]]]) -> dic
 
 
 def settle(results: Results) -> None:
-    """Judge rows against each other: equal checksums where the design promises them, and dtypes."""
+    """Judge rows against each other: equal checksums where the design promises them, and dtypes. Rows are as their own
+    runs left them: what this makes wrong loses its figures, and a later row may turn the vote."""
     settle_checksums(results.rows)
     settle_dtypes(results.rows)
 
 
 def settle_checksums(rows: Sequence[Row]) -> None:
-    """A minority checksum in a group is wrong; where there is no majority, nobody can be trusted."""
+    """A minority checksum in a group is wrong; where there is no majority, nobody can be trusted. A row that was
+    verified and failed later votes too."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if row.checksum and row.deviation and row.deviation.checksum_group and row.status == "ok":
+        if row.checksum and row.deviation and row.deviation.checksum_group and row.status != "wrong":
             groups.setdefault(row.deviation.checksum_group, []).append(row)
     for group in groups.values():
         counts: dict[str, int] = {}
@@ -240,6 +242,8 @@ def settle_checksums(rows: Sequence[Row]) -> None:
         top = max(counts.values())
         winners = [checksum for checksum, count in counts.items() if count == top]
         for row in group:
+            if row.status != "ok":
+                continue
             if len(counts) > 1 and (len(winners) > 1 or row.checksum != winners[0]):
                 others = sorted({other.strategy for other in group if other.checksum != row.checksum})
                 mark_wrong(

@@ -115,6 +115,7 @@ class Comparison:
         self.launcher = launcher
         self.references: dict[str, ReferenceRun] = {}
         self.data_digest: str | None = None
+        self.rows: list[Row] = []  # as their own runs left them; the results hold judged copies
         self.gpus = plan.options.gpus
         # On GPUs the samples stay beside the results.
         samples = (output.path if self.gpus else launcher.scratch) / "samples.jsonl"
@@ -154,17 +155,18 @@ class Comparison:
         for repeat in range(self.plan.options.repeats):
             for index, configuration in enumerate(self.plan.configurations):
                 if repeat == 0:
-                    self.results.rows.append(self.make_row(configuration, display))
+                    self.rows.append(self.make_row(configuration, display))
                     self.drop_reference(
                         configuration.reference_group(), later=self.plan.configurations[index + 1 :]
                     )
                 else:
-                    self.repeat_row(self.results.rows[index], configuration, repeat, display)
+                    self.repeat_row(index, configuration, repeat, display)
                 self.save()
         self.results.complete = True
         self.output.write_results(self.results)
 
     def save(self) -> None:
+        self.results.rows = [row.model_copy(deep=True) for row in self.rows]
         settle(self.results)
         finish_rows(self.results, self.plan.options.baseline)
         self.output.write_results(self.results)
@@ -203,10 +205,11 @@ class Comparison:
         return row
 
     def repeat_row(
-        self, row: Row, configuration: Configuration, repeat: int, display: ProgressDisplay
+        self, index: int, configuration: Configuration, repeat: int, display: ProgressDisplay
     ) -> None:
         """Measure an ok row once more; its samples join the others."""
-        if row.status != "ok":
+        row = self.rows[index]
+        if self.results.rows[index].status != "ok":
             display.skip()
             return
         job = self.job(configuration, None, verify=False, measure=True)
