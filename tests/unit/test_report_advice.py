@@ -33,6 +33,32 @@ def test_advice_names_one_where_the_difference_is_clear() -> None:
     )
 
 
+def noisy(*medians_ms: float, spread: float) -> list[str]:
+    results = sample()
+    results.rows = results.rows[1:][: len(medians_ms)]
+    for row, median_ms in zip(results.rows, medians_ms, strict=True):
+        samples = [median_ms * (1 + spread * sign) for sign in (0, 1, -1, 1, -1, 0, 1, -1)]
+        row.step_time_ms = summarise(samples)
+    finish_rows(results)
+    return advise(results)
+
+
+def test_a_row_many_times_slower_never_ties() -> None:
+    """With errors as large as the ratio, one minus the inverse ratio is below two of them however slow a row is."""
+    assert noisy(100.0, 13_300.0, spread=0.6)[0].startswith("zero0 is the fastest of 2 correct rows")
+    assert noisy(100.0, 13_300.0, spread=0.01)[0].startswith("zero0 is the fastest of 2 correct rows")
+
+
+def test_advice_says_what_is_too_noisy_to_rank() -> None:
+    first, *others = noisy(100.0, 150.0, 13_300.0, spread=0.6)
+    assert first == (
+        "Too noisy to rank: zero0 and zero1 may each be the fastest of 3 correct rows, 13,653 to 20,480 tokens/s with "
+        "errors of up to 56 %; measure more steps (--num-steps), on a quieter machine."
+    )
+    assert not any("Within 10 %" in text or "No row within" in text for text in others)
+    assert noisy(100.0, 101.0, spread=0.02)[0].startswith("zero0 and zero1 tie as the fastest of 2 correct")
+
+
 def test_advice_never_names_wrong_or_incomparable_rows() -> None:
     results = mixed()
     for row in results.rows:

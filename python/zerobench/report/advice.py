@@ -8,12 +8,14 @@ from zerobench.bench.result import Results, Row
 
 from .rows import (
     FLOOR,
+    TOO_NOISY,
     WORKLOAD_KEYS,
     by_workload,
     fastest,
     flat_settings,
     is_ranked,
     labelled_setting,
+    noise,
     row_labels,
     setting_text,
     step_rate,
@@ -73,15 +75,30 @@ def _fastest_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     assert best is not None
     if len(rows) == 1:
         return f"{labels[id(best)]} is the only row that is correct and comparable: {_time_text(best)}."
-    tied = [row for row in rows if row is not best and ties_with_fastest(row)]
+    tied = _tied_with(best, rows)
     if not tied:
         return f"{labels[id(best)]} is the fastest of {len(rows)} correct rows: {_time_text(best)}."
     names = join_words([labels[id(row)] for row in (best, *tied)])
     rates = sorted(rate for row in (best, *tied) if (rate := step_rate(row)) is not None)
+    if _too_noisy(tied):
+        error_pct = 100.0 * max(noise(row) or 0.0 for row in tied)
+        return (
+            f"Too noisy to rank: {names} may each be the fastest of {len(rows)} correct rows, {rates[0]:,.0f} to "
+            f"{rates[-1]:,.0f} tokens/s with errors of up to {error_pct:.0f} %; measure more steps (--num-steps), on a "
+            "quieter machine."
+        )
     return (
         f"{names} tie as the fastest of {len(rows)} correct rows, {rates[0]:,.0f} to {rates[-1]:,.0f} tokens/s: "
         "their differences are below the noise."
     )
+
+
+def _tied_with(best: Row, rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row is not best and ties_with_fastest(row)]
+
+
+def _too_noisy(tied: Sequence[Row]) -> bool:
+    return any((noise(row) or 0.0) >= TOO_NOISY for row in tied)
 
 
 def _memory_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
@@ -92,7 +109,7 @@ def _memory_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
         for row in rows
         if row.peak_device_bytes and row.relative is not None and row.relative <= NEAR_FASTEST
     ]
-    if not near or len(rows) == 1:
+    if not near or len(rows) == 1 or _too_noisy(_tied_with(best, rows)):
         return ""
     least = min(near, key=lambda row: (row.peak_device_bytes or 0, row.relative or 0.0, row.name))
     if not best.peak_device_bytes or not least.peak_device_bytes or least.relative is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ GB = 1e9
 DEFAULT_BASELINES = ("ddp", "ddp_master", "single")
 FLOOR = "compute_only"  # forward and backward alone: a limit to hold rows against, not a way to train
 NOISE_SIGMAS = 2.0  # medians closer than this many standard errors of their ratio tie
+TOO_NOISY = 0.1  # standard error of a ratio, relative, from which a tie says nothing of who is fast
 
 SETTING_WORDS = {
     "model": "model",
@@ -107,11 +109,19 @@ def fastest(rows: Sequence[Row]) -> Row | None:
     return min(ranked, key=lambda row: (-(step_rate(row) or 0.0), row.name), default=None)
 
 
+def noise(row: Row) -> float | None:
+    """Standard error of the row's ratio to the fastest, relative: that of the ratio's logarithm."""
+    if row.relative is None or row.relative_uncertainty is None:
+        return None
+    return row.relative_uncertainty / row.relative
+
+
 def ties_with_fastest(row: Row) -> bool:
-    """Whether the measured difference to the fastest row is below the noise."""
+    """Whether the measured difference to the fastest row is below the noise. In logarithms, where a factor counts the
+    same up and down: an error as large as the ratio itself does not reach every ratio."""
     if row.relative is None:
         return False
-    return row.relative <= 1.0 + NOISE_SIGMAS * (row.relative_uncertainty or 0.0)
+    return math.log(row.relative) <= NOISE_SIGMAS * (noise(row) or 0.0)
 
 
 def is_known(key: str, row: Row) -> bool:
