@@ -112,6 +112,56 @@ def test_practicality_is_against_the_same_row_with_all_on_the_device() -> None:
     assert all(row.offload_practicality is None for row in other.rows)
 
 
+def four_ways() -> dict[tuple[str, bool, str | None], Row]:
+    """zero3 on the device and offloaded, over two communicators, updated in and after backward; in an order in which
+    the first plain row is the twin of none."""
+    row = next(row for row in sample().rows if row.strategy == "zero3")
+    rows = {}
+    for offload, slower in (("none", 1.0), ("cpu_optimizer", 3.0)):
+        for in_backward, factor in ((False, 1.0), (True, 0.8)):
+            for communicator, cost in (("shm", 1.0), ("c10d", 1.5)):
+                one = moved(row, offload, slower * factor * cost)
+                one.settings.optimizer_in_backward, one.settings.communicator = in_backward, communicator
+                one.name = f"{offload}_{in_backward}_{communicator}"
+                assert one.peak_device_bytes
+                one.peak_device_bytes += (0 if in_backward else 1 << 20) + (
+                    20 << 20 if offload == "none" else 0
+                )
+                rows[offload, in_backward, communicator] = one
+    return rows
+
+
+def test_offloaded_rows_are_held_against_their_own_twins() -> None:
+    rows = four_ways()
+    results = sample()
+    results.rows = list(rows.values())
+    finish_rows(results)
+    offloaded_rows = [row for (offload, *_), row in rows.items() if offload != "none"]
+    assert [row.offload_practicality for row in offloaded_rows] == pytest.approx([1 / 3] * 4)
+    assert "for 3.0 times the latter's step time" in " ".join(advise(results))
+    # Without a row that is updated at the same time, one that is not will do; one over another communicator never.
+    twin = rows["none", True, "shm"]
+    twin.status = "oom"
+    finish_rows(results)
+    assert rows["cpu_optimizer", True, "shm"].offload_practicality == pytest.approx(1 / 3 / 0.8)
+    for in_backward in (False, True):
+        rows["none", in_backward, "shm"].status = "failed"
+    finish_rows(results)
+    assert rows["cpu_optimizer", True, "shm"].offload_practicality is None
+    finish_rows(results, baseline="zero3")
+    assert rows["none", False, "c10d"].speedup == 1.0 and rows["none", True, "c10d"].speedup == 1.0
+
+
+def test_what_did_not_fit_with_another_batch_says_nothing_of_this_one() -> None:
+    results = offloaded()
+    for row in results.rows:
+        if row.settings.offload == "none":
+            row.status, row.step_time_ms = "oom", None
+            row.settings.batch_size *= 2
+    finish_rows(results)
+    assert "without offload does not" not in " ".join(advise(results))
+
+
 def test_rows_on_nvme_that_stay_off_the_disk_are_named() -> None:
     results = offloaded()
     row = by_point(results)["zero3", "nvme"]
@@ -141,7 +191,7 @@ def test_advice_says_what_offload_buys_and_costs() -> None:
     alone = offloaded()
     for row in alone.rows:
         if row.settings.offload == "none":
-            row.status = "oom"
+            row.status, row.step_time_ms = "oom", None
     finish_rows(alone)
     assert "where zero3 without offload does not" in " ".join(advise(alone))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from zerobench.bench.result import Results, Row
 
+from .comparing import plain_twin, plain_twins
 from .rows import (
     FLOOR,
     TOO_NOISY,
@@ -162,22 +163,18 @@ def _offload_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     if not moved:
         return ""
     least = min(moved, key=lambda row: (row.peak_device_bytes or 0, row.relative or 0.0, row.name))
-    plain = [row for row in rows if row.strategy == least.strategy and row.settings.offload == "none"]
-    assert least.peak_device_bytes
+    assert least.peak_device_bytes and least.step_time_ms
     peak = bytes_text(least.peak_device_bytes)
-    if least.offload_practicality is None:
-        if plain and all(row.status == "oom" for row in plain):
+    kept = plain_twin(least, rows)
+    if kept is None:
+        refused = [row.status == "oom" for row in plain_twins(least, rows)]
+        if refused and all(refused):
             return f"{labels[id(least)]} fits, with a peak of {peak}, where {least.strategy} without offload does not."
         return ""
-    kept = min(
-        (row for row in plain if row.peak_device_bytes and is_ranked(row)),
-        key=lambda row: row.peak_device_bytes or 0,
-        default=None,
-    )
-    if kept is None or not kept.peak_device_bytes:
+    if not kept.peak_device_bytes or not kept.step_time_ms or not is_ranked(kept):
         return ""
     saved = 100.0 * (1.0 - least.peak_device_bytes / kept.peak_device_bytes)
-    times = 1.0 / least.offload_practicality
+    times = least.step_time_ms.median / kept.step_time_ms.median
     return (
         f"{labels[id(least)]} peaks at {peak}, {saved:.0f} % below {labels[id(kept)]}, for {times:.1f} times the "
         "latter's step time."

@@ -54,6 +54,8 @@ def _find_baseline(row: Row, rows: Sequence[Row], wanted: str | None) -> Row | N
             other.settings.offload not in (row.settings.offload, "none"),
             other.settings.offload != row.settings.offload,
             _batch(other) != _batch(row),
+            other.settings.communicator != row.settings.communicator,
+            other.settings.optimizer_in_backward != row.settings.optimizer_in_backward,
             other.name,
         ),
         default=None,
@@ -153,19 +155,41 @@ def _beside_parameters(floor: Row, *, default: int) -> int:
     return floor.peak_device_bytes - parameters
 
 
+def plain_twins(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """The rows of the same strategy and settings without offload, whatever became of them. Rows that ran have the same
+    communicator."""
+    return [
+        plain
+        for plain in rows
+        if plain.strategy == row.strategy
+        and plain.settings.offload == "none"
+        and all(getattr(plain.settings, key) == getattr(row.settings, key) for key in _PLAIN_POINT)
+        and (plain.step_time_ms is None or plain.settings.communicator == row.settings.communicator)
+    ]
+
+
+def plain_twin(row: Row, rows: Sequence[Row]) -> Row | None:
+    """What an offloaded row is held against; updated at the same time where there is such a row."""
+    measured = [
+        plain for plain in plain_twins(row, rows) if plain.status == "ok" and plain.step_time_ms is not None
+    ]
+    return min(
+        measured,
+        key=lambda plain: (
+            plain.settings.optimizer_in_backward != row.settings.optimizer_in_backward,
+            plain.name,
+        ),
+        default=None,
+    )
+
+
 def _practicality(row: Row, rows: Sequence[Row]) -> float | None:
     """Step time of the same row without offload over this row's."""
-    if row.settings.offload == "none":
+    plain = plain_twin(row, rows) if row.settings.offload != "none" else None
+    if plain is None:
         return None
-    for plain in rows:
-        if plain.settings.offload != "none" or plain.strategy != row.strategy or plain.status != "ok":
-            continue
-        if plain.step_time_ms is not None and all(
-            getattr(plain.settings, key) == getattr(row.settings, key) for key in _PLAIN_POINT
-        ):
-            assert row.step_time_ms is not None
-            return plain.step_time_ms.median / row.step_time_ms.median
-    return None
+    assert plain.step_time_ms is not None and row.step_time_ms is not None
+    return plain.step_time_ms.median / row.step_time_ms.median
 
 
 def _fill_relative(row: Row, best: Row) -> None:
