@@ -64,6 +64,17 @@ def test_the_files_are_the_contract(peers) -> None:
     assert "ddp" in result.stdout and str(out.name) in result.stdout
 
 
+def test_memory_is_explained_with_checkpointing(shared_command) -> None:
+    result = shared_command.run(
+        "compare", *SMALL, "--strategies", "compute_only,zero1,zero2,zero3", "--checkpointing",
+        "--optimizer-in-backward", "off,on", "--output-dir", "explained",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((shared_command.folder / "explained" / "results.json").read_text())["rows"]
+    explained = [row["memory_explained_pct"] for row in rows if row["strategy"] != "compute_only"]
+    assert len(explained) == 6 and explained == pytest.approx([100] * 6, abs=2)
+
+
 def test_frames_come_from_the_files(peers) -> None:
     command, _ = peers
     frame = zerobench.report.load(command.folder / "out")

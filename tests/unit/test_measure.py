@@ -205,6 +205,10 @@ def test_categories_and_activations_explain_the_peak(precision) -> None:
     assert row.activation_bytes is None
     explained = sum(row.memory_bytes["device"].values()) + floor.activation_bytes
     assert explained == pytest.approx(row.memory.peak_bytes, rel=1e-3)
+    # One rank's shard is all of a gradient.
+    assert floor.activation_and_shard_bytes == pytest.approx(
+        floor.memory.peak_bytes - held["parameters"], rel=1e-3
+    )
 
 
 def spin(begin: float, end: float) -> Activity:

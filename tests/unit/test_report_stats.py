@@ -326,6 +326,39 @@ def test_gradient_shards_that_come_as_activations_go_are_not_counted_beside_them
     assert explained.memory_explained_pct == pytest.approx(100.0)
 
 
+def test_shards_of_gradients_are_counted_as_the_floor_saw_them_beside_activations() -> None:
+    """With checkpointing the peak of activations lies before any gradient exists."""
+    rows = sample_rows()
+    floor, explained = rows["zero0"], rows["zero3"]
+    floor.strategy, floor.activation_bytes, floor.activation_and_shard_bytes = "compute_only", 400, 410
+    floor.memory_bytes, floor.peak_device_bytes = {"device": {"parameters": 600, "gradients": 600}}, 600 + 700
+    floor.settings.checkpointing = explained.settings.checkpointing = True
+
+    def peak_with(gradient_bytes: int) -> float:
+        """Beside 300 of parameters."""
+        explained.memory_bytes = {"device": {"parameters": 300, "gradients": gradient_bytes}}
+        explained.peak_device_bytes = 1000
+        finished(list(rows.values()))
+        assert explained.memory_explained_pct is not None
+        return 10 * explained.memory_explained_pct - 300
+
+    assert peak_with(300) == pytest.approx(410)  # of two ranks' gradients, as the floor took it
+    assert peak_with(0) == 400
+    assert peak_with(150) == pytest.approx(405)
+    assert peak_with(5) < 405  # never more than both in full
+    assert peak_with(450) == pytest.approx((410 + 700) / 2)  # reduced in a wider dtype
+    assert peak_with(600) == 700
+    explained.settings.optimizer_in_backward = True
+    assert peak_with(5) == 405
+    assert peak_with(100) == pytest.approx(410)
+    assert explained.dtypes is not None
+    explained.dtypes.reduce = "float64"
+    assert peak_with(100) == 500
+    explained.settings.optimizer_in_backward, floor.activation_and_shard_bytes = False, None
+    assert peak_with(100) == 500  # of an earlier file
+    assert peak_with(450) == 700
+
+
 def test_named_baseline() -> None:
     rows = sample_rows()
     results = finished(list(rows.values()), "zero0")

@@ -146,7 +146,8 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     row.communication_by_collective = max(moved, key=lambda bytes_: sum(bytes_.values()), default=None)
     if row.communication_by_collective is not None:
         row.communication_bytes = sum(row.communication_by_collective.values())
-    row.activation_bytes = largest([window.activation_bytes for window in windows])
+    for name in ("activation_bytes", "activation_and_shard_bytes"):
+        setattr(row, name, largest([getattr(window, name) for window in windows]))
     apply_energy(row, windows)
     row.transfers = transfers_of(windows, step_s=step_s)
     row.memory_bytes = largest_by_category([window.memory_bytes for window in windows])
@@ -255,7 +256,8 @@ def settle_checksums(rows: Sequence[Row]) -> None:
 _FIGURES = (
     "step_time_ms", "rank_step_times_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb", "relative",
     "relative_uncertainty", "speedup", "memory_change_pct", "baseline", "loss", "validation_loss", "memory_bytes",
-    "peak_device_bytes", "activation_bytes", "memory_explained_pct", "allocated_device_bytes",
+    "peak_device_bytes", "activation_bytes", "activation_and_shard_bytes", "memory_explained_pct",
+    "allocated_device_bytes",
     "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes", "device_used_peak_bytes",
     "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
     "compiled_graphs", "transfers", "offload_practicality", "energy_per_step_j", "tokens_per_j", "sampled", "mfu",

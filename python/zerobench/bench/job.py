@@ -119,6 +119,7 @@ class Window(_Message):
     communication_bytes: dict[str, int] | None  # per step, by collective
     memory_bytes: dict[str, dict[str, int]]
     activation_bytes: int | None = None
+    activation_and_shard_bytes: int | None = None
     phases_ms: dict[str, float]
     transfers: WindowTransfers | None = None
     energy_per_step_j: float | None = None  # of this rank's GPU

@@ -57,6 +57,9 @@ def measure(
     transfers = of_window(strategy.transfers(), step_num=len(window))
     compiled_graphs = strategy.compiled_graphs()
     activation_bytes = activations(strategy, window[-1], meter, waiting_bytes=waiting_bytes)
+    activation_and_shard_bytes = activations(
+        strategy, window[-1], meter, waiting_bytes=waiting_bytes, keep_shards=True
+    )
     tick("validation", 0)
     validation_loss = strategy.evaluate(validation) if validation else None
     phases_ms = meter.profile(strategy, profile, tick)
@@ -73,6 +76,7 @@ def measure(
         else {name: round(moved / len(window)) for name, moved in moved_bytes.items() if moved},
         memory_bytes=memory_bytes,
         activation_bytes=activation_bytes,
+        activation_and_shard_bytes=activation_and_shard_bytes,
         phases_ms=phases_ms,
         transfers=transfers,
         energy_per_step_j=energy_per_step_j,
@@ -113,14 +117,20 @@ def step_memory(meter: Meter, *, waiting_bytes: int) -> DeviceMemory:
 
 
 def activations(
-    strategy: Strategy, batches: Sequence[Batch], meter: Meter, *, waiting_bytes: int
+    strategy: Strategy,
+    batches: Sequence[Batch],
+    meter: Meter,
+    *,
+    waiting_bytes: int,
+    keep_shards: bool = False,
 ) -> int | None:
-    """The peak of a forward and backward beside parameters and gradients, where the strategy makes it by itself."""
+    """The peak of a forward and backward beside parameters and gradients, of which ``keep_shards`` counts what a rank's
+    shards would hold by then; where the strategy makes it by itself."""
     if strategy.updates:
         return None
     meter.settle()
     meter.start()
-    if not strategy.step_without_gradients(batches):
+    if not strategy.step_without_gradients(batches, keep_shards=keep_shards):
         return None
     meter.mark()
     meter.stop()

@@ -172,6 +172,7 @@ class Row(_Model):
     activation_bytes: int | None = (
         None  # of forward and backward, beside parameters and gradients; compute_only
     )
+    activation_and_shard_bytes: int | None = None  # the same with the shards of gradients that live by then
     peak_device_bytes: int | None = None  # largest over ranks
     memory_explained_pct: float | None = (
         None  # of that peak: the categories on the device, and the floor's activations

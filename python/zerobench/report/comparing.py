@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from zerobench.bench.result import Results, Row
 
@@ -129,11 +130,9 @@ def _memory_explained_pct(row: Row, floor: Row | None) -> float | None:
     if floor.activation_bytes is None or row.memory_bytes is None or not row.peak_device_bytes:
         return None
     held = dict(row.memory_bytes.get("device", {}))
-    beside = floor.activation_bytes
+    beside: float = floor.activation_bytes
     if _makes_gradients_in_backward(row):
-        # They come as activations go, and the floor's own backward kept all of its gradients.
-        with_gradients = beside + held.pop("gradients", 0)
-        beside = max(beside, min(with_gradients, _beside_parameters(floor, default=with_gradients)))
+        beside = _beside_parameters(row, floor, held.pop("gradients", 0))
     return 100.0 * (sum(held.values()) + beside) / row.peak_device_bytes
 
 
@@ -147,12 +146,33 @@ def _makes_gradients_in_backward(row: Row) -> bool:
     return row.strategy in ("zero2", "zero3") and settings.world_size > 1
 
 
-def _beside_parameters(floor: Row, *, default: int) -> int:
-    """The floor's peak without its parameters."""
-    parameters = (floor.memory_bytes or {}).get("device", {}).get("parameters")
-    if parameters is None or not floor.peak_device_bytes:
-        return default
-    return floor.peak_device_bytes - parameters
+def _beside_parameters(row: Row, floor: Row, gradient_bytes: int) -> float:
+    """The peak of activations and so many bytes of gradients, which come as activations go: at most both in full. The
+    floor took it with none of them, with a rank's shards and with all, kept from their arrival on; the line that joins
+    two of these is an upper bound of what lies between. Files from before the second have the largest only."""
+    assert floor.activation_bytes is not None
+    held = (floor.memory_bytes or {}).get("device", {})
+    both = floor.activation_bytes + gradient_bytes
+    if "parameters" not in held or not floor.peak_device_bytes:
+        return both
+    all_bytes = held.get("gradients", 0)
+    with_all = max(floor.activation_bytes, floor.peak_device_bytes - held["parameters"])
+    if floor.activation_and_shard_bytes is None:
+        return min(both, with_all)
+    kept_bytes: float = gradient_bytes
+    if row.settings.optimizer_in_backward and row.dtypes and floor.dtypes:
+        # Fewer than all shards at once, and never more than if they were kept.
+        same_dtype = row.dtypes.reduce == floor.dtypes.reduce
+        kept_bytes = all_bytes / row.settings.world_size if same_dtype else all_bytes
+    points = [
+        (0, floor.activation_bytes),
+        (all_bytes / floor.settings.world_size, floor.activation_and_shard_bytes),
+        (all_bytes, with_all),
+    ]
+    for (low, below), (high, above) in pairwise(points):
+        if low <= kept_bytes < high:
+            return min(both, below + (above - below) * (kept_bytes - low) / (high - low))
+    return min(both, with_all)
 
 
 def plain_twins(row: Row, rows: Sequence[Row]) -> list[Row]:

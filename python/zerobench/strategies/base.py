@@ -144,9 +144,10 @@ class Strategy(ABC):
         """Forward and backward over ``grad_accum`` micro-batches, one optimizer step. ``norm`` asks for ``grad_norm``
         and ``applied``, for which the host may have to wait; without it no step waits for the device."""
 
-    def step_without_gradients(self, micro_batches: Sequence[Batch]) -> bool:
+    def step_without_gradients(self, micro_batches: Sequence[Batch], *, keep_shards: bool = False) -> bool:
         """Forward and backward that drop each gradient when it arrives, so that the peak of their memory is activations
-        beside parameters. False where there is no such step: the strategy keeps gradients or shares them."""
+        beside parameters; or keep as much of it as a rank's shard. False where there is no such step: the strategy
+        keeps gradients or shares them."""
         return False
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -22,10 +23,6 @@ from zerobench.strategies.shared import (
     storage_bytes,
     torch_device,
 )
-
-
-def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 class ComputeOnlyStrategy(Strategy):
@@ -63,9 +60,16 @@ class ComputeOnlyStrategy(Strategy):
         self._compiler.count_step()
         return mean_of(losses)
 
-    def step_without_gradients(self, micro_batches: Sequence[Batch]) -> bool:
+    def step_without_gradients(self, micro_batches: Sequence[Batch], *, keep_shards: bool = False) -> bool:
+        kept: dict[torch.Tensor, torch.Tensor] = {}
+
+        def drop(parameter: torch.Tensor) -> None:
+            parameter.grad = None
+            if keep_shards and parameter not in kept:
+                kept[parameter] = parameter.new_empty(math.ceil(parameter.numel() / self.settings.world_size))
+
         handles = [
-            parameter.register_post_accumulate_grad_hook(_drop)
+            parameter.register_post_accumulate_grad_hook(drop)
             for parameter in self._parameters.values()
             if parameter.requires_grad
         ]
