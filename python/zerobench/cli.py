@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from zerobench import interrupts
 from zerobench.cli_compare import COMPARE_HELP, compare
 from zerobench.errors import ConfigError, DataError, Error
 
@@ -121,12 +123,15 @@ def main() -> None:
 
     app.add_typer(micro.app, name="bench")
     app.add_typer(io_commands.tune_app, name="tune")
+    interrupts.interrupt_on_sigterm()
     arguments = gather_files(sys.argv[1:]) or ["--help"]
     debug = "--debug" in arguments
     try:
         code = app(args=arguments, prog_name="zerobench", standalone_mode=False)
+        if code == 128 + signal.SIGINT:  # what typer makes of any interrupt that reaches it
+            code = interrupts.exit_code()
     except (typer.Abort, KeyboardInterrupt):
-        fail("interrupted", 130)
+        fail("interrupted", interrupts.exit_code())
     except UsageError as error:
         fail(error.format_message(), 2)
     except BrokenPipeError:  # `| head` has seen enough

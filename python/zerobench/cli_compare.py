@@ -18,7 +18,8 @@ COMPARE_HELP = (
     "Options that take a name or a number per row take comma lists too, and their combinations are compared: "
     "--batch-size 4,8 --stages 0,3.\n\n"
     "Exit code: 0 when every row is ok, oom or skipped and at least one is ok; 1 when a row is wrong or failed, or "
-    "none is ok; 2 when the command cannot start as given; 130 after Ctrl-C, with the rows so far kept."
+    "none is ok; 2 when the command cannot start as given; 130 after Ctrl-C, 143 after SIGTERM, with the rows so far "
+    "kept."
 )
 
 

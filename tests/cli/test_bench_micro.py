@@ -141,12 +141,13 @@ def started(command, *arguments: str):
     return process
 
 
-def test_interrupting_ends_every_rank_and_leaves_no_empty_file(command) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_ends_every_rank_and_leaves_no_empty_file(command, signum) -> None:
     process = started(command, "--output", "comm.json")
     time.sleep(1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130, stderr
+    assert process.returncode == 128 + signum, stderr
     assert stderr.strip().splitlines() == ["zerobench: interrupted"]
     assert command.leaves_nothing()
     assert not (command.folder / "comm.json").exists()

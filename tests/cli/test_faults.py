@@ -64,6 +64,14 @@ def test_a_configuration_too_large_for_memory_is_oom_and_the_rest_go_on(command)
     assert "--rank-memory-gib" in rows[0]["error"]
 
 
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
 def start_slow(command, **options) -> subprocess.Popen[str]:
     """A comparison whose first row is done and whose second is under way."""
     process = command.start(
@@ -84,25 +92,31 @@ def start_slow(command, **options) -> subprocess.Popen[str]:
     return process
 
 
-def test_ctrl_c_keeps_what_is_finished(command) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_keeps_what_is_finished(command, temporary, signum) -> None:
     process = start_slow(command)
-    process.send_signal(signal.SIGINT)
+    assert list(temporary.glob("*/*.pt"))  # the reference
+    process.send_signal(signum)
     stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
+    assert process.returncode == 128 + signum, stderr
     assert "Traceback" not in stderr + stdout
     assert "interrupted: 1 of 2 rows" in stderr
     results = json.loads((command.folder / "out" / "results.json").read_text())
     assert results["complete"] is False
     assert [row["status"] for row in results["rows"]] == ["ok"]
     assert "single" in stdout
-    assert command.leaves_nothing()
+    assert "single" in (command.folder / "out" / "results.csv").read_text()
+    assert command.leaves_nothing() and not list(temporary.glob("*zerobench-*"))
 
 
-def test_nothing_outlives_a_killed_command(command) -> None:
+def test_nothing_outlives_a_killed_command(command, temporary) -> None:
     process = start_slow(command)
     process.kill()
     process.communicate(timeout=60)
     assert command.leaves_nothing()
+    assert list(temporary.glob("*zerobench-*"))
+    assert command.run("compare", *SMALL, "--strategies", "single", "--output-dir", "next").returncode == 0
+    assert not list(temporary.glob("*zerobench-*"))
     assert json.loads((command.folder / "out" / "results.json").read_text())["rows"]
 
 

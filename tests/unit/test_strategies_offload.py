@@ -17,9 +17,9 @@ from zerobench import strategies
 from zerobench.bench.limits import judge_host
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
+from zerobench.locked_folder import LockedFolder
 from zerobench.strategies import requirements
 from zerobench.strategies.deepspeed_config import deepspeed_config
-from zerobench.strategies.swap_folder import SwapFolder
 
 PLACED = {"host": {"exp_avg": 3, "master": 2}, "device": {"parameters": 100}}
 EVERYWHERE = [name for name in strategies.available() if not name.startswith("zero")]
@@ -178,13 +178,13 @@ def test_what_is_held_on_the_host_is_judged_by_its_budget():
         judge_host(PLACED, 4)
 
 
-def test_swap_folders_go_with_their_run_and_those_of_killed_runs_with_the_next(tmp_path):
+def test_locked_folders_go_with_their_run_and_those_of_killed_runs_with_the_next(tmp_path):
     keep = tmp_path / "data"
     keep.mkdir()
     code = (
         "import os, sys\n"
-        "from zerobench.strategies.swap_folder import SwapFolder\n"
-        "found = SwapFolder(sys.argv[1])\n"
+        "from zerobench.locked_folder import LockedFolder\n"
+        "found = LockedFolder(sys.argv[1], prefix='swap-')\n"
         "open(os.path.join(found.path, 'state.swp'), 'w').write('x' * 4096)\n"
         "print(found.path, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
@@ -194,9 +194,9 @@ def test_swap_folders_go_with_their_run_and_those_of_killed_runs_with_the_next(t
     )
     left = Path(killed.stdout.strip())
     assert killed.returncode == -9 and (left / "state.swp").exists()
-    first = SwapFolder(str(tmp_path))
+    first = LockedFolder(str(tmp_path), prefix="swap-")
     assert not left.exists()
-    second = SwapFolder(str(tmp_path))  # the first one's lives
+    second = LockedFolder(str(tmp_path), prefix="swap-")  # the first one's lives
     assert first.path != second.path and Path(first.path).exists()
     fd = os.open(first.path, os.O_RDONLY)
     with pytest.raises(BlockingIOError):

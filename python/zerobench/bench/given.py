@@ -6,6 +6,7 @@ rank with it. Rank 0 plans, writes the results and hands jobs over a torch Store
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -223,6 +224,15 @@ def run_part(
 def follow(given: GivenRank) -> int:
     """What every given rank but 0 does: its part of each job, until rank 0 says that all is done."""
     store = connect(given)
+    try:
+        return follow_jobs(given, store)
+    except KeyboardInterrupt:
+        with contextlib.suppress(Exception):  # rank 0, which waits for this, may be gone
+            store.set(f"goodbye/{given.rank}", "1")
+        raise
+
+
+def follow_jobs(given: GivenRank, store: Any) -> int:
     sequence = 0
     with Launcher() as launcher:
         while True:

@@ -27,6 +27,7 @@ from zerobench.bench.job import Job
 from zerobench.bench.outcome import Outcome, failed_at_s, judge, oom_kill_num
 from zerobench.bench.ranks import ProgressCallback, RankState, last_sign_s, read_pipe, where
 from zerobench.errors import Error
+from zerobench.locked_folder import LockedFolder
 
 GRACE_S = 5.0  # what the other ranks get to notice a failure and say so
 WATCHDOG_MARGIN_S = 3.0  # communicators, which can name the rank at fault, come first
@@ -41,12 +42,12 @@ class Launcher:
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._scratch = tempfile.TemporaryDirectory(prefix="zerobench-")
+        self._scratch = LockedFolder(tempfile.gettempdir(), prefix="zerobench-launch-")
 
     @property
     def scratch(self) -> Path:
-        """A folder of this launcher's own, removed by close()."""
-        return Path(self._scratch.name)
+        """A folder of this launcher's own, removed by close(), or by the next launcher where this one was killed."""
+        return Path(self._scratch.path)
 
     def __enter__(self) -> Launcher:
         return self
@@ -56,7 +57,7 @@ class Launcher:
 
     def close(self) -> None:
         self._stop_server()
-        self._scratch.cleanup()
+        self._scratch.close()
 
     def _stop_server(self) -> None:
         if self._control is not None:

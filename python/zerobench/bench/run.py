@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zerobench import data
+from zerobench import data, interrupts
 from zerobench.bench.assess import (
     ReferenceRun,
     apply_outcome,
@@ -87,7 +87,7 @@ def run_comparison(
             style="yellow",
             soft_wrap=True,
         )
-        return 130
+        return interrupts.exit_code()
     return exit_code(comparison.results.rows)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
+from zerobench.locked_folder import LockedFolder
 from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
@@ -41,7 +42,6 @@ from zerobench.strategies.shared import (
     prepare_model,
     torch_device,
 )
-from zerobench.strategies.swap_folder import SwapFolder
 
 
 class DeepSpeedStrategy(Strategy):
@@ -83,7 +83,9 @@ class DeepSpeedStrategy(Strategy):
             self._compiler.apply(model)
         initial = _copies(model) if self.settings.deterministic else None
         self._swap_folder = (
-            SwapFolder(self.settings.nvme_paths[0]) if self.settings.offload == "nvme" else None
+            LockedFolder(self.settings.nvme_paths[0], prefix="zerobench-swap-")
+            if self.settings.offload == "nvme"
+            else None
         )
         parameter_count = sum(p.numel() for p in model.parameters())
         self._check_room(parameter_count)
