@@ -22,6 +22,17 @@ def test_plots_are_images(tmp_path: Path, make) -> None:  # type: ignore[no-unty
         assert image[..., :3].std() > 0.02  # something is drawn
 
 
+def test_a_name_is_no_formula(tmp_path: Path) -> None:
+    results = sample()
+    for row in results.rows:
+        row.settings.model = "m/[v2] $a_{$"
+    assert len(write_plots(results, tmp_path)) == 3  # in the subtitle
+    for row in sample().rows:
+        row.settings.model, row.name = "$b_{$", f"{row.name}_b"
+        results.rows.append(row)
+    assert len(write_plots(results, tmp_path)) == 3  # in every label
+
+
 def test_plots_of_one_row_and_of_none(tmp_path: Path) -> None:
     results = sample()
     results.rows = results.rows[2:3]

@@ -267,7 +267,7 @@ def draw_bars(
         else:
             text = row.status if row.status != "ok" else absent
             axes.text(0.01 * longest, index, text, va="center", fontsize=8.5, color=MUTED, style="italic")
-    axes.set_yticks(range(len(rows)), [shorten(label) for label in row_labels(rows)])
+    axes.set_yticks(range(len(rows)), [as_is(shorten(label)) for label in row_labels(rows)])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     reach = [sum(length for _, length in bar) for bar in bars]
     if overhang:
@@ -277,6 +277,11 @@ def draw_bars(
 
 def shorten(label: str, *, limit: int = 44) -> str:
     return label if len(label) <= limit else f"{label[: limit - 1]}…"
+
+
+def as_is(text: str) -> str:
+    """For matplotlib, which would take what stands between dollar signs for a formula."""
+    return text.replace("$", r"\$")
 
 
 def finish(figure: Figure, title: str, results: Results, *, note: str = "") -> None:
@@ -309,7 +314,7 @@ def finish(figure: Figure, title: str, results: Results, *, note: str = "") -> N
 
 def head(axes: Axes, title: str, subtext: str) -> None:
     """Title and settings, flush with the axes."""
-    axes.set_title(subtext, loc="left", fontsize=9, color=MUTED, pad=7)
+    axes.set_title(as_is(subtext), loc="left", fontsize=9, color=MUTED, pad=7)
     axes.annotate(
         title,
         (0.0, 1.0),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zerobench.bench.result import Results, Row
 
-from .plots import GRID, INK, MUTED, head, shorten, style_axes, subtitle
+from .plots import GRID, INK, MUTED, as_is, head, shorten, style_axes, subtitle
 from .rows import FLOOR, by_workload, row_labels, step_rate
 from .words import memory_unit
 
@@ -188,7 +188,7 @@ def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
         text = axes.text(
             0,
             0,
-            shorten(point.label, limit=34),
+            as_is(shorten(point.label, limit=34)),
             fontsize=8.5,
             color=INK,
             fontweight="bold" if point in front else "normal",
