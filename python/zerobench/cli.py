@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from zerobench import interrupts
 from zerobench.cli_compare import COMPARE_HELP, compare
+from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError, DataError, Error
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer brings under its own name
@@ -49,7 +49,7 @@ def show(
     from zerobench.report import read_results, write_plots
 
     found = read_results(results)
-    show_results(found, Console())
+    show_results(found, plain_console())
     folder = plots or (results if results.is_dir() else results.parent) / "plots"
     try:
         paths = write_plots(found, folder)
@@ -58,7 +58,7 @@ def show(
             f"{folder} cannot receive plots ({error.strerror or error}): give a folder to write to as --plots"
         ) from None
     for path in paths:
-        Console().print(str(path), soft_wrap=True, highlight=False)
+        plain_console().print(str(path), soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -79,9 +79,9 @@ def info(
     if as_json:
         print(json.dumps(facts, indent=1))
         return
-    console = Console()
+    console = plain_console()
     for line in fact_lines(facts):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
@@ -145,7 +145,5 @@ def main() -> None:
 
 
 def fail(message: str, code: int) -> None:
-    Console(stderr=True).print(
-        f"zerobench: {message}", style="red", soft_wrap=True, highlight=False, markup=False
-    )
+    plain_console(stderr=True).print(f"zerobench: {message}", style="red", soft_wrap=True, highlight=False)
     sys.exit(code)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from zerobench.cli_values import clip_norm, model_options, name, on_or_off, share, split, stage_name
+from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
 
 COMPARE_HELP = (
@@ -248,7 +248,11 @@ def compare(
     launcher = given.open_launcher() if given else Launcher()
     raise typer.Exit(
         run_comparison(
-            plan, output_dir=output_dir, launcher=launcher, console=Console(), notes=Console(stderr=True)
+            plan,
+            output_dir=output_dir,
+            launcher=launcher,
+            console=plain_console(),
+            notes=plain_console(stderr=True),
         )
     )
 

@@ -13,6 +13,7 @@ import pytest
 from report_samples import SAMPLE, mixed, sample
 
 from zerobench.bench.result import Results
+from zerobench.cli import show
 from zerobench.errors import DataError
 from zerobench.report import (
     load,
@@ -139,3 +140,16 @@ finish_rows(results), advise(results), table_text(results)
 assert not {"torch", "pandas", "matplotlib", "zerobench._core"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code, str(SAMPLE)], check=True, timeout=120)
+
+
+def test_what_looks_like_markup_in_a_path_or_name_is_shown_as_it_is(tmp_path, capsys) -> None:
+    folder = tmp_path / "out[bold] :bell:[" / "x]"
+    folder.mkdir(parents=True)
+    results = sample()
+    for row in results.rows:
+        row.settings.model = "m[/x] :bell:"
+    (folder / "results.json").write_text(results.model_dump_json())
+    show(folder)
+    shown = capsys.readouterr().out
+    assert str(folder / "plots" / "memory.png") in shown
+    assert "Based on 7 rows: m[/x] :bell: (" in shown

@@ -37,7 +37,7 @@ class ProgressDisplay:
     def __init__(self, console: Console, num_tasks: int) -> None:
         self._console = console
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -83,4 +83,4 @@ class ProgressDisplay:
             text += f", {row.step_time_ms.median:.2f} ms a step"
         if row.error:
             text += f": {row.error}"
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._console.print(text, soft_wrap=True, highlight=False)

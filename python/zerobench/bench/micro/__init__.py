@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ def bench() -> None:
 
 def result_console() -> Console:
     """As wide as the table where the output is no terminal and the environment gives no width."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=150)
+    console = plain_console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else plain_console(width=150)
 
 
 @contextmanager
@@ -116,7 +117,9 @@ def comm(
     options.check()
     run: Any = run_comm_gpu if gpus else run_comm
     with results_in(output) as file:
-        raise typer.Exit(run(options, output=file, console=result_console(), notes=Console(stderr=True)))
+        raise typer.Exit(
+            run(options, output=file, console=result_console(), notes=plain_console(stderr=True))
+        )
 
 
 def gpus_for(device: str, *, at_least: int) -> tuple[Gpu, ...]:
@@ -187,7 +190,7 @@ def adam(
         options.check()
         run = partial(run_adam, options)
     with results_in(output) as file:
-        raise typer.Exit(run(output=file, console=result_console(), notes=Console(stderr=True)))
+        raise typer.Exit(run(output=file, console=result_console(), notes=plain_console(stderr=True)))
 
 
 @app.command()
@@ -226,5 +229,5 @@ def pinned(
     options.check()
     with results_in(output) as file:
         raise typer.Exit(
-            run_pinned(options, output=file, console=result_console(), notes=Console(stderr=True))
+            run_pinned(options, output=file, console=result_console(), notes=plain_console(stderr=True))
         )

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from zerobench.bench.micro import Output, Repeats, app, result_console, results_in, whole_numbers
+from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
 
 tune_app = typer.Typer(help="Finds the fastest settings for this machine and keeps them for later runs.")
@@ -75,7 +75,7 @@ def io(
         known = settings or default_file()
         if tuned := settings_for(paths[0], file=known):
             engines, block_bytes, depth = tuned.engine, str(tuned.block_bytes), str(tuned.depth)
-            console.print(f"# tuned settings of {known}", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"# tuned settings of {known}", highlight=False, soft_wrap=True)
     elif settings is not None:
         raise ConfigError(
             "--settings gives engine, block and depth: give it without the options that do so too"
@@ -93,7 +93,7 @@ def io(
     )
     options.check()
     with results_in(output) as file:
-        raise typer.Exit(run_io(options, output=file, console=console, notes=Console(stderr=True)))
+        raise typer.Exit(run_io(options, output=file, console=console, notes=plain_console(stderr=True)))
 
 
 @tune_app.callback()
@@ -131,6 +131,6 @@ def tune_io(
     options.check()
     read_settings(options.settings_file)  # what cannot be added to is found before time is spent
     try:
-        raise typer.Exit(run_tune_io(options, console=result_console(), notes=Console(stderr=True)))
+        raise typer.Exit(run_tune_io(options, console=result_console(), notes=plain_console(stderr=True)))
     except KeyboardInterrupt:
         raise typer.Abort from None

@@ -107,7 +107,7 @@ def run_tune_io(options: TuneOptions, *, console: Console, notes: Console) -> in
     refusal = _native.load().io_uring_refusal()
     engines = [name for name in ENGINES if name != "io_uring" or refusal is None]
     if refusal is not None:
-        notes.print(f"threads only: {refusal}", soft_wrap=True, highlight=False, markup=False)
+        notes.print(f"threads only: {refusal}", soft_wrap=True, highlight=False)
     candidates = options.fitting(candidates_for(engines))
     check_memory(candidates, options.chunk_bytes)
     for line in (machine_line(), device_line(device_facts(options.path))):
@@ -141,7 +141,7 @@ def run_tune_io(options: TuneOptions, *, console: Console, notes: Console) -> in
     write_settings(options.path, settings, file=options.settings_file)
     show(options, settings, rates, len(candidates), disk.file_bytes, console=console)
     if warning := slow_path_warning(options.path, settings):
-        notes.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False)
+        notes.print(f"warning: {warning}", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -179,5 +179,4 @@ def show(
         f"{options.settings_file}",
         soft_wrap=True,
         highlight=False,
-        markup=False,
     )
