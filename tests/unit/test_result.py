@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from zerobench.bench.output import OutputError, OutputFolder, default_path, write_atomically
+from zerobench.bench.output import OutputError, OutputFolder, make_default_folder, write_atomically
 from zerobench.bench.result import Results, Row, Settings
 from zerobench.bench.run import exit_code
 from zerobench.errors import ConfigError
@@ -40,6 +40,14 @@ def test_earlier_results_are_never_overwritten(tmp_path) -> None:
     with pytest.raises(ConfigError, match="already holds results"):
         OutputFolder(tmp_path)
     assert (tmp_path / "results.json").read_bytes() == before
+
+
+def test_two_comparisons_never_share_a_folder(tmp_path) -> None:
+    first = OutputFolder(tmp_path)  # nothing is written yet
+    with pytest.raises(ConfigError, match="another comparison that runs: give another --output-dir"):
+        OutputFolder(tmp_path)
+    del first
+    OutputFolder(tmp_path)
 
 
 def test_a_folder_without_results_may_be_used(tmp_path) -> None:
@@ -78,9 +86,7 @@ def test_a_default_folder_is_always_new(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     paths = []
     for _ in range(3):
-        path = default_path()
-        path.mkdir(parents=True)
-        paths.append(path)
+        paths.append(make_default_folder())
     assert len(set(paths)) == 3
     assert all(path.parts[0] == "results" and path.name.startswith("compare_") for path in paths)
 

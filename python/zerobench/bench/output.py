@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
+import weakref
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -18,12 +20,15 @@ class OutputError(Error):
 
 
 class OutputFolder:
-    """results.json, results.csv, summary.txt, plots/ and logs/ under one path."""
+    """results.json, results.csv, summary.txt, plots/ and logs/ under one path, locked while this lives."""
 
     def __init__(self, path: Path | None) -> None:
-        chosen = path if path is not None else default_path()
+        chosen = path if path is not None else Path("results")
         try:
+            if path is None:
+                chosen = make_default_folder()
             chosen.mkdir(parents=True, exist_ok=True)
+            self._lock(chosen)
             if (chosen / "results.json").exists():
                 raise ConfigError(
                     f"{chosen} already holds results: give another --output-dir, "
@@ -40,6 +45,18 @@ class OutputFolder:
                 "give a folder to write to as --output-dir"
             ) from None
         self.path = chosen
+
+    def _lock(self, folder: Path) -> None:
+        fd = os.open(folder, os.O_RDONLY)
+        weakref.finalize(self, os.close, fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder} receives the results of another comparison that runs: give another --output-dir"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
 
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
@@ -85,12 +102,13 @@ class OutputFolder:
         )
 
 
-def default_path() -> Path:
-    """results/compare_<time>, with a number when two start within a second."""
+def make_default_folder() -> Path:
+    """A new results/compare_<time>, with a number when two start within a second."""
     stem = f"compare_{datetime.now(timezone.utc):%Y%m%d_%H%M%S}"
     for suffix in ("", *(f"_{number}" for number in range(2, 100))):
         path = Path("results") / f"{stem}{suffix}"
-        if not path.exists():
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
             return path
     raise ConfigError(f"results/{stem} and its 98 successors exist: give --output-dir")
 
