@@ -8,6 +8,7 @@ from zerobench.report import (
     advise,
     finish_rows,
     summarise,
+    table_text,
 )
 
 
@@ -57,6 +58,18 @@ def test_advice_says_what_is_too_noisy_to_rank() -> None:
     )
     assert not any("Within 10 %" in text or "No row within" in text for text in others)
     assert noisy(100.0, 101.0, spread=0.02)[0].startswith("zero0 and zero1 tie as the fastest of 2 correct")
+
+
+def test_one_step_shows_no_noise() -> None:
+    results = sample()
+    for row in results.rows:
+        assert row.step_time_ms is not None
+        row.step_time_ms = summarise(row.step_time_ms.samples[:1])
+    finish_rows(results)
+    first, *_, basis = advise(results)
+    assert " took the least time of 7 correct rows, " in first and "--num-steps" in first
+    assert basis.endswith("1 measured step a row.")
+    assert " ± " not in table_text(results, width=200).replace("ms ± MAD", "")
 
 
 def test_advice_never_names_wrong_or_incomparable_rows() -> None:

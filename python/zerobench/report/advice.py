@@ -77,6 +77,11 @@ def _fastest_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     if len(rows) == 1:
         return f"{labels[id(best)]} is the only row that is correct and comparable: {_time_text(best)}."
     tied = _tied_with(best, rows)
+    if any(noise(row) is None for row in rows if row is not best):
+        return (
+            f"{labels[id(best)]} took the least time of {len(rows)} correct rows, {_time_text(best)}; one step tells "
+            "nothing of the noise: measure more (--num-steps)."
+        )
     if not tied:
         return f"{labels[id(best)]} is the fastest of {len(rows)} correct rows: {_time_text(best)}."
     names = join_words([labels[id(row)] for row in (best, *tied)])
@@ -240,6 +245,7 @@ def _basis_text(rows: Sequence[Row]) -> str:
     times = [row.step_time_ms for row in rows if row.step_time_ms is not None]
     fewest, most = min(len(time.samples) for time in times), max(len(time.samples) for time in times)
     steps = str(fewest) if fewest == most else f"{fewest} to {most}"
-    spread = 100.0 * median([time.mad / time.median for time in times])
+    spreads = [100.0 * time.mad / time.median for time in times if len(time.samples) > 1]
+    spread = f", MAD {median(spreads):.1f} % of the median" if spreads else ""
     rows_text = f"{len(rows)} row{'s' if len(rows) != 1 else ''}"
-    return f"Based on {rows_text}: {', '.join(parts)}; {steps} measured steps a row, MAD {spread:.1f} % of the median."
+    return f"Based on {rows_text}: {', '.join(parts)}; {steps} measured step{'s' if most != 1 else ''} a row{spread}."

@@ -111,11 +111,19 @@ def _decimals(values: Sequence[float]) -> int:
 def _step_cells(rows: Sequence[Row | None]) -> list[str]:
     times = [row.step_time_ms if row is not None else None for row in rows]
     decimals = _decimals([time.median for time in times if time is not None])
-    spread = max((len(f"{time.mad:.{decimals}f}") for time in times if time is not None), default=0)
-    return [
-        ABSENT if time is None else f"{time.median:.{decimals}f} ± {time.mad:>{spread}.{decimals}f}"
-        for time in times
+    spreads = [
+        f" ± {time.mad:.{decimals}f}" if time is not None and len(time.samples) > 1 else "" for time in times
     ]
+    width = max(map(len, spreads), default=0)
+    return [
+        ABSENT if time is None else f"{time.median:.{decimals}f}{_right(spread, width)}"
+        for time, spread in zip(times, spreads, strict=True)
+    ]
+
+
+def _right(spread: str, width: int) -> str:
+    """Such as " ±  0.1"; blank of one sample, which shows none."""
+    return spread[:3] + spread[3:].rjust(width - 3) if spread else " " * width
 
 
 def _tokens_cell(row: Row) -> str | None:
