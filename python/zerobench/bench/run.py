@@ -99,9 +99,9 @@ def exit_code(rows: list[Row]) -> int:
 
 def show(results: Results, console: Console) -> None:
     """The table and the advice."""
+    console.print(render_table(results))
     if not results.rows:
         return
-    console.print(render_table(results))
     for sentence in advise(results):
         console.print(sentence, soft_wrap=True, highlight=False)
 
