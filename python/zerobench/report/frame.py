@@ -81,6 +81,18 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def _list_columns(kind: type[BaseModel], prefix: str = "") -> set[str]:
+    """Of all rows, also those in which they are null."""
+    found: set[str] = set()
+    for name, field in kind.model_fields.items():
+        nested = _model_of(field.annotation)
+        if nested is not None:
+            found |= _list_columns(nested, f"{prefix}{name}.")
+        elif any(get_origin(one) is list for one in (field.annotation, *get_args(field.annotation))):
+            found.add(f"{prefix}{name}")
+    return found
+
+
 def _is_dict(annotation: Any) -> bool:
     return any(get_origin(kind) is dict for kind in (annotation, *get_args(annotation)))
 
@@ -131,14 +143,11 @@ _EMPTY_ROW = Row.model_validate(
 
 def write_csv(results: Results, path: AnyPath) -> None:
     """The summary of every row: the frame's columns without raw lists. An empty cell is a value that is not there."""
-    flats = [
-        {key: value for key, value in flat_row(row).items() if not isinstance(value, list | tuple)}
-        for row in results.rows
-    ]
-    columns = list(dict.fromkeys(key for flat in flats for key in flat)) or [
-        key for key, value in flat_row(_EMPTY_ROW).items() if not isinstance(value, list)
-    ]
-    raw = {"loss", "step_time_ms.samples", "step_time_ms.outliers"}
+    flats = [flat_row(row) for row in results.rows]
+    raw = _list_columns(Row) | {
+        key for flat in flats for key, value in flat.items() if isinstance(value, list)
+    }
+    columns = list(dict.fromkeys(key for flat in flats or [flat_row(_EMPTY_ROW)] for key in flat))
     buffer = io.StringIO()
     writer = csv.DictWriter(
         buffer, [key for key in columns if key not in raw], extrasaction="ignore", restval=""
