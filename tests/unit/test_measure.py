@@ -13,7 +13,7 @@ import pytest
 from zerobench import data, models, strategies
 from zerobench.bench import assess, measure
 from zerobench.bench.intervals import Activity
-from zerobench.bench.job import DeviceMemory, Window
+from zerobench.bench.job import DeviceMemory, Window, WindowTransfers
 from zerobench.bench.meters import CpuMeter, Meter, split_steps
 from zerobench.bench.result import Row, Settings
 from zerobench.bench.worker import Channel
@@ -312,13 +312,16 @@ def test_communication_is_that_of_the_rank_that_moves_most() -> None:
 
 def test_a_repeat_adds_samples_and_never_lowers_a_peak() -> None:
     row = empty_row()
-    assess.apply_windows(row, [window([10.0, 10.0], [1.0, 1.0])])
-    assess.apply_windows(row, [window([30.0, 30.0], [9.0, 9.0], peak_bytes=90)])
+    moved = WindowTransfers(to_host_bytes=4_000_000)
+    assess.apply_windows(row, [window([10.0, 10.0], [1.0, 1.0], transfers=moved)])
+    assess.apply_windows(row, [window([30.0, 30.0], [9.0, 9.0], peak_bytes=90, transfers=moved)])
     assert row.step_time_ms is not None
     assert row.step_time_ms.samples == [10.0, 10.0, 30.0, 30.0]
     assert row.step_time_ms.median == 20.0
     assert row.peak_device_bytes == 100
     assert row.loss == [1.0, 1.0]
+    assert row.transfers is not None
+    assert row.transfers.achieved_gb_s == {"to_host": pytest.approx(0.2)}  # by the median of all samples
 
 
 def test_what_cannot_be_had_is_null() -> None:

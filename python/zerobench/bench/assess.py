@@ -134,6 +134,8 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
         setattr(row, name, largest([getattr(row, name), *(getattr(memory, name) for memory in memories)]))
     row.peak_host_bytes = largest([row.peak_host_bytes, *(window.peak_host_bytes for window in windows)])
     if earlier:
+        if row.transfers is not None:
+            row.transfers.achieved_gb_s = achieved_gb_s(row.transfers, step_s=step_s)
         return
     row.rank_step_times_ms = [median(window.step_times_ms) for window in windows]
     row.loss = finite([fmean(step) for step in zip(*(window.losses for window in windows), strict=True)])
@@ -195,13 +197,17 @@ def transfers_of(windows: Sequence[Window], *, step_s: float) -> Transfers | Non
     row = Transfers(offload_ratio=found[0].offload_ratio, io_engine=found[0].io_engine)
     for name in (*_MOVED.values(), "pinned_bytes", "pinned_requested_bytes"):
         setattr(row, name, largest([getattr(one, name) for one in found]))
-    moved = {direction: getattr(row, name) for direction, name in _MOVED.items()}
-    row.achieved_gb_s = {
-        direction: bytes_ / step_s / 1e9 for direction, bytes_ in moved.items() if bytes_ is not None
-    } or None
+    row.achieved_gb_s = achieved_gb_s(row, step_s=step_s)
     directions = set.intersection(*(set(one.limit_gb_s) for one in found))
     row.limit_gb_s = {name: min(one.limit_gb_s[name] for one in found) for name in sorted(directions)} or None
     return row
+
+
+def achieved_gb_s(transfers: Transfers, *, step_s: float) -> dict[str, float] | None:
+    moved = {direction: getattr(transfers, name) for direction, name in _MOVED.items()}
+    return {
+        direction: bytes_ / step_s / 1e9 for direction, bytes_ in moved.items() if bytes_ is not None
+    } or None
 
 
 def largest(values: Sequence[int | None]) -> int | None:
