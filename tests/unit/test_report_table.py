@@ -108,6 +108,15 @@ def test_clocks_that_heat_or_hands_hold_down_are_a_note() -> None:
     )
 
 
+def test_rows_verified_with_fewer_layers_are_named() -> None:
+    results = gpus()
+    assert "Verified with" not in table_text(results, width=220)
+    for row in results.rows[2:4]:
+        assert row.deviation is not None
+        row.deviation.verified_layers = 2
+    assert "Verified with 2 of 4 layers: zero0 and zero1." in table_text(results, width=220)
+
+
 def test_the_floor_is_no_competitor() -> None:
     results = gpus()
     floor = results.rows[0]

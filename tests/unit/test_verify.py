@@ -235,8 +235,11 @@ def test_the_loss_is_the_mean_over_ranks() -> None:
 def test_fewer_layers_are_said() -> None:
     (row,) = make_plan(CompareOptions(data="synthetic", strategies=("ddp",))).configurations
     known = assess.ReferenceRun(model={**row.model, "num_layers": 2}, file="f", loss=5.0, norm=1.0)
-    verdict = assess.assess(reports(5.0, deviation=FINE), row, known).verdict
-    assert verdict is not None and "2 of 4 layers" in verdict
+    deviation = assess.assess(reports(5.0, deviation=FINE), row, known)
+    assert deviation.verdict is not None and "2 of 4 layers" in deviation.verdict
+    assert deviation.verified_layers == 2
+    all_layers = assess.ReferenceRun(model=row.model, file="f", loss=5.0, norm=1.0)
+    assert assess.assess(reports(5.0, deviation=FINE), row, all_layers).verified_layers is None
 
 
 def row(strategy: str, checksum: str, *, dtype: str = "float32", world_size: int = 2) -> Row:

@@ -106,6 +106,7 @@ def assess(
     layers, of = reference.model["num_layers"], configuration.model["num_layers"]
     on = " without dropout" if configuration.settings.dropout else ""
     on += "" if layers == of else f" with {layers} of {of} layers, {reference.why_fewer_layers}"
+    deviation.verified_layers = None if layers == of else layers
     steps = f"single on the same global batches, step 1 and {VERIFY_STEPS} steps{on}"
     deviation.verdict = (
         f"differs from {steps}: {', '.join(describe(deviation, name) for name in found)}"

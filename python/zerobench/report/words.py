@@ -228,6 +228,15 @@ def _clock_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     return notes
 
 
+def _fewer_layers_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    by_layers: dict[str, list[str]] = {}
+    for row, label in zip(rows, labels, strict=True):
+        if row.deviation is not None and row.deviation.verified_layers is not None:
+            of = row.settings.model_config_resolved.get("num_layers", "more")
+            by_layers.setdefault(f"{row.deviation.verified_layers} of {of}", []).append(label)
+    return [f"Verified with {layers} layers: {join_words(names)}." for layers, names in by_layers.items()]
+
+
 def _idle_disk_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     names = [
         label
@@ -258,6 +267,7 @@ def _checksum_notes(rows: Sequence[Row], *, is_marked: bool) -> list[str]:
 
 def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequence[str]) -> list[str]:
     notes = _checksum_notes(rows, is_marked="update deviation" not in left_out)
+    notes += _fewer_layers_notes(rows, labels)
     apart = [
         f"{label} ({dtype_text(row) or 'unknown'})"
         for row, label in zip(rows, labels, strict=True)
