@@ -55,8 +55,9 @@ class LaneTransport {
   virtual void enter_thread() {}
   // An error of operations that are under way, in words.
   virtual std::optional<std::string> failure() { return std::nullopt; }
-  // Ends what is under way, so that whoever waits for the lane comes back. May take its time.
-  virtual void abort() noexcept {}
+  // Ends what is under way, so that whoever waits for the lane comes back. May take its time. False where more may be
+  // needed, which another call then does.
+  virtual bool abort() noexcept { return true; }
   // The orderly end, once all operations have passed.
   virtual void finish() noexcept {}
 };

@@ -127,7 +127,7 @@ void check_nccl(ncclResult_t result, const char* what) {
 NcclTransport::NcclTransport(std::shared_ptr<Device> device, Lane lane, NcclBuffers buffers)
     : device_(std::move(device)), lane_(lane), buffers_(buffers) {}
 
-NcclTransport::~NcclTransport() { abort(); }
+NcclTransport::~NcclTransport() { static_cast<void>(abort()); }
 
 void NcclTransport::connect(int rank, int world_size, const ncclUniqueId& id,
                             const std::function<void()>& keep_waiting) {
@@ -229,7 +229,7 @@ std::optional<std::string> NcclTransport::failure() {
   return explain(result);
 }
 
-void NcclTransport::abort() noexcept {
+bool NcclTransport::abort() noexcept {
   // A thread that stays inside of NCCL waits for a peer or for room in the stream, and leaves once NCCL's abort flag is
   // up, long before NCCL has ended the kernels and frees what that thread uses.
   std::unique_lock lock(handle_->mutex, std::defer_lock);
@@ -238,6 +238,7 @@ void NcclTransport::abort() noexcept {
   }
   ncclComm_t comm = handle_->comm.exchange(nullptr);
   if (comm != nullptr) static_cast<void>(ncclCommAbort(comm));
+  return true;
 }
 
 void NcclTransport::finish() noexcept {

@@ -30,7 +30,7 @@ class NcclTransport final : public LaneTransport {
   void put_in(std::span<const LaneCall> calls) override;
   void enter_thread() override;
   std::optional<std::string> failure() override;
-  void abort() noexcept override;
+  bool abort() noexcept override;
   void finish() noexcept override;
 
  private:

@@ -14,7 +14,7 @@
 namespace zb {
 namespace {
 
-// Longer than what stands in a lane takes to run.
+// Of one attempt. Mostly longer than what stands in a lane takes to run.
 constexpr std::chrono::seconds kAbortPatience{30};
 constexpr std::chrono::milliseconds kAbortTurn{1};
 constexpr std::size_t kPartBytes = 256;  // parts of an all_reduce begin at multiples of it
@@ -301,15 +301,17 @@ void PeerTransport::sum_into(std::byte* destination, const Place& place, std::si
   }
 }
 
-void PeerTransport::abort() noexcept {
+// Flags are raised until the lane has passed them all: what still stands in a peer's lane may lower one again.
+bool PeerTransport::abort() noexcept {
   is_aborted_ = true;
   const auto deadline = std::chrono::steady_clock::now() + kAbortPatience;
   while (std::chrono::steady_clock::now() < deadline) {
     link_->release();
     const std::unique_lock lock(mutex_, std::try_to_lock);  // else something is still being put in
-    if (lock && link_->is_idle()) return;
+    if (lock && link_->is_idle()) return true;
     std::this_thread::sleep_for(kAbortTurn);
   }
+  return false;
 }
 
 }  // namespace zb

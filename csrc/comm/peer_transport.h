@@ -56,7 +56,7 @@ class PeerTransport final : public LaneTransport {
   void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) override;
   void put_in(std::span<const LaneCall> calls) override;
   void enter_thread() override { link_->enter_thread(); }
-  void abort() noexcept override;
+  bool abort() noexcept override;
 
  private:
   static constexpr std::size_t kBlockBytes = std::size_t{2} << 20U;  // what CUDA makes memory in

@@ -93,6 +93,7 @@ Watchdog::Watchdog(std::shared_ptr<WatchedLane> lane)
 void Watchdog::run(WatchedLane& lane, Signals& signals) noexcept {
   Round round(lane);
   bool is_aborted = false;
+  bool has_ended = false;
   bool must_stop = false;
   try {
     lane.transport->enter_thread();
@@ -107,8 +108,8 @@ void Watchdog::run(WatchedLane& lane, Signals& signals) noexcept {
     } catch (const std::exception& error) {  // the device has failed: its error ends everything on it
       lane.poison(rank_text(lane.rank) + " failed: " + error.what(), lane.rank);
     }
-    if (lane.cause->is_set() && !is_aborted) {
-      lane.transport->abort();
+    if (lane.cause->is_set() && !has_ended) {
+      has_ended = lane.transport->abort();
       is_aborted = true;
     }
     if (must_stop && (is_aborted || is_idle)) break;

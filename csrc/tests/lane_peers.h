@@ -172,7 +172,7 @@ class WatchedPeerTransport final : public LaneTransport {
     show(calls);
     ended_ = device_->clock_of(lane_);
   }
-  void abort() noexcept override { inner_.abort(); }
+  bool abort() noexcept override { return inner_.abort(); }
 
  private:
   void show(std::span<const LaneCall> calls) {

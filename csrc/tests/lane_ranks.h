@@ -274,7 +274,10 @@ class MeetingTransport final : public LaneTransport {
         [point = point_, rank = rank_, number = next_number_++,
          held = std::vector<LaneCall>(calls.begin(), calls.end())] { return point->meet(rank, number, held); });
   }
-  void abort() noexcept override { point_->abort(rank_); }
+  bool abort() noexcept override {
+    point_->abort(rank_);
+    return true;
+  }
 
  private:
   std::shared_ptr<LaneDevice> device_;

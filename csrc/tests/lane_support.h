@@ -203,7 +203,7 @@ class HostTransport final : public LaneTransport {
   std::atomic<bool> is_finished_ = false;
 };
 
-// A lane that waits for a peer for ever, until it is aborted.
+// A lane that waits for a peer for ever, until it is aborted, once or as often as it needs.
 class StuckTransport final : public LaneTransport {
  public:
   StuckTransport(std::shared_ptr<ThreadDevice> device, Lane lane) : device_(std::move(device)), lane_(lane) {}
@@ -216,8 +216,13 @@ class StuckTransport final : public LaneTransport {
     is_used_ = true;
   }
   std::optional<std::string> failure() override { return is_used_ ? failure_ : std::nullopt; }
-  void abort() noexcept override { aborted_->open(); }
+  bool abort() noexcept override {
+    if (--aborts_needed_ > 0) return false;
+    aborted_->open();
+    return true;
+  }
 
+  void need_aborts(int num) { aborts_needed_ = num; }                      // before it is watched
   void fail_when_used(const std::string& failure) { failure_ = failure; }  // before it is watched
 
  private:
@@ -226,6 +231,7 @@ class StuckTransport final : public LaneTransport {
   std::shared_ptr<Gate> aborted_ = std::make_shared<Gate>();
   std::atomic<bool> is_used_ = false;
   std::optional<std::string> failure_;
+  int aborts_needed_ = 1;
 };
 
 }  // namespace zb::test

@@ -18,6 +18,7 @@ namespace {
 
 using namespace test::lanes;
 using test::communication_error;
+using test::StuckTransport;
 using test::ThreadDevice;
 using test::unique_rendezvous;
 using Clock = std::chrono::steady_clock;
@@ -50,6 +51,19 @@ TEST(LaneFaults, AnErrorOfTheTransportNamesTheOperation) {
     }
     EXPECT_THROW(work->wait(), CommunicationError);
     EXPECT_THROW(static_cast<void>(work->test()), CommunicationError);
+  });
+}
+
+TEST(LaneFaults, AnAbortIsRepeatedUntilTheLaneHasEnded) {
+  run_ranks(2, [](int rank, std::unique_ptr<Communicator> control) {
+    const auto device = std::make_shared<ThreadDevice>();
+    auto transport = std::make_unique<StuckTransport>(device, Lane::kGather);
+    transport->need_aborts(3);
+    const auto comm = make_lane_communicator(options_of(device, std::move(transport), std::move(control), 100ms));
+    const Region full = region(*comm, 8);
+    comm->start_all_gather(gather_of(full, rank, 4, "h.3"));
+    device->synchronize(device->mark(Lane::kGather));
+    EXPECT_TRUE(contains(raised_by(*comm), "waited 0.10 s for all_gather of 'h.3'"));
   });
 }
 
