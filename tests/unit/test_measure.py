@@ -166,14 +166,50 @@ def test_the_window_begins_on_a_busy_device_and_nothing_waits_in_it(strategy) ->
     calls: list[str] = []
     step = strategy.step
     strategy.step = lambda micro_batches: (calls.append("step"), step(micro_batches))[1]
+    strategy.settle = lambda: calls.append("strategy settles")
+    strategy.transfers = lambda: calls.append("transfers")
     steps = batches(6)
     measure.measure(
         strategy, meter=OrderMeter(calls), warmup=steps[:2], window=steps[2:4], validation=[], profile=steps[4:],
         tick=lambda phase, step: None,
     )  # fmt: skip
     assert calls == [
-        "step", "settle", "step", "start", "step", "mark", "step", "mark", "stop", "memory", "profile",
+        "step", "strategy settles", "settle", "step", "start", "step", "mark", "step", "mark", "stop", "memory",
+        "transfers", "profile",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("warmup_num", "window_num"), [(0, 1), (1, 2), (2, 1), (3, 4)])
+def test_bytes_of_files_are_those_of_as_many_updates_as_are_timed(tmp_path, warmup_num, window_num) -> None:
+    """The last update is still under way when the window ends, as the one before was when it began."""
+    settings = StrategySettings(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous=f"wear-{os.getpid()}", precision="fp32",
+        batch_size=2, seq_length=SEQ_LENGTH, offload="nvme", nvme_paths=(str(tmp_path),),
+        options={"offload_optimizer": {"chunk_numel": 4096, "io_block_bytes": 4096, "io_depth": 1}},
+    )  # fmt: skip
+    trained = strategies.get("zero2")(settings)
+    trained.build(lambda: models.build(models.resolve("tiny", {"num_layers": 2}), 0))
+    numel = sum(flat["shard_numel"] for unit in trained._engine.units() for flat in unit["flats"])
+    calls: list[str] = []
+    traffic, step = trained._engine.offload_traffic, trained.step
+    trained._engine.offload_traffic = lambda: (calls.append("wait"), traffic())[1]
+    trained.step = lambda batches: (calls.append("step"), step(batches))[1]
+    steps = batches(warmup_num + window_num)
+    try:
+        window = measure.measure(
+            trained, meter=CpuMeter(), warmup=steps[:warmup_num], window=steps[warmup_num:], validation=[],
+            profile=[], tick=lambda phase, step: None,
+        )  # fmt: skip
+    finally:
+        trained.close()
+    before = max(warmup_num - 1, 0)
+    assert calls == [*["step"] * before, "wait", *["step"] * (warmup_num + window_num - before), "wait"]
+    moved = window.transfers
+    assert moved is not None
+    # 12 bytes an element; each of the three shards ends with a block. Nothing was read ahead for the very first step.
+    assert 12 * numel <= moved.nvme_written_bytes < 12 * numel + 3 * 4096
+    within = 0.01 if warmup_num > 1 else 0.15
+    assert moved.nvme_read_bytes == pytest.approx(moved.nvme_written_bytes, rel=within)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -35,7 +35,9 @@ def measure(
         tick("warm-up", step + 1)
     built()
     with only_new_garbage():
-        meter.settle()  # before the last step, so that the window begins on a device that is busy as in training
+        # Before the last step, so that the window begins as steps of training do: with that step's work under way.
+        strategy.settle()
+        meter.settle()
         energy_before_j = meter.energy_j()
         for batches in warmup[-1:]:
             strategy.step(batches)
@@ -54,7 +56,7 @@ def measure(
     peak_host = peak_host_bytes() if host_peak_was_reset else None
     moved_bytes = strategy.communication_bytes()
     memory_bytes = strategy.memory_bytes()
-    transfers = of_window(strategy.transfers(), step_num=len(window))
+    transfers = of_window(strategy.transfers(), step_num=steps_since_settle(len(warmup), len(window)))
     compiled_graphs = strategy.compiled_graphs()
     activation_bytes = activations(strategy, window[-1], meter, waiting_bytes=waiting_bytes)
     activation_and_shard_bytes = activations(
@@ -98,14 +100,18 @@ def only_new_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
+def steps_since_settle(warmup_num: int, window_num: int) -> int:
+    """What is counted with nothing under way at either end is counted over the last warm-up step, too."""
+    return window_num + min(warmup_num, 1)
+
+
 def energy_per_step(
     before_j: float | None, after_j: float | None, *, warmup_num: int, window_num: int
 ) -> float | None:
-    """Both are counted on an idle device, so the steps between them are the window's and the last warm-up step; which
-    is no step like the others where it is the very first."""
+    """Not where the very first step is among them, which is none like the others."""
     if before_j is None or after_j is None or warmup_num == 1:
         return None
-    return (after_j - before_j) / (window_num + min(warmup_num, 1))
+    return (after_j - before_j) / steps_since_settle(warmup_num, window_num)
 
 
 def step_memory(meter: Meter, *, waiting_bytes: int) -> DeviceMemory:

@@ -38,7 +38,7 @@ class Meter(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Let all earlier work end."""
+        """Let all earlier work of the device end."""
 
     @abstractmethod
     def start(self) -> None:
@@ -78,7 +78,7 @@ class CpuMeter(Meter):
         return steps
 
     def settle(self) -> None:
-        pass  # nothing is ever under way when a call returns
+        pass  # the device is the caller itself; what a strategy leaves to other threads, its own settle waits for
 
     def start(self) -> None:
         self._core.reset_process_usage_peak()

@@ -95,8 +95,8 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """What offloaded state cost this rank: bytes moved since ``reset_counters``, and what is held for moving them. None
-    where it cannot be told."""
+    """What offloaded state cost this rank: bytes moved since ``settle``, and what is held for moving them. None where
+    it cannot be told."""
 
     to_host_bytes: int | None = None  # over the device's link
     to_device_bytes: int | None = None
@@ -178,13 +178,17 @@ class Strategy(ABC):
         return None
 
     def transfers(self) -> Transfers | None:
-        """What offloaded state cost since ``reset_counters``; None where nothing is offloaded, or nothing known."""
+        """What offloaded state cost since ``settle``, once updates under way have ended; None where nothing is
+        offloaded, or nothing known."""
         return None
 
     def compiled_graphs(self) -> float | None:
         """Compiled forward graphs executed per step since ``reset_counters`` (one a micro-batch where the whole model
         is one graph; recomputation counts again), None where nothing is compiled or it cannot be told."""
         return None
+
+    def settle(self) -> None:  # noqa: B027 - most strategies' steps leave nothing to other threads
+        """Wait for updates that earlier steps left under way; ``transfers`` counts from here."""
 
     def reset_counters(self) -> None:  # noqa: B027 - a strategy without counters has nothing to zero
         """Zero communication counters and memory peaks before a measured window."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ from zerobench.strategies.base import (
 from zerobench.strategies.clock import Clock, NoClock, Phases, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.shared import Determinism, mean_loss, mean_of, merge, prepare_model, torch_device
+
+_READ_AHEAD_S = 0.1  # reading ahead that begins nothing for so long has ended
 
 
 def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
@@ -118,9 +121,8 @@ class ZeroStrategy(Strategy):
         )
         if whole:
             self._engine.compile(backend=self._compiler.backend)
-        self._swapped = self._engine.swap_stats()
         self._communication_ms = self._waited_ms = self._waited_for_files_ms = 0.0
-        self._traffic_at_reset: dict[str, int] = {}
+        self.settle()
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
         loss = self._run(micro_batches, clock=NoClock())
@@ -177,23 +179,36 @@ class ZeroStrategy(Strategy):
     def transfers(self) -> Transfers | None:
         if self.settings.offload == "none":
             return None
-        moved = self._traffic_since(self._traffic_at_reset)
+        moved = self._moved_bytes()
+        since = {name: moved[name] - value for name, value in (self._moved_at_settle or {}).items()}
         swapped = self._engine.swap_stats()
         on_nvme = self.settings.offload in NVME_OFFLOADS
         pinned = self._engine.offload_pinned()
         return Transfers(
-            to_host_bytes=moved["to_host_bytes"],
-            to_device_bytes=moved["to_device_bytes"],
-            nvme_read_bytes=swapped["read_bytes"] - self._swapped["read_bytes"] if on_nvme else None,
-            nvme_written_bytes=swapped["written_bytes"] - self._swapped["written_bytes"] if on_nvme else None,
+            to_host_bytes=since.get("to_host_bytes"),
+            to_device_bytes=since.get("to_device_bytes"),
+            nvme_read_bytes=since.get("read_bytes") if on_nvme else None,
+            nvme_written_bytes=since.get("written_bytes") if on_nvme else None,
             io_engine="; ".join([swapped["engine"], *swapped["notes"]]) if on_nvme else None,
             pinned_bytes=pinned["mapped_bytes"],
             pinned_requested_bytes=pinned["requested_bytes"],
             offload_ratio=self._engine.offload_ratio,
         )
 
-    def _traffic_since(self, before: dict[str, int]) -> dict[str, int]:
-        return {name: value - before.get(name, 0) for name, value in self._engine.offload_traffic().items()}
+    def _moved_bytes(self) -> dict[str, int]:
+        """Over the link and of files since the engine was made, once no update is under way and what can be read ahead
+        was read."""
+        moved = self._engine.offload_traffic()  # waits for updates, so files are asked after it
+        swapped, earlier_bytes = self._engine.swap_stats(), -1
+        while self.settings.offload in NVME_OFFLOADS and swapped["read_bytes"] != earlier_bytes:
+            time.sleep(_READ_AHEAD_S)
+            swapped, earlier_bytes = self._engine.swap_stats(), swapped["read_bytes"]
+        return moved | {name: swapped[name] for name in ("read_bytes", "written_bytes")}
+
+    def settle(self) -> None:
+        """Where ratio auto has not chosen yet, the next step places the state, which is no traffic of steps."""
+        moved = self._moved_bytes()
+        self._moved_at_settle = None if self._engine.offload_ratio is None else moved
 
     def compiled_graphs(self) -> float | None:
         return self._compiler.graphs_per_step()
@@ -201,9 +216,7 @@ class ZeroStrategy(Strategy):
     def reset_counters(self) -> None:
         self._compiler.reset()
         self._engine.reset_counters()
-        self._swapped = self._engine.swap_stats()
         self._communication_ms = 0.0
-        self._traffic_at_reset = self._engine.offload_traffic()
 
     def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         exposed = {"exposed_communication": self._take_exposed_ms}
