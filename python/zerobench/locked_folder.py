@@ -15,7 +15,7 @@ class LockedFolder:
     """One process's, under ``parent``. Its owner holds a lock on it while it lives, by which a later run knows."""
 
     def __init__(self, parent: str, *, prefix: str) -> None:
-        _remove_stale(Path(parent), prefix)
+        remove_stale(Path(parent), prefix)
         made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
         fd = os.open(made, os.O_RDONLY)
         with contextlib.suppress(OSError):  # where nothing can be locked, nothing is taken for stale
@@ -30,7 +30,7 @@ def _remove(path: str, fd: int) -> None:
     os.close(fd)
 
 
-def _remove_stale(parent: Path, prefix: str) -> None:
+def remove_stale(parent: Path, prefix: str) -> None:
     for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # it is another user's, or has just gone
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

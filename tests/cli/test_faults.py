@@ -120,6 +120,29 @@ def test_nothing_outlives_a_killed_command(command, temporary) -> None:
     assert json.loads((command.folder / "out" / "results.json").read_text())["rows"]
 
 
+@pytest.mark.parametrize(
+    ("who", "signum"),
+    [("command", signal.SIGINT), ("command", signal.SIGKILL), ("rank1", signal.SIGKILL)],
+)
+def test_no_swap_file_outlives_who_was_killed(command, who, signum) -> None:
+    disk = command.folder / "disk"
+    disk.mkdir()
+    process = command.start(
+        "compare", *SMALL, "--strategies", "zero2", "--num-steps", "100000", "--offload", "nvme",
+        "--nvme-path", "disk", "--output-dir", "out",
+        "--hidden-size", "256", "--num-layers", "4", "--timeout", str(TIMEOUT_S),
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while len(files := [file.name for file in disk.iterdir() if ".rank" in file.name]) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = {name.split(".")[2]: int(name.split(".pid")[1].split(".")[0]) for name in files}
+    os.kill(pids.get(who, process.pid), signum)
+    process.communicate(timeout=60)
+    assert command.leaves_nothing()
+    assert list(disk.iterdir()) == []
+
+
 def test_a_full_disk_is_one_clear_line(command) -> None:
     folder = command.folder / "out"
     folder.mkdir()

@@ -21,6 +21,8 @@ import socket
 import sys
 from typing import Any
 
+from zerobench.bench.swap_files import remove_left
+
 MESSAGE_LIMIT_BYTES = 1 << 17
 FD_LIMIT = 250  # of one SCM_RIGHTS message
 _PR_SET_PDEATHSIG = 1
@@ -56,6 +58,8 @@ class ForkServer:
         self.control = control
         self.ranks: dict[int, int] = {}  # pid: rank
         self.group: int | None = None  # the process group, kept alive by its unreaped leader
+        self.job_pids: list[int] = []
+        self.swap_paths: list[str] = []  # of the job
         self.wake_read, self.wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides what Ctrl-C ends
@@ -100,6 +104,7 @@ class ForkServer:
             self.group = self.group or pid
             self.ranks[pid] = int(environment["RANK"])
             pids.append(pid)
+        self.job_pids, self.swap_paths = pids, request["job"]["settings"]["nvme_paths"]
         for fd in fds:
             os.close(fd)
         self.control.send(json.dumps({"pids": pids}).encode())
@@ -115,7 +120,7 @@ class ForkServer:
             self.control.send(json.dumps(event).encode())
 
     def end(self) -> None:
-        """Kill what is left of the job's process group and reap it."""
+        """Kill what is left of the job's process group, reap it, and remove swap files that it left."""
         if self.group is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -123,6 +128,8 @@ class ForkServer:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
+        for path in dict.fromkeys(self.swap_paths):
+            remove_left(path, pids=self.job_pids)
         self.ranks.clear()
         self.group = None
 
