@@ -180,6 +180,7 @@ def compare(
     ] = None,
 ) -> None:
     from zerobench.bench.defaults import choose_device, defaults_on
+    from zerobench.bench.disks import disk_warnings
     from zerobench.bench.given import follow, given_ranks
     from zerobench.bench.gpus import VisibleGpus, visible_gpus
     from zerobench.bench.launch import Launcher
@@ -245,6 +246,7 @@ def compare(
         learning_rate=lr,
     )
     plan = make_plan(options, given_world_size=given.world_size if given else None)
+    plan.warnings.extend(disk_warnings(plan.configurations))
     launcher = given.open_launcher() if given else Launcher()
     raise typer.Exit(
         run_comparison(

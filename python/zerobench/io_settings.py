@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,17 +16,31 @@ SCHEMA_VERSION = 1
 SLOW_BYTES_PER_S = 5e9  # a path below this is worth a warning
 
 
-class IoSettings(BaseModel):
-    """How to swap to one path, and what it gave when that was measured."""
+class Rates(BaseModel):
+    """Of a path: reads alone, writes alone, and the sum of both while they run together."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    read_bytes_per_s: float = Field(gt=0)
+    write_bytes_per_s: float = Field(gt=0)
+    both_bytes_per_s: float = Field(gt=0)
+
+    def predict_s(self, *, read_bytes: float, written_bytes: float) -> float:
+        """What is read and written together goes at the mixed rate, the rest alone."""
+        both = min(read_bytes, written_bytes)
+        return (
+            2 * both / self.both_bytes_per_s
+            + (read_bytes - both) / self.read_bytes_per_s
+            + (written_bytes - both) / self.write_bytes_per_s
+        )
+
+
+class IoSettings(Rates):
+    """How to swap to one path, and what it gave when that was measured."""
 
     engine: str
     block_bytes: int = Field(gt=0, multiple_of=4096)
     depth: int = Field(gt=0)
-    read_bytes_per_s: float = Field(gt=0)
-    write_bytes_per_s: float = Field(gt=0)
-    both_bytes_per_s: float = Field(gt=0)
     tuned: str
 
     @property
@@ -82,6 +97,23 @@ def settings_for(path: Path, *, file: Path | None = None) -> IoSettings | None:
     return None
 
 
+class IoChoice(NamedTuple):
+    """How to swap."""
+
+    engine: str
+    block_bytes: int
+    depth: int
+
+
+def io_choice(path: Path, *, engine: str | None, block_bytes: int | None, depth: int | None) -> IoChoice:
+    """What is given, else what the path was tuned to, else the defaults."""
+    tuned = settings_for(path)
+    usual = (
+        IoChoice(tuned.engine, tuned.block_bytes, tuned.depth) if tuned else IoChoice("io_uring", 1 << 20, 32)
+    )
+    return IoChoice(engine or usual.engine, block_bytes or usual.block_bytes, depth or usual.depth)
+
+
 def write_settings(path: Path, settings: IoSettings, *, file: Path) -> None:
     """Adds to the file; readers see the old content or the new one, never half of it."""
     content = read_settings(file)
@@ -102,15 +134,18 @@ def write_settings(path: Path, settings: IoSettings, *, file: Path) -> None:
         ) from None
 
 
-def slow_path_warning(path: Path, settings: IoSettings, *, bytes_per_step: float = 0.0) -> str | None:
-    """A sentence where reads and writes together stay below 5 GB/s; with what that means for a step that moves so many
-    bytes, half of them each way."""
-    if settings.both_bytes_per_s >= SLOW_BYTES_PER_S:
+def slow_path_warning(
+    path: Path | str, rates: Rates, *, read_bytes: float = 0.0, written_bytes: float = 0.0
+) -> str | None:
+    """A sentence where reads and writes together stay below 5 GB/s; with what that means for a step that moves so
+    many bytes."""
+    if rates.both_bytes_per_s >= SLOW_BYTES_PER_S:
         return None
     text = (
-        f"{path} gives {settings.both_bytes_per_s / 1e9:.2f} GB/s, reads and writes together, which is below "
+        f"{path}: reads and writes together go at {rates.both_bytes_per_s / 1e9:.2f} GB/s, which is below "
         f"{SLOW_BYTES_PER_S / 1e9:.0f} GB/s"
     )
-    if not bytes_per_step:
-        return f"{text}: swapping may take longer than the step computes"
-    return f"{text}: the transfers of a step take about {bytes_per_step / settings.both_bytes_per_s:.1f} s"
+    if not read_bytes + written_bytes:
+        return f"{text}; swapping may take longer than the step computes"
+    time_s = rates.predict_s(read_bytes=read_bytes, written_bytes=written_bytes)
+    return f"{text}; a step takes {time_s:.2g} s or more, which its transfers need"

@@ -13,7 +13,7 @@ from torch import nn
 from zerobench import _native
 from zerobench.config import Config, OffloadOptimizerConfig
 from zerobench.errors import ConfigError
-from zerobench.io_settings import settings_for
+from zerobench.io_settings import io_choice
 from zerobench.topology import Topology
 
 # What offload_ratio auto leaves alone of the device's memory: later steps fragment torch's memory in other ways than
@@ -161,16 +161,18 @@ def parameter_home(config: Config) -> str:
 
 def paged_options(offload: OffloadOptimizerConfig, topology: Topology) -> Any:
     """How the state lies in files; what the configuration leaves open is what `tune io` found."""
-    tuned = settings_for(Path(offload.nvme_path[0]))
-    engine, block_bytes, depth = (
-        (tuned.engine, tuned.block_bytes, tuned.depth) if tuned else ("io_uring", 1 << 20, 32)
+    io = io_choice(
+        Path(offload.nvme_path[0]),
+        engine=offload.io_engine,
+        block_bytes=offload.io_block_bytes,
+        depth=offload.io_depth,
     )
     return _native.load().PagedStateOptions(
         directories=offload.nvme_path,
         owner=f"rank{topology.rank}",
-        engine=offload.io_engine or engine,
-        block_bytes=offload.io_block_bytes or block_bytes,
-        depth=offload.io_depth or depth,
+        engine=io.engine,
+        block_bytes=io.block_bytes,
+        depth=io.depth,
         allow_fallback=offload.io_allow_fallback,
         checksums=offload.io_checksums,
     )

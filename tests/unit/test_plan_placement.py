@@ -8,7 +8,6 @@ from plan_samples import GPUS, ON_GPUS, SMALL, configuration
 from zerobench.bench import fit
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
-from zerobench.io_settings import IoSettings, default_file, write_settings
 
 GIB = 1 << 30
 
@@ -79,19 +78,3 @@ def test_state_beside_the_reference_leaves_it_fewer_layers() -> None:
     alone = fit.verification_model(row.model, rank_memory_bytes=6 << 30)
     beside = fit.verification_model(row.model, rank_memory_bytes=6 << 30, offloads=True)
     assert alone["num_layers"] == 12 > beside["num_layers"] >= 1
-
-
-def test_a_disk_that_was_measured_slow_is_a_warning(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    disks = [tmp_path / "slow", tmp_path / "fast", tmp_path / "unknown"]
-    for disk, rate in zip(disks, (1e9, 8e9, None), strict=True):
-        disk.mkdir()
-        if rate is not None:
-            rates = {f"{way}_bytes_per_s": rate for way in ("read", "write", "both")}
-            tuned = IoSettings(engine="uring", block_bytes=1 << 20, depth=8, tuned="2026-01-01", **rates)
-            write_settings(disk, tuned, file=default_file())
-    options = {**SMALL, "strategies": ("zero3",), "offloads": ("none", "nvme"), "models": ("gpt2-xl",)}
-    plan = make_plan(CompareOptions(**options, nvme_paths=tuple(disks)))
-    (warning,) = [text for text in plan.warnings if "GB/s" in text]
-    count = plan.configurations[0].settings.parameter_count or 0
-    assert warning.startswith(str(disks[0])) and f"about {24 * count / 3 / 1e9:.1f} s" in warning

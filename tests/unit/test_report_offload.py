@@ -223,13 +223,14 @@ def test_counters_become_figures_of_one_step() -> None:
 def test_a_row_moves_what_its_busiest_rank_moves() -> None:
     ranks = [
         WindowTransfers(to_host_bytes=4_000_000_000, limit_gb_s={"to_host": 50.0, "nvme_read": 3.0}),
-        WindowTransfers(to_host_bytes=2_000_000_000, limit_gb_s={"to_host": 40.0}),
+        WindowTransfers(to_host_bytes=2_000_000_000, limit_gb_s={"to_host": 40.0}, limit_note="no room"),
     ]
     row = transfers_of([window(1.0, each) for each in ranks], step_s=2.0)
     assert row is not None
     assert row.to_host_bytes == 4_000_000_000 and row.to_device_bytes is None
     assert row.achieved_gb_s == {"to_host": 2.0}
     assert row.limit_gb_s == {"to_host": 40.0}  # of the slowest; no limit that only some know
+    assert row.limit_note == "no room"
     assert transfers_of([window(1.0, None)], step_s=1.0) is None
 
 
@@ -237,11 +238,11 @@ def test_cpu_ranks_have_no_link_and_rows_without_files_no_disk() -> None:
     import torch
 
     assert link_limits(torch.device("cpu")) == {}
-    assert file_limits([]) == {}
+    assert file_limits([], options={}, rank_num=1) == {}
 
 
 def test_files_are_measured_as_they_would_be_used(tmp_path: Path) -> None:
-    limits = file_limits([str(tmp_path), str(tmp_path)])
+    limits = file_limits([str(tmp_path), str(tmp_path)], options={}, rank_num=2)
     assert set(limits) == {"nvme_read", "nvme_write", "nvme_both"}
     assert all(limit > 0 for limit in limits.values())
     assert list(tmp_path.iterdir()) == []

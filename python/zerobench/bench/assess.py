@@ -199,6 +199,7 @@ def transfers_of(windows: Sequence[Window], *, step_s: float) -> Transfers | Non
     for name in (*_MOVED.values(), "pinned_bytes", "pinned_requested_bytes"):
         setattr(row, name, largest([getattr(one, name) for one in found]))
     row.achieved_gb_s = achieved_gb_s(row, step_s=step_s)
+    row.limit_note = next((one.limit_note for one in found if one.limit_note), None)
     directions = set.intersection(*(set(one.limit_gb_s) for one in found))
     row.limit_gb_s = {name: min(one.limit_gb_s[name] for one in found) for name in sorted(directions)} or None
     return row

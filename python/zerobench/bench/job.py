@@ -104,6 +104,7 @@ class WindowTransfers(_Message):
     offload_ratio: float | None = None
     io_engine: str | None = None
     limit_gb_s: dict[str, float] = Field(default_factory=dict)  # by direction
+    limit_note: str | None = None  # why those of files are not there
 
 
 class Window(_Message):

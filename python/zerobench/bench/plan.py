@@ -22,10 +22,7 @@ from zerobench.bench.result import Settings
 from zerobench.bench.tolerances import VERIFY_STEPS
 from zerobench.config import parse as parse_config
 from zerobench.errors import ConfigError
-from zerobench.io_settings import settings_for, slow_path_warning
 from zerobench.strategies.base import NVME_OFFLOADS, OptimizerSettings
-
-_SWAPPED_BYTES = 24  # a parameter and step: fp32 master and two moments, read and written
 
 
 class Configuration(BaseModel):
@@ -293,20 +290,4 @@ def warnings_about(configurations: Sequence[Configuration]) -> list[str]:
             f"{largest} ranks share {cpus} CPU core{'s' if cpus != 1 else ''}: "
             "step times show the sharing, not the strategies"
         )
-    return [*warnings, *slow_disks(configurations)]
-
-
-def slow_disks(configurations: Sequence[Configuration]) -> list[str]:
-    """What `tune io` measured of the folders, where that is little: masters and moments are read and written each step,
-    all of them once, in shares of the same size for each folder."""
-    swapping = [c.settings for c in configurations if c.settings.offload in NVME_OFFLOADS]
-    largest = max((settings.parameter_count or 0 for settings in swapping), default=0)
-    warnings = []
-    for paths in {tuple(settings.nvme_paths) for settings in swapping}:
-        for path in map(Path, paths):
-            tuned = settings_for(path)
-            warning = tuned and slow_path_warning(
-                path, tuned, bytes_per_step=_SWAPPED_BYTES * largest / len(paths)
-            )
-            warnings += [warning] if warning else []
     return warnings

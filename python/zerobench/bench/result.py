@@ -139,6 +139,7 @@ class Transfers(_Model):
     io_engine: str | None = None
     achieved_gb_s: dict[str, float] | None = None  # bytes over the median step, by direction
     limit_gb_s: dict[str, float] | None = None  # what link and files give alone, in this run, by direction
+    limit_note: str | None = None  # why those of files are not there
 
 
 class Row(_Model):

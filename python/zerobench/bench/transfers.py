@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from zerobench import _native
+from zerobench.bench.disks import io_of, probe
 from zerobench.bench.job import WindowTransfers
-from zerobench.io_settings import settings_for
 from zerobench.strategies.base import Transfers
 
 TO_HOST, TO_DEVICE, BOTH = "to_host", "to_device", "both_ways"
@@ -55,29 +54,17 @@ def link_limits(device: torch.device) -> dict[str, float]:
     }
 
 
-def file_limits(paths: Sequence[str]) -> dict[str, float]:
+def file_limits(paths: Sequence[str], *, options: Mapping[str, Any], rank_num: int) -> dict[str, float]:
     """GB/s of files on these folders together, as the engine would use them: reads alone, writes alone, and the sum of
-    both while they run together. Empty where nothing swaps. All ranks measure at about the same time, as they train."""
-    rates = []
-    for path in dict.fromkeys(paths):
-        tuned = settings_for(Path(path))
-        rates.append(
-            _native.load().probe_path(
-                path,
-                most_bytes=_PROBE_BYTES,
-                **(
-                    {"engine": tuned.engine, "block_bytes": tuned.block_bytes, "depth": tuned.depth}
-                    if tuned
-                    else {}
-                ),
-            )
-        )
-    if not rates:
+    both while they run together. Empty where nothing swaps. All ``rank_num`` ranks of a host measure at about the same
+    time, as they train. Error or OSError where they cannot."""
+    if not paths:
         return {}
+    rates = probe(paths, io_of(paths, options), rank_num=rank_num)
     return {
-        NVME_READ: sum(rate.read_bytes_per_s for rate in rates) / 1e9,
-        NVME_WRITE: sum(rate.write_bytes_per_s for rate in rates) / 1e9,
-        NVME_BOTH: sum(rate.both_bytes_per_s for rate in rates) / 1e9,
+        NVME_READ: rates.read_bytes_per_s / 1e9,
+        NVME_WRITE: rates.write_bytes_per_s / 1e9,
+        NVME_BOTH: rates.both_bytes_per_s / 1e9,
     }
 
 

@@ -28,6 +28,7 @@ from zerobench.bench.meters import Meter, open_meter
 from zerobench.bench.result import RowDtypes
 from zerobench.bench.tolerances import tolerance_precision
 from zerobench.bench.transfers import file_limits, link_limits
+from zerobench.errors import Error
 from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
 
 
@@ -286,6 +287,10 @@ def measured(
         limits = window.transfers.limit_gb_s
         with contextlib.suppress(RuntimeError):  # of torch: no room for a probe is no fault of the row
             limits |= link_limits(meter.device)
-        with contextlib.suppress(OSError):
-            limits |= file_limits(job.settings.nvme_paths)
+        try:
+            limits |= file_limits(
+                job.settings.nvme_paths, options=job.options, rank_num=place.local_world_size
+            )
+        except (Error, OSError) as error:
+            window.transfers.limit_note = getattr(error, "strerror", None) or str(error)
     return window, dtypes

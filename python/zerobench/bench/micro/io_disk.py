@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerobench.bench.disks import by_disk, probe
 from zerobench.bench.machine import memory_available_bytes
 from zerobench.bench.micro.output import size_text
 from zerobench.bench.storage import free_bytes
 from zerobench.errors import ConfigError, Error
+from zerobench.io_settings import IoChoice
 
 MIB = 1 << 20
 DEFAULT_BYTES = 8 << 30  # of all files together, where a quarter of the free space allows
@@ -39,6 +41,12 @@ class IoSetting:
 
 def most_frames(settings: Sequence[IoSetting], chunk_bytes: int) -> int:
     return max(setting.frame_num(chunk_bytes) for setting in settings)
+
+
+def least_free_bytes(paths: Sequence[Path]) -> int:
+    """For files of one size on all of these folders together."""
+    groups = by_disk([str(path) for path in paths])
+    return len(paths) * min(free_bytes(Path(group[0])) // len(group) for group in groups)
 
 
 def check_memory(settings: Sequence[IoSetting], chunk_bytes: int) -> None:
@@ -70,6 +78,13 @@ class Disk:
         self._sample_chunks: dict[tuple[object, str], int] = {}
         least = most_frames(settings, chunk_bytes) + 1
         if file_bytes is None:
+            room = least_free_bytes(paths)
+            if least * chunk_bytes > room:
+                raise ConfigError(
+                    f"{' and '.join(map(str, paths))}: {size_text(room)} are free and these settings need "
+                    f"{size_text(least * chunk_bytes)}; free some, or give a smaller --depth, --block-bytes or "
+                    "--chunk-mib"
+                )
             file_bytes = max(least * chunk_bytes, self._fitting_bytes(paths, settings[0].engine))
         self.chunk_num = file_bytes // chunk_bytes
         if self.chunk_num < least:
@@ -89,13 +104,8 @@ class Disk:
         return int(self.chunk_num * self._chunk_bytes)
 
     def _fitting_bytes(self, paths: Sequence[Path], engine: str) -> int:
-        room = sum(free_bytes(path) for path in paths) // 4
-        rates = [
-            self._core.probe_path(str(path), seconds=0.6, engine=engine, most_bytes=256 * MIB)
-            for path in paths
-        ]
-        filled = int(sum(rate.write_bytes_per_s for rate in rates) * FILL_S)
-        return min(DEFAULT_BYTES, room, filled)
+        rates = probe([str(path) for path in paths], IoChoice(engine, MIB, 32), seconds=0.6)
+        return min(DEFAULT_BYTES, least_free_bytes(paths) // 4, int(rates.write_bytes_per_s * FILL_S))
 
     def _open(self, setting: IoSetting) -> None:
         self._files.open(

@@ -14,7 +14,7 @@ from rich.console import Console
 from zerobench.bench.micro.io import ENGINES
 from zerobench.bench.micro.io_disk import MIB, Disk, IoSetting, check_memory, io_errors
 from zerobench.bench.micro.output import TextTable, machine_line, new_progress, print_comment, size_text
-from zerobench.bench.storage import check_directories, device_facts, device_line
+from zerobench.bench.storage import check_directories, device_facts, device_line, free_bytes
 from zerobench.errors import ConfigError
 from zerobench.io_settings import IoSettings, slow_path_warning, write_settings
 from zerobench.report.stats import median
@@ -49,12 +49,11 @@ class TuneOptions:
 
     def fitting(self, candidates: Sequence[IoSetting]) -> list[IoSetting]:
         """Those whose buffers are at most half of the file, so that the file is not swapped through memory whole."""
-        if self.file_bytes is None:
-            return list(candidates)
-        most = self.file_bytes // 2
+        most = (free_bytes(self.path) if self.file_bytes is None else self.file_bytes) // 2
         found = [each for each in candidates if each.frame_num(self.chunk_bytes) * self.chunk_bytes <= most]
         if not found:
-            raise ConfigError("--size-gib is too small for any setting: give more, or a smaller --chunk-mib")
+            what = f"what is free on {self.path}" if self.file_bytes is None else "--size-gib"
+            raise ConfigError(f"{what} is too little for any setting: give more, or a smaller --chunk-mib")
         return found
 
 

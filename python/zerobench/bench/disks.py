@@ -1,0 +1,160 @@
+"""What the disks that state is swapped to give, and what that means for a step. Imports torch only to probe."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerobench import models
+from zerobench.bench.fit import GIB, with_layers
+from zerobench.bench.names import OURS
+from zerobench.bench.storage import free_bytes
+from zerobench.config import OffloadOptimizerConfig
+from zerobench.errors import Error
+from zerobench.io_settings import IoChoice, Rates, io_choice, settings_for, slow_path_warning
+from zerobench.strategies.base import NVME_OFFLOADS
+
+if TYPE_CHECKING:
+    from zerobench.bench.plan import Configuration
+
+_STATE_BYTES = 12  # of a parameter: fp32 master and two moments
+_PROBE_BYTES = 256 << 20  # of a file, at most
+_FIRST_BYTES = 16 << 20
+_MIB = 1 << 20
+
+
+def io_of(paths: Sequence[str], options: Mapping[str, Any]) -> IoChoice:
+    """How a row swaps; ``options`` are its own beside its settings."""
+    own = options.get("offload_optimizer") or {}
+    return io_choice(
+        Path(paths[0]),
+        engine=own.get("io_engine"),
+        block_bytes=own.get("io_block_bytes"),
+        depth=own.get("io_depth"),
+    )
+
+
+def probe(paths: Sequence[str], io: IoChoice, *, seconds: float = 1.0, rank_num: int = 1) -> Rates:
+    """Of files on all of these folders together, striped as the engine does it, in about so many seconds; ``rank_num``
+    processes do so at the same time. Error where there is no room."""
+    paths = list(dict.fromkeys(paths))
+    num = min(_PROBE_BYTES, room_bytes(paths, rank_num=rank_num)) // io.block_bytes
+    if num < 1:
+        raise Error(
+            f"{' and '.join(paths)} have no room for a file of {io.block_bytes / _MIB:g} MiB a rank to measure with"
+        )
+    return _rates(paths, io, most_num=num, seconds=seconds)
+
+
+def room_bytes(paths: Sequence[str], *, rank_num: int) -> int:
+    """For a file of each rank on each folder, in half of what is free."""
+    return min(
+        free_bytes(Path(path)) // (2 * rank_num * len(group)) for group in by_disk(paths) for path in group
+    )
+
+
+def by_disk(paths: Sequence[str]) -> list[list[str]]:
+    """Folders in groups of one file system."""
+    groups: dict[int, list[str]] = {}
+    for path in dict.fromkeys(paths):
+        groups.setdefault(os.stat(path).st_dev, []).append(path)
+    return list(groups.values())
+
+
+def _rates(paths: Sequence[str], io: IoChoice, *, most_num: int, seconds: float) -> Rates:
+    """Of the largest pieces that the time allows, beginning small: a slow path must not hold up a start."""
+    from zerobench import _native
+
+    stripe_bytes = io.block_bytes * len(paths)
+    first_num = min(most_num, max(1, _FIRST_BYTES // stripe_bytes))
+    bench: Any = None
+
+    def rate(mode: str, most_num: int) -> tuple[float, int]:
+        nonlocal bench
+        num, spent_s = first_num, 0.0
+        while True:
+            if mode == "write":  # files of that size, so that all that is read later was written
+                bench = None
+                bench = _native.load().IoBench(directories=paths, chunk_bytes=stripe_bytes, chunk_num=num)
+            time_s, moved_bytes = bench.run_raw(
+                io.engine, mode=mode, block_bytes=io.block_bytes, depth=io.depth, chunk_num=num
+            )
+            spent_s += time_s
+            fitting = min(most_num, int((seconds / 3 - spent_s) / time_s * num))
+            if fitting <= num:
+                return moved_bytes / time_s, num
+            num = fitting
+
+    write, written_num = rate("write", most_num)
+    return Rates(
+        write_bytes_per_s=write,
+        read_bytes_per_s=rate("read", written_num)[0],
+        both_bytes_per_s=rate("both", written_num)[0],
+    )
+
+
+def disk_warnings(configurations: Sequence[Configuration]) -> list[str]:
+    """Of folders on one disk, and of disks whose transfers are likely to be the limit: as `tune io` found them, else
+    probed now."""
+    warnings = []
+    swapping = [c for c in configurations if c.settings.offload in NVME_OFFLOADS]
+    for paths in dict.fromkeys(tuple(c.settings.nvme_paths) for c in swapping):
+        rows = [c for c in swapping if tuple(c.settings.nvme_paths) == paths]
+        moved = [found for found in map(swapped_bytes, rows) if found is None or any(found)]
+        for group in by_disk(paths):
+            names = " and ".join(group)
+            if len(group) > 1:
+                warnings.append(
+                    f"{names} are on one disk, so spreading transfers over them gains nothing: give one"
+                )
+            if not moved:
+                continue
+            try:
+                rates = settings_for(Path(group[0])) or probe(group, io_of(group, rows[0].options))
+            except (OSError, Error):
+                continue  # rows will say it
+            share = len(group) / len(set(paths))
+            read, written = max((found for found in moved if found), key=sum, default=(0.0, 0.0))
+            warning = slow_path_warning(names, rates, read_bytes=read * share, written_bytes=written * share)
+            warnings += [warning] if warning else []
+    return warnings
+
+
+def swapped_bytes(configuration: Configuration) -> tuple[float, float] | None:
+    """What a step of all ranks reads and writes, about; None where the row itself finds out (ratio auto)."""
+    settings, own = configuration.settings, configuration.options.get("offload_optimizer") or {}
+    if settings.offload_ratio == "auto":
+        return None
+    if configuration.strategy not in OURS:
+        return (_STATE_BYTES * (settings.parameter_count or 0),) * 2
+    share = 1.0 if settings.offload_ratio is None else float(settings.offload_ratio)
+    shards = [share * numel / settings.world_size for numel in unit_numels(configuration)]
+    if not share:
+        return (0, 0)
+    # As csrc/stores/host_store_memory.cpp spends memory: buffers, gradients, parameters, and then state.
+    chunk_numel = own.get("chunk_numel") or OffloadOptimizerConfig.model_fields["chunk_numel"].default
+    slot_bytes = _STATE_BYTES * min(max(shards), chunk_numel)
+    io = io_of(settings.nvme_paths, configuration.options)
+    frame_num = 2 * math.ceil(io.depth * io.block_bytes / slot_bytes) + 2
+    element_bytes = 4 if settings.precision == "fp32" else 2
+    budget_bytes = own.get("host_memory_bytes") or (settings.host_memory_gib or 0) * GIB / settings.world_size
+    left_bytes = max(0.0, budget_bytes - (frame_num + 1) * slot_bytes - element_bytes * sum(shards))
+    parameters_bytes = element_bytes * sum(shards) if settings.offload == "nvme_full" else 0.0
+    swapped_parameters = max(0.0, parameters_bytes - left_bytes)
+    resident_num = (left_bytes - (parameters_bytes - swapped_parameters)) // slot_bytes
+    chunk_num = sum(math.ceil(numel / chunk_numel) for numel in shards)
+    fits = chunk_num <= resident_num + frame_num
+    state = 0.0 if fits else _STATE_BYTES * sum(shards) * (1 - resident_num / chunk_num)
+    ranks = settings.world_size
+    return (ranks * (state + 2 * swapped_parameters), ranks * (state + swapped_parameters))
+
+
+def unit_numels(configuration: Configuration) -> list[int]:
+    """Of the root and each block, about."""
+    config = models.ModelConfig.model_validate(configuration.model)
+    count, layers = models.parameter_count(config), config.num_layers
+    block = models.parameter_count(with_layers(config, layers + 1)) - count
+    return [max(count - layers * block, 1), *[block] * layers]

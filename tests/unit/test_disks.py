@@ -1,0 +1,100 @@
+"""What is said of the disks that state is swapped to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from plan_samples import SMALL
+
+from zerobench.bench import disks
+from zerobench.bench.options import CompareOptions
+from zerobench.bench.plan import Configuration, make_plan
+from zerobench.errors import Error
+from zerobench.io_settings import IoChoice, IoSettings, Rates, default_file, write_settings
+
+IO = IoChoice("io_uring", 1 << 20, 8)
+
+
+def rates(both: float) -> Rates:
+    return Rates(read_bytes_per_s=both, write_bytes_per_s=both, both_bytes_per_s=both)
+
+
+@pytest.fixture(autouse=True)
+def on_disks_of_their_own(tmp_path, monkeypatch) -> None:
+    """Nothing is tuned, and each folder of tmp_path is a disk."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(disks, "by_disk", lambda paths: [[path] for path in dict.fromkeys(paths)])
+
+
+def swapping(*paths: Path, **options) -> list[Configuration]:
+    values = {**SMALL, "models": ("gpt2-xl",), "strategies": ("zero3",), "offloads": ("none", "nvme")}
+    return make_plan(CompareOptions(**{**values, "nvme_paths": paths, **options})).configurations
+
+
+def test_a_slow_disk_is_a_warning_tuned_or_not(tmp_path, monkeypatch) -> None:
+    found = {"slow": 1e9, "fast": 8e9, "unknown": None}
+    for name, both in found.items():
+        (tmp_path / name).mkdir()
+        if both is not None:
+            tuned = IoSettings(
+                engine="threads", block_bytes=1 << 20, depth=8, tuned="2026", **rates(both).model_dump()
+            )
+            write_settings(tmp_path / name, tuned, file=default_file())
+    probed = []
+    monkeypatch.setattr(disks, "probe", lambda paths, io: (probed.append(paths), rates(2e9))[1])
+    rows = swapping(*(tmp_path / name for name in found))
+    slow, unknown = disks.disk_warnings(rows)
+    assert probed == [[str(tmp_path / "unknown")]]
+    count = rows[0].settings.parameter_count or 0
+    for text, name, both in ((slow, "slow", 1e9), (unknown, "unknown", 2e9)):
+        assert text.startswith(str(tmp_path / name)), text
+        assert f"a step takes {24 * count / 3 / both:.2g} s or more" in text
+
+
+def test_a_row_swaps_what_its_memory_does_not_hold(tmp_path) -> None:
+    def moved(**options) -> tuple[float, float]:
+        found = disks.swapped_bytes(swapping(tmp_path, **options)[-1])
+        assert found is not None
+        return found
+
+    count = swapping(tmp_path)[0].settings.parameter_count or 0
+    assert moved() == pytest.approx((12 * count, 12 * count))
+    assert moved(offload_ratios=(0.5,)) == pytest.approx((6 * count, 6 * count))
+    assert moved(offload_ratios=(0.001,)) == (0, 0)  # the frames hold it
+    assert moved(host_memory_gib=64.0) == (0, 0)
+    assert 0 < moved(host_memory_gib=15.0)[0] < 12 * count
+    assert moved(offloads=("nvme_full",)) == pytest.approx((20 * count, 16 * count))  # fp32
+    assert disks.swapped_bytes(swapping(tmp_path, offload_ratios=("auto",))[-1]) is None
+
+
+def test_what_moves_nothing_needs_no_probe_and_no_warning(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(disks, "probe", lambda paths, io: pytest.fail("probed"))
+    assert disks.disk_warnings(swapping(tmp_path, host_memory_gib=64.0)) == []
+    assert disks.disk_warnings(swapping(offloads=("none",))) == []
+
+
+def test_folders_on_one_disk_are_told_and_count_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    probed = []
+    monkeypatch.setattr(disks, "probe", lambda paths, io: (probed.append(paths), rates(1e9))[1])
+    rows = swapping(tmp_path / "a", tmp_path / "link")
+    one, slow = disks.disk_warnings(rows)
+    both = f"{tmp_path / 'a'} and {tmp_path / 'link'}"
+    assert one.startswith(f"{both} are on one disk")
+    count = rows[0].settings.parameter_count or 0
+    assert slow.startswith(both) and f"a step takes {24 * count / 1e9:.2g} s" in slow
+    assert len(probed) == 1
+
+
+def test_a_probe_takes_what_room_there_is_or_says_that_there_is_none(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(disks, "free_bytes", lambda path: 40 << 20)
+    found = disks.probe([str(tmp_path)], IO, seconds=0.1, rank_num=4)
+    assert found.both_bytes_per_s > 0 and os.listdir(tmp_path) == []
+    monkeypatch.setattr(disks, "free_bytes", lambda path: 1 << 20)
+    with pytest.raises(Error, match="no room for a file of 1 MiB a rank"):
+        disks.probe([str(tmp_path)], IO, rank_num=4)
