@@ -86,6 +86,12 @@ def compare(
         list[Path] | None,
         typer.Option(metavar="FOLDER...", help="Where --offload nvme puts its files; several are striped."),
     ] = None,
+    io_engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Of zerobench's own rows on NVMe: io_uring or threads. Default: what `tune io` found, else io_uring."
+        ),
+    ] = None,
     host_memory_gib: Annotated[
         float | None,
         typer.Option(
@@ -180,7 +186,7 @@ def compare(
     ] = None,
 ) -> None:
     from zerobench.bench.defaults import choose_device, defaults_on
-    from zerobench.bench.disks import disk_warnings
+    from zerobench.bench.disks import check_locked_memory, disk_warnings
     from zerobench.bench.given import follow, given_ranks
     from zerobench.bench.gpus import VisibleGpus, visible_gpus
     from zerobench.bench.launch import Launcher
@@ -225,6 +231,7 @@ def compare(
         offloads=split("--offload", offload, name),
         offload_ratios=[None] if offload_ratio is None else split("--offload-ratio", offload_ratio, share),
         nvme_paths=nvme_path or (),
+        io_engine=io_engine,
         host_memory_gib=host_memory_gib,
         optimizer_in_backward=split("--optimizer-in-backward", optimizer_in_backward, on_or_off),
         device_memory_gib=device_memory_gib,
@@ -246,6 +253,7 @@ def compare(
         learning_rate=lr,
     )
     plan = make_plan(options, given_world_size=given.world_size if given else None)
+    check_locked_memory(plan.configurations)
     plan.warnings.extend(disk_warnings(plan.configurations))
     launcher = given.open_launcher() if given else Launcher()
     raise typer.Exit(

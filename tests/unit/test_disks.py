@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
 from pathlib import Path
 
 import pytest
 from plan_samples import SMALL
 
+from zerobench import _native
 from zerobench.bench import disks
+from zerobench.bench.names import rerun_command
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import Configuration, make_plan
-from zerobench.errors import Error
+from zerobench.bench.storage import lockable_bytes
+from zerobench.errors import ConfigError, Error
 from zerobench.io_settings import IoChoice, IoSettings, Rates, default_file, write_settings
 
 IO = IoChoice("io_uring", 1 << 20, 8)
@@ -55,9 +61,9 @@ def test_a_slow_disk_is_a_warning_tuned_or_not(tmp_path, monkeypatch) -> None:
 
 def test_a_row_swaps_what_its_memory_does_not_hold(tmp_path) -> None:
     def moved(**options) -> tuple[float, float]:
-        found = disks.swapped_bytes(swapping(tmp_path, **options)[-1])
+        found = disks.swap_of(swapping(tmp_path, **options)[-1])
         assert found is not None
-        return found
+        return found.read_bytes, found.written_bytes
 
     count = swapping(tmp_path)[0].settings.parameter_count or 0
     assert moved() == pytest.approx((12 * count, 12 * count))
@@ -66,7 +72,7 @@ def test_a_row_swaps_what_its_memory_does_not_hold(tmp_path) -> None:
     assert moved(host_memory_gib=64.0) == (0, 0)
     assert 0 < moved(host_memory_gib=15.0)[0] < 12 * count
     assert moved(offloads=("nvme_full",)) == pytest.approx((20 * count, 16 * count))  # fp32
-    assert disks.swapped_bytes(swapping(tmp_path, offload_ratios=("auto",))[-1]) is None
+    assert disks.swap_of(swapping(tmp_path, offload_ratios=("auto",))[-1]) is None
 
 
 def test_what_moves_nothing_needs_no_probe_and_no_warning(tmp_path, monkeypatch) -> None:
@@ -98,3 +104,37 @@ def test_a_probe_takes_what_room_there_is_or_says_that_there_is_none(tmp_path, m
     monkeypatch.setattr(disks, "free_bytes", lambda path: 1 << 20)
     with pytest.raises(Error, match="no room for a file of 1 MiB a rank"):
         disks.probe([str(tmp_path)], IO, rank_num=4)
+
+
+def test_a_ring_that_may_not_lock_its_memory_is_told_before_the_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(disks, "lockable_bytes", lambda: 8 << 20)
+    with pytest.raises(ConfigError, match=r"MEMLOCK leaves 8, \d+ too few: .*ulimit -l.*--io-engine threads"):
+        disks.check_locked_memory(swapping(tmp_path))
+    threads = swapping(tmp_path, io_engine="threads")
+    disks.check_locked_memory(threads)
+    assert "--io-engine threads" in rerun_command(threads[-1], CompareOptions())
+    file = tmp_path / "row.json"
+    section = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for own, refused in ({}, True), ({"io_engine": "threads"}, False), ({"io_allow_fallback": True}, False):
+        file.write_text(json.dumps({"stage": 2, "offload_optimizer": {**section, **own}}))
+        options = {"nvme_paths": (), "offloads": ("none",), "config_files": (file,)}
+        with pytest.raises(ConfigError) if refused else contextlib.nullcontext():
+            disks.check_locked_memory(swapping(**options))
+        (row,) = swapping(**options, io_engine="threads")
+        assert row.options["offload_optimizer"]["io_engine"] == "threads"
+        disks.check_locked_memory([row])
+    monkeypatch.setattr(disks, "lockable_bytes", lambda: math.inf)
+    disks.check_locked_memory(swapping(tmp_path))
+
+
+def test_an_engine_needs_rows_that_swap(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="--io-engine is about state on NVMe"):
+        swapping(offloads=("none",), io_engine="threads")
+    with pytest.raises(ConfigError, match="unknown --io-engine 'uring': use one of io_uring, threads"):
+        swapping(tmp_path, io_engine="uring")
+
+
+def test_what_may_be_locked_is_as_the_core_says(monkeypatch) -> None:
+    core = _native.load()
+    unlimited = core.lockable_bytes() > 1 << 62
+    assert lockable_bytes() == (math.inf if unlimited else core.lockable_bytes())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 from itertools import count
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from zerobench.bench import disks
+from zerobench.bench.micro import io_disk
 from zerobench.bench.micro.io_disk import IoSetting
 from zerobench.bench.micro.io_tune import MOST_IN_FLIGHT_BYTES, candidates_for, choose, search
 from zerobench.bench.storage import device_facts, device_line, file_system
@@ -136,3 +140,14 @@ def test_a_path_is_described_by_its_file_system(tmp_path: Path) -> None:
     facts = device_facts(tmp_path)
     assert facts["file_system"] != "unknown"
     assert str(tmp_path) in device_line(facts)
+
+
+def test_benchmarks_of_files_go_on_without_io_uring_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = Console(record=True, file=io.StringIO(), width=200)
+    monkeypatch.setattr(disks, "lockable_bytes", lambda: 8 << 20)
+    both = [IoSetting(engine=engine, block_bytes=1 << 20, depth=8) for engine in ("io_uring", "threads")]
+    assert io_disk.usable(both, 16 << 20, notes) == both[1:]
+    assert "threads only: io_uring" in notes.export_text()
+    with pytest.raises(ConfigError, match=r"MEMLOCK leaves 8.*--engines threads"):
+        io_disk.usable(both[:1], 16 << 20, notes)
+    assert io_disk.usable(both[1:], 16 << 20, notes) == both[1:]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobench import models
 from zerobench.bench.fit import GIB, with_layers
 from zerobench.bench.names import OURS
-from zerobench.bench.storage import free_bytes
+from zerobench.bench.storage import free_bytes, lockable_bytes
 from zerobench.config import OffloadOptimizerConfig
-from zerobench.errors import Error
+from zerobench.errors import ConfigError, Error
 from zerobench.io_settings import IoChoice, Rates, io_choice, settings_for, slow_path_warning
 from zerobench.strategies.base import NVME_OFFLOADS
 
@@ -103,7 +104,7 @@ def disk_warnings(configurations: Sequence[Configuration]) -> list[str]:
     swapping = [c for c in configurations if c.settings.offload in NVME_OFFLOADS]
     for paths in dict.fromkeys(tuple(c.settings.nvme_paths) for c in swapping):
         rows = [c for c in swapping if tuple(c.settings.nvme_paths) == paths]
-        moved = [found for found in map(swapped_bytes, rows) if found is None or any(found)]
+        moved = [found for found in map(swap_of, rows) if found is None or found.written_bytes]
         for group in by_disk(paths):
             names = " and ".join(group)
             if len(group) > 1:
@@ -117,23 +118,71 @@ def disk_warnings(configurations: Sequence[Configuration]) -> list[str]:
             except (OSError, Error):
                 continue  # rows will say it
             share = len(group) / len(set(paths))
-            read, written = max((found for found in moved if found), key=sum, default=(0.0, 0.0))
-            warning = slow_path_warning(names, rates, read_bytes=read * share, written_bytes=written * share)
+            most = max(
+                (found for found in moved if found), key=lambda found: found.read_bytes, default=Swap()
+            )
+            warning = slow_path_warning(
+                names, rates, read_bytes=most.read_bytes * share, written_bytes=most.written_bytes * share
+            )
             warnings += [warning] if warning else []
     return warnings
 
 
-def swapped_bytes(configuration: Configuration) -> tuple[float, float] | None:
-    """What a step of all ranks reads and writes, about; None where the row itself finds out (ratio auto)."""
+def check_locked_memory(configurations: Sequence[Configuration]) -> None:
+    """ConfigError where io_uring would have to lock more memory, of all ranks of a user, than the limit leaves."""
+    lockable = lockable_bytes()
+    for configuration in configurations:
+        settings, own = configuration.settings, configuration.options.get("offload_optimizer") or {}
+        if configuration.strategy not in OURS or settings.offload not in NVME_OFFLOADS:
+            continue
+        io, swap = io_of(settings.nvme_paths, configuration.options), swap_of(configuration)
+        if io.engine != "io_uring" or own.get("io_allow_fallback") or swap is None:
+            continue
+        if swap.ring_bytes > lockable:
+            raise ConfigError(
+                f"{configuration.name}: {too_little_locked(swap.ring_bytes, lockable)}, or add --io-engine threads"
+            )
+
+
+def too_little_locked(needed_bytes: float, lockable: float) -> str:
+    return (
+        f"io_uring locks about {needed_bytes / _MIB:.0f} MiB of buffers and RLIMIT_MEMLOCK leaves "
+        f"{lockable / _MIB:.0f}, {(needed_bytes - lockable) / _MIB:.0f} too few: raise it (ulimit -l, LimitMEMLOCK=, "
+        "docker run --ulimit memlock=-1)"
+    )
+
+
+def ring_refusal(locked_bytes: int) -> str | None:
+    """Why io_uring is not usable here with so many bytes of buffers; None where it is."""
+    from zerobench import _native
+
+    refusal: str | None = _native.load().io_uring_refusal()
+    if refusal is None and locked_bytes > (lockable := lockable_bytes()):
+        return too_little_locked(locked_bytes, lockable)
+    return refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swap:
+    """Of all ranks together, about: what a step reads and writes, and the memory that I/O moves it through."""
+
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+    ring_bytes: float = 0.0
+
+
+def swap_of(configuration: Configuration) -> Swap | None:
+    """None where the row itself finds out (ratio auto)."""
     settings, own = configuration.settings, configuration.options.get("offload_optimizer") or {}
     if settings.offload_ratio == "auto":
         return None
     if configuration.strategy not in OURS:
-        return (_STATE_BYTES * (settings.parameter_count or 0),) * 2
+        all_bytes = _STATE_BYTES * (settings.parameter_count or 0)
+        return Swap(read_bytes=all_bytes, written_bytes=all_bytes)
     share = 1.0 if settings.offload_ratio is None else float(settings.offload_ratio)
     shards = [share * numel / settings.world_size for numel in unit_numels(configuration)]
     if not share:
-        return (0, 0)
+        return Swap()
     # As csrc/stores/host_store_memory.cpp spends memory: buffers, gradients, parameters, and then state.
     chunk_numel = own.get("chunk_numel") or OffloadOptimizerConfig.model_fields["chunk_numel"].default
     slot_bytes = _STATE_BYTES * min(max(shards), chunk_numel)
@@ -148,8 +197,15 @@ def swapped_bytes(configuration: Configuration) -> tuple[float, float] | None:
     chunk_num = sum(math.ceil(numel / chunk_numel) for numel in shards)
     fits = chunk_num <= resident_num + frame_num
     state = 0.0 if fits else _STATE_BYTES * sum(shards) * (1 - resident_num / chunk_num)
+    ring_bytes = slot_bytes * (chunk_num if fits else resident_num + frame_num)
+    if settings.offload == "nvme_full":
+        ring_bytes += parameters_bytes - swapped_parameters + element_bytes * max(shards)
     ranks = settings.world_size
-    return (ranks * (state + 2 * swapped_parameters), ranks * (state + swapped_parameters))
+    return Swap(
+        read_bytes=ranks * (state + 2 * swapped_parameters),
+        written_bytes=ranks * (state + swapped_parameters),
+        ring_bytes=ranks * ring_bytes,
+    )
 
 
 def unit_numels(configuration: Configuration) -> list[int]:

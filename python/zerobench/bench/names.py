@@ -127,6 +127,8 @@ def rerun_command(configuration: Configuration, options: CompareOptions) -> str:
     words += placement_words(settings)
     if configuration.strategy in OURS and "communicator" in configuration.options:
         words += ["--communicator", configuration.options["communicator"]]
+    if io_engine := (configuration.options.get("offload_optimizer") or {}).get("io_engine"):
+        words += ["--io-engine", io_engine]
     if settings.tf32:
         words += ["--tf32"]
     if options.verify_layers is not None:

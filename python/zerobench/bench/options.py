@@ -19,6 +19,7 @@ COMPILE_MODES = ("none", "block", "whole")
 BINDINGS = ("none", "numa")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 OWN_ATTENTION = "sdpa"  # of our presets
+IO_ENGINES = ("io_uring", "threads")
 COMMUNICATORS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "peer")}
 _MIN_SEED, _MAX_SEED = -(1 << 63), (1 << 64) - 1  # that torch takes
 
@@ -49,6 +50,7 @@ class CompareOptions:
     optimizer_in_backward: Sequence[bool] = (False,)
     communicators: Sequence[str] = ("auto",)  # of our rows
     nvme_paths: Sequence[Path] = ()
+    io_engine: str | None = None  # of our rows on NVMe; None: what was tuned, else io_uring
     host_memory_gib: float | None = None
     device_memory_gib: float | None = None
     bind: str = "none"
@@ -107,6 +109,7 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         "offload": (options.offloads, OFFLOADS),
         "--bind": ([options.bind], BINDINGS),
         f"--communicator on {options.device}": (options.communicators, COMMUNICATORS[options.device]),
+        "--io-engine": ([options.io_engine] if options.io_engine else [], IO_ENGINES),
         "attention": ([options.attention] if options.attention else [], ATTENTIONS),
     }
     for what, (asked, choices) in known.items():
@@ -159,6 +162,8 @@ def check_offload(options: CompareOptions) -> None:
         raise ConfigError("--offload nvme needs a folder on the disk to use: add --nvme-path")
     if not on_nvme and options.nvme_paths:
         raise ConfigError("--nvme-path is where state on NVMe goes: add --offload nvme, or leave it out")
+    if not on_nvme and options.io_engine is not None:
+        raise ConfigError("--io-engine is about state on NVMe: add --offload nvme, or leave it out")
 
 
 def check_folder(path: Path) -> None:

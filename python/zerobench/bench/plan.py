@@ -153,10 +153,21 @@ def grid(options: CompareOptions, *, decided: Mapping[str, Any] | None = None) -
             **point | placement(options, strategy, point),
         )
         chosen = communicator != "auto" and strategy in OURS
-        draft: Draft = (strategy, settings, {"communicator": communicator} if chosen else {})
+        extra = {"communicator": communicator} if chosen else {}
+        draft: Draft = (strategy, settings, with_io_engine(options, strategy, settings, extra))
         if draft not in drafts:  # what runs alone is the same row at every world size
             drafts.append(draft)
     return drafts
+
+
+def with_io_engine(
+    options: CompareOptions, strategy: str, settings: Settings, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """What a row's own file says of it stays."""
+    if options.io_engine is None or strategy not in OURS or settings.offload not in NVME_OFFLOADS:
+        return extra
+    own = extra.get("offload_optimizer") or {}
+    return {**extra, "offload_optimizer": {"io_engine": options.io_engine, **own}}
 
 
 def ranks_of(strategy: str, world_size: int) -> int:
@@ -203,7 +214,8 @@ def from_files(options: CompareOptions) -> list[Draft]:
     for path in options.config_files:
         strategy, decided, own = read_row(path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)))
         for _, settings, chosen in grid(replace(options, strategies=[strategy]), decided=decided):
-            draft: Draft = (strategy, settings, {**chosen, **own})
+            extra = with_io_engine(options, strategy, settings, {**chosen, **own})
+            draft: Draft = (strategy, settings, extra)
             if draft not in drafts:
                 drafts.append(draft)
     check_offload_of_files(options, [settings for _, settings, _ in drafts])
@@ -220,6 +232,11 @@ def check_offload_of_files(options: CompareOptions, rows: Sequence[Settings]) ->
     for option, given, used in (
         ("--offload-ratio", options.offload_ratios, {row.offload_ratio for row in rows}),
         ("--host-memory-gib", [options.host_memory_gib], {row.host_memory_gib for row in rows}),
+        (
+            "--io-engine",
+            [options.io_engine],
+            {options.io_engine for row in rows if row.offload in NVME_OFFLOADS},
+        ),
         (
             "--nvme-path",
             [str(path.absolute()) for path in options.nvme_paths],

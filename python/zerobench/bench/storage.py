@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import math
 import os
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 from zerobench.errors import ConfigError
 
 NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
+_CAP_IPC_LOCK = 1 << 14
 _IO_URING_SETUP = 425  # the system call's number on every architecture
 _IO_URING_PARAMS_BYTES = 120  # struct io_uring_params
 _IO_URING_FEATURES = slice(20, 24)  # its field features
@@ -61,6 +64,15 @@ def check_directories(paths: list[Path]) -> None:
             raise ConfigError(f"{path} is no directory: give one on the disk to measure")
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"{path} is not writable: give a directory that is")
+
+
+def lockable_bytes(status: Path = Path("/proc/self/status")) -> float:
+    """What RLIMIT_MEMLOCK leaves this process, as the core says it (csrc/memory/host_limits.cpp)."""
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if int(lines["CapEff"], 16) & _CAP_IPC_LOCK or limit == resource.RLIM_INFINITY:
+        return math.inf
+    return max(0, limit - int(lines["VmLck"].split()[0]) * 1024)
 
 
 def free_bytes(path: Path) -> int:

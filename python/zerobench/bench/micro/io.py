@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from zerobench.bench.micro.checks import check_known, check_repeats
-from zerobench.bench.micro.io_disk import MIB, Disk, IoSetting, check_memory, io_errors
+from zerobench.bench.micro.io_disk import MIB, Disk, IoSetting, check_memory, io_errors, usable
 from zerobench.bench.micro.output import (
     MicroReport,
     OutputFile,
@@ -91,8 +91,8 @@ def run_io(options: IoOptions, *, output: OutputFile, console: Console, notes: C
     for line in (machine, *map(device_line, devices)):
         print_comment(console, line)
     rows: list[dict[str, Any]] = []
+    settings = usable(options.settings(), options.chunk_bytes, notes)
     with new_progress(notes) as bar, io_errors():
-        settings = options.settings()
         rounds = len(RAW_CANDIDATES) + options.repeats * (len(settings) + 1)
         task = bar.add_task("filling the files", total=len(options.modes) * rounds)
         disk = Disk(

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerobench.bench.disks import by_disk, probe
+from rich.console import Console
+
+from zerobench.bench.disks import by_disk, probe, ring_refusal
 from zerobench.bench.machine import memory_available_bytes
 from zerobench.bench.micro.output import size_text
 from zerobench.bench.storage import free_bytes
@@ -41,6 +43,19 @@ class IoSetting:
 
 def most_frames(settings: Sequence[IoSetting], chunk_bytes: int) -> int:
     return max(setting.frame_num(chunk_bytes) for setting in settings)
+
+
+def usable(settings: Sequence[IoSetting], chunk_bytes: int, notes: Console) -> list[IoSetting]:
+    """Without io_uring where it is not usable or may not lock the memory of these settings, with a note that says
+    why."""
+    refusal = ring_refusal(most_frames(settings, chunk_bytes) * chunk_bytes)
+    others = [setting for setting in settings if setting.engine != "io_uring"]
+    if refusal is None or len(others) == len(settings):
+        return list(settings)
+    if not others:
+        raise ConfigError(f"{refusal}; or give --engines threads")
+    notes.print(f"threads only: {refusal}", soft_wrap=True, highlight=False)
+    return others
 
 
 def least_free_bytes(paths: Sequence[Path]) -> int:

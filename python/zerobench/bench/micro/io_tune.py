@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from zerobench.bench.micro.io import ENGINES
-from zerobench.bench.micro.io_disk import MIB, Disk, IoSetting, check_memory, io_errors
+from zerobench.bench.micro.io_disk import MIB, Disk, IoSetting, check_memory, io_errors, usable
 from zerobench.bench.micro.output import TextTable, machine_line, new_progress, print_comment, size_text
 from zerobench.bench.storage import check_directories, device_facts, device_line, free_bytes
 from zerobench.errors import ConfigError
@@ -101,13 +101,7 @@ def search(
 
 def run_tune_io(options: TuneOptions, *, console: Console, notes: Console) -> int:
     """Search, show and write the settings; the exit code."""
-    from zerobench import _native
-
-    refusal = _native.load().io_uring_refusal()
-    engines = [name for name in ENGINES if name != "io_uring" or refusal is None]
-    if refusal is not None:
-        notes.print(f"threads only: {refusal}", soft_wrap=True, highlight=False)
-    candidates = options.fitting(candidates_for(engines))
+    candidates = usable(options.fitting(candidates_for(ENGINES)), options.chunk_bytes, notes)
     check_memory(candidates, options.chunk_bytes)
     for line in (machine_line(), device_line(device_facts(options.path))):
         print_comment(console, line)
