@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,20 +116,33 @@ def io_choice(path: Path, *, engine: str | None, block_bytes: int | None, depth:
     return IoChoice(engine or usual.engine, block_bytes or usual.block_bytes, depth or usual.depth)
 
 
+def check_settings_file(file: Path) -> None:
+    """ConfigError where settings cannot be added to it."""
+    read_settings(file)
+    with _beside(file):
+        pass
+
+
 def write_settings(path: Path, settings: IoSettings, *, file: Path) -> None:
     """Adds to the file; readers see the old content or the new one, never half of it."""
     content = read_settings(file)
     content.paths[str(path.resolve())] = settings
+    with _beside(file) as partial:
+        partial.write_text(content.model_dump_json(indent=1) + "\n")
+        os.replace(partial, file)
+
+
+@contextlib.contextmanager
+def _beside(file: Path) -> Iterator[Path]:
+    """An empty file in the same folder, removed where it still is at the end."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")
+        os.close(descriptor)
         try:
-            with os.fdopen(descriptor, "w") as stream:
-                stream.write(content.model_dump_json(indent=1) + "\n")
-            os.replace(partial, file)
-        except BaseException:
-            os.unlink(partial)
-            raise
+            yield Path(partial)
+        finally:
+            Path(partial).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be written ({error.strerror or error}): give another --settings"

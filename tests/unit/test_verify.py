@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -303,3 +304,10 @@ def test_the_dtypes_of_ours_count_however_many_peers_have_others() -> None:
     peers = rows[1:]
     settled(*peers)
     assert [row.comparable for row in peers] == [True, True]
+
+
+def test_a_reference_that_finds_no_room_names_the_cures() -> None:
+    tensors = {"w": torch.zeros(1 << 20)}
+    found = verify.Evidence(loss=1.0, norm=1.0, gradients=tensors, parameters=tensors, moments=tensors)
+    with pytest.raises(Error, match=r"of 16 MiB could not be written to /dev: .*ulimit -f.*TMPDIR"):
+        verify.write_reference(Path("/dev/full"), found, tensors)

@@ -129,7 +129,15 @@ def gradients_of_first_step(moments: Tensors, settings: StrategySettings, norm: 
 
 def write_reference(path: Path, evidence: Evidence, initial: Tensors) -> None:
     updates = {name: parameter - initial[name] for name, parameter in evidence.parameters.items()}
-    torch.save(Reference(evidence.gradients, updates, evidence.parameters, evidence.moments)._asdict(), path)
+    reference = Reference(evidence.gradients, updates, evidence.parameters, evidence.moments)
+    try:
+        torch.save(reference._asdict(), path)
+    except (OSError, RuntimeError) as error:  # torch's, for a file that could not be written whole
+        needed = sum(tensor.nbytes for tensors in reference for tensor in tensors.values())
+        raise Error(
+            f"the reference of {needed / (1 << 20):.0f} MiB could not be written to {path.parent}: free some space, "
+            "raise the limit on the size of files (ulimit -f), or choose another folder by TMPDIR"
+        ) from error
 
 
 def read_reference(path: Path) -> Reference:

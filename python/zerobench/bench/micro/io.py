@@ -5,6 +5,7 @@ torch is imported with the core, when measuring starts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +80,8 @@ class IoOptions:
             if not 1 <= depth <= 1024:
                 raise ConfigError(f"--depth {depth} is not possible: give 1 to 1024")
         check_repeats(self.repeats)
-        if not self.sample_s > 0:
-            raise ConfigError(f"--sample-seconds {self.sample_s:g} measures nothing: give more than 0")
+        if not 0 < self.sample_s < math.inf:
+            raise ConfigError(f"--sample-seconds {self.sample_s:g} is impossible: give a time above 0")
         check_memory(self.settings(), self.chunk_bytes)
 
 

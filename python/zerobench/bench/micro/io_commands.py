@@ -11,6 +11,8 @@ from zerobench.bench.micro import Output, Repeats, app, result_console, results_
 from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
 
+_MOST_BYTES = 1 << 60
+
 tune_app = typer.Typer(help="Finds the fastest settings for this machine and keeps them for later runs.")
 
 SizeGib = Annotated[
@@ -33,8 +35,14 @@ def names(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
-def gib(value: float | None) -> int | None:
-    return None if value is None else int(value * (1 << 30))
+def whole_bytes(option: str, value: float, unit_bytes: int) -> int:
+    if not 0 < value * unit_bytes < _MOST_BYTES:
+        raise ConfigError(f"{option} {value:g} is impossible: give a size above zero that a disk may have")
+    return int(value * unit_bytes)
+
+
+def gib(size_gib: float | None) -> int | None:
+    return None if size_gib is None else whole_bytes("--size-gib", size_gib, 1 << 30)
 
 
 @app.command()
@@ -86,7 +94,7 @@ def io(
         block_bytes=whole_numbers("--block-bytes", block_bytes or "1048576,4194304"),
         depths=whole_numbers("--depth", depth or "8,32"),
         modes=names(modes),
-        chunk_bytes=int(chunk_mib * (1 << 20)),
+        chunk_bytes=whole_bytes("--chunk-mib", chunk_mib, 1 << 20),
         file_bytes=gib(size_gib),
         repeats=repeats,
         sample_s=sample_seconds,
@@ -119,17 +127,17 @@ def tune_io(
     Exit code: 0, or 1 when a transfer failed.
     """
     from zerobench.bench.micro.io_tune import TuneOptions, run_tune_io
-    from zerobench.io_settings import default_file, read_settings
+    from zerobench.io_settings import check_settings_file, default_file
 
     options = TuneOptions(
         path=path,
         seconds=seconds,
         file_bytes=gib(size_gib),
-        chunk_bytes=int(chunk_mib * (1 << 20)),
+        chunk_bytes=whole_bytes("--chunk-mib", chunk_mib, 1 << 20),
         settings_file=settings or default_file(),
     )
     options.check()
-    read_settings(options.settings_file)  # what cannot be added to is found before time is spent
+    check_settings_file(options.settings_file)  # what cannot be added to is found before time is spent
     try:
         raise typer.Exit(run_tune_io(options, console=result_console(), notes=plain_console(stderr=True)))
     except KeyboardInterrupt:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from math import log2
 from pathlib import Path
 
 from rich.console import Console
@@ -44,8 +44,8 @@ class TuneOptions:
             raise ConfigError(
                 f"a chunk of {self.chunk_bytes} bytes is no multiple of 4096: give another --chunk-mib"
             )
-        if not self.seconds >= 1:
-            raise ConfigError(f"--seconds {self.seconds:g} is too short to measure anything: give 1 or more")
+        if not 1 <= self.seconds < math.inf:
+            raise ConfigError(f"--seconds {self.seconds:g} is no time to measure in: give 1 or more")
 
     def fitting(self, candidates: Sequence[IoSetting]) -> list[IoSetting]:
         """Those whose buffers are at most half of the file, so that the file is not swapped through memory whole."""
@@ -66,7 +66,9 @@ def candidates_for(engines: Sequence[str]) -> list[IoSetting]:
         for depth in DEPTHS
         if block_bytes * depth <= MOST_IN_FLIGHT_BYTES
     ]
-    return sorted(found, key=lambda each: abs(log2(each.block_bytes * each.depth / LIKELY_IN_FLIGHT_BYTES)))
+    return sorted(
+        found, key=lambda each: abs(math.log2(each.block_bytes * each.depth / LIKELY_IN_FLIGHT_BYTES))
+    )
 
 
 def choose(rates: dict[IoSetting, list[float]]) -> IoSetting:
