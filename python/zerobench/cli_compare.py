@@ -253,8 +253,9 @@ def compare(
         learning_rate=lr,
     )
     plan = make_plan(options, given_world_size=given.world_size if given else None)
-    check_locked_memory(plan.configurations)
-    plan.warnings.extend(disk_warnings(plan.configurations))
+    host_ranks = given.local_world_size if given else None
+    check_locked_memory(plan.configurations, host_ranks=host_ranks)
+    plan.warnings.extend(disk_warnings(plan.configurations, host_ranks=host_ranks))
     launcher = given.open_launcher() if given else Launcher()
     raise typer.Exit(
         run_comparison(

@@ -72,6 +72,9 @@ def test_a_row_swaps_what_its_memory_does_not_hold(tmp_path) -> None:
     assert moved(host_memory_gib=64.0) == (0, 0)
     assert 0 < moved(host_memory_gib=15.0)[0] < 12 * count
     assert moved(offloads=("nvme_full",)) == pytest.approx((20 * count, 16 * count))  # fp32
+    (row,) = swapping(tmp_path, offloads=("nvme",), world_sizes=(4,))
+    of_half = disks.swap_of(row, host_ranks=2)
+    assert of_half is not None and of_half.read_bytes == pytest.approx(6 * count)
     assert disks.swap_of(swapping(tmp_path, offload_ratios=("auto",))[-1]) is None
 
 

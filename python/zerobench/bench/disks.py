@@ -97,14 +97,15 @@ def _rates(paths: Sequence[str], io: IoChoice, *, most_num: int, seconds: float)
     )
 
 
-def disk_warnings(configurations: Sequence[Configuration]) -> list[str]:
+def disk_warnings(configurations: Sequence[Configuration], *, host_ranks: int | None = None) -> list[str]:
     """Of folders on one disk, and of disks whose transfers are likely to be the limit: as `tune io` found them, else
     probed now."""
     warnings = []
     swapping = [c for c in configurations if c.settings.offload in NVME_OFFLOADS]
     for paths in dict.fromkeys(tuple(c.settings.nvme_paths) for c in swapping):
         rows = [c for c in swapping if tuple(c.settings.nvme_paths) == paths]
-        moved = [found for found in map(swap_of, rows) if found is None or found.written_bytes]
+        swaps = [swap_of(row, host_ranks=host_ranks) for row in rows]
+        moved = [found for found in swaps if found is None or found.written_bytes]
         for group in by_disk(paths):
             names = " and ".join(group)
             if len(group) > 1:
@@ -128,14 +129,17 @@ def disk_warnings(configurations: Sequence[Configuration]) -> list[str]:
     return warnings
 
 
-def check_locked_memory(configurations: Sequence[Configuration]) -> None:
+def check_locked_memory(configurations: Sequence[Configuration], *, host_ranks: int | None = None) -> None:
     """ConfigError where io_uring would have to lock more memory, of all ranks of a user, than the limit leaves."""
     lockable = lockable_bytes()
     for configuration in configurations:
         settings, own = configuration.settings, configuration.options.get("offload_optimizer") or {}
         if configuration.strategy not in OURS or settings.offload not in NVME_OFFLOADS:
             continue
-        io, swap = io_of(settings.nvme_paths, configuration.options), swap_of(configuration)
+        io, swap = (
+            io_of(settings.nvme_paths, configuration.options),
+            swap_of(configuration, host_ranks=host_ranks),
+        )
         if io.engine != "io_uring" or own.get("io_allow_fallback") or swap is None:
             continue
         if swap.ring_bytes > lockable:
@@ -164,20 +168,21 @@ def ring_refusal(locked_bytes: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Swap:
-    """Of all ranks together, about: what a step reads and writes, and the memory that I/O moves it through."""
+    """Of all ranks of a host, about: what a step reads and writes, and the memory that I/O moves it through."""
 
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     ring_bytes: float = 0.0
 
 
-def swap_of(configuration: Configuration) -> Swap | None:
-    """None where the row itself finds out (ratio auto)."""
+def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> Swap | None:
+    """``host_ranks``: of this host, where others have some too. None where the row itself finds out (ratio auto)."""
     settings, own = configuration.settings, configuration.options.get("offload_optimizer") or {}
+    ranks = min(settings.world_size, host_ranks or settings.world_size)
     if settings.offload_ratio == "auto":
         return None
     if configuration.strategy not in OURS:
-        all_bytes = _STATE_BYTES * (settings.parameter_count or 0)
+        all_bytes = _STATE_BYTES * (settings.parameter_count or 0) * ranks / settings.world_size
         return Swap(read_bytes=all_bytes, written_bytes=all_bytes)
     share = 1.0 if settings.offload_ratio is None else float(settings.offload_ratio)
     shards = [share * numel / settings.world_size for numel in unit_numels(configuration)]
@@ -189,7 +194,7 @@ def swap_of(configuration: Configuration) -> Swap | None:
     io = io_of(settings.nvme_paths, configuration.options)
     frame_num = 2 * math.ceil(io.depth * io.block_bytes / slot_bytes) + 2
     element_bytes = 4 if settings.precision == "fp32" else 2
-    budget_bytes = own.get("host_memory_bytes") or (settings.host_memory_gib or 0) * GIB / settings.world_size
+    budget_bytes = own.get("host_memory_bytes") or (settings.host_memory_gib or 0) * GIB / ranks
     left_bytes = max(0.0, budget_bytes - (frame_num + 1) * slot_bytes - element_bytes * sum(shards))
     parameters_bytes = element_bytes * sum(shards) if settings.offload == "nvme_full" else 0.0
     swapped_parameters = max(0.0, parameters_bytes - left_bytes)
@@ -200,7 +205,6 @@ def swap_of(configuration: Configuration) -> Swap | None:
     ring_bytes = slot_bytes * (chunk_num if fits else resident_num + frame_num)
     if settings.offload == "nvme_full":
         ring_bytes += parameters_bytes - swapped_parameters + element_bytes * max(shards)
-    ranks = settings.world_size
     return Swap(
         read_bytes=ranks * (state + 2 * swapped_parameters),
         written_bytes=ranks * (state + swapped_parameters),
