@@ -1,6 +1,7 @@
 #include "io/swap_file.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/file.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -10,7 +11,10 @@
 #include <atomic>
 #include <cctype>
 #include <cerrno>
+#include <chrono>
+#include <cstdlib>
 #include <filesystem>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,6 +28,8 @@ constexpr std::string_view kPrefix = "zerobench-swap.";
 constexpr std::string_view kSuffix = ".tmp";
 constexpr std::size_t kLeastAlignmentBytes = 4096;
 constexpr int kCreateAttempts = 100;
+constexpr std::chrono::seconds kRingPatience{5};
+constexpr std::chrono::milliseconds kRingTurn{5};
 
 // Letters, digits, - and _ of a text: what may stand between the dots of a name.
 std::string word(std::string text) {
@@ -64,10 +70,25 @@ bool is_local_file_system(const std::string& directory) {
          std::ranges::find(kLocal, static_cast<std::uint32_t>(facts.f_type)) != kLocal.end();
 }
 
-bool remove_if_stale(const std::string& path, System& system) {
+// As this process sees it: one in another container may live.
+bool is_owner_gone(std::string_view name) {
+  const std::size_t at = name.find(".pid");
+  const pid_t process = at == std::string_view::npos ? 0 : std::atoi(name.data() + at + 4);
+  return is_of_this_host(name) && process > 0 && ::kill(process, 0) != 0 && errno == ESRCH;
+}
+
+// The kernel lets go of the files of a dead process's ring some time after the process has ended. Their space may be
+// what the caller needs.
+bool remove_if_stale(const std::filesystem::path& path, System& system,
+                     std::chrono::steady_clock::time_point deadline) {
   const int fd = system.open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0);
   if (fd < 0) return false;  // gone meanwhile, or not ours to open
-  const bool stale = system.flock(fd, LOCK_EX | LOCK_NB) == 0;
+  const auto lock = [&] { return system.flock(fd, LOCK_EX | LOCK_NB) == 0; };
+  bool stale = lock();
+  while (!stale && is_owner_gone(path.filename().native()) && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(kRingTurn);
+    stale = lock();
+  }
   const bool removed = stale && system.unlink(path.c_str()) == 0;
   system.close(fd);
   return removed;
@@ -82,10 +103,11 @@ std::size_t remove_stale_swap_files(const std::string& directory, System& system
     if (is_swap_name(it->path().filename().string())) found.push_back(it->path());
   }
   const bool local = is_local_file_system(directory);
+  const auto deadline = std::chrono::steady_clock::now() + kRingPatience;
   std::size_t removed_num = 0;
   for (const std::filesystem::path& path : found) {
     if (!local && !is_of_this_host(path.filename().string())) continue;
-    removed_num += remove_if_stale(path.string(), system) ? 1 : 0;
+    removed_num += remove_if_stale(path, system, deadline) ? 1 : 0;
   }
   return removed_num;
 }

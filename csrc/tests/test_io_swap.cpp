@@ -90,11 +90,34 @@ TEST(SwapFile, WhatAKilledProcessLeavesGoesWithTheNextStart) {
   ::kill(victim, SIGKILL);
   waitpid(victim, nullptr, 0);
   ASSERT_EQ(folder.file_num(), 1U);
-  // The kernel takes a killed process's ring apart, and with it the lock, some time after the process is gone.
-  for (int i = 0; i < 5000 && remove_stale_swap_files(folder.path()) == 0; ++i) usleep(1000);
   const SwapFile next(spec_in(folder.path()));
   EXPECT_EQ(folder.file_num(), 1U);
   EXPECT_TRUE(std::filesystem::exists(next.path()));
+}
+
+// As a killed process's ring does, which the kernel takes apart some time after the process is gone.
+TEST(SwapFile, ALockThatOutlivesItsOwnerIsWaitedFor) {
+  const Folder folder;
+  std::string name;
+  {
+    const SwapFile own(spec_in(folder.path()));
+    name = std::filesystem::path(own.path()).filename();
+  }
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  waitpid(child, nullptr, 0);
+  name.replace(name.find(".pid"), name.find(".", name.find(".pid") + 1) - name.find(".pid"),
+               ".pid" + std::to_string(child));
+  const std::string path = folder.path() + "/" + name;
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT, 0600);
+  ASSERT_EQ(::flock(fd, LOCK_EX), 0);
+  std::thread ring([fd] {
+    usleep(100000);
+    ::close(fd);
+  });
+  EXPECT_EQ(remove_stale_swap_files(folder.path()), 1U);
+  ring.join();
+  EXPECT_EQ(folder.file_num(), 0U);
 }
 
 TEST(SwapFile, OnlySwapFilesAreRemoved) {
