@@ -87,7 +87,10 @@ void bind_engine_facts(py::class_<BoundEngine>& engine) {
             return std::map<std::string, std::uint64_t>{{"to_host_bytes", traffic.to_host_bytes},
                                                         {"to_device_bytes", traffic.to_device_bytes}};
           },
-          Release(), "What offloaded state moved since the engine was made. Waits for updates that are under way.")
+          Release(),
+          "What offloaded state moved since the engine was made. Waits for updates and transfers of files that are "
+          "under "
+          "way.")
       .def(
           "store_waited_ms", [](BoundEngine& e) { return e.get().store_waited_ms(); }, Release(),
           "How long the callers were blocked for updates since the engine was made.")

@@ -52,6 +52,9 @@ class HomeParameters {
 
   std::exception_ptr failure() const { return failure_; }
   double waited_ms() const { return waited_ms_; }  // for files, in fetches
+  void flush() {
+    if (paged_) paged_->flush();
+  }
   PagerStats stats() const { return paged_ ? paged_->stats() : PagerStats{}; }
 
  private:

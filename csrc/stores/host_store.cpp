@@ -109,6 +109,8 @@ class HostStore final : public Store {
 
   StoreTraffic traffic() override {
     for (const auto& shard : shards_) thread_->wait(shard->ticket);
+    if (paged_ != nullptr) paged_->flush();
+    if (home_) home_->flush();
     return link_.traffic();
   }
   double waited_ms() const override { return waited_ms_ + fetch_waited_ms(); }
@@ -440,7 +442,7 @@ class HostStore final : public Store {
   std::size_t next_outgoing_ = 0;
   PinnedBlock frames_;  // of state in files
   std::unique_ptr<StateSpace> states_;
-  const PagedState* paged_ = nullptr;     // states_, where it is that
+  PagedState* paged_ = nullptr;           // states_, where it is that
   std::unique_ptr<HomeParameters> home_;  // null where parameters live on the device
   std::vector<std::unique_ptr<Shard>> shards_;
   std::vector<AdamRun> runs_;

@@ -99,6 +99,7 @@ class PagedStateImpl final : public PagedState {
     pager_.release(chunk_at(shard, begin, end), use == ChunkUse::kWritten ? Change::kDirty : Change::kClean);
   }
 
+  void flush() override { pager_.flush(); }
   PagerStats stats() const override { return pager_.stats(); }
   std::size_t swapped_bytes() const override { return kStateNum * swapped_numel_ * sizeof(float); }
   std::string_view engine() const override { return io_engine_name(engine_->kind()); }

@@ -43,6 +43,7 @@ struct PagedStateOptions {
 
 class PagedState : public StateSpace {
  public:
+  virtual void flush() = 0;  // returns when no transfer is in flight, of what is read ahead either
   virtual PagerStats stats() const = 0;
   virtual std::size_t swapped_bytes() const = 0;       // that lie in files
   virtual std::string_view engine() const = 0;         // its name

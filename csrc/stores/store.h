@@ -97,7 +97,7 @@ class Store {
   virtual std::exception_ptr failure() const { return nullptr; }
   // Where it records what it does, and under which unit's name (ShardSpec::unit). Before any update.
   virtual void set_timeline(Timeline* timeline) { static_cast<void>(timeline); }
-  // Of all updates so far, whose end it waits for.
+  // Of all updates so far, whose end it waits for, and that of all transfers of files.
   virtual StoreTraffic traffic() { return {}; }
   // How long callers were blocked for updates since the store was made.
   virtual double waited_ms() const { return 0.0; }

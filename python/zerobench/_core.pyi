@@ -442,7 +442,8 @@ class Engine:
         """
     def store_traffic(self) -> dict[str, int]:
         """
-        What offloaded state moved since the engine was made. Waits for updates that are under way.
+        What offloaded state moved since the engine was made. Waits for updates and transfers of files that are under
+        way.
         """
     def store_waited_ms(self) -> float:
         """

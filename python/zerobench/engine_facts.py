@@ -44,7 +44,7 @@ class EngineFacts:
 
     def offload_traffic(self) -> dict[str, int]:
         """What offloaded state moved over the device's link since the engine was made: ``to_host_bytes`` and
-        ``to_device_bytes``. Waits for updates that are under way."""
+        ``to_device_bytes``. Waits for updates and transfers of files that are under way."""
         return self._core.store_traffic()
 
     def offload_waited_ms(self) -> float:

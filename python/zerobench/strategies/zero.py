@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -23,8 +22,6 @@ from zerobench.strategies.base import (
 from zerobench.strategies.clock import Clock, NoClock, Phases, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.shared import Determinism, mean_loss, mean_of, merge, prepare_model, torch_device
-
-_READ_AHEAD_S = 0.1  # reading ahead that begins nothing for so long has ended
 
 
 def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
@@ -198,11 +195,8 @@ class ZeroStrategy(Strategy):
     def _moved_bytes(self) -> dict[str, int]:
         """Over the link and of files since the engine was made, once no update is under way and what can be read ahead
         was read."""
-        moved = self._engine.offload_traffic()  # waits for updates, so files are asked after it
-        swapped, earlier_bytes = self._engine.swap_stats(), -1
-        while self.settings.offload in NVME_OFFLOADS and swapped["read_bytes"] != earlier_bytes:
-            time.sleep(_READ_AHEAD_S)
-            swapped, earlier_bytes = self._engine.swap_stats(), swapped["read_bytes"]
+        moved = self._engine.offload_traffic()  # which waits for that, so files are asked after it
+        swapped = self._engine.swap_stats()
         return moved | {name: swapped[name] for name in ("read_bytes", "written_bytes")}
 
     def settle(self) -> None:
