@@ -228,8 +228,8 @@ void Engine::broadcast_bytes(std::byte* data, std::size_t bytes) {
 bool Engine::settle_parameters() {
   return enter([&] {
     if (backward_updates_.is_on) return false;
-    if (parameters_sharded() || !is_updating()) return true;
-    if (gathers_->in_pass() || (publishes() && unpublished_ < units_.size())) return false;
+    if (parameters_sharded() || !is_updating() || gathers_->in_pass()) return true;  // in a pass units wait themselves
+    if (publishes() && unpublished_ < units_.size()) return false;
     finish_updates();
     return true;
   });

@@ -7,6 +7,7 @@ from typing import Any
 
 from zerobench.config import Config
 from zerobench.errors import ConfigError
+from zerobench.parameters import hyperparameters_of
 from zerobench.units import UnitModules
 
 _DIGEST_BYTES = 32
@@ -29,14 +30,14 @@ _OF_OFFLOAD = ("device", "ratio")  # all else is about a host's disks and memory
 
 
 def setup_facts(config: Config, units: UnitModules, groups: list[dict[str, Any]]) -> list[str]:
-    """What every rank must have alike, a line each: configuration, hyperparameters by param group, parameters."""
+    """What every rank must have alike, a line each: configuration, hyperparameters by param group, parameters and
+    buffers."""
     values = config.model_dump(mode="json", exclude=_OF_THE_RANK)
     if values["offload_optimizer"] is not None:
         values["offload_optimizer"] = {key: values["offload_optimizer"][key] for key in _OF_OFFLOAD}
     facts = [f"{key} {value}" for key, value in values.items()]
     for index, group in enumerate(groups):
-        hyperparameters = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        facts.append(f"param group {index} with {hyperparameters}")
+        facts.append(f"param group {index} with {hyperparameters_of(group)}")
     group_of = {id(p): f"param group {index}" for index, group in enumerate(groups) for p in group["params"]}
     unit_of = units.unit_of_parameters()
     for name, parameter in units.modules[0].named_parameters():
@@ -44,6 +45,8 @@ def setup_facts(config: Config, units: UnitModules, groups: list[dict[str, Any]]
             f"parameter '{name}' of shape {tuple(parameter.shape)} in {group_of.get(id(parameter), 'no param group')} "
             f"and unit '{units.names[unit_of[name]]}'"
         )
+    for name, buffer in units.modules[0].named_buffers():
+        facts.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")
     return facts
 
 

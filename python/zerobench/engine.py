@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -24,9 +24,15 @@ from zerobench.agreement import expect_same_setup, setup_facts
 from zerobench.config import Config
 from zerobench.engine_facts import EngineFacts
 from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientError, StateError
-from zerobench.hooks import ModuleHooks, expect_no_hooks
+from zerobench.hooks import ModuleHooks, expect_no_hooks, expect_settled
 from zerobench.optimizer import ZeroOptimizer
-from zerobench.parameters import Materialise, core_arguments, materialise_unit, param_groups
+from zerobench.parameters import (
+    Materialise,
+    core_arguments,
+    hyperparameters_of,
+    materialise_unit,
+    param_groups,
+)
 from zerobench.units import find_units
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,6 +75,7 @@ class Engine(EngineFacts):
     ) -> None:
         core = _native.load()
         expect_no_hooks(model)
+        _expect_dense_buffers(model)
         self.module = model
         self.config = config
         self.topology = topology_module.resolve(config)
@@ -334,6 +341,7 @@ class Engine(EngineFacts):
             "exp_avg_sq": self.full_optimizer_state("exp_avg_sq"),
             "step": self.global_steps,
             "loss_scale": self.loss_scale_state(),
+            "param_groups": [hyperparameters_of(group) for group in self.optimizer.param_groups],
         }
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
@@ -353,14 +361,16 @@ class Engine(EngineFacts):
         exp_avg_sq: Mapping[str, torch.Tensor],
         step: int,
         loss_scale: Mapping[str, float] | None = None,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Go on from a state as ``full_state`` gave it: rank 0's becomes everybody's. Collective, between steps.
 
         Also what takes an engine further that an error behind ``optimizer_in_backward`` left torn: from here on it is
-        as a new engine with this state. Learning rates stay as they are, and so does a loss scale that is not given.
+        as a new engine with this state. A loss scale that is not given stays, and so do the hyperparameters of param
+        groups, learning rates among them; each rank takes its own, which must be the same.
 
-        Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks and
-        for a loss scale that this precision has no use for.
+        Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks,
+        for a loss scale that this precision has no use for, and for another number of groups.
         """
         given = {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         named = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
@@ -378,9 +388,17 @@ class Engine(EngineFacts):
             states[kind] = {name: tensors[name].detach().float().cpu().contiguous() for name in wanted}
         if loss_scale is not None and self._core.loss_scale_state is None:
             raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")
+        groups = self.optimizer.param_groups
+        if param_groups is not None and len(param_groups) != len(groups):
+            raise ConfigError(
+                f"the state to load has {len(param_groups)} param groups and the engine {len(groups)}; give "
+                "zerobench.initialize the same model_parameters"
+            )
         scale = None if loss_scale is None else (loss_scale["scale"], int(loss_scale["good_steps"]))
         self._enter_stream()
         self._core.load_full_state(states, step=step, loss_scale=scale)
+        for group, given_group in zip(groups, param_groups or groups, strict=True):
+            group.update(given_group)
         self._micro_step = 0
         self._stepped = False
 
@@ -399,9 +417,11 @@ class Engine(EngineFacts):
         if name.startswith("_") or name == "module":
             raise AttributeError(name)
         value = getattr(self.module, name)
-        if self._hooks.are_installed and isinstance(value, (MethodType, nn.Module, torch.Tensor)):
-            self._enter_stream()
-            self._core.settle_parameters()  # it may read them
+        if self._hooks.are_installed:  # what it may read
+            if isinstance(value, (nn.Module, torch.Tensor)) or name in ("parameters", "named_parameters"):
+                expect_settled(self._core)
+            elif isinstance(value, MethodType):
+                self._core.settle_parameters()
         return value
 
     # --- internals ----------------------------------------------------------------------------------------------
@@ -435,9 +455,12 @@ class Engine(EngineFacts):
         dtype = _TORCH_DTYPES[self._dtypes["param"]]
         for module in self.module.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer.layout != torch.strided:
-                    raise ConfigError(f"buffer '{name}' of {type(module).__name__} is sparse; make it dense")
-                buffer = buffer.to(self._place.name).contiguous()  # one that was expanded cannot be written
+                buffer = buffer.to(self._place.name)
+                if any(
+                    size > 1 and stride == 0
+                    for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+                ):
+                    buffer = buffer.contiguous()  # one that was expanded cannot be written
                 module._buffers[name] = buffer
                 if isinstance(module, _NormBase) and buffer.is_floating_point():
                     module._buffers[name] = buffer = buffer.to(dtype)
@@ -496,6 +519,12 @@ class Engine(EngineFacts):
                 error, "add_note"
             ) else None
         self._core.rethrow_hook_error()
+
+
+def _expect_dense_buffers(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            raise ConfigError(f"buffer '{name}' is sparse; make it dense")
 
 
 def _nothing() -> None:

@@ -33,8 +33,6 @@ class ModuleHooks:
         self._begin_failed = False
         self._error_before_forward: BaseException | None = None
         self._awaited_at_once: list[int] = []
-        # Versions of a unit's inputs by id, while it computes.
-        self._inputs: list[dict[int, int]] = [{} for _ in units.names]
         self._unit_handles: list[Any] = []
         root = units.modules[0]
         begin = root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
@@ -43,9 +41,12 @@ class ModuleHooks:
         self._handles = [
             begin,
             root.register_forward_hook(self._end_forward, always_call=True),
-            root.register_state_dict_pre_hook(self._expect_readable),
-            root.register_load_state_dict_pre_hook(self._expect_may_load),
         ]
+        for module in root.modules():
+            self._handles += [
+                module.register_state_dict_pre_hook(self._expect_readable),
+                module.register_load_state_dict_pre_hook(self._expect_may_load),
+            ]
         self.may_load = False
 
     def await_units_at_once(self) -> None:
@@ -68,18 +69,10 @@ class ModuleHooks:
         self._unit_handles.clear()
 
     def __reduce__(self) -> Any:
-        raise StateError(
-            "a model that an engine trains cannot be copied or pickled: copy it before zerobench.initialize, or load "
-            "engine.state_dict() into a new one"
-        )
+        raise _no_copies()
 
     def _expect_readable(self, *_: Any) -> None:
-        self._enter()
-        if not self._core.settle_parameters():
-            raise StateError(
-                "the last step's updates are still under way, and other ranks have a part in them: call "
-                "engine.state_dict(), or read the model inside `with engine.gather():`, on every rank"
-            )
+        expect_settled(self._core)
 
     def _expect_may_load(self, *_: Any) -> None:
         if not self.may_load:
@@ -90,11 +83,14 @@ class ModuleHooks:
 
     def _install(self, unit: int, module: nn.Module) -> None:
         sharded = self._core.parameters_sharded
-        hook = self._pre_forward_hook(unit)
-        self._unit_handles.append(module.register_forward_pre_hook(hook, with_kwargs=sharded))
-        if sharded:  # elsewhere nothing happens behind a unit's forward
-            hook = self._post_forward_hook(unit)
-            self._unit_handles.append(module.register_forward_hook(hook, always_call=True))
+        hooks = _UnitHooks(self._core, unit)
+        if not sharded:  # then nothing happens behind a unit's forward
+            self._unit_handles.append(module.register_forward_pre_hook(hooks.before))
+            return
+        self._unit_handles += [
+            module.register_forward_pre_hook(hooks.before_sharded, with_kwargs=True),
+            module.register_forward_hook(hooks.after_sharded, always_call=True),
+        ]
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._error_before_forward = sys.exc_info()[1]
@@ -134,56 +130,78 @@ class ModuleHooks:
             inputs,
         )
 
-    def _pre_forward_hook(self, unit: int) -> Any:
-        pre_forward = self._core.pre_forward
-        if not self._core.parameters_sharded:
-            return lambda module, args: pre_forward(unit)
-        frozen = self._core.has_frozen(unit)
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            pre_forward(unit)
-            if not torch.is_grad_enabled():
-                return
-            self._inputs[unit] = {
-                id(value): value._version
-                for value in (*args, *kwargs.values())
-                if isinstance(value, torch.Tensor) and value.requires_grad
-            }
-            if frozen:
-                inputs = [x for x in _tensors((args, kwargs)) if x.requires_grad]
-                if inputs:
-                    self._core.await_inputs(unit)
-                    torch.autograd.graph.register_multi_grad_hook(
-                        inputs, lambda _: self._core.inputs_done(unit)
-                    )
+class _UnitHooks:
+    """The hooks of one unit."""
 
-        return hook
+    def __init__(self, core: Any, unit: int) -> None:
+        self._core = core
+        self._unit = unit
+        self._is_frozen = core.has_frozen(unit)
+        self._inputs: list[tuple[torch.Tensor, int]] = []  # with their versions, while the unit computes
 
-    def _post_forward_hook(self, unit: int) -> Any:
-        def pre_backward(_: Any) -> None:
-            self._core.pre_backward(unit)
+    def __reduce__(self) -> Any:
+        raise _no_copies()
 
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._core.post_forward(unit)
-            if not torch.is_grad_enabled():
-                return
-            inputs, self._inputs[unit] = self._inputs[unit], {}
-            for tensor in _tensors(output):
-                if inputs.get(id(tensor)) == tensor._version:
-                    continue  # passed through: its gradient may be complete long after backward has left this unit
-                # Nodes' hooks run after tensors' hooks, so a frozen unit behind this one is resharded before.
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(pre_backward)
-                elif tensor.requires_grad:
-                    tensor.register_hook(pre_backward)
+    def before(self, module: nn.Module, args: Any) -> None:
+        self._core.pre_forward(self._unit)
 
-        return hook
+    def before_sharded(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._core.pre_forward(self._unit)
+        if not torch.is_grad_enabled():
+            return
+        self._inputs = [
+            (value, value._version)
+            for value in (*args, *kwargs.values())
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        if self._is_frozen:
+            inputs = [x for x in _tensors((args, kwargs)) if x.requires_grad]
+            if inputs:
+                self._core.await_inputs(self._unit)
+                torch.autograd.graph.register_multi_grad_hook(
+                    inputs, lambda _: self._core.inputs_done(self._unit)
+                )
+
+    def after_sharded(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._core.post_forward(self._unit)
+        if not torch.is_grad_enabled():
+            return
+        inputs, self._inputs = self._inputs, []
+        for tensor in _tensors(output):
+            if any(tensor is given and tensor._version == version for given, version in inputs):
+                continue  # passed through: its gradient may be complete long after backward has left this unit
+            # Nodes' hooks run after tensors' hooks, so a frozen unit behind this one is resharded before.
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._before_backward)
+            elif tensor.requires_grad:
+                tensor.register_hook(self._before_backward)
+
+    def _before_backward(self, _: Any) -> None:
+        self._core.pre_backward(self._unit)
+
+
+def _no_copies() -> StateError:
+    return StateError(
+        "a model that an engine trains cannot be copied or pickled: copy it before zerobench.initialize, or load "
+        "engine.state_dict() into a new one"
+    )
+
+
+def expect_settled(core: Any) -> None:
+    """Raise StateError where the last step's updates are under way and this rank cannot end them alone."""
+    if not core.settle_parameters():
+        raise StateError(
+            "the last step's updates are still under way, and other ranks have a part in them: call "
+            "engine.state_dict(), or read the model inside `with engine.gather():`, on every rank"
+        )
 
 
 def expect_no_hooks(model: nn.Module) -> None:
     """Raise ConfigError where another engine trains the model or a part of it."""
     for module in model.modules():
-        if any(isinstance(getattr(h, "__self__", None), ModuleHooks) for h in module._forward_hooks.values()):
+        hooked = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        if any(isinstance(owner, (ModuleHooks, _UnitHooks)) for owner in hooked):
             raise ConfigError(
                 f"an engine trains this {type(module).__name__} already; call that engine's close() first"
             )

@@ -59,6 +59,15 @@ def param_groups(
     return cleaned
 
 
+def hyperparameters_of(group: dict[str, Any]) -> dict[str, Any]:
+    """All of a param group but its parameters; what torch made a tensor of as a number."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
 def core_arguments(
     core: Any, *, units: UnitModules, groups: list[dict[str, Any]], dtypes: dict[str, str]
 ) -> list[Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -217,12 +218,15 @@ def differ(rank, kind):
     model = CASE.model()
     if rank.rank == 1 and kind == "blocks.3":
         model = small_models.Chain(4)
+    model.register_buffer("table", torch.zeros(4))
     groups = [list(model.blocks.parameters()), [*model.inlet.parameters(), *model.outlet.parameters()]]
     if rank.rank == 1:
         if kind == "in param group 0":
             groups.reverse()
         elif kind == "in no param group":
             model.inlet.weight.requires_grad_(False)
+        elif kind == "buffer 'table' of shape (3,)":
+            model.table = model.table[:3]
         config |= DIFFERENT.get(kind, {})
     with pytest.raises(errors.ConfigError) as caught:
         zerobench.initialize(
@@ -238,7 +242,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("kind", [*DIFFERENT, "in param group 0", "in no param group", "blocks.3"])
+@pytest.mark.parametrize("kind", [*DIFFERENT, "in param group 0", "in no param group", "blocks.3", "buffer 'table' of shape (3,)"])
 def test_ranks_that_were_set_up_differently_say_what_differs(kind):
     told = ranks.run(differ, kind, timeout_s=60.0)
     assert told[0] == told[1]

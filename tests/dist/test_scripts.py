@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -64,22 +67,46 @@ def loading(rank, place, precision):
         engine.load_state_dict(saved | {"more": torch.ones(1)})
     with pytest.raises(StateError, match=r"engine\.load_state_dict\(\)"):
         engine.module.load_state_dict(saved)
+    with pytest.raises(StateError, match=r"engine\.load_state_dict\(\)"):
+        engine.module.outlet.load_state_dict({"weight": saved["outlet.weight"], "bias": saved["outlet.bias"]})
     engine.close()
     engine.module.load_state_dict(saved) if PLACES[place]["stage"] < 3 else None
 
 
-def resuming(rank, place, precision):
-    """full_state and load_full_state: a new engine goes on as the old one would have."""
+SCHEDULES = {
+    "steps": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.3),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 6),
+    "cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=10),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+}
+
+
+def resuming(rank, place, precision, schedule):
+    """As docs/training.md has it: a new engine and scheduler go on as the old ones would have."""
+
+    def advance(engine, scheduler, first):
+        for step in range(first, first + 2):
+            train(engine, rank, 1, first=step)
+            scheduler.step(*([1.0] if schedule == "plateau" else []))
+
     engine = start(rank, place, precision=precision)
-    train(engine, rank, 2)
-    state = pickle.loads(pickle.dumps(engine.full_state()))
-    train(engine, rank, 2, first=2)
+    scheduler = SCHEDULES[schedule](engine.optimizer)
+    advance(engine, scheduler, 0)
+    file = io.BytesIO()
+    torch.save({"engine": engine.full_state(), "scheduler": scheduler.state_dict()}, file)
+    advance(engine, scheduler, 2)
     expected = zoo.state_of(engine)["digest"]
     engine.close()
     engine = start(rank, place, precision=precision)
-    engine.load_full_state(**state)
-    train(engine, rank, 2, first=2)
+    scheduler = SCHEDULES[schedule](engine.optimizer)
+    file.seek(0)
+    checkpoint = torch.load(file)
+    engine.load_full_state(**checkpoint["engine"])
+    scheduler.load_state_dict(checkpoint["scheduler"])
+    advance(engine, scheduler, 2)
     assert zoo.state_of(engine)["digest"] == expected
+    with pytest.raises(ConfigError, match="2 param groups and the engine 1"):
+        engine.load_full_state(**checkpoint["engine"] | {"param_groups": [{}, {}]})
     for call in (engine.optimizer.state_dict, lambda: engine.optimizer.load_state_dict({})):
         with pytest.raises(StateError, match=r"engine\.full_state\(\)"):
             call()
@@ -94,8 +121,15 @@ def reading(rank, place):
     for step in range(4):
         train(engine, rank, 1, first=step)
         if reads_by_other_ranks(rank, place):
-            with pytest.raises(StateError, match=r"engine\.state_dict\(\)"):
-                engine.module.state_dict()
+            for read in (
+                engine.module.state_dict,
+                engine.module.blocks[1].state_dict,
+                lambda: engine.outlet(torch.ones(1, small_models.WIDTH)),
+                lambda: list(engine.parameters()),
+            ):
+                with pytest.raises(StateError, match=r"engine\.state_dict\(\)"):
+                    read()
+            assert engine.training and engine.modules() is not None
             with engine.gather():
                 seen = copy.deepcopy(dict(engine.module.state_dict()))
         elif step % 2:
@@ -174,8 +208,8 @@ def two_engines(rank, place):
     """One model has one engine at a time."""
     engine = start(rank, place)
     train(engine, rank, 1)
-    for model in (engine.module, nn.Sequential(engine.module)):
-        with pytest.raises(ConfigError, match=r"an engine trains this Chain already; call that engine's close\(\)"):
+    for model in (engine.module, nn.Sequential(engine.module), engine.module.blocks[1]):
+        with pytest.raises(ConfigError, match=r"trains this (Chain|Block) already; call that engine's close\(\)"):
             zerobench.initialize(model, config=rank.config(**PLACES[place]))
     train(engine, rank, 1, first=1)
     engine.close()
@@ -188,23 +222,73 @@ def two_engines(rank, place):
 def copying(rank, place):
     """A trained model's hooks lead to its engine, so a copy would train nothing."""
     engine = start(rank, place)
-    for call in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(StateError, match=r"copy it before zerobench\.initialize"):
-            call(engine.module)
+    with engine.gather():
+        for model in (engine.module, engine.module.blocks):
+            for call in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(StateError, match=r"copy it before zerobench\.initialize"):
+                    call(model)
+    engine.close()
+
+
+def other_weights(rank, place):
+    """Evaluating with other weights inside a gather, and going on with the masters that were there."""
+    engine = start(rank, place, precision="bf16")
+    train(engine, rank, 2)
+    before = zoo.state_of(engine)["digest"]
+    batch = CASE.batch(9, 0, 0)
+    with torch.no_grad():
+        usual = engine(**batch).item()
+        with engine.gather(modifier_rank=0):
+            own = copy.deepcopy(dict(engine.module.state_dict()))
+            engine.module.load_state_dict({name: 0.5 * value for name, value in own.items()})
+            other = engine(**batch).item()
+            engine.module.load_state_dict(own)
+        assert engine(**batch).item() == usual != other
+    assert zoo.state_of(engine)["digest"] == before
     engine.close()
 
 
 def buffers(rank, place):
-    """Expanded ones are written like others; sparse ones are refused."""
+    """Expanded ones are written like others; views stay views; sparse ones are refused, and the model stays whole."""
     model = zoo.make(CASE)
     model.register_buffer("rows", torch.full((3, 1), float(rank.rank)).expand(3, 4))
+    model.register_buffer("table", torch.full((2, 3), float(rank.rank)))
+    model.register_buffer("turned", model.table.t())
     engine = zerobench.initialize(model, config=rank.config(**PLACES[place]))
-    assert torch.equal(model.rows, torch.zeros(3, 4))
+    assert torch.equal(model.rows, torch.zeros(3, 4)) and torch.equal(model.table, torch.zeros(2, 3))
+    assert model.turned.data_ptr() == model.table.data_ptr()
     engine.close()
     model = zoo.make(CASE)
     model.register_buffer("table", torch.eye(3).to_sparse())
-    with pytest.raises(ConfigError, match="buffer 'table' of Chain is sparse"):
+    with pytest.raises(ConfigError, match="buffer 'table' is sparse"):
         zerobench.initialize(model, config=rank.config(**PLACES[place]))
+    model.table = model.table.to_dense()
+    zerobench.initialize(model, config=rank.config(**PLACES[place])).close()
+
+
+def inference_tensors(rank, place):
+    """Blocks that hand one on, of which torch counts no versions."""
+    model = small_models.Handing()
+    model.blocks[0].bias.requires_grad_(False)
+    with torch.inference_mode():
+        made = torch.zeros(1, small_models.WIDTH)
+    model.inlet.register_forward_hook(lambda *_: None)
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, args, output: (*output, made))
+        block.register_forward_pre_hook(lambda _, args: args[:2])
+    digest = zoo.digest(dict(model.state_dict()))
+    model.forward = types.MethodType(forward_with_more, model)
+    engine = zerobench.initialize(model, config=rank.config(**PLACES[place]))
+    train(engine, rank, 2)
+    assert zoo.digest(engine.state_dict()) != digest
+    engine.close()
+
+
+def forward_with_more(self, x, y):
+    h, bias, more = self.inlet(x), None, None
+    for block in self.blocks:
+        h, bias, more = block(h, bias, more)
+    return nn.functional.mse_loss(self.outlet(h + bias).float(), y.float())
 
 
 def gathering_one(rank, place):
@@ -219,8 +303,10 @@ def gathering_one(rank, place):
 CHECKS = [
     (loading, ("fp32",)),
     (loading, ("bf16",)),
-    (resuming, ("fp32",)),
-    (resuming, ("fp16",)),
+    (resuming, ("fp32", "steps")),
+    (resuming, ("bf16", "cosine")),
+    (resuming, ("fp32", "cycle")),
+    (resuming, ("fp16", "plateau")),
     (reading, ()),
     (computing_elsewhere, ()),
     (forward_by_name, ()),
@@ -228,7 +314,9 @@ CHECKS = [
     (changing_the_model, ()),
     (two_engines, ()),
     (copying, ()),
+    (other_weights, ()),
     (buffers, ()),
+    (inference_tensors, ()),
     (gathering_one, ()),
 ]
 RUNS = [(check, (place, *arguments)) for place in PLACES for check, arguments in CHECKS]
