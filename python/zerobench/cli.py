@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import typer
 
 from zerobench import interrupts
 from zerobench.cli_compare import COMPARE_HELP, compare
-from zerobench.consoles import plain_console
+from zerobench.consoles import drop_stdout, plain_console
 from zerobench.errors import ConfigError, DataError, Error
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer brings under its own name
@@ -123,7 +122,7 @@ def main() -> None:
 
     app.add_typer(micro.app, name="bench")
     app.add_typer(io_commands.tune_app, name="tune")
-    interrupts.interrupt_on_sigterm()
+    interrupts.interrupt_on_signals()
     arguments = gather_files(sys.argv[1:]) or ["--help"]
     debug = "--debug" in arguments
     try:
@@ -135,7 +134,7 @@ def main() -> None:
     except UsageError as error:
         fail(error.format_message(), 2)
     except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         sys.exit(1)
     except Error as error:
         if debug:

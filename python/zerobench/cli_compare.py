@@ -18,8 +18,8 @@ COMPARE_HELP = (
     "Options that take a name or a number per row take comma lists too, and their combinations are compared: "
     "--batch-size 4,8 --stages 0,3.\n\n"
     "Exit code: 0 when every row is ok, oom or skipped and at least one is ok; 1 when a row is wrong or failed, or "
-    "none is ok; 2 when the command cannot start as given; 130 after Ctrl-C, 143 after SIGTERM, with the rows so far "
-    "kept."
+    "none is ok; 2 when the command cannot start as given; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, with "
+    "the rows so far kept."
 )
 
 
@@ -212,7 +212,9 @@ def compare(
         world_sizes = [given.world_size if given else defaults.world_size]
     if any(":" in strategy for strategy in chosen):
         add_working_folder()
+    host_ranks = given.local_world_size if given else None
     options = CompareOptions(
+        host_ranks=host_ranks,
         device=device,
         gpus=seen.gpus if device == "cuda" else (),
         models=split("--model", defaults.model if model is None else model, name),
@@ -253,7 +255,6 @@ def compare(
         learning_rate=lr,
     )
     plan = make_plan(options, given_world_size=given.world_size if given else None)
-    host_ranks = given.local_world_size if given else None
     check_locked_memory(plan.configurations, host_ranks=host_ranks)
     plan.warnings.extend(disk_warnings(plan.configurations, host_ranks=host_ranks))
     launcher = given.open_launcher() if given else Launcher()

@@ -2,8 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from typing import Any
+
 from rich.console import Console
 
 
 def plain_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    return Console(stderr=stderr, width=width, markup=False, emoji=False)
+    """With ``stderr`` for notes, which end no command where nobody takes them any more."""
+    file: Any = _BestEffort(sys.stderr) if stderr and sys.stderr is not None else None
+    return _Console(stderr=stderr, file=file, width=width, markup=False, emoji=False)
+
+
+def drop_stdout() -> None:
+    """What is still to be printed goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """`| head` has seen enough, which changes no exit code."""
+        drop_stdout()
+
+
+class _BestEffort:
+    """A text stream whose failures are nobody's concern."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

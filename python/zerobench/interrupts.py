@@ -1,22 +1,29 @@
-"""SIGTERM, which schedulers and `kill` send, ends a command as Ctrl-C does."""
+"""SIGTERM, which schedulers and `kill` send, and SIGHUP of a terminal that closes end a command as Ctrl-C does."""
 
 from __future__ import annotations
 
 import signal
 from typing import Any
 
+_ended_by = signal.SIGINT
 
-def interrupt_on_sigterm() -> None:
-    """Once: while the command ends, further ones are ignored."""
+
+def interrupt_on_signals() -> None:
+    """Once: while the command ends, further ones are ignored. What is ignored already (nohup) stays so."""
 
     def interrupt(signum: int, _: Any) -> None:
-        signal.signal(signum, signal.SIG_IGN)
+        global _ended_by
+        _ended_by = signal.Signals(signum)
+        for each in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, interrupt)
 
 
 def exit_code() -> int:
-    """Of an interrupted command, 128 and the signal as shells have it: 143 after SIGTERM, 130 after Ctrl-C."""
-    terminated = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
+    """Of an interrupted command, 128 and the signal as shells have it: 130 after Ctrl-C, 143 after SIGTERM, 129 after
+    SIGHUP."""
+    return 128 + _ended_by

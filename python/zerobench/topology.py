@@ -11,6 +11,7 @@ from typing import Any
 from zerobench import _native
 from zerobench.config import Config
 from zerobench.errors import ConfigError
+from zerobench.launched import number_in, with_slurm
 
 _engines_made: Counter[str] = Counter()  # by meeting point: the ranks of one meet for their n-th engine there
 
@@ -26,18 +27,12 @@ class Topology:
 
 
 def resolve(config: Config, environment: Mapping[str, str] = os.environ) -> Topology:
-    """Topology from the configuration, else from the environment, else one rank."""
+    """Topology from the configuration, else from torchrun's or srun's environment, else one rank."""
+    if config.world_size is None:
+        environment = with_slurm(environment)
 
     def value(configured: int | None, key: str, default: int) -> int:
-        if configured is not None:
-            return configured
-        text = environment.get(key)
-        if text is None:
-            return default
-        try:
-            return int(text)
-        except ValueError:
-            raise ConfigError(f"the environment variable {key} is '{text}', not a number") from None
+        return number_in(environment, key, default=default) if configured is None else configured
 
     world_size = value(config.world_size, "WORLD_SIZE", 1)
     rank = value(config.rank, "RANK", 0)
@@ -140,11 +135,15 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
 
     timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():  # stays: another engine would meet a store that is going away
-        if topology.world_size > 1 and "MASTER_ADDR" not in os.environ:
+        environment = with_slurm(os.environ)
+        if topology.world_size > 1 and "MASTER_ADDR" not in environment:
             raise ConfigError(
                 "communicator 'c10d' needs torch.distributed: start the ranks with torchrun, or call "
                 "torch.distributed.init_process_group first"
             )
+        for name in ("MASTER_ADDR", "MASTER_PORT"):  # where torch looks for them
+            if name in environment:
+                os.environ[name] = environment[name]
         dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size, timeout=timeout)
     groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
     gather, reduce = (core.make_c10d_communicator(group.group_name) for group in groups)

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -92,7 +93,7 @@ def start_slow(command, **options) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupting_keeps_what_is_finished(command, temporary, signum) -> None:
     process = start_slow(command)
     assert list(temporary.glob("*/*.pt"))  # the reference
@@ -141,6 +142,36 @@ def test_no_swap_file_outlives_who_was_killed(command, who, signum) -> None:
     process.communicate(timeout=60)
     assert command.leaves_nothing()
     assert list(disk.iterdir()) == []
+
+
+def test_files_are_there_though_nobody_takes_what_is_printed(command) -> None:
+    """Nobody reads standard output any more, and standard error is on a full disk."""
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    for name, stdout in (("full", os.open("/dev/full", os.O_WRONLY)), ("broken", write_fd)):
+        with open("/dev/full", "w") as full:
+            code = subprocess.call(
+                [sys.executable, "-m", "zerobench", "compare", *SMALL, "--strategies", "single", "--output-dir", name],
+                cwd=command.folder, env=command.environment(), stdout=stdout, stderr=full,
+            )  # fmt: skip
+        os.close(stdout)
+        assert code == (1 if name == "full" else 0)
+        assert {"results.json", "results.csv", "summary.txt", "plots"} <= {
+            path.name for path in (command.folder / name).iterdir()
+        }
+
+
+def test_a_full_standard_output_is_one_clear_line(command) -> None:
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "zerobench", "compare", *SMALL, "--strategies", "single", "--output-dir", "out"],
+            cwd=command.folder, env=command.environment(), stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert process.returncode == 1 and "Traceback" not in process.stderr
+    assert (
+        "cannot be written to standard output (No space left on device): it is in out/summary.txt"
+        in process.stderr
+    )
 
 
 def test_a_full_disk_is_one_clear_line(command) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zerobench.bench.given import given_ranks, slurm_first_host
-from zerobench.errors import ConfigError
+from zerobench import config, topology
+from zerobench.bench.given import connect, given_ranks
+from zerobench.errors import ConfigError, Error
+from zerobench.launched import slurm_first_host, with_slurm
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1",
@@ -26,4 +28,44 @@ def test_ranks_of_torchrun_and_srun_are_found() -> None:
     assert given_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
     with pytest.raises(ConfigError, match="MASTER_PORT"):
         given_ranks({key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"})
-    assert slurm_first_host("one,two") == "one"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("one,two", "one"), ("n[1-2]", "n1"), ("gpu[008-011,15]-ib,login", "gpu008-ib"), ("a-[3,7]", "a-3")],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert slurm_first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is missing"),
+        ({key: value for key, value in SRUN.items() if key != "SLURM_LOCALID"}, "SLURM_LOCALID is missing"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(y2)"}, "not as srun sets it"),
+        (SRUN | {"SLURM_NODEID": "2"}, "no such node"),
+        (TORCHRUN | {"RANK": "a"}, "RANK is 'a', not a number"),
+        (TORCHRUN | {"MASTER_PORT": "0x"}, "MASTER_PORT is '0x', not a number"),
+    ],
+)
+def test_variables_that_are_missing_or_odd_are_named(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        given_ranks(environment)
+
+
+def test_srun_makes_an_engine_one_of_several_ranks() -> None:
+    place = topology.resolve(config.parse({}), SRUN)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 1, 2)
+    assert topology.resolve(config.parse({"world_size": 1}), SRUN).world_size == 1
+    assert topology.resolve(config.parse({}), {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).world_size == 1
+    assert with_slurm(SRUN)["MASTER_ADDR"] == "a" and with_slurm(TORCHRUN) is TORCHRUN
+
+
+def test_a_store_that_cannot_be_reached_is_one_sentence() -> None:
+    given = given_ranks(TORCHRUN | {"MASTER_ADDR": "nowhere.invalid"})
+    assert given is not None
+    with pytest.raises(
+        Error, match=r"rank 3 cannot reach the ranks' store at nowhere\.invalid:1 .*MASTER_ADDR"
+    ):
+        connect(given)

@@ -46,6 +46,7 @@ PYTHON_ORDER = [
         "parameters",
         "hooks",
         "agreement",
+        "launched",
     },
     {"engine", "engine_facts", "optimizer"},
     {""},  # the package itself: zerobench.initialize, from the layer that trains

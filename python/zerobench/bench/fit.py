@@ -74,14 +74,19 @@ def least_rank_bytes(configuration: Configuration) -> Need:
 
 
 def why_too_large(
-    configuration: Configuration, *, rank_memory_bytes: int | None, gpus: Sequence[Gpu] = ()
+    configuration: Configuration,
+    *,
+    rank_memory_bytes: int | None,
+    gpus: Sequence[Gpu] = (),
+    host_ranks: int | None = None,
 ) -> TooLarge | None:
-    """One sentence when the configuration cannot fit on this host or on one of ``gpus``, else None."""
+    """One sentence when the configuration cannot fit on this host or on one of ``gpus``, else None. ``host_ranks``: of
+    this host, where others have some, too."""
     settings = configuration.settings
     need, ranks = least_rank_bytes(configuration), settings.world_size
     on_gpus = settings.device == "cuda"
     on_host = need.host if on_gpus else need.device + need.host  # CPU ranks have the host's memory for both
-    host_ranks = min(ranks, len(gpus)) if on_gpus else ranks
+    host_ranks = min(ranks, host_ranks or (len(gpus) if on_gpus else ranks))
     what = "parameters, gradients and optimizer state"
     limits: list[tuple[int, float, str, Literal["device", "host"]]] = []
     if settings.device_memory_gib is not None:
@@ -98,7 +103,9 @@ def why_too_large(
         limit = settings.host_memory_gib * GIB
         limits.append((need.host * host_ranks, limit, "of host memory and --host-memory-gib allows", "host"))
     available = memory_available_bytes()
-    limits.append((on_host * host_ranks, available, f"for {ranks} ranks and the host has available", "host"))
+    limits.append(
+        (on_host * host_ranks, available, f"for {host_ranks} ranks and the host has available", "host")
+    )
     for needed, limit, sentence, tier in limits:
         if needed > limit:
             text = f"{what} alone need {needed / GIB:.2f} GiB {sentence} {limit / GIB:.2f}: not started"

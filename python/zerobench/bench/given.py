@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import os
-import subprocess
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,9 +26,12 @@ from zerobench.bench.launch import Launcher
 from zerobench.bench.outcome import Outcome
 from zerobench.bench.ranks import ProgressCallback
 from zerobench.errors import ConfigError, Error
+from zerobench.launched import number_in, with_slurm
 
 _POLL_S = 0.5
 _ANSWER_MARGIN_S = 60.0
+_CONNECT_S = 300.0
+_CONNECT_TURN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,56 +51,26 @@ class GivenRank:
 
 def given_ranks(environment: Mapping[str, str]) -> GivenRank | None:
     """From torchrun's variables, else from srun's; None in a process of its own."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        missing = [
-            name
-            for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-            if name not in environment
-        ]
-        if missing:
-            raise ConfigError(
-                f"RANK and WORLD_SIZE are set and {', '.join(missing)} not: use torchrun, or unset them"
-            )
-        return GivenRank(
-            rank=int(environment["RANK"]),
-            world_size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment["LOCAL_RANK"]),
-            local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
-            master_addr=environment["MASTER_ADDR"],
-            master_port=int(environment["MASTER_PORT"]),
+    environment = with_slurm(environment)
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    missing = [
+        name
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if name not in environment
+    ]
+    if missing:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are set and {', '.join(missing)} not: use torchrun, or unset them"
         )
-    # SLURM_PROCID alone is also set in a batch script, which is one process; a step has its number of tasks.
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return GivenRank(
-            rank=int(environment["SLURM_PROCID"]),
-            world_size=int(environment["SLURM_STEP_NUM_TASKS"]),
-            local_rank=int(environment["SLURM_LOCALID"]),
-            local_world_size=slurm_tasks_here(environment),
-            master_addr=environment.get("MASTER_ADDR")
-            or slurm_first_host(environment["SLURM_STEP_NODELIST"]),
-            master_port=int(
-                environment.get("MASTER_PORT") or 20000 + int(environment["SLURM_JOB_ID"]) % 10000
-            ),
-        )
-    return None
-
-
-def slurm_tasks_here(environment: Mapping[str, str]) -> int:
-    """This node's entry of SLURM_STEP_TASKS_PER_NODE, such as 4(x2),3."""
-    counts: list[int] = []
-    for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
-        count, _, times = part.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts[int(environment["SLURM_NODEID"])]
-
-
-def slurm_first_host(nodes: str) -> str:
-    if "[" not in nodes:
-        return nodes.split(",")[0]
-    names = subprocess.run(
-        ["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True
+    return GivenRank(
+        rank=number_in(environment, "RANK"),
+        world_size=number_in(environment, "WORLD_SIZE"),
+        local_rank=number_in(environment, "LOCAL_RANK"),
+        local_world_size=number_in(environment, "LOCAL_WORLD_SIZE"),
+        master_addr=environment["MASTER_ADDR"],
+        master_port=number_in(environment, "MASTER_PORT"),
     )
-    return names.stdout.split()[0]
 
 
 def connect(given: GivenRank) -> Any:
@@ -105,16 +78,41 @@ def connect(given: GivenRank) -> Any:
     import torch.distributed as dist
 
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        given.master_addr,
-        given.master_port,
-        None if agent else given.world_size,
-        is_master=not agent and given.rank == 0,
-        timeout=timedelta(seconds=300),
-        wait_for_workers=False,
-    )
+    serves = not agent and given.rank == 0
+    try:
+        if not serves:
+            wait_for_server(given.master_addr, given.master_port)
+        store = dist.TCPStore(
+            given.master_addr,
+            given.master_port,
+            None if agent else given.world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=_CONNECT_S),
+            wait_for_workers=False,
+        )
+    except (OSError, RuntimeError, ValueError) as error:  # torch's are of the last two kinds
+        what = "serve" if serves else "reach"
+        raise Error(
+            f"rank {given.rank} cannot {what} the ranks' store at {given.master_addr}:{given.master_port} "
+            f"({str(error).splitlines()[0]}); check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
+        ) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"zerobench/{attempt}", store)
+
+
+def wait_for_server(address: str, port: int) -> None:
+    """Until somebody listens there; in Python, where signals are seen meanwhile. OSError after five minutes, or where
+    the name is none."""
+    deadline = time.monotonic() + _CONNECT_S
+    socket.getaddrinfo(address, port)
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_CONNECT_TURN_S).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 class Answer(BaseModel):

@@ -37,6 +37,7 @@ class CompareOptions:
     strategies: Sequence[str] = ()
     device: str = "cpu"
     gpus: Sequence[Gpu] = ()  # that torch sees, where the device is cuda
+    host_ranks: int | None = None  # of this host, where torchrun or srun started some on others, too
     world_sizes: Sequence[int] = (2,)
     batch_sizes: Sequence[int] = (4,)
     seq_lengths: Sequence[int] = (128,)

@@ -113,7 +113,8 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
         for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
     ]
     check_baseline(options, configurations)
-    return Plan(configurations=configurations, options=options, warnings=warnings_about(configurations))
+    warnings = warnings_about(configurations, host_ranks=options.host_ranks)
+    return Plan(configurations=configurations, options=options, warnings=warnings)
 
 
 Draft = tuple[str, Settings, dict[str, Any]]
@@ -168,6 +169,11 @@ def with_io_engine(
         return extra
     own = extra.get("offload_optimizer") or {}
     return {**extra, "offload_optimizer": {"io_engine": options.io_engine, **own}}
+
+
+def ranks_here(options: CompareOptions, world_size: int) -> int:
+    """Of this host."""
+    return min(world_size, options.host_ranks or world_size)
 
 
 def ranks_of(strategy: str, world_size: int) -> int:
@@ -269,7 +275,7 @@ def resolve_settings(options: CompareOptions, config: models.ModelConfig, **chos
         data=options.data,
         device_memory_gib=options.device_memory_gib,
         bind=options.bind,
-        threads_per_rank=max(1, cpus_usable() // chosen["world_size"]),
+        threads_per_rank=max(1, cpus_usable() // ranks_here(options, chosen["world_size"])),
         optimizer=chosen.pop("optimizer", asdict(OptimizerSettings(lr=options.learning_rate))),
         **chosen,
     )
@@ -298,9 +304,10 @@ def check_baseline(options: CompareOptions, configurations: Sequence[Configurati
         )
 
 
-def warnings_about(configurations: Sequence[Configuration]) -> list[str]:
+def warnings_about(configurations: Sequence[Configuration], *, host_ranks: int | None) -> list[str]:
     warnings = []
     largest = max(configuration.settings.world_size for configuration in configurations)
+    largest = min(largest, host_ranks or largest)
     cpus = cpus_usable()
     if largest > cpus:
         warnings.append(

@@ -32,11 +32,12 @@ from zerobench.bench.machine import busy_warning, machine_facts, version_facts
 from zerobench.bench.mfu import utilisation
 from zerobench.bench.names import rerun_command
 from zerobench.bench.outcome import Outcome
-from zerobench.bench.output import OutputFolder
+from zerobench.bench.output import OutputError, OutputFolder
 from zerobench.bench.plan import Configuration, Plan
 from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.result import Results, Row
 from zerobench.bench.sampler import Sampler, shared_warning, summarise
+from zerobench.consoles import drop_stdout
 from zerobench.errors import Error
 from zerobench.report import advise, finish_rows, render_table
 from zerobench.report.rows import FLOOR
@@ -73,12 +74,14 @@ def run_comparison(
                 comparison.run(display)
     except KeyboardInterrupt:
         interrupted = True
-    finally:
-        # Also when a disk is full: what was measured is shown.
+    except Exception:  # of a disk that is full, say: what was measured is shown
         show(comparison.results, console)
-    output.write_summary(comparison.results)
-    output.write_plots(comparison.results)
-    console.print(f"\nresults in {output.path}", soft_wrap=True, highlight=False)
+        raise
+    try:
+        output.write_summary(comparison.results)
+        output.write_plots(comparison.results)
+    finally:
+        print_results(comparison.results, output.path, console)
     if interrupted:
         done, total = len(comparison.results.rows), len(plan.configurations)
         notes.print(
@@ -95,6 +98,17 @@ def exit_code(rows: list[Row]) -> int:
     """0 when what could run is right, 1 when a row is wrong or failed or nothing could run."""
     statuses = {row.status for row in rows}
     return 1 if statuses & {"wrong", "failed"} or "ok" not in statuses else 0
+
+
+def print_results(results: Results, folder: Path, console: Console) -> None:
+    try:
+        show(results, console)
+        console.print(f"\nresults in {folder}", soft_wrap=True, highlight=False)
+    except OSError as error:
+        drop_stdout()
+        raise OutputError(
+            f"the table cannot be written to standard output ({error.strerror}): it is in {folder / 'summary.txt'}"
+        ) from None
 
 
 def show(results: Results, console: Console) -> None:
@@ -183,7 +197,12 @@ class Comparison:
             rerun=rerun,
         )
         start_s = time.monotonic()
-        too_large = why_too_large(configuration, rank_memory_bytes=self.rank_memory_bytes, gpus=self.gpus)
+        too_large = why_too_large(
+            configuration,
+            rank_memory_bytes=self.rank_memory_bytes,
+            gpus=self.gpus,
+            host_ranks=self.plan.options.host_ranks,
+        )
         reference = None
         if too_large is None and self.needs_reference(configuration):
             reference = self.reference_of(configuration, display)
