@@ -149,8 +149,8 @@ class Engine {
   // Makes rank 0's bytes everybody's. Collective.
   void broadcast(std::byte* data, std::size_t bytes);
 
-  // Outside of passes: lets the compute lane read parameters that are not sharded as the last step left them, where that
-  // needs no other rank. False where it does: then a forward or gather() does it.
+  // Outside of passes: lets the compute lane read parameters that are not sharded as the last step left them, where
+  // that needs no other rank. False where it does: then a forward or gather() does it.
   bool settle_parameters();
   void gather(const std::vector<std::size_t>& units);
   // Ends a gather. With a modifier rank, that rank's values of the units become everybody's first.

@@ -189,7 +189,7 @@ def test_two_gpus(tmp_path) -> None:
 
 
 def test_a_limit_of_device_memory_is_as_a_smaller_gpu(tmp_path) -> None:
-    large = ["--batch-size", "64", "--seq-length", "512"]
+    large = ["--batch-size", "128", "--seq-length", "256"]
     limited = ["--world-size", "1", "--strategies", "ddp,zero0,zero3", "--device-memory-gib", "0.15"]
     _, rows = compare(tmp_path, *large, *limited)
     for name in ("ddp", "zero0", "zero3"):
