@@ -115,6 +115,10 @@ def test_rows_verified_with_fewer_layers_are_named() -> None:
         assert row.deviation is not None
         row.deviation.verified_layers = 2
     assert "Verified with 2 of 4 layers: zero0 and zero1." in table_text(results, width=220)
+    for row in results.rows:
+        if row.deviation is not None:
+            row.deviation.verified_layers = 2
+    assert "Verified with 2 of 4 layers: all rows." in table_text(results, width=220)
 
 
 def test_the_floor_is_no_competitor() -> None:

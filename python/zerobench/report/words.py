@@ -234,7 +234,11 @@ def _fewer_layers_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]
         if row.deviation is not None and row.deviation.verified_layers is not None:
             of = row.settings.model_config_resolved.get("num_layers", "more")
             by_layers.setdefault(f"{row.deviation.verified_layers} of {of}", []).append(label)
-    return [f"Verified with {layers} layers: {join_words(names)}." for layers, names in by_layers.items()]
+    verified_num = sum(row.deviation is not None for row in rows)
+    return [
+        f"Verified with {layers} layers: {'all rows' if len(names) == verified_num > 2 else join_words(names)}."
+        for layers, names in by_layers.items()
+    ]
 
 
 def _idle_disk_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
