@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import Any
 
 from zerobench.config import Config
-from zerobench.errors import ConfigError
+from zerobench.errors import CommunicationError, ConfigError
 from zerobench.parameters import hyperparameters_of
 from zerobench.units import UnitModules
 
@@ -57,6 +58,9 @@ def expect_same_setup(communicator: Any, facts: list[str]) -> None:
     whole = _digest("\n".join(facts)) + len(facts).to_bytes(_COUNT_BYTES, "little")
     answers = _exchange(communicator, whole)
     if len(set(answers)) == 1:
+        # No rank goes on before all have the answer: what one fails at next, each finds out for itself.
+        with contextlib.suppress(CommunicationError):
+            communicator.barrier()
         return
     counts = [int.from_bytes(answer[_DIGEST_BYTES:], "little") for answer in answers]
     common = min(counts)
