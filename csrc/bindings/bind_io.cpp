@@ -12,7 +12,6 @@
 #include "bindings/bindings.h"
 #include "common/error.h"
 #include "io/pager.h"
-#include "io/probe.h"
 #include "io/raw_io.h"
 #include "memory/host_buffer.h"
 
@@ -125,15 +124,6 @@ class IoBench {
   bool filled_ = false;
 };
 
-IoRates probe(const std::string& directory, std::uint64_t most_bytes, double seconds, const std::string& engine,
-              std::size_t block_bytes, std::size_t depth) {
-  return probe_path({.directory = directory,
-                     .owner = "probe",
-                     .bytes = most_bytes,
-                     .seconds = seconds,
-                     .raw = {io_engine_from_name(engine), block_bytes, depth}});
-}
-
 void bind_io_bench(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<IoBench>(m, "IoBench", "Swap files with a pager over them, beside plain loops over the same files.")
@@ -160,18 +150,6 @@ void bind_io_bench(py::module_& m) {
 
 void bind_io(py::module_& m) {
   bind_io_bench(m);
-  py::class_<IoRates>(m, "IoRates", "What a path gives, in bytes per second; both: reads and writes together.")
-      .def(py::init([](double read, double write, double both) { return IoRates{read, write, both}; }), py::kw_only(),
-           py::arg("read_bytes_per_s"), py::arg("write_bytes_per_s"), py::arg("both_bytes_per_s"))
-      .def_readonly("read_bytes_per_s", &IoRates::read_bytes_per_s)
-      .def_readonly("write_bytes_per_s", &IoRates::write_bytes_per_s)
-      .def_readonly("both_bytes_per_s", &IoRates::both_bytes_per_s)
-      .def("predict_s", &predict_io_s, py::kw_only(), py::arg("read_bytes"), py::arg("written_bytes"),
-           "Seconds that the transfers of a step take.");
-  m.def("probe_path", &probe, py::arg("directory"), py::kw_only(), py::arg("most_bytes") = std::uint64_t{1} << 30,
-        py::arg("seconds") = 1.0, py::arg("engine") = "io_uring", py::arg("block_bytes") = std::size_t{1} << 20,
-        py::arg("depth") = std::size_t{32}, py::call_guard<py::gil_scoped_release>(),
-        "Measures a path with a file of its own, in about so many seconds.");
   m.def(
       "remove_stale_swap_files", [](const std::string& directory) { return remove_stale_swap_files(directory); },
       py::arg("directory"), "Removes what crashed runs left in the directory; returns how many files.");

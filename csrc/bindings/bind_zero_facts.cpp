@@ -88,9 +88,7 @@ void bind_engine_facts(py::class_<BoundEngine>& engine) {
                                                         {"to_device_bytes", traffic.to_device_bytes}};
           },
           Release(),
-          "What offloaded state moved since the engine was made. Waits for updates and transfers of files that are "
-          "under "
-          "way.")
+          "What offloaded state moved since the engine was made. Waits for updates and transfers of files under way.")
       .def(
           "store_waited_ms", [](BoundEngine& e) { return e.get().store_waited_ms(); }, Release(),
           "How long the callers were blocked for updates since the engine was made.")

@@ -142,24 +142,6 @@ class IoBench:
     @property
     def paths(self) -> list[str]: ...
 
-class IoRates:
-    """
-    What a path gives, in bytes per second; both: reads and writes together.
-    """
-    def __init__(
-        self, *, read_bytes_per_s: float, write_bytes_per_s: float, both_bytes_per_s: float
-    ) -> None: ...
-    def predict_s(self, *, read_bytes: float, written_bytes: float) -> float:
-        """
-        Seconds that the transfers of a step take.
-        """
-    @property
-    def both_bytes_per_s(self) -> float: ...
-    @property
-    def read_bytes_per_s(self) -> float: ...
-    @property
-    def write_bytes_per_s(self) -> float: ...
-
 class RegisteredBuffer:
     """
     Memory that collectives may name.
@@ -555,19 +537,6 @@ def numa_node_of_cpus(cpus: Sequence[int]) -> int:
 def numa_node_of_pci_device(bus_id: str) -> int:
     """
     The NUMA node of a PCI device; -1 where the machine does not say.
-    """
-
-def probe_path(
-    directory: str,
-    *,
-    most_bytes: int = 1073741824,
-    seconds: float = 1.0,
-    engine: str = "io_uring",
-    block_bytes: int = 1048576,
-    depth: int = 32,
-) -> IoRates:
-    """
-    Measures a path with a file of its own, in about so many seconds.
     """
 
 def process_usage_bytes() -> int:

@@ -212,9 +212,8 @@ def compare(
         world_sizes = [given.world_size if given else defaults.world_size]
     if any(":" in strategy for strategy in chosen):
         add_working_folder()
-    host_ranks = given.local_world_size if given else None
     options = CompareOptions(
-        host_ranks=host_ranks,
+        host_ranks=given.local_world_size if given else None,
         device=device,
         gpus=seen.gpus if device == "cuda" else (),
         models=split("--model", defaults.model if model is None else model, name),
@@ -255,8 +254,8 @@ def compare(
         learning_rate=lr,
     )
     plan = make_plan(options, given_world_size=given.world_size if given else None)
-    check_locked_memory(plan.configurations, host_ranks=host_ranks)
-    plan.warnings.extend(disk_warnings(plan.configurations, host_ranks=host_ranks))
+    check_locked_memory(plan.configurations, host_ranks=options.host_ranks)
+    plan.warnings.extend(disk_warnings(plan.configurations, host_ranks=options.host_ranks))
     launcher = given.open_launcher() if given else Launcher()
     raise typer.Exit(
         run_comparison(

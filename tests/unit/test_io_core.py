@@ -68,14 +68,6 @@ def test_wrong_arguments_are_value_errors(core, tmp_path: Path) -> None:
         core.IoBench(directories=[str(tmp_path)], chunk_bytes=1 << 40, chunk_num=1 << 10)
 
 
-def test_a_probe_gives_rates_and_predictions(core, tmp_path: Path) -> None:
-    rates = core.probe_path(str(tmp_path), most_bytes=32 * MIB, seconds=0.3, engine=engines(core)[0])
-    assert min(rates.read_bytes_per_s, rates.write_bytes_per_s, rates.both_bytes_per_s) > 0
-    assert list(tmp_path.iterdir()) == []
-    known = core.IoRates(read_bytes_per_s=4e9, write_bytes_per_s=2e9, both_bytes_per_s=5e9)
-    assert known.predict_s(read_bytes=14e9, written_bytes=10e9) == pytest.approx(5.0)
-
-
 _VICTIM = """
 import sys
 from zerobench import _native

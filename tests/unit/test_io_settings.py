@@ -19,6 +19,7 @@ from zerobench.bench.storage import device_facts, device_line, file_system
 from zerobench.errors import ConfigError
 from zerobench.io_settings import (
     IoSettings,
+    Rates,
     default_file,
     read_settings,
     settings_for,
@@ -37,6 +38,15 @@ def settings(depth: int = 8, both: float = 6e9) -> IoSettings:
         both_bytes_per_s=both,
         tuned="2026-01-01T00:00:00+00:00",
     )
+
+
+def test_a_prediction_takes_what_moves_together_and_alone() -> None:
+    rates = Rates(read_bytes_per_s=4e9, write_bytes_per_s=2e9, both_bytes_per_s=5e9)
+    assert rates.predict_s(read_bytes=10e9, written_bytes=10e9) == pytest.approx(4.0)
+    assert rates.predict_s(read_bytes=14e9, written_bytes=10e9) == pytest.approx(5.0)
+    assert rates.predict_s(read_bytes=10e9, written_bytes=14e9) == pytest.approx(6.0)
+    with pytest.raises(ValueError, match="greater than 0"):
+        Rates(read_bytes_per_s=0, write_bytes_per_s=2e9, both_bytes_per_s=5e9)
 
 
 def test_settings_are_found_from_the_folders_below(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zerobench.errors import ConfigError
 from zerobench.models.config import first_problem
+from zerobench.strategies.deepspeed_config import without_auto
 
 _MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 
@@ -83,7 +84,7 @@ def row(
     if "scheduler" in values:
         raise ConfigError(f"{path}: rows train at a constant rate: leave scheduler out")
     try:
-        file = _File.model_validate(_without_auto(values))
+        file = _File.model_validate(without_auto(values, keep=("stage",)))  # no option gives a stage
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_problem(error)}") from None
     decided: dict[str, Any] = {"config_file": str(path), **_precision(values)}
@@ -154,12 +155,3 @@ def _hyperparameters(path: Path, optimizer: _Optimizer) -> dict[str, Any]:
     if optimizer.params.betas:
         values["beta1"], values["beta2"] = optimizer.params.betas
     return {**values, "weight_decay": optimizer.params.weight_decay}
-
-
-def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The stage alone cannot be left open."""
-    return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
-        for key, value in values.items()
-        if value != "auto" or key == "stage"
-    }

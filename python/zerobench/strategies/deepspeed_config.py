@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from zerobench.errors import ConfigError
@@ -11,6 +11,8 @@ from zerobench.strategies.deepspeed_offload import offload_options
 from zerobench.strategies.shared import INITIAL_LOSS_SCALE_POWER, LOSS_SCALE_GROWTH_STEPS, merge
 
 _NEVER = 10**9  # steps between lines of progress
+# The optimizer of a file is read into the settings; the global batch is the product of the other two and the ranks.
+_DECIDED = ("optimizer", "train_batch_size")
 MIN_BUCKET_NUMEL, MAX_BUCKET_NUMEL = 5_000_000, 500_000_000
 
 
@@ -69,7 +71,7 @@ def deepspeed_config(
         settings, parameter_count=parameter_count, super_offload=super_offload, swap_folder=swap_folder
     )
     config = merge(config, offload)
-    found = checked(merge(config, without_auto(settings.options)), config)
+    found = checked(merge(config, without_auto(settings.options, drop=_DECIDED)), config)
     for section in ("offload_optimizer", "offload_param"):  # a file's folder holds ours
         if swap_folder is not None and "nvme_path" in found["zero_optimization"].get(section, {}):
             found["zero_optimization"][section]["nvme_path"] = swap_folder
@@ -91,13 +93,15 @@ def adamw_parameters(optimizer: OptimizerSettings) -> dict[str, Any]:
     }
 
 
-def without_auto(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Files for Hugging Face's Trainer say "auto" where the trainer decides; here the settings do. They decide the
-    optimizer too (a file's is read into them), and the global batch is the product of the other two and the ranks."""
+def without_auto(
+    options: Mapping[str, Any], *, keep: Collection[str] = (), drop: Collection[str] = ()
+) -> dict[str, Any]:
+    """Files for Hugging Face's Trainer say "auto" where the trainer decides; here the settings do. Keys to keep even
+    so, and keys to drop whatever they say, at any depth."""
     return {
-        key: without_auto(value) if isinstance(value, Mapping) else value
+        key: without_auto(value, keep=keep, drop=drop) if isinstance(value, Mapping) else value
         for key, value in options.items()
-        if value != "auto" and key not in ("optimizer", "train_batch_size")
+        if (value != "auto" or key in keep) and key not in drop
     }
 
 

@@ -1,7 +1,6 @@
-// The raw loops move every byte they claim, the probe stays within its bounds, and predictions follow the rates.
+// The raw loops move every byte they claim, and say where a transfer failed.
 #include <set>
 
-#include "io/probe.h"
 #include "io/raw_io.h"
 #include "io/swap_file.h"
 #include "io_support.h"
@@ -10,7 +9,6 @@ namespace zb {
 namespace {
 
 using test::EmulatedRings;
-using test::FaultySystem;
 using test::Folder;
 
 TEST(RawIo, TouchesEveryBlockOnceInEachDirection) {
@@ -56,37 +54,6 @@ TEST(RawIo, AFailedTransferIsAnErrorWithItsPath) {
       EXPECT_NE(std::string(error.what()).find("offset 8192"), std::string::npos) << error.what();
     }
   }
-}
-
-TEST(Probe, MeasuresWithinItsFileAndLeavesNothing) {
-  const Folder folder;
-  std::atomic<std::uint64_t> reached{0};
-  FaultySystem system;
-  system.transfer_fault = [&](Direction, std::uint64_t offset, std::size_t bytes) -> ssize_t {
-    std::uint64_t seen = reached;
-    while (seen < offset + bytes && !reached.compare_exchange_weak(seen, offset + bytes)) {
-    }
-    return 0;
-  };
-  const IoRates rates = probe_path({.directory = folder.path(),
-                                    .owner = "probe",
-                                    .bytes = 32 << 20,
-                                    .seconds = 0.3,
-                                    .raw = {IoEngineKind::kThreads, 1 << 20, 4}},
-                                   system);
-  EXPECT_GT(rates.read_bytes_per_s, 0);
-  EXPECT_GT(rates.write_bytes_per_s, 0);
-  EXPECT_GT(rates.both_bytes_per_s, 0);
-  EXPECT_LE(reached, std::uint64_t{32} << 20);
-  EXPECT_EQ(folder.file_num(), 0U);
-}
-
-TEST(Probe, PredictsFromWhatIsMovedTogetherAndAlone) {
-  const IoRates rates{4e9, 2e9, 5e9};
-  EXPECT_DOUBLE_EQ(predict_io_s(rates, 10e9, 10e9), 4.0);
-  EXPECT_DOUBLE_EQ(predict_io_s(rates, 14e9, 10e9), 5.0);
-  EXPECT_DOUBLE_EQ(predict_io_s(rates, 10e9, 14e9), 6.0);
-  EXPECT_THROW(predict_io_s({}, 1, 1), ArgumentError);
 }
 
 }  // namespace
