@@ -15,6 +15,7 @@ with checkpointed blocks, as transformers builds it. MODE is one of
     split:R    stage 2, the share R of the state on the host
     nvme       stage 2, optimizer on NVMe, in files in --nvme-path
     nvme:GIB   the same with GIB of host memory for what fits
+    nvme3      stage 3, optimizer and parameters on NVMe; nvme3:GIB as above
     auto       stage 2, on the host what does not fit on the GPU (--device-memory-gib makes it smaller)
     auto-beside  the same with optimizer_in_backward
     device     stage 2, nothing on the host
@@ -81,11 +82,11 @@ def ours(
 ) -> tuple[Step, zerobench.Engine]:
     name, _, ratio = mode.partition(":")
     config: dict[str, Any] = {
-        "stage": 3 if name == "host3" else 2,
+        "stage": 3 if name in ("host3", "nvme3") else 2,
         "precision": "bf16",
         "optimizer": {"lr": 1e-5},
     }
-    if name == "nvme":
+    if name in ("nvme", "nvme3"):
         config["offload_optimizer"] = {"device": "nvme", "nvme_path": nvme_path, "io_allow_fallback": True}
         if ratio:
             config["offload_optimizer"]["host_memory_bytes"] = int(float(ratio) * (1 << 30))
@@ -93,8 +94,8 @@ def ours(
         config["offload_optimizer"] = {"device": "cpu", "ratio": float(ratio or 1.0)}
     if name in ("auto", "auto-beside"):
         config["offload_optimizer"] |= {"ratio": "auto", "device_memory_bytes": limit_bytes}
-    if name == "host3":
-        config["offload_param"] = {"device": "cpu"}
+    if name in ("host3", "nvme3"):
+        config["offload_param"] = {"device": "nvme" if name == "nvme3" else "cpu"}
     if name == "host-clip":
         config["gradient_clipping"] = 1.0
     if name in ("host-beside", "auto-beside"):
@@ -279,8 +280,9 @@ def disk(options: argparse.Namespace) -> dict[str, Any]:
         "mode": "disk",
         "params_m": round(numel / 1e6),
         "raw_both_gb_s": [round(rate / 1e9, 2) for rate in rates],
-        # Master and two moments of float32, read and written.
+        # Master and two moments of float32, read and written; beside them parameters read twice and written once.
         "roofline_ms": round(2 * 12 * numel / median(rates) * 1e3, 1),
+        "roofline_with_parameters_ms": round((2 * 12 + 3 * 2) * numel / median(rates) * 1e3, 1),
     }
 
 

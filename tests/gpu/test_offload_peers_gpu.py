@@ -158,6 +158,22 @@ def test_state_on_nvme_comes_back_right_and_leaves_no_files(tmp_path) -> None:
         assert list(disk.iterdir()) == []
 
 
+def test_parameters_on_nvme_come_back_right_and_leave_no_files(tmp_path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    _, rows = compare(
+        tmp_path, "--world-size", "1", "--strategies", "zero3,deepspeed3", "--hidden-size", "1024",
+        "--offload", "nvme_full", "--nvme-path", str(disk),
+    )  # fmt: skip
+    assert list(disk.iterdir()) == []
+    assert ran(rows["zero3", "nvme_full"])["status"] == "ok"
+    row = ran(rows["deepspeed3", "nvme_full"])
+    memory, count = row["memory_bytes"], row["settings"]["parameter_count"]
+    # Those of less than a MiB stay on the host.
+    assert 1.5 * count < memory["nvme"]["parameters"] < 2 * count
+    assert memory["host"]["staging"] > 16 * 2 * 1024 * 4096
+
+
 def test_our_rows_end_with_the_same_bits_and_count_what_they_move(tmp_path) -> None:
     _, rows = compare(
         tmp_path, "--world-size", "1", "--strategies", "zero2,zero3", "--offload", "none,cpu_optimizer",

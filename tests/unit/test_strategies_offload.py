@@ -40,7 +40,7 @@ def test_every_peer_runs_what_it_is_asked_for_or_says_why_not(name, offload):
         "cpu_optimizer": {"deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_super"},
         "cpu_full": {"fsdp2", "fsdp2_keep", "deepspeed3"},
         "nvme": {"deepspeed3"},
-        "nvme_full": set(),
+        "nvme_full": {"deepspeed3"},
     }
     paths = ("/disk",) if offload.startswith("nvme") else ()
     reason = strategies.get(name).unplaced(on_gpus(offload=offload, nvme_paths=paths))
@@ -55,7 +55,7 @@ def test_every_peer_runs_what_it_is_asked_for_or_says_why_not(name, offload):
         ("fsdp2", {"optimizer_in_backward": True}, "no optimizer step during backward"),
         ("fsdp2", {"offload": "cpu_full", "offload_ratio": 0.5}, "--offload-ratio"),
         ("fsdp2", {"offload": "nvme_full", "nvme_paths": ("/a",)}, "host memory only"),
-        ("deepspeed3", {"offload": "nvme_full", "nvme_paths": ("/a",)}, "no parameters"),
+        ("deepspeed1", {"offload": "nvme_full", "nvme_paths": ("/a",)}, "at stage 3 only"),
         ("fsdp2", {"offload": "cpu_full", "precision": "fp16"}, "GradScaler"),
         ("deepspeed3", {"optimizer_in_backward": True}, "deepspeed3_super"),
         ("deepspeed2", {"offload": "cpu_optimizer", "offload_ratio": 0.5}, "stage 3 only"),
@@ -132,6 +132,18 @@ def test_deepspeed_swaps_to_its_own_folder_also_where_a_file_names_one():
         assert config["aio"]["intra_op_parallelism"] == 4
 
 
+def test_deepspeed_swaps_parameters_through_buffers_that_hold_the_largest():
+    settings = on_gpus(offload="nvme_full", nvme_paths=("/disk",), world_size=2)
+    zero = deepspeed_config(
+        settings, stage=3, parameter_count=1_000_000, largest_numel=301, swap_folder="/disk/own"
+    )["zero_optimization"]
+    assert zero["offload_optimizer"]["device"] == "nvme"
+    assert zero["offload_param"] == {
+        "device": "nvme", "nvme_path": "/disk/own", "pin_memory": True,
+        "buffer_count": 16, "buffer_size": 151, "max_in_cpu": 0,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("sections", "strategy", "placed"),
     [
@@ -147,6 +159,14 @@ def test_deepspeed_swaps_to_its_own_folder_also_where_a_file_names_one():
             {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}},
             "deepspeed3",
             ("nvme", None, ["/disk"]),
+        ),
+        (
+            {
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+                "offload_param": {"device": "nvme", "nvme_path": "/disk"},
+            },
+            "deepspeed3",
+            ("nvme_full", None, ["/disk"]),
         ),
         (
             {"offload_optimizer": {"device": "cpu", "super_offload": True}},

@@ -188,6 +188,10 @@ def test_a_deepspeed_file_decides_what_it_answers_and_leaves_auto_to_the_options
         ({"zero_optimization": {}, "optimizer": {"params": {"betas": [0.9]}}}, "betas"),
         ({"zero_optimization": {}, "optimizer": {"params": {"lr": "1e-4"}}}, "lr should be a valid number"),
         ({"zero_optimization": {}, "scheduler": {"type": "WarmupLR"}}, "leave scheduler out"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}}},
+            "optimizer's state there too",
+        ),
         ({"zero_optimization": {}, "bf16": True}, "bf16 should be a valid dictionary, got True"),
         ({"train_batch_size": 64}, "train_micro_batch_size_per_gpu"),
         ({"zero_optimization": {}, "optimizer": {"type": "Lamb"}}, "runs AdamW, not Lamb"),

@@ -100,7 +100,7 @@ def row(
         raise ConfigError(
             f"{path}: train_batch_size depends on the number of ranks: give train_micro_batch_size_per_gpu instead"
         )
-    decided |= _placement(file.zero_optimization)
+    decided |= _placement(path, file.zero_optimization)
     if file.optimizer is not None:
         decided["optimizer"] = {**optimizer, **_hyperparameters(path, file.optimizer)}
     return _strategy(path, file), decided, dict(values)
@@ -125,14 +125,19 @@ def _strategy(path: Path, file: _File) -> str:
     return "deepcompile3_both"  # DeepSpeed's own choice of passes
 
 
-def _placement(zero: _Zero) -> dict[str, Any]:
+def _placement(path: Path, zero: _Zero) -> dict[str, Any]:
     """Where the file puts state; what it says nothing of is left to the options."""
     if not {"offload_optimizer", "offload_param"} & zero.model_fields_set:
         return {}
     optimizer, parameters = zero.offload_optimizer or _Offload(), zero.offload_param or _Offload()
     decided: dict[str, Any] = {"offload": "none"}
     if "nvme" in (optimizer.device, parameters.device):
-        decided["offload"] = "nvme"
+        if optimizer.device != "nvme":
+            raise ConfigError(
+                f"{path}: parameters on NVMe are compared with the optimizer's state there too: give offload_optimizer "
+                "the device nvme, or offload_param the device cpu"
+            )
+        decided["offload"] = "nvme_full" if parameters.device == "nvme" else "nvme"
         paths = {part.nvme_path for part in (optimizer, parameters) if part.nvme_path}
         if paths:
             decided["nvme_paths"] = sorted(paths)

@@ -181,9 +181,14 @@ def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> S
     ranks = min(settings.world_size, host_ranks or settings.world_size)
     if settings.offload_ratio == "auto":
         return None
+    element_bytes = 4 if settings.precision == "fp32" else 2
     if configuration.strategy not in OURS:
-        all_bytes = _STATE_BYTES * (settings.parameter_count or 0) * ranks / settings.world_size
-        return Swap(read_bytes=all_bytes, written_bytes=all_bytes)
+        numel = (settings.parameter_count or 0) * ranks / settings.world_size
+        parameters_bytes = element_bytes * numel if settings.offload == "nvme_full" else 0.0
+        return Swap(
+            read_bytes=_STATE_BYTES * numel + 2 * parameters_bytes,
+            written_bytes=_STATE_BYTES * numel + parameters_bytes,
+        )
     share = 1.0 if settings.offload_ratio is None else float(settings.offload_ratio)
     shards = [share * numel / settings.world_size for numel in unit_numels(configuration)]
     if not share:
@@ -193,7 +198,6 @@ def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> S
     slot_bytes = _STATE_BYTES * min(max(shards), chunk_numel)
     io = io_of(settings.nvme_paths, configuration.options)
     frame_num = 2 * math.ceil(io.depth * io.block_bytes / slot_bytes) + 2
-    element_bytes = 4 if settings.precision == "fp32" else 2
     budget_bytes = own.get("host_memory_bytes") or (settings.host_memory_gib or 0) * GIB / ranks
     left_bytes = max(0.0, budget_bytes - (frame_num + 1) * slot_bytes - element_bytes * sum(shards))
     parameters_bytes = element_bytes * sum(shards) if settings.offload == "nvme_full" else 0.0

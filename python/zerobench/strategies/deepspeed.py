@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from zerobench.locked_folder import LockedFolder
-from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings
+from zerobench.strategies.base import NVME_OFFLOADS, Batch, Dtypes, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.deepspeed_config import deepspeed_config, fuses_with_torch
@@ -84,15 +84,17 @@ class DeepSpeedStrategy(Strategy):
         initial = _copies(model) if self.settings.deterministic else None
         self._swap_folder = (
             LockedFolder(self.settings.nvme_paths[0], prefix="zerobench-swap-")
-            if self.settings.offload == "nvme"
+            if self.settings.offload in NVME_OFFLOADS
             else None
         )
-        parameter_count = sum(p.numel() for p in model.parameters())
+        numels = [p.numel() for p in model.parameters()]
+        parameter_count = sum(numels)
         self._check_room(parameter_count)
         config = deepspeed_config(
             self.settings,
             stage=self.stage,
             parameter_count=parameter_count,
+            largest_numel=max(numels),
             deepcompile=self.deepcompile,
             super_offload=self.super_offload,
             swap_folder=self._swap_folder.path if self._swap_folder else None,

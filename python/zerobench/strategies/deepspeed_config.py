@@ -27,11 +27,13 @@ def deepspeed_config(
     *,
     stage: int,
     parameter_count: int,
+    largest_numel: int = 0,
     deepcompile: bool = False,
     super_offload: bool = False,
     swap_folder: str | None = None,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration: the settings, with ``settings.options`` (a DeepSpeed file) over them."""
+    """DeepSpeed's configuration: the settings, with ``settings.options`` (a DeepSpeed file) over them.
+    ``largest_numel``, of one parameter, sizes what parameters are swapped through."""
     bucket = bucket_numel(parameter_count)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": settings.batch_size,
@@ -68,7 +70,11 @@ def deepspeed_config(
     ):
         config["zero_optimization"]["compute_grad_norm"] = False  # nobody asks for it in a timed step
     offload = offload_options(
-        settings, parameter_count=parameter_count, super_offload=super_offload, swap_folder=swap_folder
+        settings,
+        parameter_count=parameter_count,
+        largest_numel=largest_numel,
+        super_offload=super_offload,
+        swap_folder=swap_folder,
     )
     config = merge(config, offload)
     found = checked(merge(config, without_auto(settings.options, drop=_DECIDED)), config)

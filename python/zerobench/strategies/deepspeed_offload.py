@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerobench.strategies.base import StrategySettings
+from zerobench.strategies.base import NVME_OFFLOADS, StrategySettings
 from zerobench.strategies.requirements import missing_compiler, missing_library
 
 _SUB_GROUPS = 20  # where DeepSpeed places or updates sub-groups one by one, so that a ratio is met within 5 %
 _MIN_SUB_GROUP_NUMEL, _MAX_SUB_GROUP_NUMEL = 1_000_000, 400_000_000
 _SWAPPED_SUB_GROUP_NUMEL = 200_000_000
 _SWAP_BUFFERS = 8  # parameters, gradients and two moments of the sub-group in work and of the next one
+_PARAMETER_BUFFERS = 16  # each of the largest parameter: those in use, and those read ahead
 _AIO = {
     "block_size": 1 << 20,
     "queue_depth": 32,
@@ -33,8 +34,6 @@ def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool) -> 
         return "of DeepSpeed only SuperOffload updates during backward: use deepspeed3_super without --clip"
     if offload == "none":
         return None
-    if offload == "nvme_full":
-        return "this row swaps DeepSpeed's optimizer state and no parameters: use --offload nvme"
     if stage == 0:
         return "DeepSpeed offloads at stages 1 to 3: use deepspeed1, deepspeed2 or deepspeed3"
     if stage != 3:
@@ -42,13 +41,13 @@ def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool) -> 
             return (
                 f"stage {stage} keeps whole parameters on the GPU: use deepspeed3, or --offload cpu_optimizer"
             )
-        if offload == "nvme":
+        if offload in NVME_OFFLOADS:
             return "DeepSpeed swaps to NVMe at stage 3 only: use deepspeed3"
         if settings.offload_ratio is not None:
             return "DeepSpeed's ratio is for stage 3 only: use deepspeed3, or leave --offload-ratio out"
     if settings.offload_ratio == "auto":
         return "DeepSpeed chooses no ratio by itself: give --offload-ratio a number"
-    if offload == "nvme":
+    if offload in NVME_OFFLOADS:
         if settings.host_memory_bytes is not None:
             return "DeepSpeed keeps what it swaps on NVMe whatever the host has: leave --host-memory-gib out"
         if settings.offload_ratio is not None:
@@ -61,9 +60,15 @@ def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool) -> 
 
 
 def offload_options(
-    settings: StrategySettings, *, parameter_count: int, super_offload: bool, swap_folder: str | None
+    settings: StrategySettings,
+    *,
+    parameter_count: int,
+    largest_numel: int,
+    super_offload: bool,
+    swap_folder: str | None,
 ) -> dict[str, Any]:
-    """What is added to DeepSpeed's configuration; nothing where nothing is offloaded."""
+    """What is added to DeepSpeed's configuration; nothing where nothing is offloaded. ``largest_numel``: of one
+    parameter."""
     if settings.offload == "none":
         return {}
     optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": True}
@@ -78,7 +83,7 @@ def offload_options(
         zero["sub_group_size"] = min(max(numel // _SUB_GROUPS, _MIN_SUB_GROUP_NUMEL), _MAX_SUB_GROUP_NUMEL)
     if settings.offload == "cpu_full":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    if settings.offload == "nvme":
+    if settings.offload in NVME_OFFLOADS:
         optimizer |= {
             "device": "nvme",
             "nvme_path": swap_folder,
@@ -88,4 +93,13 @@ def offload_options(
         }
         zero["sub_group_size"] = _SWAPPED_SUB_GROUP_NUMEL
         options["aio"] = dict(_AIO)
+    if settings.offload == "nvme_full":
+        zero["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": swap_folder,
+            "pin_memory": True,
+            "buffer_count": _PARAMETER_BUFFERS,
+            "buffer_size": -(-largest_numel // settings.world_size),
+            "max_in_cpu": 0,  # 1e9 without it
+        }
     return options

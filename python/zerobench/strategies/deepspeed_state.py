@@ -5,7 +5,7 @@ Where nothing is wrapped around the optimizer (stage 0 in fp32) the parameters t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def held_bytes(engine: Any) -> dict[str, dict[str, int]]:
     optimizer = engine.optimizer
     parameters = list(engine.module.parameters())
     held = {
-        "parameters": [getattr(p, "ds_tensor", p) for p in parameters],
+        "parameters": [getattr(p, "ds_tensor", p) for p in parameters if not _is_swapped(p)],
         "gradients": [
             *(p.grad for p in parameters),
             *_averaged_gradients(optimizer),
@@ -79,7 +79,7 @@ def held_bytes(engine: Any) -> dict[str, dict[str, int]]:
         "master": list(_master_buffers(optimizer)),
         "exp_avg": _states(optimizer, "exp_avg"),
         "exp_avg_sq": _states(optimizer, "exp_avg_sq"),
-        "staging": list(_staging(optimizer)),
+        "staging": list(_staging(optimizer, parameters)),
     }
     tiers: dict[str, dict[str, int]] = {"device": {}, "host": {}}
     for category, tensors in held.items():
@@ -89,6 +89,8 @@ def held_bytes(engine: Any) -> dict[str, dict[str, int]]:
             if found or (tier == "device" and category != "staging"):
                 tiers[tier][category] = found
     swapped = _swapped_bytes(optimizer)
+    if parameter_bytes := sum(p.ds_tensor.ds_numel * p.element_size() for p in parameters if _is_swapped(p)):
+        swapped["parameters"] = parameter_bytes
     return {**tiers, **({"nvme": swapped} if swapped else {})}
 
 
@@ -161,13 +163,21 @@ def _host_gradients(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(master.grad)
 
 
-def _staging(optimizer: Any) -> Iterator[torch.Tensor]:
+def _is_swapped(parameter: Any) -> bool:
+    """Its low-precision shard has a file, whether or not a buffer holds it now, too."""
+    return getattr(getattr(parameter, "ds_tensor", None), "final_location", None) == "nvme"
+
+
+def _staging(optimizer: Any, parameters: Sequence[Any]) -> Iterator[torch.Tensor]:
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         yield from _tensors(getattr(bucket, "buffer", None))
     yield from _tensors(getattr(optimizer, "temp_grad_buffer_for_cpu_offload", None))
     swapper = getattr(optimizer, "optimizer_swapper", None)
     if swapper is not None:
         yield from _tensors(swapper.swap_buffer_manager.all_buffers)
+    swapper = next((p.nvme_swapper for p in parameters if _is_swapped(p)), None)
+    if swapper is not None:
+        yield from _tensors([swapper.buffers, swapper.partitioned_swap_buffer])
 
 
 def _swapped_bytes(optimizer: Any) -> dict[str, int]:
