@@ -24,6 +24,7 @@ COMPARE_HELP = (
 
 
 def compare(
+    context: typer.Context,
     device: Annotated[
         str, typer.Option(help="auto, cpu or cuda. auto: cuda where torch sees a GPU, one rank on each.")
     ] = "auto",
@@ -178,7 +179,7 @@ def compare(
         typer.Option(
             metavar="FILE...",
             help="Configurations of zerobench or DeepSpeed, one row a file, instead of --strategies and --stages. "
-            "What a file leaves open, the options decide.",
+            "What a file leaves open, the options decide; what it sets, they may not contradict.",
         ),
     ] = None,
     output_dir: Annotated[
@@ -252,6 +253,7 @@ def compare(
         baseline=baseline,
         config_files=config or (),
         learning_rate=lr,
+        given=named_options(context),
     )
     plan = make_plan(options, given_world_size=given.world_size if given else None)
     check_locked_memory(plan.configurations, host_ranks=options.host_ranks)
@@ -265,6 +267,16 @@ def compare(
             console=plain_console(),
             notes=plain_console(stderr=True),
         )
+    )
+
+
+def named_options(context: typer.Context) -> frozenset[str]:
+    """Such as --grad-accum, whether or not with the value that it has anyway."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(
+        "--" + name.replace("_", "-")
+        for name, source in sources.items()
+        if source and source.name == "COMMANDLINE"
     )
 
 

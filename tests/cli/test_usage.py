@@ -48,6 +48,8 @@ def refuses(command, *arguments: str) -> str:
         (["--data", "short"], "short"),
         (["--config", "typo.json"], "'stage'"),
         (["--config", "typo.json", "--stages", "0"], "--config"),
+        (["--config", "bf16.json", "--precision", "fp32"], "--precision fp32 reaches no row"),
+        (["--strategies", "ddp", "--communicator", "auto"], "--communicator auto reaches no row"),
         (["--output-dir", "file"], "--output-dir"),
         (["--output-dir", "/sys/zerobench"], "/sys/zerobench"),
         (["--output-dir", "has_results"], "already holds results"),
@@ -59,6 +61,7 @@ def test_an_impossible_comparison_is_refused(command, arguments, said) -> None:
     (command.folder / "short").write_text("x" * 100)
     (command.folder / "file").touch()
     (command.folder / "typo.json").write_text('{"stge": 1}')
+    (command.folder / "bf16.json").write_text('{"stage": 1, "precision": "bf16"}')
     (command.folder / "has_results").mkdir()
     (command.folder / "has_results" / "results.json").write_text("{}")
     assert said in refuses(command, "compare", *arguments)

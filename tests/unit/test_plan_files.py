@@ -67,10 +67,60 @@ def test_what_a_file_leaves_open_of_its_offload_the_options_decide(tmp_path) -> 
     ):
         found = row(**keys)
         assert (found.offload, found.offload_ratio, found.host_memory_gib) == ("cpu_optimizer", 0.5, 2.0)
-    with pytest.raises(ConfigError, match="--offload-ratio reaches no row"):
+    with pytest.raises(ConfigError, match=r"--offload-ratio 0\.5 reaches no row"):
         row(stage=1, offload_optimizer={"device": "cpu", "ratio": 0.25})
     with pytest.raises(ConfigError, match="reaches no row"):
         row(stage=1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "said"),
+    [
+        ({"stage": 1, "precision": "bf16"}, {"precisions": ("fp32",)}, "--precision fp32"),
+        ({"stage": 1, "precision": "bf16"}, {"precisions": ("bf16",)}, None),
+        ({"stage": 1}, {"precisions": ("fp16",)}, None),
+        ({"stage": 1, "gradient_accumulation_steps": 2}, {"grad_accums": (2, 1)}, "--grad-accum 1"),
+        ({"stage": 1, "gradient_clipping": 0.5}, {"clips": (None,)}, "--clip none"),
+        ({"stage": 1, "optimizer": {"lr": 0.1}}, {"learning_rate": 0.001}, "--lr 0.001"),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, {"offloads": ("none",)}, "--offload none"),
+        ({"stage": 1, "optimizer_in_backward": False}, {"optimizer_in_backward": (True,)}, "backward on"),
+        ({"stage": 1, "communicator": "c10d"}, {"communicators": ("shm",)}, "--communicator shm"),
+        (
+            {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 8},
+            {"batch_sizes": (4,)},
+            "--batch-size 4",
+        ),
+    ],
+)
+def test_what_a_file_decides_cannot_be_asked_for_otherwise(tmp_path, keys, options, said) -> None:
+    names = {"precisions": "--precision", "grad_accums": "--grad-accum", "clips": "--clip", "learning_rate": "--lr",
+             "offloads": "--offload", "optimizer_in_backward": "--optimizer-in-backward",
+             "communicators": "--communicator", "batch_sizes": "--batch-size"}  # fmt: skip
+    values = {**SMALL, **options, "config_files": (write_config(tmp_path, **keys),)}
+    make_plan(CompareOptions(**values))  # a default gives way
+    asked = CompareOptions(**values, given=frozenset(names[key] for key in options))
+    if said is None:
+        make_plan(asked)
+        return
+    with pytest.raises(ConfigError, match=f"{said} reaches no row: the files"):
+        make_plan(asked)
+
+
+def test_what_no_strategy_follows_is_refused(tmp_path) -> None:
+    for strategies, options, given in (
+        (("ddp",), {"communicators": ("shm",)}, "--communicator"),
+        (("single",), {"offloads": ("cpu_optimizer",)}, "--offload"),
+        (("single",), {"optimizer_in_backward": (True,)}, "--optimizer-in-backward"),
+        (
+            ("fsdp2",),
+            {"offloads": ("nvme",), "nvme_paths": (tmp_path,), "io_engine": "threads"},
+            "--io-engine",
+        ),
+    ):
+        asked = {**SMALL, **options, "given": frozenset({given})}
+        with pytest.raises(ConfigError, match=f"{given} .* reaches no row: no strategy here"):
+            make_plan(CompareOptions(**{**asked, "strategies": strategies}))
+        make_plan(CompareOptions(**{**asked, "strategies": (*strategies, "zero3")}))
 
 
 def test_a_file_that_swaps_takes_its_own_folder_or_the_options(tmp_path) -> None:
@@ -84,7 +134,7 @@ def test_a_file_that_swaps_takes_its_own_folder_or_the_options(tmp_path) -> None
     assert paths(nvme_path="/disk") == ["/disk"]
     with pytest.raises(ConfigError, match="or --nvme-path"):
         paths()
-    with pytest.raises(ConfigError, match="--nvme-path reaches no row"):
+    with pytest.raises(ConfigError, match=r"--nvme-path .* reaches no row"):
         paths(tmp_path, nvme_path="/disk")
 
 

@@ -137,8 +137,8 @@ def rerun_command(configuration: Configuration, options: CompareOptions) -> str:
     if settings.repeats != 1:
         words += ["--repeats", str(settings.repeats)]
     words += ["--data", settings.data, "--seed", str(settings.seed), "--timeout", exact(options.timeout_s)]
-    if options.learning_rate != OptimizerSettings.lr:
-        words += ["--lr", exact(options.learning_rate)]
+    if (learning_rate := settings.optimizer["lr"]) != OptimizerSettings.lr:
+        words += ["--lr", exact(learning_rate)]
     if options.rank_memory_gib is not None:
         words += ["--rank-memory-gib", exact(options.rank_memory_gib)]
     return shlex.join(words)

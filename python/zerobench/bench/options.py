@@ -69,6 +69,7 @@ class CompareOptions:
     baseline: str | None = None
     config_files: Sequence[Path] = ()
     learning_rate: float = OptimizerSettings.lr
+    given: frozenset[str] = frozenset()  # "--precision" and others that were named, whatever their value
 
 
 def check_options(options: CompareOptions, *, given_world_size: int | None) -> None:

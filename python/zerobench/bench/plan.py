@@ -18,6 +18,7 @@ from zerobench.bench.configs import read_row
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.names import OURS, stage_of, unique_names
 from zerobench.bench.options import OWN_ATTENTION, CompareOptions, check_options
+from zerobench.bench.reach import check_reach
 from zerobench.bench.result import Settings
 from zerobench.bench.tolerances import VERIFY_STEPS
 from zerobench.config import parse as parse_config
@@ -105,6 +106,7 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
     drafts = from_files(options) if options.config_files else grid(options)
     if not drafts:
         raise ConfigError("nothing to compare: name at least one strategy")
+    check_reach(options, drafts)
     check_data(options, [settings for _, settings, _ in drafts])
     configurations = [
         Configuration(
@@ -224,36 +226,7 @@ def from_files(options: CompareOptions) -> list[Draft]:
             draft: Draft = (strategy, settings, extra)
             if draft not in drafts:
                 drafts.append(draft)
-    check_offload_of_files(options, [settings for _, settings, _ in drafts])
     return drafts
-
-
-def check_offload_of_files(options: CompareOptions, rows: Sequence[Settings]) -> None:
-    """What only offloaded rows read must reach one, and swapping needs a folder."""
-    for row in rows:
-        if row.offload in NVME_OFFLOADS and not row.nvme_paths:
-            raise ConfigError(
-                f"{row.config_file}: state on NVMe needs a folder on the disk to use: add nvme_path, or --nvme-path"
-            )
-    for option, given, used in (
-        ("--offload-ratio", options.offload_ratios, {row.offload_ratio for row in rows}),
-        ("--host-memory-gib", [options.host_memory_gib], {row.host_memory_gib for row in rows}),
-        (
-            "--io-engine",
-            [options.io_engine],
-            {options.io_engine for row in rows if row.offload in NVME_OFFLOADS},
-        ),
-        (
-            "--nvme-path",
-            [str(path.absolute()) for path in options.nvme_paths],
-            {path for row in rows for path in row.nvme_paths},
-        ),
-    ):
-        if not used.issuperset(value for value in given if value is not None):
-            raise ConfigError(
-                f"{option} reaches no row: the files of --config offload nothing that it is about, or set it "
-                "themselves: leave it out"
-            )
 
 
 def resolve_settings(options: CompareOptions, config: models.ModelConfig, **chosen: Any) -> Settings:
