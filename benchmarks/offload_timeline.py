@@ -190,11 +190,17 @@ def config_of(options: argparse.Namespace) -> dict[str, Any]:
     if options.clip:
         config["gradient_clipping"] = options.clip
     if options.offload != "none":
-        section: dict[str, Any] = {"device": options.offload, "chunk_numel": options.chunk_numel}
-        if options.offload == "nvme":
+        on_nvme = options.offload in ("nvme", "nvme_full")
+        section: dict[str, Any] = {
+            "device": "nvme" if on_nvme else "cpu",
+            "chunk_numel": options.chunk_numel,
+        }
+        if on_nvme:
             section |= {"nvme_path": options.nvme_path, "io_allow_fallback": True}
-            section |= {"io_block_bytes": 1 << 18, "io_depth": 8}
+            section |= {"io_block_bytes": options.block_bytes, "io_depth": options.io_depth}
         config["offload_optimizer"] = section
+        if options.offload == "nvme_full":
+            config["offload_param"] = {"device": "nvme"}
     return config
 
 
@@ -265,7 +271,12 @@ def show(found: Recording, options: argparse.Namespace) -> None:
     step = found.step
     step_ms = (step[1] - step[0]) / 1e6
     busy = inside(found.spans, step)
-    state = {"none": "on the device", "cpu": "on the host", "nvme": "in files"}[options.offload]
+    state = {
+        "none": "on the device",
+        "cpu": "on the host",
+        "nvme": "in files",
+        "nvme_full": "and parameters in files",
+    }[options.offload]
     print(overlap_table(busy, step_ms))
     print(f"\nThe update thread took {found.update_cpu_ms:.1f} ms of CPU time a step.")
     if options.picture:
@@ -291,7 +302,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--offload", choices=("none", "cpu", "nvme"), default="cpu")
+    parser.add_argument("--offload", choices=("none", "cpu", "nvme", "nvme_full"), default="cpu")
     parser.add_argument("--nvme-path", help="a folder on the disk to use, with --offload nvme")
     parser.add_argument("--picture", type=Path, help="a PNG or SVG file")
     parser.add_argument("--ranks", type=int, default=2, help="of its own, on CPUs")
@@ -304,10 +315,14 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--chunk-numel", type=int, default=4 << 20)
+    parser.add_argument("--block-bytes", type=int, default=1 << 18, help="of a request to the disk")
+    parser.add_argument("--io-depth", type=int, default=8)
     parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
-    if options.offload == "nvme" and not options.nvme_path:
+    if options.offload.startswith("nvme") and not options.nvme_path:
         parser.error("--offload nvme needs --nvme-path")
+    if options.offload == "nvme_full" and options.stage != 3:
+        parser.error("parameters in files are parted: add --stage 3")
     return options
 
 

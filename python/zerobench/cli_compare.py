@@ -257,7 +257,8 @@ def compare(
     )
     plan = make_plan(options, given_world_size=given.world_size if given else None)
     check_locked_memory(plan.configurations, host_ranks=options.host_ranks)
-    plan.warnings.extend(disk_warnings(plan.configurations, host_ranks=options.host_ranks))
+    gpu_name = options.gpus[0].name if options.gpus else None
+    plan.warnings.extend(disk_warnings(plan.configurations, host_ranks=options.host_ranks, gpu_name=gpu_name))
     launcher = given.open_launcher() if given else Launcher()
     raise typer.Exit(
         run_comparison(

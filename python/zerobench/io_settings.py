@@ -150,17 +150,26 @@ def _beside(file: Path) -> Iterator[Path]:
 
 
 def slow_path_warning(
-    path: Path | str, rates: Rates, *, read_bytes: float = 0.0, written_bytes: float = 0.0
+    path: Path | str,
+    rates: Rates,
+    *,
+    read_bytes: float = 0.0,
+    written_bytes: float = 0.0,
+    compute_s: float | None = None,
 ) -> str | None:
-    """A sentence where reads and writes together stay below 5 GB/s; with what that means for a step that moves so
-    many bytes."""
-    if rates.both_bytes_per_s >= SLOW_BYTES_PER_S:
+    """A sentence where reads and writes together stay below 5 GB/s, or where a step that moves so many bytes waits for
+    them longer than the ``compute_s`` that it is likely to compute; None elsewhere."""
+    is_slow = rates.both_bytes_per_s < SLOW_BYTES_PER_S
+    time_s = rates.predict_s(read_bytes=read_bytes, written_bytes=written_bytes)
+    exceeds = compute_s is not None and time_s > compute_s
+    if not is_slow and not exceeds:
         return None
-    text = (
-        f"{path}: reads and writes together go at {rates.both_bytes_per_s / 1e9:.2f} GB/s, which is below "
-        f"{SLOW_BYTES_PER_S / 1e9:.0f} GB/s"
-    )
+    text = f"{path}: reads and writes together go at {rates.both_bytes_per_s / 1e9:.2f} GB/s"
+    if is_slow:
+        text += f", which is below {SLOW_BYTES_PER_S / 1e9:.0f} GB/s"
     if not read_bytes + written_bytes:
         return f"{text}; swapping may take longer than the step computes"
-    time_s = rates.predict_s(read_bytes=read_bytes, written_bytes=written_bytes)
-    return f"{text}; a step takes {time_s:.2g} s or more, which its transfers need"
+    text += f"; at that rate the transfers of a step take about {time_s:.2g} s"
+    if exceeds:
+        text += f" (forward and backward at half of the GPU's peak: {compute_s:.2g} s)"
+    return text

@@ -56,7 +56,21 @@ def test_a_slow_disk_is_a_warning_tuned_or_not(tmp_path, monkeypatch) -> None:
     count = rows[0].settings.parameter_count or 0
     for text, name, both in ((slow, "slow", 1e9), (unknown, "unknown", 2e9)):
         assert text.startswith(str(tmp_path / name)), text
-        assert f"a step takes {24 * count / 3 / both:.2g} s or more" in text
+        assert text.endswith(f"of a step take about {24 * count / 3 / both:.2g} s")
+
+
+def test_a_fast_disk_is_a_warning_where_the_gpu_is_faster(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(disks, "probe", lambda paths, io: rates(20e9))
+    rows = swapping(tmp_path)
+    assert disks.disk_warnings(rows) == disks.disk_warnings(rows, gpu_name="a GPU of the future") == []
+    (text,) = disks.disk_warnings(rows, gpu_name="NVIDIA H200")
+    settings = rows[0].settings
+    tokens = settings.batch_size * settings.seq_length
+    compute_s = (
+        3 * 2 * (settings.parameter_count or 0) * tokens / (0.5 * 66.9e12)
+    )  # attention and lookups apart
+    told = float(text.rpartition(": ")[2].removesuffix(" s)"))
+    assert told == pytest.approx(compute_s, rel=0.1)
 
 
 def test_a_row_swaps_what_its_memory_does_not_hold(tmp_path) -> None:
@@ -96,7 +110,7 @@ def test_folders_on_one_disk_are_told_and_count_once(tmp_path, monkeypatch) -> N
     both = f"{tmp_path / 'a'} and {tmp_path / 'link'}"
     assert one.startswith(f"{both} are on one disk")
     count = rows[0].settings.parameter_count or 0
-    assert slow.startswith(both) and f"a step takes {24 * count / 1e9:.2g} s" in slow
+    assert slow.startswith(both) and f"take about {24 * count / 1e9:.2g} s" in slow
     assert len(probed) == 1
 
 

@@ -107,9 +107,22 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
 
 def test_a_slow_path_is_worth_a_warning_with_the_time_it_takes(tmp_path: Path) -> None:
-    assert slow_path_warning(tmp_path, settings(both=5e9)) is None
-    text = slow_path_warning(tmp_path, settings(both=2e9), read_bytes=18e9, written_bytes=15e9)
-    assert text is not None and "2.00 GB/s" in text and "takes 16 s or more" in text and str(tmp_path) in text
+    moved = {"read_bytes": 18e9, "written_bytes": 15e9}
+    assert slow_path_warning(tmp_path, settings(both=5e9), **moved) is None
+    text = slow_path_warning(tmp_path, settings(both=2e9), **moved)
+    assert (
+        text is not None and text.startswith(f"{tmp_path}: ") and text.endswith("of a step take about 16 s")
+    )
+    assert "at 2.00 GB/s, which is below 5 GB/s" in text
+
+
+def test_transfers_that_take_longer_than_compute_are_worth_a_warning_on_any_path(tmp_path: Path) -> None:
+    rates = settings(both=10e9)  # 3 GB/s of reads alone
+    moved = {"read_bytes": 13e9, "written_bytes": 10e9}
+    assert slow_path_warning(tmp_path, rates, **moved, compute_s=3.1) is None
+    text = slow_path_warning(tmp_path, rates, **moved, compute_s=2.9)
+    assert text is not None and "below" not in text
+    assert text.endswith("take about 3 s (forward and backward at half of the GPU's peak: 2.9 s)")
 
 
 def speed(setting: IoSetting) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobench import models
 from zerobench.bench.fit import GIB, with_layers
+from zerobench.bench.mfu import likely_compute_s
 from zerobench.bench.names import OURS
 from zerobench.bench.storage import free_bytes, lockable_bytes
 from zerobench.config import OffloadOptimizerConfig
@@ -97,33 +98,40 @@ def _rates(paths: Sequence[str], io: IoChoice, *, most_num: int, seconds: float)
     )
 
 
-def disk_warnings(configurations: Sequence[Configuration], *, host_ranks: int | None = None) -> list[str]:
+def disk_warnings(
+    configurations: Sequence[Configuration], *, host_ranks: int | None = None, gpu_name: str | None = None
+) -> list[str]:
     """Of folders on one disk, and of disks whose transfers are likely to be the limit: as `tune io` found them, else
-    probed now."""
+    probed now. ``gpu_name``: of each rank's."""
     warnings = []
     swapping = [c for c in configurations if c.settings.offload in NVME_OFFLOADS]
     for paths in dict.fromkeys(tuple(c.settings.nvme_paths) for c in swapping):
         rows = [c for c in swapping if tuple(c.settings.nvme_paths) == paths]
         swaps = [swap_of(row, host_ranks=host_ranks) for row in rows]
-        moved = [found for found in swaps if found is None or found.written_bytes]
+        is_moving = any(found is None or found.written_bytes for found in swaps)
         for group in by_disk(paths):
             names = " and ".join(group)
             if len(group) > 1:
                 warnings.append(
                     f"{names} are on one disk, so spreading transfers over them gains nothing: give one"
                 )
-            if not moved:
+            if not is_moving:
                 continue
             try:
                 rates = settings_for(Path(group[0])) or probe(group, io_of(group, rows[0].options))
             except (OSError, Error):
                 continue  # rows will say it
             share = len(group) / len(set(paths))
-            most = max(
-                (found for found in moved if found), key=lambda found: found.read_bytes, default=Swap()
+            most, row = max(
+                ((found or Swap(), row) for found, row in zip(swaps, rows, strict=True)),
+                key=lambda swapping: swapping[0].read_bytes,
             )
             warning = slow_path_warning(
-                names, rates, read_bytes=most.read_bytes * share, written_bytes=most.written_bytes * share
+                names,
+                rates,
+                read_bytes=most.read_bytes * share,
+                written_bytes=most.written_bytes * share,
+                compute_s=likely_compute_s(row.settings, gpu_name) if gpu_name else None,
             )
             warnings += [warning] if warning else []
     return warnings

@@ -1,4 +1,5 @@
-"""Model FLOP/s utilisation: what a row computes a second over what its GPUs could at most. Imports no torch."""
+"""Model FLOP/s utilisation: what a row computes a second over what its GPUs could at most; and what it is likely to
+compute. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from functools import cache
 from pathlib import Path
 
 from zerobench import models
-from zerobench.bench.result import Mfu, Row
+from zerobench.bench.result import Mfu, Row, Settings
 
 _COLUMNS = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
+_LIKELY_SHARE = 0.5  # of the peak
 
 
 @cache
@@ -26,6 +28,18 @@ def _peaks() -> dict[str, dict[str, float | None]]:
 def peak_tflops(device_name: str, compute_dtype: str) -> float | None:
     """Dense peak of one GPU in the dtype that matrix products run in; None for a GPU or dtype that is not known."""
     return _peaks().get(device_name, {}).get(_COLUMNS.get(compute_dtype, ""))
+
+
+def likely_compute_s(settings: Settings, device_name: str) -> float | None:
+    """Forward and backward of a step at half of the GPU's peak; None where that is not known."""
+    peak = _peaks().get(device_name, {}).get("tf32" if settings.tf32 else settings.precision)
+    if peak is None:
+        return None
+    config = models.ModelConfig.model_validate(settings.model_config_resolved)
+    tokens = settings.batch_size * settings.seq_length * settings.grad_accum
+    passes = 4 / 3 if settings.checkpointing else 1.0  # backward costs two forwards, and recomputes one
+    flops = passes * tokens * models.flops_per_token(config, settings.seq_length)
+    return flops / (_LIKELY_SHARE * peak * 1e12)
 
 
 def utilisation(row: Row, device_name: str) -> Mfu | None:
