@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -113,10 +112,31 @@ def test_a_checkpoint_that_does_not_fit(tmp_path):
     deep = models.find(str(tmp_path), {"num_layers": 3, "weights": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"has no parameter 'model.layers.2"):
         models.build(deep, 0, device="cpu")
+
+
+def test_weights_that_have_gone_since(tmp_path):
+    saved("llama", tmp_path)
+    config = models.find(str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "extra").mkdir()
-    published = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "extra/config.json").write_text(json.dumps(published))
-    empty = models.find("llama", {"weights": str(tmp_path / "extra"), **SIZES, **CASES["llama"]})
     with pytest.raises(ConfigError, match="holds no weights"):
-        models.build(empty, 0, device="cpu")
+        models.build(config, 0, device="cpu")
+
+
+def test_torch_files_from_before_zip_archives(tmp_path):
+    expected = saved("hf:gpt2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(expected.state_dict(), file, _use_new_zipfile_serialization=False)
+    assert_equal(models.build(models.find(str(tmp_path)), 0, device="cpu"), expected)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_files_that_hold_no_weights_are_named(name, tmp_path):
+    saved("hf:gpt2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(
+        ConfigError, match=rf"{name} cannot be read as weights .*complete the download"
+    ) as caught:
+        models.build(models.find(str(tmp_path)), 0, device="cpu")
+    assert "\n" not in str(caught.value)

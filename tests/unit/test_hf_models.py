@@ -239,3 +239,10 @@ def test_a_refusal_of_transformers_names_the_model():
         ConfigError, match=r"model 'openai-community/gpt2': transformers refuses it: .*no such"
     ):
         models.build(config, 0)
+
+
+def test_a_refusal_of_several_lines_is_one():
+    config = hf_zoo.config("meta-llama/Meta-Llama-3-8B").model_copy(update={"other": {"rms_norm_eps": "x"}})
+    with pytest.raises(ConfigError, match="transformers refuses it: ") as caught:
+        models.build(config, 0)
+    assert "\n" not in str(caught.value)

@@ -119,6 +119,11 @@ def test_a_configuration_survives_json():
             ["tied_embeddings", "leave them tied"],
         ),
         ("./nowhere", {}, ["./nowhere", "no such folder"]),
+        ("llama", {"hidden_size": 96, "num_heads": 32}, ["head_size 3 is odd", "2 x num_heads"]),
+        ("llama", {"head_size": 7}, ["head_size 7 is odd"]),
+        ("mistralai/Mixtral-8x7B-v0.1", {"experts_per_token": 0}, ["experts_per_token 0", "1 to num_exp"]),
+        ("mistralai/Mixtral-8x7B-v0.1", {"experts_per_token": 9}, ["9 is outside 1 to num_experts 8"]),
+        ("mistralai/Mixtral-8x7B-v0.1", {"ffn_size": 66}, ["ffn_size 66", "multiple of 8"]),
     ],
 )
 def test_errors_are_one_line_that_names_the_fault(name, overrides, words):
@@ -167,6 +172,17 @@ def test_a_local_folder(tmp_path, monkeypatch):
         ({"model_type": "llama", "hidden_size": 64}, ["lacks num_hidden_layers, num_attention_heads"]),
         (PUBLISHED["llama"]["config"] | {"quantization_config": {"bits": 4}}, ["quantization_config"]),
         (PUBLISHED["Qwen/Qwen2.5-7B"]["config"] | {"use_sliding_window": True}, ["use_sliding_window True"]),
+        (PUBLISHED["mistralai/Mixtral-8x7B-v0.1"]["config"] | {"router_jitter_noise": 0.1}, ["noise 0.1"]),
+        (
+            PUBLISHED["google-bert/bert-large-uncased"]["config"]
+            | {"position_embedding_type": "relative_key"},
+            ["position_embedding_type 'relative_key'"],
+        ),
+        (PUBLISHED["llama"]["config"] | {"hidden_size": "64"}, ["hidden_size", "integer", "'64'"]),
+        (PUBLISHED["llama"]["config"] | {"num_attention_heads": 0}, ["num_heads", "greater than 0"]),
+        (PUBLISHED["llama"]["config"] | {"rope_parameters": "x"}, ["rope_parameters 'x'"]),
+        ({"model_type": ["llama"]}, ["architecture ['llama']"]),
+        ([1], ["holds no JSON object"]),
     ],
 )
 def test_folders_that_cannot_be_built(tmp_path, published, words):
@@ -181,6 +197,67 @@ def test_a_folder_without_a_readable_config(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
         models.find(str(tmp_path))
+    (tmp_path / "config.json").write_bytes(b"\xff{}")
+    with pytest.raises(ConfigError, match="is not text in UTF-8"):
+        models.find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("llama", "intermediate_size"),
+        ("mistralai/Mistral-7B-v0.1", "sliding_window"),
+        ("mistralai/Mixtral-8x7B-v0.1", "num_local_experts"),
+        ("mistralai/Mixtral-8x7B-v0.1", "num_experts_per_tok"),
+        ("Qwen/Qwen2.5-7B", "num_key_value_heads"),
+        ("facebook/opt-125m", "ffn_dim"),
+        ("google-bert/bert-large-uncased", "intermediate_size"),
+    ],
+)
+def test_sizes_that_transformers_would_guess_are_asked_for(tmp_path, name, key):
+    published = {k: value for k, value in PUBLISHED[name]["config"].items() if k != key}
+    with pytest.raises(ConfigError, match=f"lacks {key}: complete it"):
+        models.find(str(write(tmp_path / "mine", published)))
+
+
+def test_an_override_that_changes_nothing_leaves_the_weights(tmp_path):
+    published = PUBLISHED["Qwen/Qwen2.5-0.5B"]["config"] | {"num_hidden_layers": 2}
+    folder = write(tmp_path / "mine", published, "model.safetensors")
+    config = models.find(str(folder))
+    for field in ("num_kv_heads", "head_size", "ffn_size", "hidden_size", "num_layers"):
+        assert models.find(str(folder), {field: getattr(config, field)}).weights == str(folder), field
+    assert models.find(str(folder), {"head_size": 2 * config.head_size}).weights == "random"
+
+
+def test_weights_that_are_not_whole_are_told_before_anything_runs(tmp_path, no_cache):
+    published = PUBLISHED["llama"]["config"] | {"num_hidden_layers": 2}
+    folder = write(tmp_path / "mine", published, "part-1.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"lacks part-2\.safetensors of its weights: complete the download"):
+        models.find(str(folder))
+    assert models.find(str(folder), {"weights": "random"}).weights == "random"
+    assert models.find(str(folder), {"num_layers": 1}).weights == "random"
+    for content in ("{", "[]", "{}", '{"weight_map": 3}'):
+        index.write_text(content)
+        with pytest.raises(ConfigError, match="is no index of weights: complete the download"):
+            models.find(str(folder))
+    empty = write(tmp_path / "empty", published)
+    with pytest.raises(ConfigError, match=r"holds no weights .*weights=random"):
+        models.find(str(folder), {"weights": str(empty)})
+    repository = no_cache / "models--facebook--opt-125m"  # of a shipped name: as if it were not there
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("abc")
+    snapshot = write(repository / "snapshots/abc", PUBLISHED["facebook/opt-125m"]["config"])
+    (snapshot / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "b.bin"}}))
+    assert models.find("facebook/opt-125m").weights == "random"
+
+
+def test_mixtral_needs_a_transformers_that_takes_its_experts_together(monkeypatch):
+    monkeypatch.setattr(models.names, "_major_version", lambda package: 4)
+    with pytest.raises(ConfigError, match=r"before transformers 5 .*pip install -U transformers"):
+        models.resolve("mistralai/Mixtral-8x7B-v0.1")
+    models.resolve("hf:gpt2")
 
 
 def test_the_hubs_cache_is_used_and_nothing_is_fetched(no_cache):
@@ -235,13 +312,13 @@ def test_flops_by_hand():
 
 
 def test_flops_of_grouped_heads_experts_and_windows():
-    sizes = SIZES | {"num_kv_heads": 2, "ffn_size": 20}
+    sizes = SIZES | {"num_kv_heads": 2, "ffn_size": 24}
     mixtral = models.find("mistralai/Mixtral-8x7B-v0.1", sizes)
     attention = 48 * 48 + 2 * 48 * 24 + 48 * 48
-    layer = attention + 48 * 8 + 2 * (3 * 48 * 20)  # router over 8 experts, of which 2 work
+    layer = attention + 48 * 8 + 2 * (3 * 48 * 24)  # router over 8 experts, of which 2 work
     assert models.flops_per_token(mixtral, 16) == 3 * (2 * (3 * layer + 48 * 300) + 3 * 4 * 48 * 16)
     mistral = models.find("mistralai/Mistral-7B-v0.1", sizes | {"sliding_window": 4})
-    dense = 3 * (attention + 3 * 48 * 20) + 48 * 300
+    dense = 3 * (attention + 3 * 48 * 24) + 48 * 300
     assert models.flops_per_token(mistral, 16) == 3 * (2 * dense + 3 * 4 * 48 * 4)
 
 

@@ -85,6 +85,11 @@ def test_settings_are_resolved() -> None:
     [
         ({"models": ("tinny",)}, "'tiny'"),
         ({"model_options": {"num_layer": 2}}, "'num_layers'"),
+        (
+            {"model_options": {"num_layers": 2}, "num_layers": (2, 3)},
+            "--num-layers and --model-option num_layers",
+        ),
+        ({"model_options": {"dropout": 0.1}, "dropout": 0.2}, "--dropout and --model-option dropout"),
         ({"strategies": ("zero_3",)}, "'zero3'"),
         ({"strategies": ("no.such.module:Class",)}, "no module named"),
         ({"strategies": ("zerobench.strategies.base:Nothing",)}, "'Nothing'"),

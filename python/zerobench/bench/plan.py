@@ -205,7 +205,12 @@ def placement(options: CompareOptions, strategy: str, chosen: Mapping[str, Any])
 
 def resolve_model(options: CompareOptions, name: str, sizes: dict[str, int | None]) -> models.ModelConfig:
     """The model with everything that the command line says about it."""
-    chosen = {**sizes, "dropout": options.dropout, "attention": options.attention, **options.model_options}
+    own_options = {**sizes, "dropout": options.dropout, "attention": options.attention}
+    for field in options.model_options:
+        if own_options.get(field) is not None:
+            option = f"--{field.replace('_', '-')}"
+            raise ConfigError(f"{option} and --model-option {field} say the same: give one of them")
+    chosen = {**own_options, **options.model_options}
     if name in models.preset_names() and chosen["attention"] is not None:
         if chosen["attention"] != OWN_ATTENTION:
             raise ConfigError(

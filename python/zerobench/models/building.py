@@ -62,11 +62,12 @@ def _transformers_model(config: HFConfig) -> nn.Module:
     import transformers
 
     kind = ARCHITECTURES[config.architecture]
-    hf_config = getattr(transformers, kind.config_class)(**config.hf_arguments())
     try:
+        hf_config = getattr(transformers, kind.config_class)(**config.hf_arguments())
         model: nn.Module = getattr(transformers, kind.model_class)(hf_config)
-    except (ImportError, KeyError, ValueError) as error:
-        raise ConfigError(f"model {config.name!r}: transformers refuses it: {error}") from error
+    except Exception as error:  # of many kinds, and some over several lines
+        said = " ".join(str(error).split())
+        raise ConfigError(f"model {config.name!r}: transformers refuses it: {said}") from error
     if (
         getattr(model, "loss_type", "") is None
     ):  # GPT-2's class name does not tell; without, transformers warns

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+import zipfile
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zerobench.errors import ConfigError
+from zerobench.models.weight_files import CURE, STEMS, weight_map
 
 _FUSED_EXPERTS = re.compile(r"(?P<layer>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
 
@@ -53,22 +54,26 @@ class Checkpoint:
         return source.get_tensor(name) if file.suffix == ".safetensors" else source[name]
 
     def _index(self) -> dict[str, Path]:
-        for stem in ("model.safetensors", "pytorch_model.bin"):
+        for stem in STEMS:
             index, single = self.folder / f"{stem}.index.json", self.folder / stem
             if index.is_file():
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                return {name: self.folder / file for name, file in weight_map.items()}
+                return weight_map(index)
             if single.is_file():
                 return dict.fromkeys(self._open_file(single).keys(), single)
-        raise ConfigError(f"{self.folder} holds no weights (model.safetensors or pytorch_model.bin)")
+        raise ConfigError(f"{self.folder} holds no weights ({' or '.join(STEMS)}): {CURE}")
 
     @staticmethod
     def _open_file(file: Path) -> Any:
-        if file.suffix == ".safetensors":
-            from safetensors import safe_open
+        try:
+            if file.suffix == ".safetensors":
+                from safetensors import safe_open
 
-            return safe_open(file, framework="pt")
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+                return safe_open(file, framework="pt")
+            # Files from before torch 1.6 are no zip archives, and cannot be mapped.
+            return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
+        except Exception as error:  # of many kinds: a pointer to a file that was not fetched, half of a file
+            said = " ".join(str(error).split())
+            raise ConfigError(f"{file} cannot be read as weights ({said}): {CURE}") from error
 
     def _spellings(self, name: str, prefix: str) -> Iterator[str]:
         """What checkpoints call a parameter: with or without the base model's prefix, norms in BERT's old words, the

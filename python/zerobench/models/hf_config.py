@@ -25,6 +25,8 @@ class Architecture:
     dropouts: tuple[str, ...]
     others: tuple[str, ...]  # further keys that decide what is computed, handed on as they are
     tied: bool = False  # what a config.json means that does not say
+    required: tuple[str, ...] = ()  # our fields for which transformers' own default is another model's size
+    is_rotary: bool = False
 
 
 _COMMON = {
@@ -63,16 +65,26 @@ ARCHITECTURES = {
         _LLAMA,
         ("attention_dropout",),
         (*_LLAMA_OTHERS, "attention_bias", "mlp_bias"),
+        required=("ffn_size",),
+        is_rotary=True,
     ),
     "mistral": Architecture(
-        "MistralConfig", "MistralForCausalLM", _WINDOWED, ("attention_dropout",), _LLAMA_OTHERS
+        "MistralConfig",
+        "MistralForCausalLM",
+        _WINDOWED,
+        ("attention_dropout",),
+        _LLAMA_OTHERS,
+        required=("ffn_size", "num_kv_heads", "sliding_window"),
+        is_rotary=True,
     ),
     "mixtral": Architecture(
         "MixtralConfig",
         "MixtralForCausalLM",
         _WINDOWED | {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
         ("attention_dropout",),
-        (*_LLAMA_OTHERS, "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+        (*_LLAMA_OTHERS, "output_router_logits", "router_aux_loss_coef"),
+        required=("ffn_size", "num_kv_heads", "num_experts", "experts_per_token"),
+        is_rotary=True,
     ),
     "qwen2": Architecture(
         "Qwen2Config",
@@ -80,6 +92,8 @@ ARCHITECTURES = {
         _LLAMA,
         ("attention_dropout",),
         _LLAMA_OTHERS,
+        required=("ffn_size", "num_kv_heads"),
+        is_rotary=True,
     ),
     "opt": Architecture(
         "OPTConfig",
@@ -88,6 +102,7 @@ ARCHITECTURES = {
         ("dropout", "attention_dropout"),
         ("activation_function", "init_std", "do_layer_norm_before", "_remove_final_layer_norm"),
         tied=True,
+        required=("ffn_size",),
     ),
     "bert": Architecture(
         "BertConfig",
@@ -96,6 +111,7 @@ ARCHITECTURES = {
         ("hidden_dropout_prob", "attention_probs_dropout_prob"),
         ("hidden_act", "initializer_range", "layer_norm_eps", "type_vocab_size"),
         tied=True,
+        required=("ffn_size",),
     ),
 }  # fmt: skip
 # Keys that would change the computation in a way that the sizes here do not describe, and the value that does not.
@@ -107,7 +123,11 @@ _UNSUPPORTED = {
     "add_cross_attention": False,
     "is_decoder": False,
     "is_encoder_decoder": False,
+    "position_embedding_type": "absolute",
+    "router_jitter_noise": 0.0,  # drawn whatever the dropout is
 }
+_GROUPED_BYTES = 16  # what torch's grouped products take rows in multiples of
+_REQUIRED = ("num_layers", "hidden_size", "num_heads", "max_seq_length", "vocab_size")
 
 
 class HFConfig(ModelConfig):
@@ -134,16 +154,31 @@ class HFConfig(ModelConfig):
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
                 "override both or neither"
             )
-        if self.experts_per_token > self.num_experts:
+        if ARCHITECTURES[self.architecture].is_rotary and self.head_size % 2:
             raise ValueError(
-                f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}: "
-                "use at most as many"
+                f"head_size {self.head_size} is odd, and rotary embeddings turn pairs: use a hidden_size that is a "
+                "multiple of 2 x num_heads, or another num_heads or head_size"
             )
+        if self.architecture == "mixtral":
+            self._check_experts()
         if self.architecture == "bert" and not self.tied_embeddings:
             raise ValueError(
                 "tied_embeddings false leaves BERT's head a bias that no gradient reaches: leave them tied"
             )
         return self
+
+    def _check_experts(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} is outside 1 to num_experts {self.num_experts}: use one "
+                "or more, and at most as many as there are"
+            )
+        for field in ("hidden_size", "ffn_size"):
+            if getattr(self, field) % (_GROUPED_BYTES // 2):
+                raise ValueError(
+                    f"{field} {getattr(self, field)} is no multiple of {_GROUPED_BYTES // 2}, which the product of all "
+                    "experts needs: use one that is"
+                )
 
     def hf_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the architecture's configuration class."""
@@ -172,7 +207,7 @@ def from_published(
     overridden. Raises ConfigError.
     """
     architecture = published.get("model_type")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ConfigError(
             f"model {name!r} has architecture {architecture!r}, which zerobench does not build: "
             f"use one of {', '.join(ARCHITECTURES)}"
@@ -182,17 +217,22 @@ def from_published(
             raise ConfigError(f"model {name!r} has {key} {published[key]!r}, which zerobench does not build")
     given = checked_overrides(overrides, known=overridable(architecture))
     fields = _own_fields(name, architecture, published)
+    resolved = _with_what_follows(fields)
     sizes_changed = any(
-        key in ARCHITECTURES[architecture].keys and fields.get(key) != given[key] for key in given
+        key in ARCHITECTURES[architecture].keys and resolved.get(key) != given[key] for key in given
     )
     fields = {"weights": RANDOM_WEIGHTS if sizes_changed else weights, **fields, **given}
+    return make(HFConfig, name, {"architecture": architecture, **_with_what_follows(fields)})
+
+
+def _with_what_follows(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that follow from others, where they are not given; from impossible ones nothing does, and the
+    validation says so."""
     hidden_size, num_heads = fields["hidden_size"], fields["num_heads"]
-    if _positive(hidden_size) and _positive(num_heads):  # else the validation says so
-        fields.setdefault("head_size", max(1, hidden_size // num_heads))
-        fields.setdefault("ffn_size", 4 * hidden_size)
-    fields.setdefault("num_kv_heads", num_heads)
-    fields.setdefault("embedding_size", hidden_size)
-    return make(HFConfig, name, {"architecture": architecture, **fields})
+    follows: dict[str, Any] = {"num_kv_heads": num_heads, "embedding_size": hidden_size}
+    if _positive(hidden_size) and _positive(num_heads):
+        follows |= {"head_size": max(1, hidden_size // num_heads), "ffn_size": 4 * hidden_size}
+    return {**follows, **fields}
 
 
 def _positive(value: Any) -> bool:
@@ -208,24 +248,24 @@ def _own_fields(name: str, architecture: str, published: Mapping[str, Any]) -> d
         if key in published and (published[key] is not None or field == "sliding_window")
     }
     fields.setdefault("tied_embeddings", kind.tied)
-    missing = [kind.keys[f] for f in ("num_layers", "hidden_size", "num_heads", "max_seq_length", "vocab_size")
-               if f not in fields]  # fmt: skip
+    missing = [kind.keys[field] for field in (*_REQUIRED, *kind.required) if field not in fields]
     if missing:
         raise ConfigError(f"the config.json of model {name!r} lacks {', '.join(missing)}: complete it")
-    follows = {
-        "head_size": fields["hidden_size"] // fields["num_heads"],
-        "num_kv_heads": fields["num_heads"],
-        "ffn_size": 4 * fields["hidden_size"],
-        "embedding_size": fields["hidden_size"],
-    }
+    sizes = {field: fields[field] for field in ("hidden_size", "num_heads")}
+    follows = {field: value for field, value in _with_what_follows(sizes).items() if field not in sizes}
     fields = {field: value for field, value in fields.items() if follows.get(field) != value}
-    given = _rope_as_two_keys(published)
+    given = _rope_as_two_keys(name, published)
     return {**fields, "other": {key: given[key] for key in kind.others if given.get(key) is not None}}
 
 
-def _rope_as_two_keys(published: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_as_two_keys(name: str, published: Mapping[str, Any]) -> dict[str, Any]:
     """``rope_parameters``, as transformers 5 writes them, as the two keys that both 4 and 5 read."""
-    rope = dict(published.get("rope_parameters") or {})
+    written = published.get("rope_parameters") or {}
+    if not isinstance(written, Mapping):
+        raise ConfigError(
+            f"the config.json of model {name!r} has rope_parameters {written!r}: give an object"
+        )
+    rope = dict(written)
     theta = rope.pop("rope_theta", None)
     given = {**published}
     if theta is not None:

@@ -12,6 +12,7 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -23,13 +24,7 @@ from zerobench.errors import ConfigError
 from zerobench.models.config import ModelConfig, suggest
 from zerobench.models.hf_config import RANDOM_WEIGHTS, HFConfig, from_published
 from zerobench.models.presets import preset_names, resolve_preset
-
-WEIGHT_FILES = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
-)
+from zerobench.models.weight_files import checked_weights, has_weights, missing_files
 
 
 def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -49,15 +44,16 @@ def find(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
         return resolve_preset(name, overrides)
     given = dict(overrides or {})
     if given.get("weights") not in (None, RANDOM_WEIGHTS):
-        given["weights"] = str(_folder(str(given["weights"])))
+        given["weights"] = str(checked_weights(_folder(str(given["weights"]))))
     if name.startswith(("/", "./", "../", "~")):
         folder = _folder(name)
         return _of_folder(str(folder), folder, given)
     known = hub_models()
     name = _without_prefix(name) if name.startswith("hf:") else name
     cached = cached_folder(name) if "/" in name else None
-    if name in known:
-        weights = str(cached) if cached is not None and has_weights(cached) else RANDOM_WEIGHTS
+    if name in known:  # a download that was interrupted is none
+        is_whole = cached is not None and has_weights(cached) and not missing_files(cached)
+        weights = str(cached) if is_whole else RANDOM_WEIGHTS
         return from_published(name, known[name]["config"], overrides=given, weights=weights)
     if cached is not None:
         return _of_folder(name, cached, given)
@@ -76,8 +72,15 @@ def _of_folder(name: str, folder: Path, overrides: Mapping[str, Any]) -> HFConfi
         raise ConfigError(
             f"model {name!r}: {path} is not JSON ({error.msg} in line {error.lineno})"
         ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"model {name!r}: {path} is not text in UTF-8") from None
+    if not isinstance(published, dict):
+        raise ConfigError(f"model {name!r}: {path} holds no JSON object: give a model's config.json")
     weights = str(folder) if has_weights(folder) else RANDOM_WEIGHTS
-    return from_published(name, published, overrides=overrides, weights=weights)
+    config = from_published(name, published, overrides=overrides, weights=weights)
+    if config.weights == str(folder):
+        checked_weights(folder)
+    return config
 
 
 def _folder(text: str) -> Path:
@@ -85,10 +88,6 @@ def _folder(text: str) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{text}: no such folder: name one that holds a config.json")
     return folder
-
-
-def has_weights(folder: Path) -> bool:
-    return any((folder / file).is_file() for file in WEIGHT_FILES)
 
 
 @cache
@@ -118,11 +117,20 @@ def check_packages(config: ModelConfig) -> None:
         return
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"model {config.name!r} needs transformers: pip install 'zerobench[hf]'")
+    if config.architecture == "mixtral" and _major_version("transformers") < 5:
+        raise ConfigError(
+            f"model {config.name!r}: before transformers 5 each expert is a module of its own, and one that no token "
+            "reaches has no gradient, which DDP and FSDP do not take: pip install -U transformers"
+        )
     if config.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise ConfigError(
             "attention 'flash_attention_2' needs flash-attn: pip install flash-attn, or choose sdpa (which uses flash "
             "attention kernels where they fit)"
         )
+
+
+def _major_version(package: str) -> int:
+    return int(importlib.metadata.version(package).partition(".")[0])
 
 
 def _without_prefix(name: str) -> str:

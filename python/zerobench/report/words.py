@@ -153,7 +153,11 @@ def _dtype_parts(rows: Sequence[Row]) -> list[str]:
 def _setting_part(key: str, value: Any, rows: Sequence[Row]) -> str:
     if key == "model":
         counts = {row.settings.parameter_count for row in rows if row.settings.parameter_count is not None}
-        return f"{value} ({count_text(counts.pop())} parameters)" if len(counts) == 1 else str(value)
+        weights = {row.settings.model_config_resolved.get("weights") for row in rows}
+        told = [f"{count_text(count)} parameters" for count in counts if len(counts) == 1]
+        if len(weights) == 1 and (text := weights.pop()) is not None:
+            told.append("random weights" if text == "random" else f"weights of {text}")
+        return f"{value} ({', '.join(told)})" if told else str(value)
     if key == "precision":
         return str(value)
     if key == "world_size":
