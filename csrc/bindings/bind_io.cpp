@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <numeric>
@@ -65,7 +66,7 @@ class IoBench {
     engine_.reset();
   }
 
-  // Takes `chunk_num` chunks through memory, going on where the last call of this mode ended.
+  // Takes `chunk_num` chunks through memory, going on where the last call ended, of this pager or one before.
   std::pair<double, std::uint64_t> run(const std::string& mode_name, std::size_t chunk_num) {
     ZB_EXPECT_STATE(pager_.has_value(), "open a pager first");
     const IoMode mode = mode_from_name(mode_name);
@@ -73,9 +74,9 @@ class IoBench {
     if (mode_ != mode) {
       std::vector<std::size_t> order(mode == IoMode::kWrite ? 0 : space_.slot_num());
       std::iota(order.begin(), order.end(), 0);
+      if (!order.empty()) std::rotate(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(cursor_), order.end());
       pager_->set_order(order);
       pager_->flush();
-      cursor_ = 0;
       mode_ = mode;
     }
     const PagerStats before = pager_->stats();
@@ -90,10 +91,13 @@ class IoBench {
     return {time_s, after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes};
   }
 
-  // Writes every chunk once.
-  void fill() {
-    run("write", space_.slot_num());
-    filled_ = true;
+  // Writes so many of the chunks that nothing was written to, and says how many are left.
+  std::size_t fill(std::size_t chunk_num) {
+    const std::size_t num = std::min(chunk_num, space_.slot_num() - filled_num_);
+    run("write", num);
+    filled_num_ += num;
+    filled_ = filled_num_ == space_.slot_num();
+    return space_.slot_num() - filled_num_;
   }
 
   // As many bytes by a plain loop, going on round the files likewise.
@@ -121,6 +125,7 @@ class IoBench {
   std::optional<IoMode> mode_;
   std::size_t cursor_ = 0;      // next chunk of the pager's runs
   std::size_t raw_cursor_ = 0;  // and of the plain loops'
+  std::size_t filled_num_ = 0;
   bool filled_ = false;
 };
 
@@ -132,7 +137,8 @@ void bind_io_bench(py::module_& m) {
       .def("open", &IoBench::open, py::kw_only(), py::arg("engine"), py::arg("block_bytes"), py::arg("depth"),
            py::arg("frame_num"), Release(), "A new pager of so many frames, with an engine of its own.")
       .def("close", &IoBench::close, Release(), "Ends the pager and its engine.")
-      .def("fill", &IoBench::fill, Release(), "Writes every chunk once, with random bytes.")
+      .def("fill", &IoBench::fill, py::kw_only(), py::arg("chunk_num"), Release(),
+           "Writes so many more chunks with random bytes, before all else; how many are left.")
       .def("run", &IoBench::run, py::arg("mode"), py::kw_only(), py::arg("chunk_num"), Release(),
            "Takes chunks through the pager: read, write or both. Seconds and bytes moved.")
       .def("run_raw", &IoBench::run_raw, py::arg("engine"), py::kw_only(), py::arg("mode"), py::arg("block_bytes"),

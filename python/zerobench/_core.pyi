@@ -119,9 +119,9 @@ class IoBench:
         """
         Ends the pager and its engine.
         """
-    def fill(self) -> None:
+    def fill(self, *, chunk_num: int) -> int:
         """
-        Writes every chunk once, with random bytes.
+        Writes so many more chunks with random bytes, before all else; how many are left.
         """
     def open(self, *, engine: str, block_bytes: int, depth: int, frame_num: int) -> None:
         """

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import signal
 import time
 
 import pytest
 
+from zerobench.bench.disks import ring_refusal
+from zerobench.bench.micro.io import raw_candidates
+
 SMALL = ["--chunk-mib", "0.25", "--sample-seconds", "0.01"]
-BENCH = ["bench", "io", "disk", *SMALL, "--size-gib", "0.02", "--block-bytes", "65536", "--repeats", "3"]
+BENCH = ["bench", "io", "disk", *SMALL, "--size-gib", "0.02", "--block-bytes", "65536", "--repeats", "6"]
 TUNE = ["tune", "io", "disk", "--chunk-mib", "4", "--size-gib", "0.2", "--seconds", "3"]
 
 
@@ -36,9 +40,9 @@ def test_every_mode_is_measured_beside_the_disk(command) -> None:
         (mode, depth) for mode in ("read", "write", "both") for depth in (2, 4)
     ]
     for row in rows:
-        assert row["engine"] == "threads" and row["raw"].startswith("threads")
+        assert row["engine"] == "threads"
         assert row["gb_s"] > 0 and row["raw_gb_s"] > 0
-        assert len(row["samples_gb_s"]["pager"]["samples"]) == len(row["samples_gb_s"]["raw"]["samples"]) == 3
+        assert len(row["samples_gb_s"]["pager"]["samples"]) == len(row["samples_gb_s"]["raw"]["samples"]) == 6
         assert row["ratio_to_raw"]["low"] <= row["ratio_to_raw"]["value"] <= row["ratio_to_raw"]["high"]
 
 
@@ -50,6 +54,20 @@ def test_several_paths_are_striped(command) -> None:
     assert "2 file(s)" in result.stdout
     with (command.folder / "io.csv").open() as file:
         assert [row["mode"] for row in csv.DictReader(file)] == ["both"]
+
+
+def test_the_limit_is_the_disks_whatever_engines_are_measured() -> None:
+    raw = {candidate.engine for candidate in raw_candidates()}
+    assert raw == ({"threads"} if ring_refusal(128 << 20) else {"threads", "io_uring"})
+
+
+def test_tuning_tries_most_settings_of_a_large_file_in_its_time(command) -> None:
+    result = command.run(*TUNE, "--seconds", "6", "--size-gib", "2")
+    assert result.returncode == 0, result.stderr
+    tried, of = map(int, re.findall(r"(\d+) of (\d+) settings tried", result.stdout)[0])
+    assert tried > of // 4, result.stdout  # of 3.6 s at 0.15 s each, opening them apart
+    blocks = re.findall(r"blocks of (\d+) KiB", result.stdout)
+    assert all(int(block) <= 4096 for block in blocks)  # of chunks of 4 MiB
 
 
 def test_tune_keeps_what_it_found_and_bench_uses_it(command) -> None:
@@ -83,6 +101,7 @@ def test_tune_keeps_what_it_found_and_bench_uses_it(command) -> None:
         (["bench", "io", "disk", "--modes", "both,append"], "'append'"),
         (["bench", "io", "disk", "--block-bytes", "1000"], "1000"),
         (["bench", "io", "disk", "--depth", "0"], "--depth 0"),
+        (["bench", "io", "disk", "--block-bytes", "4194304", "--chunk-mib", "1"], "the 1048576 bytes"),
         (["bench", "io", "disk", "--repeats", "0"], "--repeats 0"),
         (["bench", "io", "disk", "--size-gib", "0.001"], "--size-gib"),
         (["bench", "io", "disk", "--size-gib", "100000"], "not enough space"),

@@ -37,7 +37,7 @@ def test_every_mode_moves_the_bytes_it_reports(core, tmp_path: Path) -> None:
         files.open(engine=engine, block_bytes=65536, depth=4, frame_num=4)
         with pytest.raises(Exception, match="fill the files"):
             files.run("read", chunk_num=3)
-        files.fill()
+        assert [files.fill(chunk_num=5) for _ in range(3)] == [7, 2, 0]
         for mode, least, most in (("read", 20, 28), ("write", 24, 24), ("both", 44, 52)):
             seconds, moved = files.run(mode, chunk_num=24)
             assert seconds > 0
@@ -48,6 +48,19 @@ def test_every_mode_moves_the_bytes_it_reports(core, tmp_path: Path) -> None:
         files.close()
         del files
         assert [len(list(folder.iterdir())) for folder in folders] == [0, 0]
+
+
+def test_passes_go_round_the_files_whatever_was_opened_between(core, tmp_path: Path) -> None:
+    for engine in engines(core):
+        files = core.IoBench(directories=[str(tmp_path)], chunk_bytes=MIB, chunk_num=24)
+        files.open(engine=engine, block_bytes=65536, depth=4, frame_num=4)
+        files.fill(chunk_num=24)
+        os.truncate(files.paths[0], 12 * MIB)  # of the later half there is nothing to read
+        with pytest.raises(OSError, match="the file ends there"):
+            for _ in range(4):
+                files.open(engine=engine, block_bytes=65536, depth=4, frame_num=4)
+                files.run("read", chunk_num=6)
+        del files
 
 
 def test_info_says_of_io_uring_what_the_core_says(core) -> None:
@@ -74,7 +87,7 @@ from zerobench import _native
 from zerobench.bench.storage import io_uring_text
 files = _native.load().IoBench(directories=[sys.argv[1]], chunk_bytes=1 << 20, chunk_num=32)
 files.open(engine="threads", block_bytes=65536, depth=4, frame_num=4)
-files.fill()
+files.fill(chunk_num=48)
 print("running", flush=True)
 while True:
     files.run("both", chunk_num=8)

@@ -22,6 +22,7 @@ from zerobench.io_settings import IoChoice
 MIB = 1 << 20
 DEFAULT_BYTES = 8 << 30  # of all files together, where a quarter of the free space allows
 FILL_S = 10.0  # files are no larger than what is written in this time
+_FILL_BYTES = 256 * MIB  # at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,11 @@ def usable(settings: Sequence[IoSetting], chunk_bytes: int, notes: Console) -> l
         raise ConfigError(f"{refusal}; or give --engines threads")
     notes.print(f"threads only: {refusal}", soft_wrap=True, highlight=False)
     return others
+
+
+def largest_block_bytes(chunk_bytes: int, *, path_num: int) -> int:
+    """A request holds a chunk's piece on one of the folders at most."""
+    return math.ceil(chunk_bytes / path_num / 4096) * 4096
 
 
 def least_free_bytes(paths: Sequence[Path]) -> int:
@@ -111,8 +117,10 @@ class Disk:
             directories=[str(path) for path in paths], chunk_bytes=chunk_bytes, chunk_num=self.chunk_num
         )
         self._chunk_bytes = self._files.chunk_bytes
+        self._rates: dict[str, float] = {}  # by mode, the last one measured of any setting
         self._open(settings[0])
-        self._files.fill()
+        while self._files.fill(chunk_num=max(1, _FILL_BYTES // self._chunk_bytes)):
+            pass  # Ctrl-C counts between these calls
 
     @property
     def file_bytes(self) -> int:
@@ -133,7 +141,7 @@ class Disk:
     def sample(self, setting: IoSetting, mode: str) -> float:
         """Bytes per second of the pager."""
         self._open(setting)
-        return self._timed(setting, mode, lambda num: self._files.run(mode, chunk_num=num))
+        return self._timed(setting, mode, setting, lambda num: self._files.run(mode, chunk_num=num))
 
     def sample_raw(self, setting: IoSetting, mode: str) -> float:
         """Bytes per second of a plain loop."""
@@ -149,17 +157,27 @@ class Disk:
             )
             return seconds, moved
 
-        return self._timed(("raw", setting), mode, call)
+        return self._timed(("raw", setting), mode, setting, call)
 
-    def _timed(self, who: object, mode: str, call: Callable[[int], tuple[float, int]]) -> float:
-        """The first call finds out how many chunks last for a sample."""
+    def _timed(
+        self, who: object, mode: str, setting: IoSetting, call: Callable[[int], tuple[float, int]]
+    ) -> float:
+        """The first call finds out how many chunks last for a sample, from about as many as another setting took."""
         known = self._sample_chunks.get((who, mode))
-        first = known or max(1, self.chunk_num // 8)
-        seconds, moved = call(first)
+        likely = self._chunks_at(self._rates[mode], mode) if mode in self._rates else self.chunk_num // 8
+        num = known or max(1, min(self.chunk_num, max(likely, setting.frame_num(self._chunk_bytes))))
+        seconds, moved = call(num)
+        self._rates[mode] = moved / max(seconds, 1e-9)
         if known is None:
-            fitting = round(first * self._sample_s / max(seconds, 1e-9))
-            self._sample_chunks[who, mode] = max(1, min(self.chunk_num, fitting))
+            self._sample_chunks[who, mode] = max(
+                1, min(self.chunk_num, self._chunks_at(self._rates[mode], mode))
+            )
         return moved / seconds
+
+    def _chunks_at(self, rate: float, mode: str) -> int:
+        """That last for a sample."""
+        moved_per_chunk = self._chunk_bytes * (2 if mode == "both" else 1)
+        return round(rate * self._sample_s / moved_per_chunk)
 
 
 class io_errors:

@@ -12,7 +12,15 @@ from pathlib import Path
 from rich.console import Console
 
 from zerobench.bench.micro.io import ENGINES
-from zerobench.bench.micro.io_disk import MIB, Disk, IoSetting, check_memory, io_errors, usable
+from zerobench.bench.micro.io_disk import (
+    MIB,
+    Disk,
+    IoSetting,
+    check_memory,
+    io_errors,
+    largest_block_bytes,
+    usable,
+)
 from zerobench.bench.micro.output import TextTable, machine_line, new_progress, print_comment, size_text
 from zerobench.bench.storage import check_directories, device_facts, device_line, free_bytes
 from zerobench.errors import ConfigError
@@ -48,9 +56,15 @@ class TuneOptions:
             raise ConfigError(f"--seconds {self.seconds:g} is no time to measure in: give 1 or more")
 
     def fitting(self, candidates: Sequence[IoSetting]) -> list[IoSetting]:
-        """Those whose buffers are at most half of the file, so that the file is not swapped through memory whole."""
+        """Those whose buffers are at most half of the file, so that the file is not swapped through memory whole, and
+        whose blocks a chunk holds."""
+        largest = largest_block_bytes(self.chunk_bytes, path_num=1)
         most = (free_bytes(self.path) if self.file_bytes is None else self.file_bytes) // 2
-        found = [each for each in candidates if each.frame_num(self.chunk_bytes) * self.chunk_bytes <= most]
+        found = [
+            each
+            for each in candidates
+            if each.block_bytes <= largest and each.frame_num(self.chunk_bytes) * self.chunk_bytes <= most
+        ]
         if not found:
             what = f"what is free on {self.path}" if self.file_bytes is None else "--size-gib"
             raise ConfigError(f"{what} is too little for any setting: give more, or a smaller --chunk-mib")
