@@ -292,3 +292,20 @@ def test_command_help_loads_no_torch() -> None:
     }
     assert "zerobench.cli" in imported
     assert not {"torch", "zerobench._core", "zerobench._cuda"} & imported
+
+
+def test_what_says_that_it_imports_no_torch_imports_none() -> None:
+    said = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        words = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+        if re.search(r"[Ii]mport(s|ing this imports) (no|neither) torch", words):
+            said.append("zerobench." + module_name(path))
+    assert len(said) > 30
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code, *said], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zerobench.errors import ConfigError
 from zerobench.models.config import first_problem
-from zerobench.strategies.deepspeed_config import without_auto
+from zerobench.strategies.auto_values import without_auto
 
 _MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from zerobench.errors import ConfigError
+from zerobench.strategies.auto_values import without_auto
 from zerobench.strategies.base import OptimizerSettings, StrategySettings
 from zerobench.strategies.deepspeed_offload import offload_options
 from zerobench.strategies.shared import INITIAL_LOSS_SCALE_POWER, LOSS_SCALE_GROWTH_STEPS, merge
@@ -96,18 +97,6 @@ def adamw_parameters(optimizer: OptimizerSettings) -> dict[str, Any]:
         "betas": [optimizer.beta1, optimizer.beta2],
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
-    }
-
-
-def without_auto(
-    options: Mapping[str, Any], *, keep: Collection[str] = (), drop: Collection[str] = ()
-) -> dict[str, Any]:
-    """Files for Hugging Face's Trainer say "auto" where the trainer decides; here the settings do. Keys to keep even
-    so, and keys to drop whatever they say, at any depth."""
-    return {
-        key: without_auto(value, keep=keep, drop=drop) if isinstance(value, Mapping) else value
-        for key, value in options.items()
-        if (value != "auto" or key in keep) and key not in drop
     }
 
 
