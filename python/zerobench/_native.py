@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 
 from zerobench import errors
 
 
-def load() -> ModuleType:
-    """Import torch and ``zerobench._core``; one clear sentence where the two do not fit."""
+def import_torch() -> ModuleType:
+    """With OMP_PROC_BIND set, its OpenMP binds the thread that imports it to one core: that thread, and what it starts
+    or forks, may run afterwards where it might before."""
+    allowed = os.sched_getaffinity(0)
     import torch
 
+    os.sched_setaffinity(0, allowed)
+    return torch
+
+
+def load() -> ModuleType:
+    """Import torch and ``zerobench._core``; one clear sentence where the two do not fit."""
+    torch = import_torch()
     try:
         from zerobench import _build_info
     except ImportError as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
-import tempfile
+import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -40,9 +42,9 @@ class Rates(BaseModel):
 class IoSettings(Rates):
     """How to swap to one path, and what it gave when that was measured."""
 
-    engine: str
+    engine: str = Field(pattern="^(io_uring|threads)$")
     block_bytes: int = Field(gt=0, multiple_of=4096)
-    depth: int = Field(gt=0)
+    depth: int = Field(gt=0, le=1024)
     tuned: str
 
     @property
@@ -72,9 +74,14 @@ def read_settings(file: Path) -> SettingsFile:
         content = json.loads(file.read_text())
     except FileNotFoundError:
         return SettingsFile()
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"{file} cannot be read ({error}): remove it or run `zerobench tune io` again"
+            f"{file} cannot be read ({error.strerror or error}): settings need a file that you may read, here or under "
+            "another name"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error}): remove it and run `zerobench tune io` again"
         ) from None
     try:
         settings = SettingsFile.model_validate(content)
@@ -82,18 +89,22 @@ def read_settings(file: Path) -> SettingsFile:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{file}: {where}: {first['msg']}; remove it or run `zerobench tune io` again"
+            f"{file}: {where}: {first['msg']}; remove it and run `zerobench tune io` again"
         ) from None
     if settings.schema_version != SCHEMA_VERSION:
-        raise ConfigError(f"{file} is of another version: remove it or run `zerobench tune io` again")
+        raise ConfigError(f"{file} is of another version: remove it and run `zerobench tune io` again")
     return settings
 
 
 def settings_for(path: Path, *, file: Path | None = None) -> IoSettings | None:
-    """Those of the path itself or of the nearest folder above it that was tuned."""
+    """Those of the path itself or of the nearest folder above it on the same disk that was tuned."""
     known = read_settings(file or default_file()).paths
     real = path.resolve()
-    for folder in (real, *real.parents):
+    folders = (real, *real.parents)
+    disk = next(folder.stat().st_dev for folder in folders if os.path.exists(folder))
+    for folder in folders:
+        if os.path.exists(folder) and folder.stat().st_dev != disk:
+            break
         if str(folder) in known:
             return known[str(folder)]
     return None
@@ -119,17 +130,32 @@ def io_choice(path: Path, *, engine: str | None, block_bytes: int | None, depth:
 def check_settings_file(file: Path) -> None:
     """ConfigError where settings cannot be added to it."""
     read_settings(file)
-    with _beside(file):
+    with _beside(Path(os.path.realpath(file))):
         pass
 
 
 def write_settings(path: Path, settings: IoSettings, *, file: Path) -> None:
     """Adds to the file; readers see the old content or the new one, never half of it."""
-    content = read_settings(file)
-    content.paths[str(path.resolve())] = settings
-    with _beside(file) as partial:
+    real = Path(os.path.realpath(file))  # a link stays one
+    with _beside(real) as partial, _locked(real.parent):
+        content = read_settings(real)
+        content.paths[str(path.resolve())] = settings
         partial.write_text(content.model_dump_json(indent=1) + "\n")
-        os.replace(partial, file)
+        if real.exists():
+            shutil.copymode(real, partial)
+        os.replace(partial, real)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One writer at a time, where the file system knows locks: else one of two would lose what it adds."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -137,12 +163,12 @@ def _beside(file: Path) -> Iterator[Path]:
     """An empty file in the same folder, removed where it still is at the end."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")
-        os.close(descriptor)
+        partial = file.with_name(f".{uuid.uuid4().hex}.tmp")
+        partial.touch(exist_ok=False)
         try:
-            yield Path(partial)
+            yield partial
         finally:
-            Path(partial).unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be written ({error.strerror or error}): give another --settings"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-COMM = ["bench", "comm", "--device", "cpu", "--min-bytes", "4096", "--max-bytes", "16384", "--repeats", "3"]
+COMM = ["bench", "comm", "--device", "cpu", "--min-bytes", "4096", "--max-bytes", "16384", "--repeats", "6"]
 ADAM = ["bench", "adam", "--device", "cpu", "--min-numel", "1000", "--max-numel", "4001", "--repeats", "3"]
 
 
@@ -35,7 +35,7 @@ def test_comm_measures_every_collective_beside_gloo(command, world_size: int) ->
     for row in rows:
         assert row["world_size"] == world_size
         assert row["wrong"] == row["wrong_gloo"] == 0
-        assert len(row["samples_us"]["shm"]["samples"]) == len(row["samples_us"]["gloo"]["samples"]) == 3
+        assert len(row["samples_us"]["shm"]["samples"]) == len(row["samples_us"]["gloo"]["samples"]) == 6
         assert row["ratio_to_gloo"]["low"] <= row["ratio_to_gloo"]["value"] <= row["ratio_to_gloo"]["high"]
         has_limit = row["size_bytes"] >= 4096
         assert (row["ratio_to_limit"] is not None) == has_limit
@@ -59,6 +59,31 @@ def test_comm_derives_bandwidths_from_times(command) -> None:
         assert pairs[0] <= float(row["ratio_to_limit.value"]) <= pairs[1]
 
 
+def test_comm_measures_nothing_twice(command) -> None:
+    result = command.run(
+        *COMM, "--world-size", "2", "--collectives", "all_gather,all_gather", "--min-bytes", "8", "--max-bytes", "40",
+        "--output", "comm.json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = rows_of(command.folder / "comm.json", "comm")
+    assert [(row["collective"], row["size_bytes"]) for row in rows] == [
+        ("barrier", 0),
+        ("all_gather", 8),
+        ("all_gather", 32),
+    ]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is all there is")
+@pytest.mark.parametrize(
+    "arguments", [[*COMM, "--world-size", "2"], [*ADAM, "--threads", "2"]], ids=["comm", "adam"]
+)
+def test_all_cores_are_used_where_openmp_binds_threads(command, monkeypatch, arguments) -> None:
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    result = command.run(*arguments)
+    assert result.returncode == 0, result.stderr
+    assert "more than the" not in result.stdout  # cores
+
+
 def test_adam_measures_every_mix_with_every_thread_count(command) -> None:
     result = command.run(*ADAM, "--output", "adam.json")
     assert result.returncode == 0, result.stderr
@@ -74,6 +99,8 @@ def test_adam_measures_every_mix_with_every_thread_count(command) -> None:
     }
     for row in rows:
         assert row["wrong"] == 0
+        assert row["ratio_to_torch"]["value"] > 0
+        assert row["ratio_to_torch"]["low"] is row["ratio_to_torch"]["high"] is None  # of 3 pairs
         # DeepSpeed's only where it is installed and its operator compiles; the notes say why it is missing.
         deepspeed = {"deepspeed"} if "without DeepSpeed" not in result.stderr else set()
         assert set(row["samples_us"]) == {"adam", "torch", "mix", "triad"} | deepspeed
@@ -96,6 +123,9 @@ def test_a_write_up_holds_the_command_and_the_table(command) -> None:
     [
         (["comm", "--device", "cpu", "--world-size", "1"], "--world-size 1"),
         (["comm", "--world-size", "two"], "'two'"),
+        (["comm", "--world-size", ""], "--world-size ''"),
+        (["comm", "--device", "cpu", "--timeout", "1e300"], "--timeout 1e+300"),
+        (["comm", "--device", "cpu", "--timeout", "1e-9"], "--timeout 1e-09"),
         (["comm", "--collectives", "all_together"], "'all_together'"),
         (["comm", "--min-bytes", "100", "--max-bytes", "10"], "--min-bytes 100"),
         (["comm", "--max-bytes", str(1 << 50)], "--max-bytes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -14,9 +15,9 @@ SMALL = [
     "--copy-bytes",
     "1000003",
     "--repeats",
-    "3",
+    "6",
     "--ready-repeats",
-    "3",
+    "6",
 ]
 
 
@@ -32,8 +33,8 @@ def test_pinned_measures_what_there_is_and_says_what_it_leaves_out(command) -> N
     assert 0 <= ready["huge_bytes"] <= ready["mapped_bytes"]
     assert ready["register_s"] == 0 and 0 < ready["fill_s"] <= ready["time_s"]["zerobench"]
     assert {side: len(one["samples"]) for side, one in ready["samples_us"].items()} == {
-        "zerobench": 3,
-        "one thread": 3,
+        "zerobench": 6,
+        "one thread": 6,
     }
     assert copies["direction"] == "within the host" and copies["gpus"] == []
     for side in ("zerobench", "torch"):
@@ -43,10 +44,26 @@ def test_pinned_measures_what_there_is_and_says_what_it_leaves_out(command) -> N
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--ready-gib", "1000000"), ("--repeats", "1"), ("--threads", "9999"), ("--copy-bytes", "0")],
+    [
+        ("--ready-gib", "1000000"),
+        ("--ready-gib", "nan"),
+        ("--ready-gib", "inf"),
+        ("--ready-gib", "1e300"),
+        ("--ready-repeats", "5"),
+        ("--repeats", "1"),
+        ("--threads", "9999"),
+        ("--copy-bytes", "0"),
+    ],
 )
 def test_pinned_refuses_what_cannot_be(command, option: str, value: str) -> None:
     result = command.run(*SMALL, option, value)
     assert result.returncode == 2, result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert option in result.stderr
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is all there is")
+def test_pinned_uses_all_cores_where_openmp_binds_threads(command, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    result = command.run(*SMALL, "--ready-gib", "0.01", "--threads", "2")
+    assert result.returncode == 0, result.stderr

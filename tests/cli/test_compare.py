@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 
 import pytest
 from conftest import SMALL
@@ -102,6 +103,15 @@ def test_stages_end_with_the_same_bits_and_a_fault_in_one_is_wrong(command) -> N
     assert len({row["checksum"] for row in rows.values()}) == 1
     assert len({row["deviation"]["checksum_group"] for row in rows.values()}) == 1
     assert {row["dtypes"]["param"] for row in rows.values()} == {"bfloat16"}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is all there is")
+def test_ranks_may_use_all_cores_where_openmp_binds_threads(command, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    result = command.run(
+        "compare", *SMALL, "--strategies", "troubles:OnOneCore", "--world-size", "2", "--output-dir", "out"
+    )
+    assert result.returncode == 0, result.stdout
 
 
 def test_configuration_files_are_rows(command) -> None:

@@ -37,6 +37,18 @@ class Troubled(PlainDataParallel):
         raise NotImplementedError
 
 
+class OnOneCore(PlainDataParallel):
+    """Wrong where its rank is bound to one core."""
+
+    name = "on-one-core"
+
+    def build(self, model_factory) -> None:
+        cores = os.sched_getaffinity(0)
+        if len(cores) == 1:
+            raise RuntimeError(f"bound to {cores}")
+        super().build(model_factory)
+
+
 class Killed(Troubled):
     def trouble(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

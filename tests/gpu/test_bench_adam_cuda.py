@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-SIZES = ["--min-numel", "1000", "--max-numel", "70001", "--repeats", "3"]
+SIZES = ["--min-numel", "1000", "--max-numel", "70001", "--repeats", "6"]
 
 
 def test_adam_is_measured_beside_torch_and_a_copy(tmp_path) -> None:

@@ -20,7 +20,7 @@ if torch.cuda.device_count() < 2:
 )
 def test_comm_measures_ours_beside_torch_and_the_link(tmp_path, switches: list[str]) -> None:
     file = tmp_path / "comm.json"
-    arguments = ["--world-size", "2", "--max-bytes", str(1 << 20), "--repeats", "3", "--output", str(file)]
+    arguments = ["--world-size", "2", "--max-bytes", str(1 << 20), "--repeats", "6", "--output", str(file)]
     result = subprocess.run(
         [sys.executable, "-m", "zerobench", "bench", "comm", *arguments, *switches],
         capture_output=True, text=True, timeout=250,

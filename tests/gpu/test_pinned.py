@@ -75,8 +75,8 @@ def test_the_lanes_to_and_from_the_host_are_streams_of_their_own(device, lane: s
 def test_bench_pinned_runs(tmp_path) -> None:
     path = tmp_path / "pinned.json"
     command = [
-        *(sys.executable, "-m", "zerobench", "bench", "pinned", "--ready-gib", "0.25", "--repeats", "3"),
-        *("--copy-bytes", str(8 << 20), "--ready-repeats", "3", "--output", str(path)),
+        *(sys.executable, "-m", "zerobench", "bench", "pinned", "--ready-gib", "0.25", "--repeats", "6"),
+        *("--copy-bytes", str(8 << 20), "--ready-repeats", "6", "--output", str(path)),
     ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr

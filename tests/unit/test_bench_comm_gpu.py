@@ -35,6 +35,7 @@ def test_every_shard_is_aligned() -> None:
     chosen = options(world_sizes=[3])
     chosen.check()
     assert chosen.cases(3) == [("all_gather", 144), ("all_gather", 432), ("all_gather", 1632)]
+    assert options(min_bytes=1, max_bytes=64).cases(2) == [("all_gather", 32), ("all_gather", 64)]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import multiprocessing
+import os
 from itertools import count
 from pathlib import Path
 
@@ -74,7 +75,15 @@ def test_the_default_file_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "content",
-    ["{", "[]", '{"paths": {"/x": {"engine": "threads"}}}', '{"schema_version": 2}', '{"other": 1}'],
+    [
+        "{",
+        "[]",
+        '{"paths": {"/x": {"engine": "threads"}}}',
+        '{"schema_version": 2}',
+        '{"other": 1}',
+        json.dumps({"paths": {"/x": {**settings().model_dump(), "engine": "foo"}}}),
+        json.dumps({"paths": {"/x": {**settings().model_dump(), "depth": 1025}}}),
+    ],
 )
 def test_a_file_of_nonsense_is_refused_with_its_name(tmp_path: Path, content: str) -> None:
     file = tmp_path / "io.json"
@@ -83,9 +92,68 @@ def test_a_file_of_nonsense_is_refused_with_its_name(tmp_path: Path, content: st
         read_settings(file)
 
 
+def test_a_folder_is_no_file_of_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\(Is a directory\): settings need a file") as refused:
+        read_settings(tmp_path)
+    assert "remove" not in str(refused.value)
+
+
+def test_another_disk_has_settings_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, mounted = tmp_path / "io.json", tmp_path / "mounted"
+    mounted.mkdir()
+    write_settings(tmp_path, settings(), file=file)
+    assert settings_for(mounted / "new", file=file) is not None
+    stat = Path.stat
+
+    def stat_of_two_disks(path: Path, **options: bool) -> os.stat_result:
+        found = list(stat(path, **options))
+        found[2] = 2 if path == mounted else 1  # st_dev
+        return os.stat_result(found)
+
+    monkeypatch.setattr(Path, "stat", stat_of_two_disks)
+    assert settings_for(mounted, file=file) is None
+    assert settings_for(mounted / "new" / "folder", file=file) is None
+    assert settings_for(tmp_path / "new", file=file) is not None
+
+
+def test_a_file_keeps_its_mode_and_a_link_stays_one(tmp_path: Path) -> None:
+    new, real, linked = (tmp_path / name for name in ("new.json", "real.json", "linked.json"))
+    mask = os.umask(0o027)
+    try:
+        write_settings(tmp_path, settings(), file=new)
+    finally:
+        os.umask(mask)
+    assert new.stat().st_mode & 0o777 == 0o640
+    real.write_text("{}")
+    real.chmod(0o664)
+    linked.symlink_to(real)
+    write_settings(tmp_path, settings(), file=linked)
+    assert linked.is_symlink() and real.stat().st_mode & 0o777 == 0o664
+    assert read_settings(real).paths.keys() == {str(tmp_path.resolve())}
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"/proc/nowhere/io\.json.*--settings"):
         write_settings(tmp_path, settings(), file=Path("/proc/nowhere/io.json"))
+
+
+def _write_many(file: str, folder: str) -> None:
+    for index in range(30):
+        write_settings(Path(folder) / f"{index}", settings(), file=Path(file))
+
+
+def test_two_writers_lose_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "io.json"
+    context = multiprocessing.get_context("spawn")
+    writers = [
+        context.Process(target=_write_many, args=(str(file), str(tmp_path / name))) for name in ("a", "b")
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert len(read_settings(file).paths) == 60
 
 
 def _write_often(file: str, folder: str) -> None:

@@ -21,6 +21,7 @@ import socket
 import sys
 from typing import Any
 
+from zerobench._native import import_torch
 from zerobench.bench.swap_files import remove_left
 
 MESSAGE_LIMIT_BYTES = 1 << 17
@@ -181,6 +182,7 @@ def run_child(
 def main() -> None:
     die_with_parent(signal.SIGTERM)
     control = socket.socket(fileno=int(sys.argv[1]))
+    import_torch()
     for name in _TORCH_MODULES:
         importlib.import_module(name)
     if sys.modules["torch"].cuda.is_initialized():

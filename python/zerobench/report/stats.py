@@ -24,11 +24,11 @@ ASQC 1993)."""
 
 
 class Ratio(NamedTuple):
-    """A ratio with its 95 % interval."""
+    """A ratio with its 95 % interval; None where there are too few samples for one."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def median(values: Sequence[float]) -> float:
@@ -122,7 +122,7 @@ def median_of_ratios(a: Sequence[float], b: Sequence[float]) -> Ratio:
     """The median of a[i] / b[i] over interleaved pairs, with the distribution-free 95 % interval of a median.
 
     Drift that hits both sides of a pair alike cancels. The interval is the pair of order statistics that the binomial
-    distribution gives; with fewer than 6 pairs no such pair exists, and it is the whole range."""
+    distribution gives; with fewer than 6 pairs no such pair exists, and there is no interval."""
     _check_ratio(a, b)
     if len(a) != len(b):
         raise ValueError(f"pairs need as many samples on each side, got {len(a)} and {len(b)}")
@@ -134,8 +134,9 @@ def median_of_ratios(a: Sequence[float], b: Sequence[float]) -> Ratio:
         if tail > 0.025:
             break
         below += 1
-    index = max(0, below - 1)
-    return Ratio(median(ratios), ratios[index], ratios[pair_num - 1 - index])
+    if not below:
+        return Ratio(median(ratios), None, None)
+    return Ratio(median(ratios), ratios[below - 1], ratios[pair_num - below])
 
 
 def ratio_of_medians(a: Sequence[float], b: Sequence[float], *, resamples: int = 2000) -> Ratio:

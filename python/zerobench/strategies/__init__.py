@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 
+from zerobench._native import import_torch
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import Strategy
 
@@ -62,6 +63,7 @@ def get(name: str) -> type[Strategy]:
     """The class of a built-in strategy or of ``package.module:ClassName``; imports its module, and torch."""
     check(name)
     module_name, _, class_name = _PLACES.get(name, name).partition(":")
+    import_torch()
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
     except ModuleNotFoundError as error:

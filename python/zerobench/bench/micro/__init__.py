@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Micro-benchmarks of the core, beside its peers and the machine's limit.")
 
+_MOST_BYTES = 1 << 60
+
 Output = Annotated[
     Path | None, typer.Option(help="A new file for the results: .json (with all samples), .csv or .md.")
 ]
@@ -42,13 +44,26 @@ def result_console() -> Console:
 @contextmanager
 def results_in(path: Path | None) -> Iterator[OutputFile]:
     """The file for the results; Ctrl-C becomes the command line's own way of saying so."""
+    from zerobench.bench.machine import busy_warning
     from zerobench.bench.micro.output import OutputFile
 
     with OutputFile(path) as file:
+        if warning := busy_warning():
+            result_console().print(f"# {warning}", highlight=False, soft_wrap=True)
         try:
             yield file
         except KeyboardInterrupt:
             raise typer.Abort from None
+
+
+def names(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def whole_bytes(option: str, value: float, unit_bytes: int) -> int:
+    if not 0 < value * unit_bytes < _MOST_BYTES:
+        raise ConfigError(f"{option} {value:g} is impossible: give a size above zero that a machine may have")
+    return int(value * unit_bytes)
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
@@ -100,10 +115,11 @@ def comm(
     gpus = gpus_for(device, at_least=2)
     if (symmetric or communicator is not None) and not gpus:
         raise ConfigError("--symmetric and --communicator are about GPUs: give them with --device cuda")
-    sizes = whole_numbers("--world-size", world_size or (f"{len(gpus)}" if gpus else "2,4"))
+    usual = f"{len(gpus)}" if gpus else "2,4"
+    sizes = whole_numbers("--world-size", usual if world_size is None else world_size)
     given: dict[str, Any] = {
         "world_sizes": sizes,
-        "collectives": [name.strip() for name in collectives.split(",")],
+        "collectives": names(collectives),
         "min_bytes": min_bytes,
         "max_bytes": (MAX_BYTES if gpus else 1 << 26) if max_bytes is None else max_bytes,
         "repeats": repeats,
@@ -167,6 +183,7 @@ def adam(
 
     Exit code: 0, or 1 when a result differs from the scalar form.
     """
+    from zerobench._native import import_torch
     from zerobench.bench.machine import cpus_usable
     from zerobench.bench.micro.adam import MAX_NUMEL, MIN_NUMEL, AdamOptions, run_adam
     from zerobench.bench.micro.adam_gpu import MAX_GPU_NUMEL, MIN_GPU_NUMEL, AdamGpuOptions, run_adam_gpu
@@ -190,6 +207,7 @@ def adam(
         options.check()
         run = partial(run_adam, options)
     with results_in(output) as file:
+        import_torch()
         raise typer.Exit(run(output=file, console=result_console(), notes=plain_console(stderr=True)))
 
 
@@ -206,7 +224,7 @@ def pinned(
     threads: Annotated[
         int | None, typer.Option(help="Threads that fill zerobench's pages. Default: all cores.")
     ] = None,
-    ready_repeats: Annotated[int, typer.Option(help="Fresh processes of every side, in turn.")] = 5,
+    ready_repeats: Annotated[int, typer.Option(help="Fresh processes of every side, in turn.")] = 6,
     repeats: Repeats = 15,
     output: Output = None,
 ) -> None:
@@ -219,7 +237,9 @@ def pinned(
 
     gpus = gpus_for(device, at_least=1)
     options = PinnedOptions(
-        ready_bytes=round((16 if gpus else 1) * 2**30 if ready_gib is None else ready_gib * 2**30),
+        ready_bytes=whole_bytes(
+            "--ready-gib", (16 if gpus else 1) if ready_gib is None else ready_gib, 1 << 30
+        ),
         copy_bytes=copy_bytes,
         repeats=repeats,
         ready_repeats=ready_repeats,

@@ -82,7 +82,7 @@ NOTES = (
     "Dtypes are those of the gradient and of the low-precision copy of the master; torch is AdamW(fused=True) on one "
     "flat fp32 tensor, plus the casts where a dtype is bf16; deepspeed is its CPU Adam with the same casts; mix is the "
     "same traffic with additions for arithmetic, triad is a = b + f c past the caches; ratios are medians of the "
-    "ratios of each pair with their 95 % interval"
+    "ratios of each pair with their 95 % interval (of 6 pairs or more)"
 )
 
 

@@ -6,7 +6,6 @@ The part that runs in the command imports no torch before its ranks start; the p
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import struct
 import tempfile
@@ -42,6 +41,7 @@ from zerobench.report.stats import Ratio, median
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 LATENCY_BYTES = 8
+MOST_TIMEOUT_S = 1_000_000
 BARRIER = "barrier"
 SHM, GLOO, MEMCPY = "shm", "gloo", "memcpy"
 # Both sides' buffers, the copy's and the temporaries of the check, per rank, over the size.
@@ -85,8 +85,10 @@ class CommOptions:
             )
         if self.repeats < 1:
             raise ConfigError(f"--repeats {self.repeats} measures nothing: give at least 1")
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError(f"--timeout {self.timeout_s:g} is not possible: give a finite number above 0")
+        if not 1 <= self.timeout_s <= MOST_TIMEOUT_S:
+            raise ConfigError(
+                f"--timeout {self.timeout_s:g} is not possible: give 1 to {MOST_TIMEOUT_S} seconds"
+            )
 
     def sizes(self) -> list[int]:
         sizes = [self.min_bytes]
@@ -98,12 +100,13 @@ class CommOptions:
         """(collective, size in bytes), latencies first. Sizes are rounded up to whole floats on every rank."""
         line = 4 * world_size
         sizes = [-(-size // line) * line for size in (LATENCY_BYTES, *self.sizes())]
-        return [(BARRIER, 0)] + [(collective, size) for collective in self.collectives for size in sizes]
+        return [(BARRIER, 0), *itertools.product(self.collectives, dict.fromkeys(sizes))]
 
 
 NOTES = (
     "Times are medians over the pairs of the slowest rank's time; vs gloo and of limit are medians of the ratios of "
-    "each pair with their 95 % interval; the limit is memcpy over the same working set, one rank a core at once "
+    "each pair with their "
+    "95 % interval (of 6 pairs or more); the limit is memcpy over the same working set, one rank a core at once "
     "and from the memory that the collective reads, times the bytes that the algorithm must touch; zerobench's "
     "collectives and memcpy are called by a loop of the core, as the engine calls them, gloo by torch.distributed"
 )

@@ -43,7 +43,8 @@ _RANK_MEMORY_FACTOR = 12
 
 NOTES = (
     f"Times are medians over the pairs of the slowest rank's time of {TIMED_DTYPE} calls put in back to back, between "
-    "two synchronisations of the device; vs torch is the median of the ratios of each pair with its 95 % interval; of "
+    "two synchronisations of the device; vs torch is the median of the ratios of each pair with its "
+    "95 % interval (of 6 pairs or more); of "
     "link is busbw over copies from one GPU to another in the same run; wrong counts elements over checks in bfloat16 "
     "and float32 before and after the timing"
 )
@@ -88,9 +89,8 @@ class CommGpuOptions(CommOptions):
     def cases(self, world_size: int) -> list[tuple[str, int]]:
         """(collective, size in bytes). Sizes are rounded up so that every shard is aligned."""
         line = SHARD_ALIGNMENT_BYTES * world_size
-        return [
-            (collective, -(-size // line) * line) for collective in self.collectives for size in self.sizes()
-        ]
+        sizes = dict.fromkeys(-(-size // line) * line for size in self.sizes())
+        return list(itertools.product(self.collectives, sizes))
 
 
 def run_comm_gpu(options: CommGpuOptions, *, output: OutputFile, console: Console, notes: Console) -> int:

@@ -52,7 +52,7 @@ RAW_CANDIDATES = (
 NOTES = (
     "GB/s is what the pager moves (both: chunks read, then written behind, half of the bytes each way); raw is a plain "
     "loop over the same files in the same rounds, the fastest of four when that was tried before them; of raw is the "
-    "median of the ratios of each pair with its 95 % interval; O_DIRECT, random bytes"
+    "median of the ratios of each pair with its 95 % interval (of 6 pairs or more); O_DIRECT, random bytes"
 )
 
 

@@ -7,11 +7,18 @@ from typing import Annotated
 
 import typer
 
-from zerobench.bench.micro import Output, Repeats, app, result_console, results_in, whole_numbers
+from zerobench.bench.micro import (
+    Output,
+    Repeats,
+    app,
+    names,
+    result_console,
+    results_in,
+    whole_bytes,
+    whole_numbers,
+)
 from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
-
-_MOST_BYTES = 1 << 60
 
 tune_app = typer.Typer(help="Finds the fastest settings for this machine and keeps them for later runs.")
 
@@ -29,16 +36,6 @@ Settings = Annotated[
     ),
 ]
 ChunkMib = Annotated[float, typer.Option(help="MiB of a chunk, the unit that is swapped.")]
-
-
-def names(text: str) -> list[str]:
-    return list(dict.fromkeys(part.strip() for part in text.split(",")))
-
-
-def whole_bytes(option: str, value: float, unit_bytes: int) -> int:
-    if not 0 < value * unit_bytes < _MOST_BYTES:
-        raise ConfigError(f"{option} {value:g} is impossible: give a size above zero that a disk may have")
-    return int(value * unit_bytes)
 
 
 def gib(size_gib: float | None) -> int | None:
@@ -78,21 +75,28 @@ def io(
     from zerobench.bench.micro.io import IoOptions, run_io
     from zerobench.io_settings import default_file, settings_for
 
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError(f"{', '.join(map(str, paths))}: a folder is named twice: name each once")
     console = result_console()
     if engines is None and block_bytes is None and depth is None:
         known = settings or default_file()
         if tuned := settings_for(paths[0], file=known):
             engines, block_bytes, depth = tuned.engine, str(tuned.block_bytes), str(tuned.depth)
             console.print(f"# tuned settings of {known}", highlight=False, soft_wrap=True)
+        elif settings is not None:
+            raise ConfigError(
+                f"--settings {settings} holds nothing about {paths[0]}: run `zerobench tune io {paths[0]} --settings "
+                f"{settings}` first, or leave it out"
+            )
     elif settings is not None:
         raise ConfigError(
             "--settings gives engine, block and depth: give it without the options that do so too"
         )
     options = IoOptions(
         paths=paths,
-        engines=names(engines or "io_uring,threads"),
-        block_bytes=whole_numbers("--block-bytes", block_bytes or "1048576,4194304"),
-        depths=whole_numbers("--depth", depth or "8,32"),
+        engines=names("io_uring,threads" if engines is None else engines),
+        block_bytes=whole_numbers("--block-bytes", "1048576,4194304" if block_bytes is None else block_bytes),
+        depths=whole_numbers("--depth", "8,32" if depth is None else depth),
         modes=names(modes),
         chunk_bytes=whole_bytes("--chunk-mib", chunk_mib, 1 << 20),
         file_bytes=gib(size_gib),

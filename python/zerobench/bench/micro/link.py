@@ -4,12 +4,9 @@ initialise CUDA, since its ranks are forked from it. Run as a module, this is th
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 
-from zerobench.bench.gpus import child_environment
-from zerobench.errors import Error
+from zerobench.bench.micro.asking import ask
 
 COPY_BYTES = 1 << 28
 COPY_NUM = 8  # a sample
@@ -27,14 +24,8 @@ class Link:
 
 def measure_link() -> Link:
     """Ask another process. Raises Error."""
-    asked = subprocess.run(
-        [sys.executable, "-m", "zerobench.bench.micro.link"],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, env=child_environment(), timeout=_ANSWER_S,
-    )  # fmt: skip
-    if asked.returncode != 0:
-        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
-        raise Error(f"the link between two GPUs could not be measured: {last}")
-    return Link(**json.loads(asked.stdout.strip().splitlines()[-1]))
+    failure = "the link between two GPUs could not be measured"
+    return Link(**json.loads(ask("zerobench.bench.micro.link", failure=failure, answer_s=_ANSWER_S)))
 
 
 def _measure() -> Link:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import os
 import shlex
 import sys
 from collections import Counter
@@ -25,6 +27,7 @@ from zerobench.errors import ConfigError, Error
 from zerobench.report.stats import Ratio
 
 SCHEMA_VERSION = 1
+_RAW = ("samples", "outliers")  # lists of these names are for JSON alone
 
 
 @dataclass(kw_only=True)
@@ -60,10 +63,12 @@ class MicroReport:
 
 
 class OutputFile:
-    """Made before the first measurement, so that a place that cannot be written costs no time; filled at the end."""
+    """Made before the first measurement, so that a place that cannot be written costs no time, and knows the machine
+    as it was then; replaced as a whole at the end."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._details = machine_facts()["details"]
         if path is None:
             return
         if path.suffix not in (".json", ".csv", ".md"):
@@ -78,9 +83,17 @@ class OutputFile:
     def write(self, report: MicroReport) -> None:
         if self._path is None:
             return
-        text = {".json": json_text, ".csv": csv_text, ".md": markdown_text}[self._path.suffix](report)
+        if self._path.suffix == ".json":
+            text = json_text(report, self._details)
+        else:
+            text = (csv_text if self._path.suffix == ".csv" else markdown_text)(report)
+        beside = self._path.with_name(f".zerobench-{os.getpid()}.tmp")
         try:
-            self._path.write_text(text)
+            try:
+                beside.write_text(text)
+                os.replace(beside, self._path)
+            finally:
+                beside.unlink(missing_ok=True)
         except OSError as error:
             raise Error(f"{self._path} cannot be written ({error.strerror or error})") from None
 
@@ -89,17 +102,19 @@ class OutputFile:
 
     def __exit__(self, *_: object) -> None:
         """Where nothing was measured no empty file stays."""
-        if self._path is not None and self._path.stat().st_size == 0:
-            self._path.unlink()
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed it meanwhile
+            if self._path is not None and self._path.stat().st_size == 0:
+                self._path.unlink()
 
 
-def json_text(report: MicroReport) -> str:
+def json_text(report: MicroReport, details: Mapping[str, Any]) -> str:
+    """``details``: facts of the machine that runs change, such as its load, from before this one."""
     content = {
         "schema_version": SCHEMA_VERSION,
         "benchmark": report.benchmark,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": ["zerobench", *sys.argv[1:]],
-        "machine": machine_facts(report.gpus),
+        "machine": machine_facts(report.gpus) | {"details": details},
         "versions": version_facts(gpus=bool(report.gpus)),
         "settings": report.settings,
         "rows": report.rows,
@@ -108,7 +123,7 @@ def json_text(report: MicroReport) -> str:
 
 
 def csv_text(report: MicroReport) -> str:
-    """Scalars of each row, nested ones under dotted names; raw samples stay in JSON."""
+    """Scalars and short lists of each row, nested ones under dotted names; raw samples stay in JSON."""
     flat = [dict(flatten(row)) for row in report.rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
     buffer = io.StringIO()
@@ -135,10 +150,12 @@ def flatten(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
             pairs += flatten(value, f"{prefix}{name}.")
         elif not isinstance(value, list | tuple):
             pairs.append((f"{prefix}{name}", value))
+        elif name not in _RAW:
+            pairs.append((f"{prefix}{name}", ",".join(map(str, value))))
     return pairs
 
 
-def ratio_json(ratio: Ratio | None) -> dict[str, float] | None:
+def ratio_json(ratio: Ratio | None) -> dict[str, float | None] | None:
     return None if ratio is None else ratio._asdict()
 
 
@@ -146,7 +163,10 @@ def ratio_cell(ratio: Ratio | None) -> str:
     if ratio is None:
         return "n/a"
     digits = 1 if ratio.value >= 9.95 else 2
-    return f"{ratio.value:.{digits}f} [{ratio.low:.{digits}f}, {ratio.high:.{digits}f}]"
+    value = f"{ratio.value:.{digits}f}"
+    if ratio.low is None or ratio.high is None:
+        return value
+    return f"{value} [{ratio.low:.{digits}f}, {ratio.high:.{digits}f}]"
 
 
 def size_text(size_bytes: int) -> str:

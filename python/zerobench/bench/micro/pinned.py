@@ -65,8 +65,8 @@ class PinnedOptions:
 
     def check(self) -> None:
         for name, value in (("--repeats", self.repeats), ("--ready-repeats", self.ready_repeats)):
-            if value < 3:
-                raise ConfigError(f"{name} {value} is too few for a median with an interval: give at least 3")
+            if value < 6:
+                raise ConfigError(f"{name} {value} is too few for a median with an interval: give at least 6")
         for name, value in (("--ready-gib", self.ready_bytes), ("--copy-bytes", self.copy_bytes)):
             if value < 1:
                 raise ConfigError(f"{name} must be positive")

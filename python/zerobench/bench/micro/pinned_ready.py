@@ -4,15 +4,13 @@ there. Run as a module, this is that process. Imports torch there only."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 from pydantic import BaseModel, ConfigDict
 
-from zerobench.bench.gpus import child_environment
-from zerobench.errors import Error
+from zerobench.bench.micro.asking import ask
 
 OURS, TORCH, TOUCH = "zerobench", "torch", "one thread"
 _ANSWER_S = 600.0
@@ -43,22 +41,19 @@ class Ready(BaseModel):
 
 def measure_ready(order: Order) -> Ready:
     """Ask another process. Raises Error."""
-    asked = subprocess.run(
-        [sys.executable, "-m", "zerobench.bench.micro.pinned_ready", order.model_dump_json()],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, env=child_environment(), timeout=_ANSWER_S,
-    )  # fmt: skip
-    if asked.returncode != 0:
-        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
-        raise Error(f"{order.side} could not make {order.size_bytes} bytes of host memory ready: {last}")
-    return Ready.model_validate_json(asked.stdout.strip().splitlines()[-1])
+    failure = f"{order.side} could not make {order.size_bytes} bytes of host memory ready"
+    answer = ask(
+        "zerobench.bench.micro.pinned_ready", order.model_dump_json(), failure=failure, answer_s=_ANSWER_S
+    )
+    return Ready.model_validate_json(answer)
 
 
 def _measure(order: Order) -> Ready:
-    import torch
-
     from zerobench import _native
 
     core = _native.load()
+    import torch
+
     parts = None
     if order.gpu is not None:
         torch.cuda.set_device(order.gpu)

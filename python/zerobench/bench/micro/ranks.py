@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from zerobench._native import import_torch
 from zerobench.bench.forkserver import die_with_parent
 from zerobench.errors import Error
 
@@ -64,7 +65,8 @@ class Ranks:
         self._pipes: dict[int, int] = {}
 
     def __enter__(self) -> Ranks:
-        import torch.distributed  # noqa: F401 - once here rather than in every rank
+        import_torch()  # once here rather than in every rank
+        import torch.distributed  # noqa: F401
 
         rendezvous = uuid.uuid4().hex
         try:

@@ -1,0 +1,27 @@
+"""What `bench io` is asked for in vain, said in one line before anything is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["disk", "--engines", ""], "--engines ''"),
+        (["disk", "--depth", ""], "--depth ''"),
+        (["disk", "--block-bytes", ""], "--block-bytes ''"),
+        (["disk", "disk/../disk"], "named twice"),
+        (["disk", "--settings", "none.json"], "--settings none.json holds nothing about disk"),
+        (["disk", "--settings", "empty.json"], "--settings empty.json holds nothing about disk"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(command, arguments, said) -> None:
+    (command.folder / "disk").mkdir()
+    (command.folder / "empty.json").write_text("{}")
+    result = command.run("bench", "io", *arguments, "--size-gib", "0.01", "--repeats", "1", timeout_s=60)
+    assert result.returncode == 2, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and said in lines[0], result.stderr
+    assert list((command.folder / "disk").iterdir()) == []

@@ -1,0 +1,89 @@
+"""What micro-benchmarks write: whole or not at all, of the machine as it was before, and rows that differ."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerobench.bench.micro import link, output, pinned_ready
+from zerobench.bench.micro.output import MicroReport, OutputFile, csv_text, ratio_cell, ratio_json
+from zerobench.errors import Error
+from zerobench.report.stats import Ratio
+
+ROW = {"gpus": [0, 1], "samples_us": {"ours": {"median": 2.0, "samples": [1.0, 2.0, 3.0], "outliers": [2]}}}
+
+
+def report(*rows: dict[str, Any]) -> MicroReport:
+    return MicroReport(
+        benchmark="pinned", machine="a machine", settings={}, rows=list(rows), tables=[], notes="notes"
+    )
+
+
+@pytest.mark.parametrize("name", ["found.json", "found.csv", "found.md"])
+def test_a_full_disk_leaves_no_half_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    def write_half(path: Path, text: str) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with (
+        pytest.raises(Error, match=rf"{name} cannot be written \(No space left"),
+        OutputFile(tmp_path / name) as file,
+    ):
+        file.write(report(ROW))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_are_there_and_nothing_beside_them(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "found.json") as file:
+        file.write(report(ROW))
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    assert json.loads((tmp_path / "found.json").read_text())["rows"] == [ROW]
+
+
+def test_a_file_that_is_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "found.json"):
+        (tmp_path / "found.json").unlink()
+
+
+def test_facts_are_those_from_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loads = iter([0.5, 7.0])
+    monkeypatch.setattr(
+        output, "machine_facts", lambda *_: {"cores": 2, "details": {"load_average": [next(loads)]}}
+    )
+    with OutputFile(tmp_path / "found.json") as file:
+        file.write(report(ROW))
+    machine = json.loads((tmp_path / "found.json").read_text())["machine"]
+    assert machine == {"cores": 2, "details": {"load_average": [0.5]}}
+
+
+def test_rows_of_a_csv_tell_gpus_apart_and_leave_out_samples() -> None:
+    rows = csv.DictReader(io.StringIO(csv_text(report(ROW, {**ROW, "gpus": [1]}))))
+    assert list(rows) == [
+        {"gpus": "0,1", "samples_us.ours.median": "2.0"},
+        {"gpus": "1", "samples_us.ours.median": "2.0"},
+    ]
+
+
+def test_a_ratio_without_an_interval_has_no_brackets() -> None:
+    assert ratio_cell(Ratio(1.5, None, None)) == "1.50"
+    assert ratio_cell(Ratio(1.5, 1.0, 2.0)) == "1.50 [1.00, 2.00]"
+    assert ratio_json(Ratio(1.5, None, None)) == {"value": 1.5, "low": None, "high": None}
+
+
+def test_a_process_that_does_not_answer_is_named_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_ready, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(link, "_ANSWER_S", 0.01)
+    order = pinned_ready.Order(side=pinned_ready.TOUCH, size_bytes=4096, gpu=None, threads=1)
+    with pytest.raises(Error, match=r"one thread could not make 4096 bytes .* did not answer within 0\.01 s"):
+        pinned_ready.measure_ready(order)
+    with pytest.raises(Error, match=r"the link between two GPUs .* did not answer within 0\.01 s"):
+        link.measure_link()
