@@ -48,6 +48,15 @@ class LossScaleConfig(_Section):
     growth_interval_steps: int = Field(default=1000, ge=1)
     min_scale: float = Field(default=1.0, gt=0)
 
+    @model_validator(mode="after")
+    def _starts_above_its_floor(self) -> LossScaleConfig:
+        if self.dynamic and self.initial_scale < self.min_scale:
+            raise ValueError(
+                f"initial_scale {self.initial_scale:g} is below min_scale {self.min_scale:g}, to which an overflow "
+                "would raise it: give a lower min_scale"
+            )
+        return self
+
 
 class OffloadOptimizerConfig(_Section):
     """Optimizer state in pinned host memory or on NVMe, updated by the CPU (docs/offload.md). Keys as in DeepSpeed

@@ -48,6 +48,7 @@ def test_the_documentation_has_every_key_with_its_default():
         ),
         ({"optimizer": {"weight_decy": 1}}, "did you mean 'weight_decay'?"),
         ({"loss_scale": {"initial": 1}}, "did you mean 'initial_scale'?"),
+        ({"loss_scale": {"initial_scale": 0.5}}, "initial_scale 0.5 is below min_scale 1"),
         ({"stage": 4}, "'stage'"),
         ({"stage": "three"}, "'stage'"),
         ({"precision": "fp8"}, "'precision'"),

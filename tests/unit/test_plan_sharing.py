@@ -53,6 +53,9 @@ def test_a_file_that_changes_arithmetic_shares_no_checksum(tmp_path) -> None:
     assert group(prefetch_bytes=0) == group(reduce_dtype="bfloat16") == group()
     for keys in ({"reduce_dtype": "float32"}, {"units": ["Block"]}, {"cast_forward_inputs": False}):
         assert group(**keys) not in (None, group())
+    scale = {"loss_scale": {"initial_scale": 256}}  # by which gradients round
+    assert group(**scale) == group()
+    assert group(precision="fp16", **scale) not in (None, group(precision="fp16"))
 
 
 def test_compiled_rows_share_a_reference_and_bits_with_their_own_kind() -> None:

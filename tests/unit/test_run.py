@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
 import pytest
 from rich.console import Console
@@ -158,6 +159,23 @@ def test_a_measured_row_gets_what_the_machine_did_meanwhile(comparison) -> None:
     found.add_machine_figures(alone, windows)
     assert alone.device_used_peak_bytes == 900  # of the one GPU that it ran on
     assert alone.energy_per_step_j == 5.0
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"losses": [2.0, math.nan]}, "the loss of measured step 2 is not finite"),
+        ({"compiled_graphs": 0.0}, "ran nothing of it compiled"),
+    ],
+)
+def test_figures_that_are_none_of_the_rows_are_not_shown(comparison, figures, said) -> None:
+    configuration = comparison().plan.configurations[2]
+    row = first_row(configuration, status="failed")
+    reports = {0: Report(dtypes=BF16, window=window()), 1: Report(dtypes=BF16, window=window(**figures))}
+    if "compiled_graphs" in figures:
+        reports[0] = reports[1]
+    assert apply_outcome(row, Outcome(status="ok", reports=reports), configuration, None) == []
+    assert row.status == "failed" and said in (row.error or "") and row.step_time_ms is None
 
 
 def test_energy_that_one_rank_does_not_know_is_null(comparison) -> None:

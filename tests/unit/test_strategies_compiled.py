@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_strategies import make_batches, make_model, make_settings
 
-from zerobench import strategies
+from zerobench import models, strategies
 from zerobench.errors import ConfigError
 from zerobench.strategies.compiled import Compiler, repeated_blocks
 
@@ -81,6 +81,33 @@ def test_compiled_strategies_train_as_eager_ones_and_count_their_graphs(eager, n
     assert loss == pytest.approx(eager[0], rel=1e-4)
     for key, expected in eager[2].items():
         torch.testing.assert_close(parameters[key], expected, rtol=1e-3, atol=2e-4)
+
+
+def saved_bytes(name: str, **fields) -> int:
+    """For the backward of a step of transformers' GPT-2."""
+    strategy = strategies.get(name)(make_settings(rendezvous=f"{name}-{os.getpid()}", **fields))
+    strategy.build(lambda: models.build(models.resolve("hf:gpt2", MODEL | {"num_layers": 3}), 0))
+    saved = 0
+
+    def pack(tensor):
+        nonlocal saved
+        saved += tensor.nbytes
+        return tensor
+
+    for batch in make_batches(2):
+        saved = 0
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            strategy.step([batch])
+    strategy.close()
+    return saved
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+def test_compiled_blocks_are_checkpointed_under_every_wrapper(name):
+    pytest.importorskip("transformers", reason="needs zerobench[hf]")
+    checkpointed = saved_bytes(name, compile="block", checkpointing=True)
+    assert checkpointed < 0.7 * saved_bytes(name, compile="block")
+    assert checkpointed < 1.3 * saved_bytes(name, checkpointing=True)
 
 
 def test_stage_3_gathers_between_blocks_so_it_is_no_single_graph():

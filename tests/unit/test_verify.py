@@ -203,6 +203,14 @@ def test_the_reference_file_holds_what_was_written(tmp_path) -> None:
     assert torch.allclose(found.updates["b.bias"], expected.updates["b.bias"], atol=1e-8)
 
 
+def test_a_reference_that_diverged_is_no_reference(tmp_path) -> None:
+    found = evidence(reference())
+    initial = {name: torch.zeros_like(tensor) for name, tensor in found.parameters.items()}
+    found.parameters["b.bias"][3] = math.inf
+    with pytest.raises(VerificationError, match="nothing to compare with: give a lower --lr"):
+        verify.write_reference(tmp_path / "reference", found, initial)
+
+
 def test_the_coarsest_dtype_decides_the_tolerance() -> None:
     fine = RowDtypes(param="float32", compute="float32", reduce="float32", master="float32", state="float32")
     assert tolerance_precision("fp32", fine) == "fp32"

@@ -70,9 +70,27 @@ def apply_outcome(
         row.error = f"differs from {row.deviation.reference}: {describe(row.deviation, found[0])}"
         return []
     windows = [report.window for report in reports if report.window is not None]
+    if fault := fault_of(windows):
+        row.status, row.error = "failed", fault
+        return []
     if windows:
         apply_windows(row, windows)
     return windows
+
+
+def fault_of(windows: Sequence[Window]) -> str | None:
+    """Why figures of a measured pass are none of what the row is called; None where they are."""
+    for number, losses in enumerate(zip(*(window.losses for window in windows), strict=True), start=1):
+        if not all(map(math.isfinite, losses)):
+            return (
+                f"the loss of measured step {number} is not finite, so nothing is trained: give a lower --lr"
+            )
+    if windows and windows[0].compiled_graphs == 0:
+        return (
+            "torch.compile ran nothing of it compiled, so this would be an eager row: leave out --compile, or take its "
+            "other mode"
+        )
+    return None
 
 
 def by_rank(reports: Mapping[int, Report]) -> list[Report]:

@@ -68,11 +68,16 @@ class Configuration(BaseModel):
         if self.strategy not in OURS or self.settings.grad_accum != 1:
             return None
         engine = parse_config({"precision": self.settings.precision, **self._of_the_bits()})
+        dtypes = engine.effective_dtypes()
+        scales_loss = "float16" in dtypes.values()
         return _digest(
             {
                 "reference": self.reference_group(),
                 "world_size": self.settings.world_size,
-                "dtypes": engine.effective_dtypes(),
+                "dtypes": dtypes,
+                "loss_scale": engine.loss_scale.model_dump()
+                if scales_loss
+                else None,  # by which gradients round
                 "units": engine.units,
                 "cast_forward_inputs": engine.cast_forward_inputs,
                 "checkpointing": self.settings.checkpointing,
@@ -83,7 +88,9 @@ class Configuration(BaseModel):
 
     def _of_the_bits(self) -> dict[str, Any]:
         """What a file may set that a row's bits depend on and its settings do not tell."""
-        keys = ("precision", "param_dtype", "reduce_dtype", "units", "cast_forward_inputs", "communicator")
+        keys = (
+            "precision", "param_dtype", "reduce_dtype", "units", "cast_forward_inputs", "communicator", "loss_scale",
+        )  # fmt: skip
         return {key: self.options[key] for key in keys if key in self.options}
 
 

@@ -20,6 +20,7 @@ from zerobench.bench.assess import (
     apply_windows,
     by_rank,
     clear_figures,
+    fault_of,
     first_row,
     largest,
     settle,
@@ -234,12 +235,15 @@ class Comparison:
         job = self.job(configuration, None, verify=False, measure=True)
         with display.task(f"{row.name} ({repeat + 1})") as on_progress:
             outcome = self.launcher.run(job, log=self.output.log(row.name), on_progress=on_progress)
-        if outcome.status != "ok":
-            row.status, row.error = outcome.status, f"repeat {repeat + 1}: {outcome.error}"
+        windows = [report.window for report in by_rank(outcome.reports) if report.window]
+        status, error = outcome.status, outcome.error
+        if status == "ok" and (fault := fault_of(windows)):
+            status, error = "failed", fault
+        if status != "ok":
+            row.status, row.error = status, f"repeat {repeat + 1}: {error}"
             row.oom_tier = outcome.oom_tier
             clear_figures(row)
             return
-        windows = [report.window for report in by_rank(outcome.reports) if report.window]
         apply_windows(row, windows)
         self.add_machine_figures(row, windows)
 

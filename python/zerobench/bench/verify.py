@@ -128,6 +128,12 @@ def gradients_of_first_step(moments: Tensors, settings: StrategySettings, norm: 
 
 
 def write_reference(path: Path, evidence: Evidence, initial: Tensors) -> None:
+    """VerificationError where the reference has diverged: nothing could be held against it."""
+    if not all(bool(parameter.isfinite().all()) for parameter in evidence.parameters.values()):
+        raise VerificationError(
+            f"parameters are not finite after {VERIFY_STEPS} steps, so there is nothing to compare with: give a lower "
+            "--lr"
+        )
     updates = {name: parameter - initial[name] for name, parameter in evidence.parameters.items()}
     reference = Reference(evidence.gradients, updates, evidence.parameters, evidence.moments)
     try:

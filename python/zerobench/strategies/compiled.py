@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -72,9 +73,12 @@ class Compiler:
         # Once a class: each call of torch.compile makes a backend of its own, and the guards of code that was compiled
         # for one block's backend fail for every other block.
         kinds: set[Any] = {type(module) for module in modules}
-        forwards = {kind: torch.compile(kind.forward, backend=self.backend) for kind in kinds}
+        forwards = {kind: torch.compile(_inner_forward(kind), backend=self.backend) for kind in kinds}
         for module in modules:
-            module.forward = MethodType(forwards[type(module)], module)
+            forward = forwards[type(module)]
+            if _inner_forward(type(module)) is not type(module).forward:
+                forward = partial(_checkpointed, forward)
+            module.forward = MethodType(forward, module)
 
     def backend(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Inductor, counting each execution of what it compiles. Backward graphs are part of their forward's."""
@@ -91,3 +95,18 @@ class Compiler:
     def eagerly(self) -> AbstractContextManager[object]:
         """Around passes that are not training, whose other shapes and modes would be compiled too."""
         return nullcontext() if self._mode == "none" else torch.compiler.set_stance("force_eager")
+
+
+def _inner_forward(kind: Any) -> Any:
+    """Without the checkpoint that transformers puts around a layer's forward from 5.2x on. That one looks whether the
+    layer's class is still its own, which fully_shard changes, and leaves the checkpoint out where it is not."""
+    code = getattr(kind.forward, "__code__", None)
+    is_around = code is not None and code.co_name == "forward_with_checkpointing"
+    return kind.forward.__wrapped__ if is_around else kind.forward
+
+
+def _checkpointed(forward: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """As that checkpoint does it; nothing is cached here."""
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(partial(forward, layer, **kwargs), *args)
+    return forward(layer, *args, **kwargs)
