@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <random>
 #include <string>
@@ -57,7 +56,7 @@ class IoBench {
     engine_ = make_io_engine({.kind = io_engine_from_name(engine), .block_bytes = block_bytes, .depth = depth},
                              space_.files(), memory);
     pager_.emplace(plan, std::vector<std::size_t>(space_.slot_num(), space_.slot_bytes()), space_, *engine_, memory[0],
-                   PagerOptions{.on_disk = filled_});
+                   PagerOptions{.on_disk = is_filled()});
     mode_.reset();
   }
 
@@ -70,11 +69,10 @@ class IoBench {
   std::pair<double, std::uint64_t> run(const std::string& mode_name, std::size_t chunk_num) {
     ZB_EXPECT_STATE(pager_.has_value(), "open a pager first");
     const IoMode mode = mode_from_name(mode_name);
-    ZB_EXPECT_STATE(mode == IoMode::kWrite || filled_, "fill the files before reading them");
+    ZB_EXPECT_STATE(mode == IoMode::kWrite || is_filled(), "fill the files before reading them");
     if (mode_ != mode) {
       std::vector<std::size_t> order(mode == IoMode::kWrite ? 0 : space_.slot_num());
-      std::iota(order.begin(), order.end(), 0);
-      if (!order.empty()) std::rotate(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(cursor_), order.end());
+      for (std::size_t i = 0; i < order.size(); ++i) order[i] = (cursor_ + i) % order.size();
       pager_->set_order(order);
       pager_->flush();
       mode_ = mode;
@@ -96,7 +94,6 @@ class IoBench {
     const std::size_t num = std::min(chunk_num, space_.slot_num() - filled_num_);
     run("write", num);
     filled_num_ += num;
-    filled_ = filled_num_ == space_.slot_num();
     return space_.slot_num() - filled_num_;
   }
 
@@ -118,6 +115,8 @@ class IoBench {
   const SwapSpace& space() const { return space_; }
 
  private:
+  bool is_filled() const { return filled_num_ == space_.slot_num(); }
+
   SwapSpace space_;
   HostBuffer memory_;
   std::unique_ptr<IoEngine> engine_;
@@ -126,7 +125,6 @@ class IoBench {
   std::size_t cursor_ = 0;      // next chunk of the pager's runs
   std::size_t raw_cursor_ = 0;  // and of the plain loops'
   std::size_t filled_num_ = 0;
-  bool filled_ = false;
 };
 
 void bind_io_bench(py::module_& m) {

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from zerobench.errors import ConfigError
 
 SCHEMA_VERSION = 1
+ENGINES = ("io_uring", "threads")
+MOST_DEPTH = 1024
 SLOW_BYTES_PER_S = 5e9  # a path below this is worth a warning
 
 
@@ -42,9 +44,9 @@ class Rates(BaseModel):
 class IoSettings(Rates):
     """How to swap to one path, and what it gave when that was measured."""
 
-    engine: str = Field(pattern="^(io_uring|threads)$")
+    engine: str = Field(pattern=f"^({'|'.join(ENGINES)})$")
     block_bytes: int = Field(gt=0, multiple_of=4096)
-    depth: int = Field(gt=0, le=1024)
+    depth: int = Field(gt=0, le=MOST_DEPTH)
     tuned: str
 
     @property

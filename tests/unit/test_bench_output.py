@@ -6,6 +6,7 @@ import csv
 import errno
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ def report(*rows: dict[str, Any]) -> MicroReport:
 def test_a_full_disk_leaves_no_half_of_a_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    def write_half(path: Path, text: str) -> None:
-        path.write_bytes(text[: len(text) // 2].encode())
+    def write_half(descriptor: int) -> None:
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", write_half)
+    monkeypatch.setattr(os, "fsync", write_half)
     with (
         pytest.raises(Error, match=rf"{name} cannot be written \(No space left"),
         OutputFile(tmp_path / name) as file,

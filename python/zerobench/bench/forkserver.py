@@ -29,7 +29,7 @@ FD_LIMIT = 250  # of one SCM_RIGHTS message
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 # Imported by every strategy's first optimizer step; plain Python, and a second for each rank if not done here.
-_TORCH_MODULES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+_TORCH_MODULES = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 
 
 def die_with_parent(signum: int) -> None:

@@ -13,13 +13,13 @@ from zerobench import strategies
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.tolerances import TOLERANCES
 from zerobench.errors import ConfigError
+from zerobench.io_settings import ENGINES
 from zerobench.strategies.base import NVME_OFFLOADS, OFFLOADS, OptimizerSettings
 
 COMPILE_MODES = ("none", "block", "whole")
 BINDINGS = ("none", "numa")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 OWN_ATTENTION = "sdpa"  # of our presets
-IO_ENGINES = ("io_uring", "threads")
 COMMUNICATORS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "peer")}
 _MIN_SEED, _MAX_SEED = -(1 << 63), (1 << 64) - 1  # that torch takes
 
@@ -111,7 +111,7 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         "offload": (options.offloads, OFFLOADS),
         "--bind": ([options.bind], BINDINGS),
         f"--communicator on {options.device}": (options.communicators, COMMUNICATORS[options.device]),
-        "--io-engine": ([options.io_engine] if options.io_engine else [], IO_ENGINES),
+        "--io-engine": ([options.io_engine] if options.io_engine else [], ENGINES),
         "attention": ([options.attention] if options.attention else [], ATTENTIONS),
     }
     for what, (asked, choices) in known.items():

@@ -68,16 +68,15 @@ class Configuration(BaseModel):
         if self.strategy not in OURS or self.settings.grad_accum != 1:
             return None
         engine = parse_config({"precision": self.settings.precision, **self._of_the_bits()})
-        dtypes = engine.effective_dtypes()
-        scales_loss = "float16" in dtypes.values()
+        loss_scale = (
+            engine.loss_scale.model_dump() if engine.scales_loss() else None
+        )  # by which gradients round
         return _digest(
             {
                 "reference": self.reference_group(),
                 "world_size": self.settings.world_size,
-                "dtypes": dtypes,
-                "loss_scale": engine.loss_scale.model_dump()
-                if scales_loss
-                else None,  # by which gradients round
+                "dtypes": engine.effective_dtypes(),
+                "loss_scale": loss_scale,
                 "units": engine.units,
                 "cast_forward_inputs": engine.cast_forward_inputs,
                 "checkpointing": self.settings.checkpointing,

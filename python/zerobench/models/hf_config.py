@@ -26,7 +26,6 @@ class Architecture:
     others: tuple[str, ...]  # further keys that decide what is computed, handed on as they are
     tied: bool = False  # what a config.json means that does not say
     required: tuple[str, ...] = ()  # our fields for which transformers' own default is another model's size
-    is_rotary: bool = False
 
 
 _COMMON = {
@@ -66,7 +65,6 @@ ARCHITECTURES = {
         ("attention_dropout",),
         (*_LLAMA_OTHERS, "attention_bias", "mlp_bias"),
         required=("ffn_size",),
-        is_rotary=True,
     ),
     "mistral": Architecture(
         "MistralConfig",
@@ -75,7 +73,6 @@ ARCHITECTURES = {
         ("attention_dropout",),
         _LLAMA_OTHERS,
         required=("ffn_size", "num_kv_heads", "sliding_window"),
-        is_rotary=True,
     ),
     "mixtral": Architecture(
         "MixtralConfig",
@@ -84,7 +81,6 @@ ARCHITECTURES = {
         ("attention_dropout",),
         (*_LLAMA_OTHERS, "output_router_logits", "router_aux_loss_coef"),
         required=("ffn_size", "num_kv_heads", "num_experts", "experts_per_token"),
-        is_rotary=True,
     ),
     "qwen2": Architecture(
         "Qwen2Config",
@@ -93,7 +89,6 @@ ARCHITECTURES = {
         ("attention_dropout",),
         _LLAMA_OTHERS,
         required=("ffn_size", "num_kv_heads"),
-        is_rotary=True,
     ),
     "opt": Architecture(
         "OPTConfig",
@@ -126,7 +121,7 @@ _UNSUPPORTED = {
     "position_embedding_type": "absolute",
     "router_jitter_noise": 0.0,  # drawn whatever the dropout is
 }
-_GROUPED_BYTES = 16  # what torch's grouped products take rows in multiples of
+_GROUPED_NUMEL = 8  # of two bytes: torch's grouped products take rows in multiples of 16 bytes
 _REQUIRED = ("num_layers", "hidden_size", "num_heads", "max_seq_length", "vocab_size")
 
 
@@ -154,7 +149,7 @@ class HFConfig(ModelConfig):
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
                 "override both or neither"
             )
-        if ARCHITECTURES[self.architecture].is_rotary and self.head_size % 2:
+        if "rope_theta" in ARCHITECTURES[self.architecture].others and self.head_size % 2:
             raise ValueError(
                 f"head_size {self.head_size} is odd, and rotary embeddings turn pairs: use a hidden_size that is a "
                 "multiple of 2 x num_heads, or another num_heads or head_size"
@@ -174,9 +169,9 @@ class HFConfig(ModelConfig):
                 "or more, and at most as many as there are"
             )
         for field in ("hidden_size", "ffn_size"):
-            if getattr(self, field) % (_GROUPED_BYTES // 2):
+            if getattr(self, field) % _GROUPED_NUMEL:
                 raise ValueError(
-                    f"{field} {getattr(self, field)} is no multiple of {_GROUPED_BYTES // 2}, which the product of all "
+                    f"{field} {getattr(self, field)} is no multiple of {_GROUPED_NUMEL}, which the product of all "
                     "experts needs: use one that is"
                 )
 

@@ -61,9 +61,8 @@ NOTES = (
     "Dtypes are those of the gradient and of the low-precision copy of the master; times are of the device alone, by "
     "its events; torch is AdamW(fused=True) on one flat fp32 tensor, plus the casts where a dtype is bf16; copy is a "
     "copy within device memory that reads and writes as many bytes as the step; vs torch and of copy are medians of "
-    "the ratios of each pair with their "
-    "95 % interval (of 6 pairs or more); wrong counts elements that differ from the scalar form, over "
-    f"up to {CHECK_NUMEL} elements and {CHECK_STEPS} steps"
+    "the ratios of each pair with their 95 % interval (of 6 pairs or more); wrong counts elements that differ from "
+    f"the scalar form, over up to {CHECK_NUMEL} elements and {CHECK_STEPS} steps"
 )
 
 

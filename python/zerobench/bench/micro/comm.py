@@ -105,10 +105,10 @@ class CommOptions:
 
 NOTES = (
     "Times are medians over the pairs of the slowest rank's time; vs gloo and of limit are medians of the ratios of "
-    "each pair with their "
-    "95 % interval (of 6 pairs or more); the limit is memcpy over the same working set, one rank a core at once "
-    "and from the memory that the collective reads, times the bytes that the algorithm must touch; zerobench's "
-    "collectives and memcpy are called by a loop of the core, as the engine calls them, gloo by torch.distributed"
+    "each pair with their 95 % interval (of 6 pairs or more); the limit is memcpy over the same working set, one rank "
+    "a core at once and from the memory that the collective reads, times the bytes that the algorithm must touch; "
+    "zerobench's collectives and memcpy are called by a loop of the core, as the engine calls them, gloo by "
+    "torch.distributed"
 )
 
 

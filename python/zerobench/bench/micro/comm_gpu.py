@@ -43,10 +43,9 @@ _RANK_MEMORY_FACTOR = 12
 
 NOTES = (
     f"Times are medians over the pairs of the slowest rank's time of {TIMED_DTYPE} calls put in back to back, between "
-    "two synchronisations of the device; vs torch is the median of the ratios of each pair with its "
-    "95 % interval (of 6 pairs or more); of "
-    "link is busbw over copies from one GPU to another in the same run; wrong counts elements over checks in bfloat16 "
-    "and float32 before and after the timing"
+    "two synchronisations of the device; vs torch is the median of the ratios of each pair with its 95 % interval (of "
+    "6 pairs or more); of link is busbw over copies from one GPU to another in the same run; wrong counts elements "
+    "over checks in bfloat16 and float32 before and after the timing"
 )
 
 

@@ -38,10 +38,10 @@ from zerobench.bench.micro.output import (
 from zerobench.bench.micro.sampling import rotated
 from zerobench.bench.storage import check_directories, device_facts, device_line
 from zerobench.errors import ConfigError
+from zerobench.io_settings import ENGINES, MOST_DEPTH
 from zerobench.report.stats import Ratio, median, median_of_ratios, summarise
 
 MODES = ("read", "write", "both")
-ENGINES = ("io_uring", "threads")
 # What a disk needs to show its best differs: the limit of a mode is the fastest of these, whatever is measured.
 RAW_CANDIDATES = (
     ("io_uring", MIB, 64),
@@ -93,8 +93,8 @@ class IoOptions:
                     "less, or a larger --chunk-mib"
                 )
         for depth in self.depths:
-            if not 1 <= depth <= 1024:
-                raise ConfigError(f"--depth {depth} is not possible: give 1 to 1024")
+            if not 1 <= depth <= MOST_DEPTH:
+                raise ConfigError(f"--depth {depth} is not possible: give 1 to {MOST_DEPTH}")
         check_repeats(self.repeats)
         if not 0 < self.sample_s < math.inf:
             raise ConfigError(f"--sample-seconds {self.sample_s:g} is impossible: give a time above 0")

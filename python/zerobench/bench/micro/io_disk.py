@@ -96,7 +96,7 @@ class Disk:
 
         self._core = _native.load()
         self._sample_s = sample_s
-        self._sample_chunks: dict[tuple[object, str], int] = {}
+        self._sample_chunks: dict[tuple[str, IoSetting, str], int] = {}
         least = most_frames(settings, chunk_bytes) + 1
         if file_bytes is None:
             room = least_free_bytes(paths)
@@ -141,7 +141,7 @@ class Disk:
     def sample(self, setting: IoSetting, mode: str) -> float:
         """Bytes per second of the pager."""
         self._open(setting)
-        return self._timed(setting, mode, setting, lambda num: self._files.run(mode, chunk_num=num))
+        return self._timed("pager", setting, mode, lambda num: self._files.run(mode, chunk_num=num))
 
     def sample_raw(self, setting: IoSetting, mode: str) -> float:
         """Bytes per second of a plain loop."""
@@ -157,27 +157,24 @@ class Disk:
             )
             return seconds, moved
 
-        return self._timed(("raw", setting), mode, setting, call)
+        return self._timed("raw", setting, mode, call)
 
     def _timed(
-        self, who: object, mode: str, setting: IoSetting, call: Callable[[int], tuple[float, int]]
+        self, side: str, setting: IoSetting, mode: str, call: Callable[[int], tuple[float, int]]
     ) -> float:
         """The first call finds out how many chunks last for a sample, from about as many as another setting took."""
-        known = self._sample_chunks.get((who, mode))
+        who = side, setting, mode
         likely = self._chunks_at(self._rates[mode], mode) if mode in self._rates else self.chunk_num // 8
-        num = known or max(1, min(self.chunk_num, max(likely, setting.frame_num(self._chunk_bytes))))
-        seconds, moved = call(num)
+        first = min(self.chunk_num, max(likely, setting.frame_num(self._chunk_bytes)))
+        seconds, moved = call(self._sample_chunks.get(who, first))
         self._rates[mode] = moved / max(seconds, 1e-9)
-        if known is None:
-            self._sample_chunks[who, mode] = max(
-                1, min(self.chunk_num, self._chunks_at(self._rates[mode], mode))
-            )
+        self._sample_chunks.setdefault(who, self._chunks_at(self._rates[mode], mode))
         return moved / seconds
 
     def _chunks_at(self, rate: float, mode: str) -> int:
-        """That last for a sample."""
+        """That last for a sample, of those that there are."""
         moved_per_chunk = self._chunk_bytes * (2 if mode == "both" else 1)
-        return round(rate * self._sample_s / moved_per_chunk)
+        return max(1, min(self.chunk_num, round(rate * self._sample_s / moved_per_chunk)))
 
 
 class io_errors:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zerobench.bench.micro.io import ENGINES
 from zerobench.bench.micro.io_disk import (
     MIB,
     Disk,
@@ -24,7 +23,7 @@ from zerobench.bench.micro.io_disk import (
 from zerobench.bench.micro.output import TextTable, machine_line, new_progress, print_comment, size_text
 from zerobench.bench.storage import check_directories, device_facts, device_line, free_bytes
 from zerobench.errors import ConfigError
-from zerobench.io_settings import IoSettings, slow_path_warning, write_settings
+from zerobench.io_settings import ENGINES, IoSettings, slow_path_warning, write_settings
 from zerobench.report.stats import median
 
 BLOCKS = tuple(1 << power for power in range(17, 24))  # 128 KiB to 8 MiB

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import io
 import json
-import os
 import shlex
 import sys
 from collections import Counter
@@ -23,6 +22,7 @@ from rich.table import Table
 
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.machine import machine_facts, version_facts
+from zerobench.bench.output import write_atomically
 from zerobench.errors import ConfigError, Error
 from zerobench.report.stats import Ratio
 
@@ -68,9 +68,9 @@ class OutputFile:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._details = machine_facts()["details"]
         if path is None:
             return
+        self._details = machine_facts()["details"]
         if path.suffix not in (".json", ".csv", ".md"):
             raise ConfigError(f"--output {path} must end in .json, .csv or .md")
         try:
@@ -87,13 +87,8 @@ class OutputFile:
             text = json_text(report, self._details)
         else:
             text = (csv_text if self._path.suffix == ".csv" else markdown_text)(report)
-        beside = self._path.with_name(f".zerobench-{os.getpid()}.tmp")
         try:
-            try:
-                beside.write_text(text)
-                os.replace(beside, self._path)
-            finally:
-                beside.unlink(missing_ok=True)
+            write_atomically(self._path, text.encode())
         except OSError as error:
             raise Error(f"{self._path} cannot be written ({error.strerror or error})") from None
 
