@@ -113,4 +113,26 @@ class PerturbedParameters(PlainDataParallel):
         return result
 
 
-FAULTS = [NoAveraging, DroppedRank, HalvedGradient, StaleShard, PerturbedParameters]
+FAULTS = [NoAveraging, DroppedRank, HalvedGradient, StaleShard, PerturbedParameters]  # of training
+
+
+class OldParameter(PlainDataParallel):
+    """One rank's forward reads the last parameter as it was at the start, in low precision; the masters are right."""
+
+    name = "old-parameter"
+
+    def _publish(self) -> None:
+        kept = self._parameters[self._trained[-1]].detach().clone()
+        super()._publish()
+        if self._low_precision and self.settings.rank == 1:
+            with torch.no_grad():
+                self._parameters[self._trained[-1]].copy_(kept)
+
+
+class OtherEvaluation(PlainDataParallel):
+    """Trains well and evaluates the first half of every sequence."""
+
+    name = "other-evaluation"
+
+    def evaluate(self, batches: list[Batch]) -> float:
+        return super().evaluate([{k: v[:, : v.shape[1] // 2] for k, v in b.items()} for b in batches])

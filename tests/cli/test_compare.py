@@ -11,7 +11,9 @@ from conftest import SMALL
 
 import zerobench.report
 
-FAULTS = ["NoAveraging", "DroppedRank", "HalvedGradient", "StaleShard", "PerturbedParameters"]
+FAULTS = [
+    "NoAveraging", "DroppedRank", "HalvedGradient", "StaleShard", "PerturbedParameters", "OtherEvaluation",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def test_the_folder_of_data_may_receive_the_results(command) -> None:
 
 
 def test_every_planted_fault_is_wrong_in_every_precision(command) -> None:
-    strategies = ",".join(f"faulty:{name}" for name in ["PlainDataParallel", *FAULTS])
+    strategies = ",".join(f"faulty:{name}" for name in ["PlainDataParallel", *FAULTS, "OldParameter"])
     result = command.run(
         "compare", *SMALL, "--strategies", strategies, "--precision", "fp32,bf16,fp16", "--num-steps", "1",
         "--warmup-steps", "0", "--output-dir", "out",
@@ -141,9 +143,13 @@ def test_every_planted_fault_is_wrong_in_every_precision(command) -> None:
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr + result.stdout
     rows = json.loads((command.folder / "out" / "results.json").read_text())["rows"]
-    assert len(rows) == 3 * (1 + len(FAULTS))
+    assert len(rows) == 3 * (2 + len(FAULTS))
     for row in rows:
-        right = row["strategy"] == "faulty:PlainDataParallel"
+        # In fp32 forward reads the masters themselves.
+        is_old = row["strategy"] == "faulty:OldParameter"
+        right = row["strategy"] == "faulty:PlainDataParallel" or (
+            is_old and row["settings"]["precision"] == "fp32"
+        )
         assert row["status"] == ("ok" if right else "wrong"), (row["name"], row["error"], row["deviation"])
         if not right:
             assert row["step_time_ms"] is None and row["tokens_per_s"] is None and row["relative"] is None

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import ranks  # noqa: E402
 
 from zerobench import models, strategies  # noqa: E402
+from zerobench.bench.reads import watched  # noqa: E402
 from zerobench.strategies.base import StrategySettings  # noqa: E402
 from zerobench.strategies.peer import PeerStrategy  # noqa: E402
 
@@ -123,6 +124,9 @@ def checked_pass(name: str, place: dict[str, Any]) -> Found:
     for step in range(1, NUM_STEPS):
         applied_step(strategy, batches_of(strategy, step))
     found["parameters"] = strategy.full_parameters()
+    with watched(strategy.module(), found["parameters"]) as reads:
+        found["evaluated"] = strategy.evaluate(batches_of(strategy, 100)[:1])
+    found["read"], found["read names"] = reads.worst(), reads.names
     strategy.close()
     return found
 
@@ -239,6 +243,9 @@ def check(by_rank: list[dict], expected: dict, *, precision: str = "bf16") -> No
     assert relative(first["initial"], expected["initial"]) == 0
     for found in by_rank:
         assert relative(found["parameters"], first["parameters"]) == 0  # readers give every rank the same
+        if found["evaluated"] is not None:
+            assert found["read"].share == 0.0, found["read"]
+            assert found["read names"] == found["parameters"].keys()
         check_facts(found, size)
 
 

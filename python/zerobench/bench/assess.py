@@ -15,7 +15,7 @@ from zerobench.bench.names import OURS
 from zerobench.bench.outcome import Outcome
 from zerobench.bench.plan import Configuration
 from zerobench.bench.result import Deviation, Results, Row, Transfers
-from zerobench.bench.tolerances import TOLERANCES, VERIFY_STEPS, describe, exceeded, tolerance_precision
+from zerobench.bench.tolerances import VERIFY_STEPS, describe, exceeded, tolerance_precision, tolerances
 from zerobench.report.rows import FLOOR
 from zerobench.report.stats import summarise
 
@@ -28,6 +28,8 @@ class ReferenceRun:
     file: str | None = None
     loss: float = math.nan
     norm: float | None = None
+    evaluations: Sequence[float] = ()  # by held-out batch
+    loss_dtype: str | None = None
     error: str | None = None
     why_fewer_layers: str = "since the reference of all would not fit"
 
@@ -112,12 +114,19 @@ def assess(
     norm = None
     if verification.norm is not None and reference.norm is not None:
         norm = relative(verification.norm, reference.norm)
+    reads, reads_worst = worst_reads(reports)
     deviation = Deviation(
         reference="single",
         loss=relative(fmean(losses), reference.loss),
         norm=norm,
+        evaluation=worst_evaluation(reports, reference),
+        reads=reads,
+        reads_worst=reads_worst,
         **tensors.model_dump(),
-        tolerance=dict(TOLERANCES[tolerance_precision(configuration.settings.precision, reports[0].dtypes)]),
+        tolerance=tolerances(
+            tolerance_precision(configuration.settings.precision, reports[0].dtypes),
+            loss_dtypes=(verification.loss_dtype, reference.loss_dtype),
+        ),
         checksum_group=group,
     )
     found = exceeded(deviation)
@@ -132,6 +141,29 @@ def assess(
         else f"as {steps}"
     )
     return deviation
+
+
+def worst_evaluation(reports: Sequence[Report], reference: ReferenceRun) -> float | None:
+    """Over ranks, each of which evaluated the held-out batch of its number; None where one could not."""
+    found = [report.verification.evaluations for report in reports if report.verification is not None]
+    if not all(found):
+        return None
+    pairs = zip((own[0] for own in found), reference.evaluations, strict=False)
+    return max((relative(loss, expected) for loss, expected in pairs), key=nan_last)
+
+
+def worst_reads(reports: Sequence[Report]) -> tuple[float | None, str | None]:
+    found = [
+        (report.verification.reads, f"{report.verification.reads_worst} on rank {rank}")
+        for rank, report in enumerate(reports)
+        if report.verification is not None and report.verification.reads is not None
+    ]
+    share, where = max(found, key=lambda one: one[0], default=(None, None))
+    return share, where if share else None
+
+
+def nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def relative(value: float, expected: float) -> float:

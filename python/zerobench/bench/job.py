@@ -78,6 +78,10 @@ class Verification(_Message):
 
     loss: float  # this rank's, step 1
     norm: float | None
+    evaluations: list[float] = Field(default_factory=list)  # by held-out batch, after the last step
+    reads: float | None = None
+    reads_worst: str | None = None
+    loss_dtype: str | None = None
     checksum: str | None = None
     deviation: TensorDeviation | None = None
 

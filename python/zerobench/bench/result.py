@@ -88,6 +88,11 @@ class Deviation(_Model):
     update: float | None = None  # ||update - reference update|| / ||reference update|| after verify_steps
     piece: float | None = None  # the same of a typical element in the worst piece of 256 elements
     piece_worst: str | None = None  # the parameter that holds that piece
+    evaluation: float | None = None  # as loss, of a held-out batch after verify_steps, on the worst rank
+    reads: float | None = (
+        None  # largest share of a parameter that evaluation reads and that is not the rounded master
+    )
+    reads_worst: str | None = None  # the parameter of that, and the rank
     max_abs: float | None = None  # largest absolute deviation of a parameter element, informative
     tolerance: dict[str, float] = Field(default_factory=dict)  # by the names above
     checksum_group: str | None = None  # rows that must share a checksum carry the same text

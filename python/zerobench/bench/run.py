@@ -364,7 +364,12 @@ def reference_run(job: Job, outcome: Outcome, *, why_fewer_layers: str | None) -
     if verification is None:
         raise Error("the reference reported no verification: this is a bug of zerobench")
     run = ReferenceRun(
-        model=job.verify_model, file=job.reference_file, loss=verification.loss, norm=verification.norm
+        model=job.verify_model,
+        file=job.reference_file,
+        loss=verification.loss,
+        norm=verification.norm,
+        evaluations=verification.evaluations,
+        loss_dtype=verification.loss_dtype,
     )
     return run if why_fewer_layers is None else replace(run, why_fewer_layers=why_fewer_layers)
 

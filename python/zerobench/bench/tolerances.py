@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from zerobench.bench.result import Deviation, RowDtypes
@@ -16,9 +16,33 @@ the more rows there are the further the worst one, but a stale shard is a good p
 
 TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
-        "fp32": {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-3, "update": 0.01, "piece": 0.01},
-        "fp16": {"loss": 5e-4, "norm": 2e-3, "gradient": 0.03, "update": 0.06, "piece": 0.03},
-        "bf16": {"loss": 1e-3, "norm": 5e-3, "gradient": 0.10, "update": 0.15, "piece": 0.08},
+        "fp32": {
+            "loss": 1e-5,
+            "norm": 1e-4,
+            "gradient": 1e-3,
+            "update": 0.01,
+            "piece": 0.01,
+            "evaluation": 1e-4,
+            "reads": 0.0,
+        },
+        "fp16": {
+            "loss": 5e-4,
+            "norm": 2e-3,
+            "gradient": 0.03,
+            "update": 0.06,
+            "piece": 0.03,
+            "evaluation": 1e-3,
+            "reads": 0.0,
+        },
+        "bf16": {
+            "loss": 1e-3,
+            "norm": 5e-3,
+            "gradient": 0.10,
+            "update": 0.15,
+            "piece": 0.08,
+            "evaluation": 5e-3,
+            "reads": 0.0,
+        },
     }
 )
 
@@ -31,11 +55,14 @@ PIECE_FLOOR: Mapping[str, float] = MappingProxyType({"fp32": 1e-4, "fp16": 0.01,
 PIECE_SHARE = 0.5
 """So are those below this share of the median piece of their parameter: rounding errors are as large in quiet rows."""
 
+# The largest relative error of a loss in these, which is rounded twice: the logarithm of softmax, and the mean.
+_LOSS_ROUNDING = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+
 _LOOSEST_FIRST = ("bf16", "fp16", "fp32")
 # TF32 has the mantissa of fp16.
 _PRECISIONS = {"float32": "fp32", "tf32": "fp16", "bfloat16": "bf16", "float16": "fp16"}
 
-_QUANTITIES = ("loss", "norm", "gradient", "update", "piece")
+_QUANTITIES = ("loss", "norm", "gradient", "update", "piece", "evaluation", "reads")
 
 
 def tolerance_precision(precision: str, dtypes: RowDtypes) -> str:
@@ -45,6 +72,14 @@ def tolerance_precision(precision: str, dtypes: RowDtypes) -> str:
         *(_PRECISIONS.get(name, precision) for name in (dtypes.param, dtypes.compute, dtypes.reduce)),
     }
     return next(name for name in _LOOSEST_FIRST if name in used)
+
+
+def tolerances(precision: str, *, loss_dtypes: Iterable[str | None] = ()) -> dict[str, float]:
+    """By quantity. Losses are further apart by what the row's dtype and the reference's round them by: BERT's has the
+    dtype of its logits, which is fp32 under autocast alone."""
+    rounding = sum(_LOSS_ROUNDING.get(dtype or "", 0.0) for dtype in loss_dtypes)
+    found = dict(TOLERANCES[precision])
+    return found | {name: found[name] + rounding for name in ("loss", "evaluation")}
 
 
 def exceeded(deviation: Deviation) -> list[str]:
@@ -60,5 +95,9 @@ def exceeded(deviation: Deviation) -> list[str]:
 def describe(deviation: Deviation, quantity: str) -> str:
     """One clause: what was found and what is allowed."""
     value, allowed = getattr(deviation, quantity), deviation.tolerance[quantity]
+    if quantity == "reads":
+        return (
+            f"{100 * value:.3g} % of what forward reads of {deviation.reads_worst} is not the master's value"
+        )
     place = getattr(deviation, f"{quantity}_worst", None)
     return f"{quantity}{f' of {place}' if place else ''} deviates by {value:.2g} (allowed {allowed:g})"

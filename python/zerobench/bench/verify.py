@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from zerobench.bench.job import TensorDeviation, Verification
+from zerobench.bench.reads import WorstRead, watched
 from zerobench.bench.tolerances import (
     GRADIENT_FLOOR,
     MAX_PIECE_NUM,
@@ -42,6 +44,10 @@ class Evidence:
     gradients: Tensors  # full, averaged, unclipped, step 1
     parameters: Tensors  # full, after VERIFY_STEPS
     moments: Tensors  # full exp_avg, after VERIFY_STEPS
+    # The following two after VERIFY_STEPS, of each held-out batch; nothing where a peer cannot evaluate or be watched.
+    evaluations: Sequence[float] = ()
+    read: WorstRead | None = None
+    loss_dtype: str | None = None
 
 
 class Reference(NamedTuple):
@@ -81,12 +87,13 @@ def gather_evidence(
     strategy: Strategy,
     batches: BatchesOfStep,
     *,
+    held_out: Sequence[Batch],
     keep: bool = True,
     tick: Callable[[int], None] = lambda step: None,
 ) -> Evidence:
-    """Train VERIFY_STEPS steps. Collective. A step that fp16 overflow skipped is run again on the same data, so that
-    strategies that skip at different scales still make the same updates. Tensors are the same on every rank, and on
-    those that do not ``keep`` them they are let go."""
+    """Train VERIFY_STEPS steps, then evaluate each held-out batch. Collective. A step that fp16 overflow skipped is run
+    again on the same data, so that strategies that skip at different scales still make the same updates. Tensors are
+    the same on every rank, and on those that do not ``keep`` them they are let go."""
 
     def kept(tensors: Tensors) -> Tensors:
         return tensors if keep else {}
@@ -108,13 +115,32 @@ def gather_evidence(
             norm = None if result.grad_norm is None else float(result.grad_norm)
             gradients = gradients_of_first_step(kept(strategy.first_moments()), strategy.settings, norm)
         tick(step + 1)
+    parameters: Tensors = strategy.full_parameters()
+    held_out_losses, read, loss_dtype = evaluate(strategy, held_out, parameters)
+    parameters = kept(parameters)
     return Evidence(
         loss=loss,
         norm=norm,
         gradients=gradients,
-        parameters=kept(strategy.full_parameters()),
+        parameters=parameters,
         moments=kept(strategy.first_moments()),
+        evaluations=held_out_losses,
+        read=read,
+        loss_dtype=loss_dtype,
     )
+
+
+def evaluate(
+    strategy: Strategy, held_out: Sequence[Batch], masters: Tensors
+) -> tuple[list[float], WorstRead | None, str | None]:
+    """The loss of each batch, whether those forwards read ``masters``, and the loss's dtype. Collective."""
+    module = strategy.module()
+    with nullcontext() if module is None else watched(module, masters) as reads:
+        losses = [strategy.evaluate([batch]) for batch in held_out]
+    known = [loss for loss in losses if loss is not None]
+    if reads is None or reads.loss_dtype is None:
+        return known, None, None
+    return known, reads.worst(), str(reads.loss_dtype).removeprefix("torch.")
 
 
 def gradients_of_first_step(moments: Tensors, settings: StrategySettings, norm: float | None) -> Tensors:
@@ -258,8 +284,16 @@ def verify_row(
     evidence: Evidence, *, reference_file: Path | None, precision: str, is_first: bool, device: torch.device
 ) -> Verification:
     """This rank's part of the verdict; rank 0 compares the tensors on ``device``."""
+    verification = Verification(
+        loss=evidence.loss,
+        norm=evidence.norm,
+        evaluations=list(evidence.evaluations),
+        reads=evidence.read and evidence.read.share,
+        reads_worst=evidence.read and evidence.read.name,
+        loss_dtype=evidence.loss_dtype,
+    )
     if not is_first:
-        return Verification(loss=evidence.loss, norm=evidence.norm)
+        return verification
     deviation = None
     if reference_file is not None:
         deviation = compare(
@@ -271,6 +305,4 @@ def verify_row(
             Reference(*(on_device(tensors, device) for tensors in read_reference(reference_file))),
             precision=precision,
         )
-    return Verification(
-        loss=evidence.loss, norm=evidence.norm, checksum=checksum(evidence.parameters), deviation=deviation
-    )
+    return verification.model_copy(update={"checksum": checksum(evidence.parameters), "deviation": deviation})

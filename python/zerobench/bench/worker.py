@@ -224,7 +224,15 @@ def verified(
     """The verification pass, under deterministic algorithms and in a strategy of its own."""
     settings = strategy_settings(job, place, deterministic=True)
     reference_file = Path(job.reference_file) if job.reference_file else None
-    _, of_step = open_batches(job, settings, job.verify_model)
+    dataset, of_step = open_batches(job, settings, job.verify_model)
+    held_out = dataset.validation_batches(
+        rank=settings.rank,
+        world_size=place.world_size,
+        batch_size=settings.batch_size,
+        num_batches=settings.grad_accum,  # as many over all ranks as a step has micro-batches, for every row of a group
+    )
+    if job.kind == "row":
+        del held_out[1:]
     build = model_factory(job.verify_model, job.settings.seed)
     with open_strategy(strategy_class, settings, build, channel, meter) as (strategy, _):
         channel.tick("verification", 0)
@@ -232,6 +240,7 @@ def verified(
         evidence = verify.gather_evidence(
             strategy,
             lambda step: meter.place([of_step(step)])[0],
+            held_out=meter.place([held_out])[0],
             keep=place.rank == 0,
             tick=lambda step: channel.tick("verification", step),
         )

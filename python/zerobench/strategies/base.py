@@ -154,6 +154,11 @@ class Strategy(ABC):
     def evaluate(self, batches: Sequence[Batch]) -> float | None:
         """Mean loss over this rank's batches without gradients, None where a peer cannot. Collective as forward is."""
 
+    def module(self) -> nn.Module | None:
+        """The model inside wrappers, so that its parameters have the plain model's names; None where forward reads what
+        no module holds."""
+        return None
+
     @abstractmethod
     def dtypes(self) -> Dtypes: ...
 

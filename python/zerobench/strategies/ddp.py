@@ -56,6 +56,9 @@ class DDPStrategy(PeerStrategy):
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._ddp.module.named_parameters())
 
+    def module(self) -> nn.Module:
+        return self._ddp.module
+
     def dtypes(self) -> Dtypes:
         compute, reduce = (
             str(dtype).removeprefix("torch.")

@@ -157,6 +157,9 @@ class DeepSpeedStrategy(Strategy):
         with self._compiler.eagerly():
             return mean_loss(self._engine, batches)
 
+    def module(self) -> nn.Module:
+        return self._engine.module
+
     def dtypes(self) -> Dtypes:
         low = str(precision_dtype(self.settings)).removeprefix("torch.")
         return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")

@@ -131,6 +131,9 @@ class MegatronFSDPStrategy(PeerStrategy):
         local = {name: None if tensor is None else local_tensor(tensor) for name, tensor in tensors.items()}
         return Pieces(local, self._shapes, torch_device(self.settings))
 
+    def module(self) -> nn.Module:
+        return self._net.module
+
     def dtypes(self) -> Dtypes:
         low = str(precision_dtype(self.settings)).removeprefix("torch.")
         return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")

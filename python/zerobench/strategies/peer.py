@@ -12,8 +12,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import Batch, StepResult, Strategy, StrategySettings
@@ -23,8 +21,10 @@ from zerobench.strategies.flight_recorder import StepTraffic
 from zerobench.strategies.shared import (
     Determinism,
     bind_device,
+    clip_coefficient,
     first_moment,
     full_fp32,
+    local_tensor,
     make_adamw,
     make_grad_scaler,
     mean_loss,
@@ -34,6 +34,7 @@ from zerobench.strategies.shared import (
     state_tensors,
     storage_bytes,
     torch_device,
+    total_norm,
 )
 
 
@@ -156,22 +157,25 @@ class PeerStrategy(Strategy):
     def _update(self, *, norm: bool) -> tuple[torch.Tensor | None, bool | None]:
         if self._scaler:
             self._scaler.unscale_(self._optimizer)
-        total_norm = None
+        grad_norm = None
         if norm or self.settings.clip is not None:
-            total_norm = self._clip(self.settings.clip)
-        return total_norm, scaled_step(self._scaler, self._optimizer, ask=norm)
+            grad_norm = self._clip(self.settings.clip)
+        return grad_norm, scaled_step(self._scaler, self._optimizer, ask=norm)
 
     def _clip(self, clip: float | None) -> torch.Tensor:
         """The global norm of the gradients, which are clipped to ``clip`` where there is one."""
-        parameters = [p for p in self._optimized() if p.grad is not None]
-        total_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        gradients = [p.grad for p in self._optimized() if p.grad is not None]
+        norm = total_norm(gradients)
         if clip is not None:
-            clip_grads_with_norm_(parameters, clip, total_norm)
-        return total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+            torch._foreach_mul_(list(map(local_tensor, gradients)), clip_coefficient(norm, clip))
+        return norm
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         with self._autocast(), self._compiler.eagerly():
             return mean_loss(self._model, batches)
+
+    def module(self) -> nn.Module:
+        return self._model
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         return {name: full_fp32(parameter) for name, parameter in self._named_parameters().items()}

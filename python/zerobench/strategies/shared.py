@@ -10,8 +10,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from zerobench.errors import ConfigError
 from zerobench.models import enable_checkpointing
@@ -21,6 +23,7 @@ PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch
 
 INITIAL_LOSS_SCALE_POWER = 16
 LOSS_SCALE_GROWTH_STEPS = 1000
+_NORM_PIECE_NUMEL = 1 << 16
 LOSS_SCALE: dict[str, Any] = {
     "init_scale": 2.0**INITIAL_LOSS_SCALE_POWER,
     "backoff_factor": 0.5,
@@ -104,6 +107,22 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Global L2 norm over all ranks' parts, a plain tensor beside them. On the host by pieces: torch adds up a whole
+    tensor's squares in a few fp32 sums there, which is 6e-4 off at 15 million elements and 2 % at 160 million.
+    Collective for DTensors."""
+    if not gradients or gradients[0].device.type != "cpu":
+        norm = get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    pieces = [
+        piece for tensor in gradients for piece in local_tensor(tensor).reshape(-1).split(_NORM_PIECE_NUMEL)
+    ]
+    squares = torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+    if isinstance(gradients[0], DTensor):
+        dist.all_reduce(squares)
+    return squares.sqrt().float()
+
+
 def make_grad_scaler(settings: StrategySettings) -> torch.amp.GradScaler | None:
     """The dynamic loss scale that fp16 needs; it stays on the device, so that no step waits for it."""
     if precision_dtype(settings) != torch.float16:
@@ -126,7 +145,7 @@ def scaled_step(
 
 
 def mean_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    return losses[0] if len(losses) == 1 else torch.stack(list(losses)).mean()
+    return losses[0] if len(losses) == 1 else torch.stack(list(losses)).float().mean()
 
 
 class Determinism:

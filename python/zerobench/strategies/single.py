@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
@@ -32,6 +31,7 @@ from zerobench.strategies.shared import (
     state_tensors,
     storage_bytes,
     torch_device,
+    total_norm,
 )
 
 
@@ -120,18 +120,18 @@ class SingleStrategy(Strategy):
             self._scaler.unscale_(self._optimizer)
         # In fp32 backward took the mean.
         factor = 1.0 / micro_batch_num if self._low_precision else 1.0
-        total_norm = None
+        grad_norm = None
         clip = self.settings.clip
         if norm or clip is not None:
-            total_norm = get_total_norm(gradients) * factor
-        if clip is not None and total_norm is not None:
-            torch._foreach_mul_(gradients, clip_coefficient(total_norm, clip) * factor)
+            grad_norm = total_norm(gradients) * factor
+        if clip is not None and grad_norm is not None:
+            torch._foreach_mul_(gradients, clip_coefficient(grad_norm, clip) * factor)
         elif factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         applied = scaled_step(self._scaler, self._optimizer, ask=norm)
         self._publish()
         self._optimizer.zero_grad(set_to_none=True)
-        return total_norm, applied
+        return grad_norm, applied
 
     def _gradients(self) -> list[torch.Tensor]:
         """The masters' gradients; a parameter unused in this step has zeros, as for every strategy."""
@@ -155,6 +155,9 @@ class SingleStrategy(Strategy):
     def evaluate(self, batches: Sequence[Batch]) -> float:
         with self._compiler.eagerly():
             return mean_loss(self._model, batches)
+
+    def module(self) -> nn.Module:
+        return self._model
 
     def dtypes(self) -> Dtypes:
         low = str(precision_dtype(self.settings)).removeprefix("torch.")

@@ -148,6 +148,9 @@ class ZeroStrategy(Strategy):
         with self._compiler.eagerly():
             return mean_loss(self._engine.module, batches)
 
+    def module(self) -> nn.Module:
+        return self._engine.module
+
     def dtypes(self) -> Dtypes:
         return Dtypes(**self._engine.dtypes())
 
