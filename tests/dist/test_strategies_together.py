@@ -121,6 +121,7 @@ def train(name: str, case: str, *, rank: int, world_size: int) -> dict:
     strategy.reset_counters()
     for index in range(1, NUM_STEPS):
         applied_step(strategy, batches(index))
+    result["applied_steps"] = strategy.applied_steps()
     result["communication_bytes"] = strategy.communication_bytes()
     if isinstance(strategy, PeerStrategy):
         result["recorded_bytes"] = PeerStrategy.communication_bytes(strategy)
@@ -240,6 +241,12 @@ def test_every_rank_reads_its_masters(ranks, name, case):
     for rank in ranks:
         assert rank[name, case]["read"].share == 0.0
         assert rank[name, case]["read names"] == rank[name, case]["parameters"].keys()
+
+
+@pytest.mark.parametrize(("name", "case"), RUNS)
+def test_steps_that_fp16_applied_are_counted(ranks, name, case):
+    counted = NUM_STEPS if CASES[case]["precision"] == "fp16" else None
+    assert {rank[name, case]["applied_steps"] for rank in ranks} == {counted}
 
 
 def test_a_rank_that_reads_an_old_parameter_is_seen(ranks):

@@ -121,6 +121,15 @@ def test_rows_verified_with_fewer_layers_are_named() -> None:
     assert "Verified with 2 of 4 layers: all rows." in table_text(results, width=220)
 
 
+def test_rows_whose_updates_fp16_skipped_are_named() -> None:
+    results = gpus()
+    for row in results.rows[2:4]:
+        row.skipped_steps = 0
+    assert "fp16 overflow" not in table_text(results, width=220)
+    results.rows[3].skipped_steps = 2
+    assert "skipped updates in measured steps of zero1 (2), which" in table_text(results, width=220)
+
+
 def test_the_floor_is_no_competitor() -> None:
     results = gpus()
     floor = results.rows[0]

@@ -142,12 +142,15 @@ def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(monkeypatch):
     monkeypatch.setitem(shared.LOSS_SCALE, "init_scale", 2.0**40)
     strategy = built_single(precision="fp16")
     before = strategy.full_parameters()
+    assert strategy.applied_steps() == 0
     result = strategy.step(make_batches(), norm=True)
     assert result.applied is False
     assert strategy._scaler.get_scale() == 2.0**39
     assert all(torch.equal(before[name], value) for name, value in strategy.full_parameters().items())
     strategy._scaler.update(2.0**10)
+    assert strategy.applied_steps() == 0
     assert strategy.step(make_batches(), norm=True).applied is True
+    assert strategy.applied_steps() == 1
     assert strategy.step(make_batches()).applied is None  # nobody asked, so no step waits for the answer
 
 

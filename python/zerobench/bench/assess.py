@@ -87,6 +87,11 @@ def fault_of(windows: Sequence[Window]) -> str | None:
             return (
                 f"the loss of measured step {number} is not finite, so nothing is trained: give a lower --lr"
             )
+    if windows and windows[0].applied_steps == 0:
+        return (
+            "fp16 overflow skipped the update of every measured step: give more --warmup-steps for the loss scale to "
+            "settle, or take bf16"
+        )
     if windows and windows[0].compiled_graphs == 0:
         return (
             "torch.compile ran nothing of it compiled, so this would be an eager row: leave out --compile, or take its "
@@ -184,6 +189,8 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     for name in ("torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes"):
         setattr(row, name, largest([getattr(row, name), *(getattr(memory, name) for memory in memories)]))
     row.peak_host_bytes = largest([row.peak_host_bytes, *(window.peak_host_bytes for window in windows)])
+    if windows[0].skipped_steps is not None:
+        row.skipped_steps = (row.skipped_steps or 0) + windows[0].skipped_steps
     if earlier:
         if row.transfers is not None:
             row.transfers.achieved_gb_s = achieved_gb_s(row.transfers, step_s=step_s)
@@ -318,7 +325,8 @@ _FIGURES = (
     "allocated_device_bytes",
     "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes", "device_used_peak_bytes",
     "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
-    "compiled_graphs", "transfers", "offload_practicality", "energy_per_step_j", "tokens_per_j", "sampled", "mfu",
+    "compiled_graphs", "skipped_steps", "transfers", "offload_practicality", "energy_per_step_j", "tokens_per_j",
+    "sampled", "mfu",
     "of_compute_only",
 )  # fmt: skip
 

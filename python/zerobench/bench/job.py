@@ -129,6 +129,9 @@ class Window(_Message):
     transfers: WindowTransfers | None = None
     energy_per_step_j: float | None = None  # of this rank's GPU
     compiled_graphs: float | None = None  # per step
+    # In fp16, of the window's steps and the last warm-up step.
+    applied_steps: int | None = None
+    skipped_steps: int | None = None
     threads: int
     communicator: str | None = None
     binding: str | None = None  # the node and the cores that the rank was bound to

@@ -39,6 +39,7 @@ def measure(
         strategy.settle()
         meter.settle()
         energy_before_j = meter.energy_j()
+        applied_before = strategy.applied_steps()
         for batches in warmup[-1:]:
             strategy.step(batches)
         tick("measurement", 0)  # the message of a new phase, before anything is timed
@@ -58,6 +59,7 @@ def measure(
     memory_bytes = strategy.memory_bytes()
     transfers = of_window(strategy.transfers(), step_num=steps_since_settle(len(warmup), len(window)))
     compiled_graphs = strategy.compiled_graphs()
+    applied = updates_since(applied_before, strategy.applied_steps())
     activation_bytes = activations(strategy, window[-1], meter, waiting_bytes=waiting_bytes)
     activation_and_shard_bytes = activations(
         strategy, window[-1], meter, waiting_bytes=waiting_bytes, keep_shards=True
@@ -83,6 +85,8 @@ def measure(
         transfers=transfers,
         energy_per_step_j=energy_per_step_j,
         compiled_graphs=compiled_graphs,
+        applied_steps=applied,
+        skipped_steps=None if applied is None else steps_since_settle(len(warmup), len(window)) - applied,
         threads=torch.get_num_threads(),
         communicator=strategy.communicator(),
     )
@@ -103,6 +107,10 @@ def only_new_garbage() -> Iterator[None]:
 def steps_since_settle(warmup_num: int, window_num: int) -> int:
     """What is counted with nothing under way at either end is counted over the last warm-up step, too."""
     return window_num + min(warmup_num, 1)
+
+
+def updates_since(before: int | None, now: int | None) -> int | None:
+    return None if before is None or now is None else now - before
 
 
 def energy_per_step(

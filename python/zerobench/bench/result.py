@@ -195,6 +195,9 @@ class Row(_Model):
     peak_host_bytes: int | None = None
     phases_ms: dict[str, float] | None = None
     compiled_graphs: float | None = None  # executed per step
+    skipped_steps: int | None = (
+        None  # in fp16: whose update overflow skipped, of measured steps and each window's last warm-up
+    )
     energy_per_step_j: float | None = None  # of all GPUs of the row together
     tokens_per_j: float | None = None
     sampled: Sampled | None = None

@@ -194,7 +194,12 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
             status = f"{row.status} ({row.oom_tier} memory)" if row.oom_tier else row.status
             notes.append((f"{label}: {status}: {' '.join(reason.split())}", style))
     notes += [(warning, "yellow") for warning in results.warnings]
-    read_first = (*_shared_notes(rows, labels), *_clock_notes(rows, labels), *_idle_disk_notes(rows, labels))
+    read_first = (
+        *_shared_notes(rows, labels),
+        *_clock_notes(rows, labels),
+        *_idle_disk_notes(rows, labels),
+        *_skipped_notes(rows, labels),
+    )
     notes += [(text, "yellow") for text in read_first]
     notes += [(text, "") for text in _reading_notes(rows, labels, left_out)]
     if left_out:  # titles and units of columns
@@ -258,6 +263,20 @@ def _idle_disk_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     return [
         f"{join_words(names)} read and wrote nothing on NVMe in measured steps, since all state fits into the host "
         "memory for it: these times say nothing about the disk."
+    ]
+
+
+def _skipped_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    names = [
+        f"{label} ({row.skipped_steps})"
+        for row, label in zip(rows, labels, strict=True)
+        if row.status == "ok" and row.skipped_steps
+    ]
+    if not names:
+        return []
+    return [
+        f"fp16 overflow skipped updates in measured steps of {join_words(names)}, which are too short by them: give "
+        "more --warmup-steps."
     ]
 
 

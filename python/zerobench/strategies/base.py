@@ -150,6 +150,11 @@ class Strategy(ABC):
         keeps gradients or shares them."""
         return False
 
+    def applied_steps(self) -> int | None:
+        """Optimizer steps that changed parameters so far, where fp16 overflow may skip some; None where none is skipped
+        or it cannot be told. Waits for the device."""
+        return None
+
     @abstractmethod
     def evaluate(self, batches: Sequence[Batch]) -> float | None:
         """Mean loss over this rank's batches without gradients, None where a peer cannot. Collective as forward is."""

@@ -153,6 +153,11 @@ class DeepSpeedStrategy(Strategy):
             grad_norm = self._engine.get_global_grad_norm()
         return mean_of(losses), grad_norm
 
+    def applied_steps(self) -> int | None:
+        if self.settings.precision != "fp16":
+            return None
+        return self._engine.global_steps - self._engine.skipped_steps
+
     def evaluate(self, batches: Sequence[Batch]) -> float | None:
         with self._compiler.eagerly():
             return mean_loss(self._engine, batches)

@@ -31,6 +31,7 @@ from zerobench.strategies.shared import (
     mean_of,
     prepare_model,
     scaled_step,
+    scaled_steps,
     state_tensors,
     storage_bytes,
     torch_device,
@@ -169,6 +170,9 @@ class PeerStrategy(Strategy):
         if clip is not None:
             torch._foreach_mul_(list(map(local_tensor, gradients)), clip_coefficient(norm, clip))
         return norm
+
+    def applied_steps(self) -> int | None:
+        return scaled_steps(self._scaler, self._optimizer)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         with self._autocast(), self._compiler.eagerly():

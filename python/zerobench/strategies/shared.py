@@ -144,6 +144,14 @@ def scaled_step(
     return scaler.get_scale() >= scale if ask else None
 
 
+def scaled_steps(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer) -> int | None:
+    """Steps that were not skipped; None where no loss is scaled. Fused AdamW counts those alone."""
+    if scaler is None:
+        return None
+    counts = state_tensors(optimizer, "step")
+    return int(torch.stack(counts).max()) if counts else 0
+
+
 def mean_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
     return losses[0] if len(losses) == 1 else torch.stack(list(losses)).float().mean()
 

@@ -28,6 +28,7 @@ from zerobench.strategies.shared import (
     precision_dtype,
     prepare_model,
     scaled_step,
+    scaled_steps,
     state_tensors,
     storage_bytes,
     torch_device,
@@ -151,6 +152,9 @@ class SingleStrategy(Strategy):
                     [self._parameters[name] for name in self._trained],
                     [self._masters[name] for name in self._trained],
                 )
+
+    def applied_steps(self) -> int | None:
+        return scaled_steps(self._scaler, self._optimizer)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         with self._compiler.eagerly():

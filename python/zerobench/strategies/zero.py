@@ -144,6 +144,9 @@ class ZeroStrategy(Strategy):
         self._compiler.count_step()
         return mean_of(losses)
 
+    def applied_steps(self) -> int | None:
+        return self._engine.global_steps if self.settings.precision == "fp16" else None
+
     def evaluate(self, batches: Sequence[Batch]) -> float:
         with self._compiler.eagerly():
             return mean_loss(self._engine.module, batches)
