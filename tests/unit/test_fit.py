@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_samples import GPUS, ON_GPUS, configuration
 
-from zerobench.bench import fit
+from zerobench.bench import fit, run
 
 
 def test_what_cannot_fit_is_found_before_it_starts() -> None:
@@ -37,3 +37,30 @@ def test_what_cannot_fit_a_gpu_is_found_before_it_starts() -> None:
     assert fit.why_too_large(row, rank_memory_bytes=None, gpus=GPUS) is None
     found = fit.verification_model(row.model, rank_memory_bytes=None, gpus=small)
     assert 1 <= found["num_layers"] < 48
+
+
+def test_few_tokens_an_expert_are_verified_with_all_experts_where_rounding_chooses_them() -> None:
+    row = configuration(models=("mistralai/Mixtral-8x7B-v0.1",), model_options={"num_layers": 1})
+
+    def experts(tokens: int | None) -> int:
+        found = fit.verification_model(row.model, rank_memory_bytes=None, rounded_tokens=tokens)
+        return found["experts_per_token"]
+
+    assert experts(None) == 2  # fp32
+    assert experts(4095) == 8
+    assert experts(4096) == 2  # 1024 an expert
+    dense = configuration(models=("meta-llama/Meta-Llama-3-8B",), model_options={"num_layers": 1})
+    found = fit.verification_model(dense.model, rank_memory_bytes=None, rounded_tokens=1)
+    assert found == dense.model
+
+
+@pytest.mark.parametrize(
+    ("precision", "tf32", "expected"), [("fp32", None, None), ("fp32", True, 1024), ("bf16", None, 1024)]
+)
+def test_experts_are_mistaken_where_products_are_rounded(precision, tf32, expected) -> None:
+    settings = configuration().settings.model_copy(
+        update={
+            "precision": precision, "tf32": tf32, "world_size": 2, "grad_accum": 4, "batch_size": 2, "seq_length": 64
+        }
+    )  # fmt: skip
+    assert run.rounded_tokens(settings) == expected

@@ -121,6 +121,14 @@ def test_rows_verified_with_fewer_layers_are_named() -> None:
     assert "Verified with 2 of 4 layers: all rows." in table_text(results, width=220)
 
 
+def test_rows_verified_with_all_experts_are_named() -> None:
+    results = gpus()
+    assert "all experts" not in table_text(results, width=220)
+    assert results.rows[2].deviation is not None
+    results.rows[2].deviation.verified_experts_per_token = 8
+    assert "Verified with all experts for every token: zero0." in table_text(results, width=220)
+
+
 def test_rows_whose_updates_fp16_skipped_are_named() -> None:
     results = gpus()
     for row in results.rows[2:4]:

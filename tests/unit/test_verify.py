@@ -293,6 +293,14 @@ def test_fewer_layers_are_said() -> None:
     assert assess.assess(reports(5.0, deviation=FINE), row, all_layers).verified_layers is None
 
 
+def test_more_experts_are_said() -> None:
+    (row,) = make_plan(CompareOptions(data="synthetic", strategies=("ddp",))).configurations
+    known = assess.ReferenceRun(model={**row.model, "experts_per_token": 8}, file="f", loss=5.0, norm=1.0)
+    deviation = assess.assess(reports(5.0, deviation=FINE), row, known)
+    assert deviation.verdict is not None and "with all 8 experts for every token" in deviation.verdict
+    assert deviation.verified_experts_per_token == 8
+
+
 def row(strategy: str, checksum: str, *, dtype: str = "float32", world_size: int = 2) -> Row:
     settings = Settings(
         model="tiny", world_size=world_size, precision="fp32", batch_size=1, seq_length=8, grad_accum=1

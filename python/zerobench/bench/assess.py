@@ -139,6 +139,10 @@ def assess(
     on = " without dropout" if configuration.settings.dropout else ""
     on += "" if layers == of else f" with {layers} of {of} layers, {reference.why_fewer_layers}"
     deviation.verified_layers = None if layers == of else layers
+    experts = reference.model.get("experts_per_token")
+    if experts != configuration.model.get("experts_per_token"):
+        on += f" with all {experts} experts for every token"
+        deviation.verified_experts_per_token = experts
     steps = f"single on the same global batches, step 1 and {VERIFY_STEPS} steps{on}"
     deviation.verdict = (
         f"differs from {steps}: {', '.join(describe(deviation, name) for name in found)}"

@@ -31,6 +31,7 @@ _REFERENCE_HOST_BYTES = 24
 _OFFLOADED_HOST_BYTES = (
     20  # masters, moments, gradients and parameters of an offloading row that is compared with it
 )
+_MANY_TOKENS_OF_AN_EXPERT = 1024  # among which those that rounding sends elsewhere hardly count
 _FILLED = 0.9  # of a GPU, at most, before activations
 
 
@@ -124,10 +125,17 @@ def verification_model(
     gpus: Sequence[Gpu] = (),
     layers: int | None = None,
     offloads: bool = False,
+    rounded_tokens: int | None = None,
 ) -> dict[str, Any]:
     """The model itself, or the same with fewer layers where the reference would not fit or ``layers`` asks for it.
-    Dropout is off, since every strategy draws other masks. ``offloads``: a row to compare keeps state on the host."""
+    Dropout is off, since every strategy draws other masks. ``offloads``: a row to compare keeps state on the host.
+    ``rounded_tokens``: of a step in a precision in which experts are mistaken; where each would get few of them, every
+    token goes to all."""
     config = models.ModelConfig.model_validate(dict(model)).model_copy(update={"dropout": 0.0})
+    if isinstance(config, models.HFConfig) and rounded_tokens is not None and config.num_experts:
+        tokens_each = rounded_tokens * config.experts_per_token / config.num_experts
+        if tokens_each < _MANY_TOKENS_OF_AN_EXPERT:
+            config = config.model_copy(update={"experts_per_token": config.num_experts})
     config = with_layers(config, min(layers or config.num_layers, config.num_layers))
     available = memory_available_bytes()
     host_bytes = available if rank_memory_bytes is None else min(available, rank_memory_bytes)

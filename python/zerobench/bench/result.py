@@ -97,6 +97,7 @@ class Deviation(_Model):
     tolerance: dict[str, float] = Field(default_factory=dict)  # by the names above
     checksum_group: str | None = None  # rows that must share a checksum carry the same text
     verified_layers: int | None = None  # where they are fewer than the model's
+    verified_experts_per_token: int | None = None  # where they are more than the model's
     verdict: str | None = None  # one line: what was compared and how it came out
 
 

@@ -36,7 +36,7 @@ from zerobench.bench.outcome import Outcome
 from zerobench.bench.output import OutputError, OutputFolder
 from zerobench.bench.plan import Configuration, Plan
 from zerobench.bench.progress import ProgressDisplay
-from zerobench.bench.result import Results, Row
+from zerobench.bench.result import Results, Row, Settings
 from zerobench.bench.sampler import Sampler, shared_warning, summarise
 from zerobench.consoles import drop_stdout
 from zerobench.errors import Error
@@ -328,6 +328,7 @@ class Comparison:
             rank_memory_bytes=self.rank_memory_bytes,
             gpus=self.gpus,
             layers=self.plan.options.verify_layers,
+            rounded_tokens=rounded_tokens(configuration.settings),
             offloads=any(
                 other.settings.offload != "none"
                 and other.reference_group() == configuration.reference_group()
@@ -355,6 +356,13 @@ class Comparison:
             rank_memory_bytes=self.rank_memory_bytes,
             options=configuration.options,
         )
+
+
+def rounded_tokens(settings: Settings) -> int | None:
+    """Tokens of a step over all ranks; None in fp32, where no rounding sends a token to another expert."""
+    if settings.precision == "fp32" and not settings.tf32:
+        return None
+    return settings.world_size * settings.grad_accum * settings.batch_size * settings.seq_length
 
 
 def reference_run(job: Job, outcome: Outcome, *, why_fewer_layers: str | None) -> ReferenceRun:

@@ -250,6 +250,15 @@ def _fewer_layers_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]
     ]
 
 
+def _all_experts_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    names = [
+        label
+        for row, label in zip(rows, labels, strict=True)
+        if row.deviation is not None and row.deviation.verified_experts_per_token is not None
+    ]
+    return [f"Verified with all experts for every token: {join_words(names)}."] if names else []
+
+
 def _idle_disk_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     names = [
         label
@@ -295,6 +304,7 @@ def _checksum_notes(rows: Sequence[Row], *, is_marked: bool) -> list[str]:
 def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequence[str]) -> list[str]:
     notes = _checksum_notes(rows, is_marked="update deviation" not in left_out)
     notes += _fewer_layers_notes(rows, labels)
+    notes += _all_experts_notes(rows, labels)
     apart = [
         f"{label} ({dtype_text(row) or 'unknown'})"
         for row, label in zip(rows, labels, strict=True)
