@@ -25,8 +25,10 @@ WORLD_SIZES = (1, 2, 3, 4)
 NUM_STEPS = 20
 BATCH_SIZE = 1
 SEQ_LENGTH = 24
+OPTIMIZER = {"lr": 1e-3}
 # fp16 arithmetic on CPUs is slow: below 50k parameters. fp32 runs `tiny` as it is.
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "max_seq_length": SEQ_LENGTH}
+QUANTITIES = ("loss", "norm", "gradient", "update", "piece", "optimizer", "evaluation", "reads")
 MODELS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": SMALL, "fp16": SMALL}
 
 
@@ -108,7 +110,7 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
         grad_accum=cell.grad_accum,
         clip=0.5 if cell.clip else None,
         checkpointing=cell.checkpointing,
-        optimizer=OptimizerSettings(lr=1e-3),
+        optimizer=OptimizerSettings(**OPTIMIZER),
         timeout_s=1800.0,  # ranks that smaller worlds leave out wait for the others here
         deterministic=True,
     )
@@ -124,7 +126,10 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
     strategy = strategies.get(name)(settings)
     strategy.build(lambda: models.build(config, seed=0))
     initial = strategy.full_parameters()
-    evidence = gather_evidence(strategy, batches)
+    held_out = data.validation_batches(
+        rank=rank, world_size=world_size, batch_size=BATCH_SIZE, num_batches=cell.world_size // world_size
+    )  # the reference evaluates every rank's
+    evidence = gather_evidence(strategy, batches, held_out=held_out)
     norms = []
     for step in range(NUM_STEPS):
         norms.append(strategy.step(batches(step), norm=True).grad_norm)
@@ -132,6 +137,7 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
         "checksum": checksum(strategy.full_parameters()),
         "norms": [float(norm) for norm in norms if norm is not None],
         "loss": evidence.loss,
+        "read": evidence.read.share,
         "evidence": evidence,
         "initial": initial,
     }
@@ -142,6 +148,7 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
 def deviations(result: dict[str, Any], reference: dict[str, Any], cell: Cell) -> dict[str, float]:
     """How far verification finds a stage from ``single``, all but the loss, which needs every rank's."""
     from zerobench.bench.verify import Reference, compare
+    from zerobench.strategies.base import OptimizerSettings
 
     found, expected = result["evidence"], reference["evidence"]
     updates = {
@@ -151,12 +158,15 @@ def deviations(result: dict[str, Any], reference: dict[str, Any], cell: Cell) ->
         found,
         Reference(expected.gradients, updates, expected.parameters, expected.moments),
         precision=cell.precision,
+        optimizer=OptimizerSettings(**OPTIMIZER),
     )
     return {
         "norm": abs(found.norm / expected.norm - 1),
         "gradient": deviation.gradient,
         "update": deviation.update,
         "piece": deviation.piece,
+        "optimizer": deviation.optimizer,
+        "evaluation": abs(found.evaluations[0] / expected.evaluations[0] - 1),
     }
 
 
@@ -174,8 +184,10 @@ def judge(cell: Cell, by_rank: Sequence[dict[str, dict[str, Any]]]) -> dict[str,
     )
     worst = {
         key: max(ranks[0][name]["deviation"][key] for name in names)
-        for key in ("norm", "gradient", "update", "piece")
+        for key in QUANTITIES
+        if key not in ("loss", "reads")  # which are every rank's
     }
+    worst["reads"] = max(rank[name]["read"] for rank in ranks for name in names)
     reference_loss = ranks[0]["single"]["loss"]
     losses = (sum(rank[name]["loss"] for rank in ranks) / cell.world_size for name in names)
     worst["loss"] = max(abs(loss / reference_loss - 1) for loss in losses)
@@ -209,8 +221,7 @@ def markdown(verdicts: Sequence[dict[str, Any]], *, took_s: float) -> str:
     from zerobench import models
     from zerobench.bench.tolerances import TOLERANCES
 
-    quantities = ("loss", "norm", "gradient", "update", "piece")
-    columns = ("ranks", "precision", "clip", "checkpointing", "tied", "accumulation", "bits", *quantities)
+    columns = ("ranks", "precision", "clip", "checkpointing", "tied", "accumulation", "bits", *QUANTITIES)
     numel = models.parameter_count(models.resolve("tiny", SMALL))
     cells = len(verdicts)
     right = sum(verdict["ok"] for verdict in verdicts)
@@ -228,12 +239,10 @@ def markdown(verdicts: Sequence[dict[str, Any]], *, took_s: float) -> str:
         "verification's largest deviations over the stages from `single` on the same global batch "
         "([verification.md](../docs/decisions/verification.md)), allowed are:",
         "",
-        "| precision | loss | norm | gradient | update | piece |",
-        "| --- | --- | --- | --- | --- | --- |",
+        f"| precision | {' | '.join(QUANTITIES)} |",
+        "| --- " * (len(QUANTITIES) + 1) + "|",
         *(
-            f"| {name} | "
-            + " | ".join(f"{of[key]:g}" for key in ("loss", "norm", "gradient", "update", "piece"))
-            + " |"
+            f"| {name} | " + " | ".join(f"{of[key]:g}" for key in QUANTITIES) + " |"
             for name, of in TOLERANCES.items()
         ),
         "",
@@ -243,7 +252,7 @@ def markdown(verdicts: Sequence[dict[str, Any]], *, took_s: float) -> str:
     for verdict in verdicts:
         cell, found = verdict["cell"], verdict["deviation"]
         switches = ("yes" if value else "no" for value in (cell.clip, cell.checkpointing, cell.tied))
-        numbers = (f"{found[key]:.1e}" for key in quantities)
+        numbers = (f"{found[key]:.1e}" for key in QUANTITIES)
         values = [
             str(cell.world_size),
             cell.precision,

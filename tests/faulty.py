@@ -136,3 +136,35 @@ class OtherEvaluation(PlainDataParallel):
 
     def evaluate(self, batches: list[Batch]) -> float:
         return super().evaluate([{k: v[:, : v.shape[1] // 2] for k, v in b.items()} for b in batches])
+
+
+class OtherRate(PlainDataParallel):
+    """A learning rate 2 % too high."""
+
+    name = "other-rate"
+
+    def build(self, model_factory) -> None:
+        super().build(model_factory)
+        for group in self._optimizer.param_groups:
+            group |= self.changed()
+
+    def changed(self) -> dict[str, object]:
+        return {"lr": 1.02 * self.settings.optimizer.lr}
+
+
+class OtherBeta(OtherRate):
+    """A beta2 that other recipes have."""
+
+    name = "other-beta"
+
+    def changed(self) -> dict[str, object]:
+        return {"betas": (self.settings.optimizer.beta1, 0.95)}
+
+
+class NoDecay(OtherRate):
+    """No weight decay."""
+
+    name = "no-decay"
+
+    def changed(self) -> dict[str, object]:
+        return {"weight_decay": 0.0}

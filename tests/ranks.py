@@ -104,7 +104,12 @@ class Group:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise AssertionError(f"ranks {sorted(waiting.values())} did not end within {timeout_s:g} s")
+                errors = [
+                    f"\nrank {rank}: {found.error}" for rank, found in enumerate(self.outcomes) if found.error
+                ]
+                raise AssertionError(
+                    f"ranks {sorted(waiting.values())} did not end within {timeout_s:g} s{''.join(errors)}"
+                )
             for reader in ready:
                 rank = waiting.pop(reader)
                 with contextlib.suppress(EOFError):  # it was killed

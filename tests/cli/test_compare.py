@@ -13,6 +13,7 @@ import zerobench.report
 
 FAULTS = [
     "NoAveraging", "DroppedRank", "HalvedGradient", "StaleShard", "PerturbedParameters", "OtherEvaluation",
+    "OtherRate", "OtherBeta", "NoDecay",
 ]  # fmt: skip
 
 

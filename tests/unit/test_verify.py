@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from zerobench.bench.plan import make_plan
 from zerobench.bench.result import Deviation, Results, Row, RowDtypes, Settings
 from zerobench.bench.tolerances import TOLERANCES, describe, exceeded, tolerance_precision, tolerances
 from zerobench.errors import Error, VerificationError
-from zerobench.strategies.base import StrategySettings
+from zerobench.strategies.base import OptimizerSettings, StrategySettings
 
 LR = 1e-3
+compare = functools.partial(verify.compare, optimizer=OptimizerSettings(lr=LR))
 
 
 def reference() -> verify.Reference:
@@ -40,20 +42,22 @@ def evidence(expected: verify.Reference, **changes) -> verify.Evidence:
         "gradients": {name: tensor.clone() for name, tensor in expected.gradients.items()},
         "parameters": {name: tensor.clone() for name, tensor in expected.parameters.items()},
         "moments": expected.moments,
+        "moment_samples": [],
+        "rounded_masters": frozenset(expected.parameters),  # no optimizer has made these updates
     }
     return verify.Evidence(loss=5.0, norm=1.0, **{**tensors, **changes})
 
 
 def test_equal_is_zero() -> None:
     expected = reference()
-    found = verify.compare(evidence(expected), expected, precision="fp32")
+    found = compare(evidence(expected), expected, precision="fp32")
     assert (found.gradient, found.update, found.piece, found.max_abs) == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_gradient_that_is_not_averaged_shows_in_the_gradient() -> None:
     expected = reference()
     doubled = {name: 2 * gradient for name, gradient in expected.gradients.items()}
-    found = verify.compare(evidence(expected, gradients=doubled), expected, precision="bf16")
+    found = compare(evidence(expected, gradients=doubled), expected, precision="bf16")
     assert found.gradient == pytest.approx(1.0)
 
 
@@ -61,7 +65,7 @@ def test_half_a_gradient_halved_is_found_and_named() -> None:
     expected = reference()
     changed = evidence(expected)
     changed.gradients["b.bias"][:35] *= 0.5
-    found = verify.compare(changed, expected, precision="bf16")
+    found = compare(changed, expected, precision="bf16")
     assert found.gradient_worst == "b.bias"
     assert found.gradient > TOLERANCES["bf16"]["gradient"]
 
@@ -71,7 +75,7 @@ def test_a_vanishing_gradient_is_not_held_against_its_own_noise() -> None:
     expected.gradients["b.bias"].mul_(1e-9)
     noisy = evidence(expected)
     noisy.gradients["b.bias"].add_(1e-7 * torch.randn(70))
-    found = verify.compare(noisy, expected, precision="fp32")
+    found = compare(noisy, expected, precision="fp32")
     assert found.gradient < TOLERANCES["fp32"]["gradient"]
 
 
@@ -81,7 +85,7 @@ def test_a_shard_that_missed_one_update_of_four_is_found(precision) -> None:
     stale = evidence(expected)
     # The last third of one parameter: a small part of all, so that the update as a whole hardly shows it.
     stale.parameters["a.weight"].view(-1)[1400:] -= expected.updates["a.weight"].view(-1)[1400:] / 4
-    found = verify.compare(stale, expected, precision=precision)
+    found = compare(stale, expected, precision=precision)
     assert found.piece == pytest.approx(0.25, rel=0.05)
     assert found.piece_worst == "a.weight"
     assert found.piece > 2 * TOLERANCES[precision]["piece"]
@@ -94,7 +98,7 @@ def test_steps_of_noise_are_not_a_stale_shard() -> None:
     for name, gradient in expected.gradients.items():
         small = gradient.abs() < 0.05
         noisy.parameters[name][small] += 8 * LR * gradient[small].sign()
-    found = verify.compare(noisy, expected, precision="bf16")
+    found = compare(noisy, expected, precision="bf16")
     assert found.piece == 0.0
     assert found.update > 0.1
 
@@ -106,11 +110,11 @@ def test_rounding_that_is_as_large_in_quiet_rows_is_no_stale_shard() -> None:
     quiet = noisy.parameters["a.weight"].view(-1)[256:512]
     expected.moments["a.weight"].view(-1)[256:512] *= 0.2
     quiet += 0.1 * expected.updates["a.weight"].view(-1)[256:512]
-    found = verify.compare(noisy, expected, precision="bf16")
+    found = compare(noisy, expected, precision="bf16")
     assert found.piece == 0.0
     expected.moments["a.weight"].mul_(0.2)  # quiet as a whole: nothing in it is quieter than the rest
     noisy.parameters["a.weight"].sub_(0.25 * expected.updates["a.weight"])
-    assert verify.compare(noisy, expected, precision="bf16").piece > 2 * TOLERANCES["bf16"]["piece"]
+    assert compare(noisy, expected, precision="bf16").piece > 2 * TOLERANCES["bf16"]["piece"]
 
 
 @pytest.mark.parametrize("numel", [0, 1, 256, 257, 256 * 256, 256 * 256 + 1, 1_000_003])
@@ -133,10 +137,10 @@ def test_a_row_of_a_large_parameter_is_no_shard() -> None:
         tensors["c.weight"] = tensor
     turned = evidence(expected)
     turned.parameters["c.weight"][700:702] -= update[700:702]
-    assert verify.compare(turned, expected, precision="bf16").piece == 0.0
+    assert compare(turned, expected, precision="bf16").piece == 0.0
     stale = evidence(expected)
     stale.parameters["c.weight"][1200:1216] -= update[1200:1216] / 4  # less than a hundredth of the parameter
-    found = verify.compare(stale, expected, precision="bf16")
+    found = compare(stale, expected, precision="bf16")
     assert found.piece == pytest.approx(0.25, rel=0.05) and found.piece_worst == "c.weight"
 
 
@@ -146,7 +150,7 @@ def test_a_wrong_weight_decay_shows_where_there_is_no_gradient() -> None:
     expected.updates["b.bias"].copy_(-4e-4 * expected.parameters["b.bias"])
     decayed = evidence(expected)
     decayed.parameters["b.bias"] -= expected.updates["b.bias"]
-    found = verify.compare(decayed, expected, precision="fp32")
+    found = compare(decayed, expected, precision="fp32")
     assert found.piece_worst == "b.bias" and found.piece > 0.5
 
 
@@ -155,7 +159,7 @@ def test_nan_is_beyond_every_tolerance(kind) -> None:
     expected = reference()
     broken = evidence(expected)
     getattr(broken, kind)["a.weight"].view(-1)[:300] = math.nan
-    found = verify.compare(broken, expected, precision="bf16")
+    found = compare(broken, expected, precision="bf16")
     deviation = Deviation(**found.model_dump(), tolerance=dict(TOLERANCES["bf16"]))
     assert exceeded(deviation)
 
@@ -165,11 +169,11 @@ def test_other_parameters_are_an_error() -> None:
     missing = evidence(expected)
     del missing.parameters["b.bias"]
     with pytest.raises(VerificationError, match=r"b\.bias"):
-        verify.compare(missing, expected, precision="fp32")
+        compare(missing, expected, precision="fp32")
     reshaped = evidence(expected)
     reshaped.parameters["b.bias"] = reshaped.parameters["b.bias"].view(7, 10)
     with pytest.raises(VerificationError, match="shape"):
-        verify.compare(reshaped, expected, precision="fp32")
+        compare(reshaped, expected, precision="fp32")
 
 
 def strategy_settings(clip: float | None) -> StrategySettings:
@@ -229,7 +233,16 @@ def reports(loss: float, *, deviation: TensorDeviation, norm: float = 1.0) -> li
     ]
 
 
-FINE = TensorDeviation(gradient=0, gradient_worst="", update=0, piece=0, piece_worst="", max_abs=0)
+FINE = TensorDeviation(
+    gradient=0,
+    gradient_worst="",
+    update=0,
+    piece=0,
+    piece_worst="",
+    optimizer=0,
+    optimizer_worst="",
+    max_abs=0,
+)
 
 
 def test_the_loss_is_the_mean_over_ranks() -> None:
@@ -366,6 +379,9 @@ def test_the_dtypes_of_ours_count_however_many_peers_have_others() -> None:
 
 def test_a_reference_that_finds_no_room_names_the_cures() -> None:
     tensors = {"w": torch.zeros(1 << 20)}
-    found = verify.Evidence(loss=1.0, norm=1.0, gradients=tensors, parameters=tensors, moments=tensors)
+    found = verify.Evidence(
+        loss=1.0, norm=1.0, gradients=tensors, parameters=tensors, moments=tensors, moment_samples=[],
+        rounded_masters=frozenset(),
+    )  # fmt: skip
     with pytest.raises(Error, match=r"of 16 MiB could not be written to /dev: .*ulimit -f.*TMPDIR"):
         verify.write_reference(Path("/dev/full"), found, tensors)

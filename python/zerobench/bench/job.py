@@ -70,6 +70,8 @@ class TensorDeviation(_Message):
     update: float
     piece: float
     piece_worst: str
+    optimizer: float
+    optimizer_worst: str
     max_abs: float
 
 

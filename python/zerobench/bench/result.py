@@ -88,6 +88,10 @@ class Deviation(_Model):
     update: float | None = None  # ||update - reference update|| / ||reference update|| after verify_steps
     piece: float | None = None  # the same of a typical element in the worst piece of 256 elements
     piece_worst: str | None = None  # the parameter that holds that piece
+    optimizer: float | None = (
+        None  # the same of the worst parameter, against AdamW of the row's own gradients
+    )
+    optimizer_worst: str | None = None  # the parameter of that
     evaluation: float | None = None  # as loss, of a held-out batch after verify_steps, on the worst rank
     reads: float | None = (
         None  # largest share of a parameter that evaluation reads and that is not the rounded master

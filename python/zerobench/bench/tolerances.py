@@ -22,6 +22,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
             "gradient": 1e-3,
             "update": 0.01,
             "piece": 0.01,
+            "optimizer": 0.001,
             "evaluation": 1e-4,
             "reads": 0.0,
         },
@@ -31,6 +32,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
             "gradient": 0.03,
             "update": 0.06,
             "piece": 0.03,
+            "optimizer": 0.001,
             "evaluation": 1e-3,
             "reads": 0.0,
         },
@@ -40,6 +42,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
             "gradient": 0.10,
             "update": 0.15,
             "piece": 0.08,
+            "optimizer": 0.001,
             "evaluation": 5e-3,
             "reads": 0.0,
         },
@@ -62,7 +65,7 @@ _LOOSEST_FIRST = ("bf16", "fp16", "fp32")
 # TF32 has the mantissa of fp16.
 _PRECISIONS = {"float32": "fp32", "tf32": "fp16", "bfloat16": "bf16", "float16": "fp16"}
 
-_QUANTITIES = ("loss", "norm", "gradient", "update", "piece", "evaluation", "reads")
+_QUANTITIES = ("loss", "norm", "gradient", "update", "piece", "optimizer", "evaluation", "reads")
 
 
 def tolerance_precision(precision: str, dtypes: RowDtypes) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from zerobench.bench.job import TensorDeviation, Verification
 from zerobench.bench.reads import WorstRead, watched
+from zerobench.bench.replay import optimizer_deviation, sample
 from zerobench.bench.tolerances import (
     GRADIENT_FLOOR,
     MAX_PIECE_NUM,
@@ -23,7 +24,7 @@ from zerobench.bench.tolerances import (
     VERIFY_STEPS,
 )
 from zerobench.errors import Error, VerificationError
-from zerobench.strategies.base import Batch, Strategy, StrategySettings
+from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
 from zerobench.strategies.shared import checksum
 
 Tensors = Mapping[str, torch.Tensor]
@@ -31,8 +32,8 @@ BatchesOfStep = Callable[[int], Sequence[Batch]]
 
 _MAX_SKIPPED = 40  # a loss scale of 2**16 halves to one in 16 overflows
 _TINY = 1e-30
-_DEVICE_SHARE = 0.1  # of what is free; seven sets of tensors are compared
 _ROUNDING = 128 * 2.0**-24  # of a parameter: an update below it is lost in the parameter's own rounding
+_DEVICE_SHARE = 0.1  # of what is free; seven sets of tensors are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class Evidence:
     gradients: Tensors  # full, averaged, unclipped, step 1
     parameters: Tensors  # full, after VERIFY_STEPS
     moments: Tensors  # full exp_avg, after VERIFY_STEPS
+    moment_samples: Sequence[Tensors]  # of each step
+    rounded_masters: frozenset[str]  # that did not begin as the reference's
     # The following two after VERIFY_STEPS, of each held-out batch; nothing where a peer cannot evaluate or be watched.
     evaluations: Sequence[float] = ()
     read: WorstRead | None = None
@@ -100,7 +103,10 @@ def gather_evidence(
 
     loss, norm = math.nan, None
     gradients: Tensors = {}
+    moments: Tensors = {}
+    samples = []
     for step in range(VERIFY_STEPS):
+        moments = {}
         result = strategy.step(batches(step), norm=True)
         for _ in range(_MAX_SKIPPED):
             if result.applied:
@@ -110,10 +116,12 @@ def gather_evidence(
             raise VerificationError(
                 f"step {step + 1} overflowed fp16 {_MAX_SKIPPED + 1} times in a row: nothing to compare"
             )
+        moments = kept(strategy.first_moments())
+        samples.append({name: sample(moment) for name, moment in moments.items()})
         if step == 0:
             loss = float(result.loss)
             norm = None if result.grad_norm is None else float(result.grad_norm)
-            gradients = gradients_of_first_step(kept(strategy.first_moments()), strategy.settings, norm)
+            gradients = gradients_of_first_step(moments, strategy.settings, norm)
         tick(step + 1)
     parameters: Tensors = strategy.full_parameters()
     held_out_losses, read, loss_dtype = evaluate(strategy, held_out, parameters)
@@ -123,7 +131,9 @@ def gather_evidence(
         norm=norm,
         gradients=gradients,
         parameters=parameters,
-        moments=kept(strategy.first_moments()),
+        moments=moments,
+        moment_samples=samples,
+        rounded_masters=strategy.rounded_masters(),
         evaluations=held_out_losses,
         read=read,
         loss_dtype=loss_dtype,
@@ -176,7 +186,9 @@ def read_reference(path: Path) -> Reference:
     return Reference(**torch.load(path, weights_only=True, mmap=True))
 
 
-def compare(evidence: Evidence, reference: Reference, *, precision: str) -> TensorDeviation:
+def compare(
+    evidence: Evidence, reference: Reference, *, precision: str, optimizer: OptimizerSettings
+) -> TensorDeviation:
     """Tensor by tensor, on the device that they are on. Raises where the two do not hold the same parameters."""
     check_names(evidence.parameters, reference.parameters)
     check_names(evidence.gradients, reference.gradients)
@@ -185,17 +197,26 @@ def compare(evidence: Evidence, reference: Reference, *, precision: str) -> Tens
     )
     piece, piece_worst = piece_deviation(evidence.parameters, reference, floor=PIECE_FLOOR[precision])
     difference, update, max_abs = 0.0, 0.0, 0.0
+    own: dict[str, float] = {}
     for name, parameter in reference.parameters.items():
-        error = evidence.parameters[name].double() - parameter.double()
+        found, moved = evidence.parameters[name], reference.updates[name]
+        error = found.double() - parameter.double()
         difference += squares(error)
-        update += squares(reference.updates[name])
+        update += squares(moved)
+        if name not in evidence.rounded_masters:
+            moments = [of_step[name] for of_step in evidence.moment_samples]
+            initial = sample(parameter) - sample(moved)
+            own[name] = optimizer_deviation(sample(found), initial, moments, optimizer)
         max_abs = nan_max(max_abs, float(error.abs().max()) if error.numel() else 0.0)
+    own_worst = max(own, key=lambda name: math.inf if math.isnan(own[name]) else own[name], default="")
     return TensorDeviation(
         gradient=gradient,
         gradient_worst=gradient_worst,
         update=math.sqrt(difference / max(update, _TINY)),
         piece=piece,
         piece_worst=piece_worst,
+        optimizer=own.get(own_worst, 0.0),
+        optimizer_worst=own_worst,
         max_abs=max_abs,
     )
 
@@ -281,7 +302,13 @@ def nan_max(a: float, b: float) -> float:
 
 
 def verify_row(
-    evidence: Evidence, *, reference_file: Path | None, precision: str, is_first: bool, device: torch.device
+    evidence: Evidence,
+    *,
+    reference_file: Path | None,
+    precision: str,
+    optimizer: OptimizerSettings,
+    is_first: bool,
+    device: torch.device,
 ) -> Verification:
     """This rank's part of the verdict; rank 0 compares the tensors on ``device``."""
     verification = Verification(
@@ -304,5 +331,6 @@ def verify_row(
             ),
             Reference(*(on_device(tensors, device) for tensors in read_reference(reference_file))),
             precision=precision,
+            optimizer=optimizer,
         )
     return verification.model_copy(update={"checksum": checksum(evidence.parameters), "deviation": deviation})

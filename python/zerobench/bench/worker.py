@@ -253,6 +253,7 @@ def verified(
         evidence,
         reference_file=reference_file,
         precision=tolerance_precision(settings.precision, dtypes),
+        optimizer=settings.optimizer,
         is_first=place.rank == 0,
         device=meter.device,
     )

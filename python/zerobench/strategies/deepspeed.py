@@ -108,8 +108,9 @@ class DeepSpeedStrategy(Strategy):
         self._engine.train()
         if self.stage == 0:
             undo_first_step(self._engine)
+        self._rounded_masters: frozenset[str] = frozenset()
         if initial is not None:  # DeepSpeed's masters start from the rounded parameters, other rows' do not
-            set_masters(self._engine, initial)
+            self._rounded_masters = set_masters(self._engine, initial)
         self._stepped = False
         self._gradient_bytes: dict[str, int] = {}  # by tier
         self._compile()
@@ -174,6 +175,9 @@ class DeepSpeedStrategy(Strategy):
 
     def first_moments(self) -> dict[str, torch.Tensor]:
         return moments(self._engine, stepped=self._stepped)
+
+    def rounded_masters(self) -> frozenset[str]:
+        return self._rounded_masters
 
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         held = held_bytes(self._engine)

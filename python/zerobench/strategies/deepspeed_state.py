@@ -31,21 +31,24 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def set_masters(engine: Any, full: Mapping[str, torch.Tensor]) -> None:
-    """Copy full fp32 tensors into the masters. Collective."""
+def set_masters(engine: Any, full: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Copy full fp32 tensors into the masters; the names of those that could not be set. Collective."""
     from deepspeed.utils import safe_set_full_fp32_param
 
     if _offloads_stage3(engine):
         named = engine.module.named_parameters()
         set_partitions(engine.optimizer, {id(parameter): full[name] for name, parameter in named})
-        return
-    flat = _flat_masters(engine)
+        return frozenset()
+    flat, left = _flat_masters(engine), set()
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             if id(parameter) in flat:
                 flat[id(parameter)].copy_(full[name])
             elif full[name].numel() % dist.get_world_size() == 0:  # DeepSpeed's writer knows no padding
                 safe_set_full_fp32_param(parameter, full[name].to(parameter.device))
+            else:
+                left.add(name)
+    return frozenset(left)
 
 
 def moments(engine: Any, *, stepped: bool) -> dict[str, torch.Tensor]:
