@@ -129,6 +129,22 @@ def test_rows_verified_with_all_experts_are_named() -> None:
     assert "Verified with all experts for every token: zero0." in table_text(results, width=220)
 
 
+def test_rows_whose_held_out_loss_is_far_from_the_others_are_named() -> None:
+    results = gpus()
+    floor, *others = [row for row in results.rows if row.status == "ok"]
+    floor.validation_loss = 10.5
+    for row in others:
+        row.settings = others[0].settings
+        row.validation_loss = 3.3
+    others[0].validation_loss = 3.4
+    assert "Held-out loss" not in table_text(results, width=220)
+    others[1].validation_loss = 10.4
+    text = " ".join(table_text(results, width=220).split())
+    assert f"train the same (3.3 in the middle): {others[1].strategy} (10.4). Unless" in text
+    others[1].settings = others[1].settings.model_copy(update={"num_steps": 1})
+    assert "Held-out loss" not in table_text(results, width=220)
+
+
 def test_rows_whose_updates_fp16_skipped_are_named() -> None:
     results = gpus()
     for row in results.rows[2:4]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from zerobench.bench.result import Results, Row
 
 from .columns import ABSENT, ALWAYS, Column, table_columns
+from .notes import note_lines
 from .rows import by_workload, fastest, is_ranked
-from .words import header_lines, note_lines
+from .words import header_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult

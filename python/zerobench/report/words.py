@@ -1,4 +1,4 @@
-"""The sentences around the table: machine, versions and settings before it, notes after it."""
+"""The sentences before the table: machine, versions and settings; and how sizes and counts are written."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ from typing import Any
 from zerobench.bench.result import Results, Row
 
 from .rows import (
-    DEFAULT_BASELINES,
-    FLOOR,
-    by_workload,
-    checksum_marks,
     dtype_text,
     flat_settings,
     is_known,
-    is_ranked,
     ranks_text,
-    row_labels,
     setting_text,
     setting_word,
     varying_settings,
 )
 
-NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
 DTYPE_ROLES = "param/compute/reduce/master/state"
-BELOW_FLOOR = 1.02  # of_compute_only from which a row is said to take less time than its floor
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -179,200 +171,3 @@ def _by_strategy(key: str, rows: Sequence[Row]) -> str:
         others = value == largest and len(by_value[value]) > 2
         texts.append(f"{value} ({'others' if others else ', '.join(by_value[value])})")
     return ", ".join(texts)
-
-
-def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str]]:
-    """Lines below the table, each with its style: what went wrong first, then how to read the rest."""
-    rows, labels = results.rows, row_labels(results.rows)
-    notes: list[tuple[str, str]] = []
-    for row, label in zip(rows, labels, strict=True):
-        if row.status != "ok":
-            reason = (
-                row.error or (row.deviation.verdict if row.deviation else None) or "no reason was recorded"
-            )
-            style = "bold red" if row.status == "wrong" else "yellow"
-            status = f"{row.status} ({row.oom_tier} memory)" if row.oom_tier else row.status
-            notes.append((f"{label}: {status}: {' '.join(reason.split())}", style))
-    notes += [(warning, "yellow") for warning in results.warnings]
-    read_first = (
-        *_shared_notes(rows, labels),
-        *_clock_notes(rows, labels),
-        *_idle_disk_notes(rows, labels),
-        *_skipped_notes(rows, labels),
-    )
-    notes += [(text, "yellow") for text in read_first]
-    notes += [(text, "") for text in _reading_notes(rows, labels, left_out)]
-    if left_out:  # titles and units of columns
-        notes.append(
-            (f"Left out to fit the width: {', '.join(left_out)}; results.csv holds every column.", "dim")
-        )
-    if not results.complete:
-        notes.append(("Incomplete: the comparison is still running or was interrupted.", "yellow"))
-    return notes
-
-
-def _shared_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
-    by_gpus: dict[str, list[str]] = {}
-    for row, label in zip(rows, labels, strict=True):
-        if row.sampled is not None and row.sampled.shared_gpus:
-            by_gpus.setdefault(join_words([str(gpu) for gpu in row.sampled.shared_gpus]), []).append(label)
-    return [f"Another process used GPU {gpus} during {join_words(names)}." for gpus, names in by_gpus.items()]
-
-
-def _clock_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
-    """Rows whose times depend on how warm the GPUs were or on how somebody set them."""
-    notes = []
-    for field, what in (
-        ("thermal_limit_pct", "A thermal limit"),
-        ("other_limit_pct", "Something other than power and heat (clocks set by hand, the power supply)"),
-    ):
-        shares = [getattr(row.sampled, field) if row.sampled else None for row in rows]
-        names = [
-            f"{label} ({share:.0f} % of the samples)"
-            for label, share in zip(labels, shares, strict=True)
-            if share is not None and share >= NOTABLE_LIMIT_PCT
-        ]
-        if names:
-            notes.append(f"{what} held GPU clocks down during {join_words(names)}.")
-    return notes
-
-
-def _fewer_layers_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
-    by_layers: dict[str, list[str]] = {}
-    for row, label in zip(rows, labels, strict=True):
-        if row.deviation is not None and row.deviation.verified_layers is not None:
-            of = row.settings.model_config_resolved.get("num_layers", "more")
-            by_layers.setdefault(f"{row.deviation.verified_layers} of {of}", []).append(label)
-    verified_num = sum(row.deviation is not None for row in rows)
-    return [
-        f"Verified with {layers} layers: {'all rows' if len(names) == verified_num > 2 else join_words(names)}."
-        for layers, names in by_layers.items()
-    ]
-
-
-def _all_experts_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
-    names = [
-        label
-        for row, label in zip(rows, labels, strict=True)
-        if row.deviation is not None and row.deviation.verified_experts_per_token is not None
-    ]
-    return [f"Verified with all experts for every token: {join_words(names)}."] if names else []
-
-
-def _idle_disk_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
-    names = [
-        label
-        for row, label in zip(rows, labels, strict=True)
-        if row.status == "ok"
-        and row.transfers is not None
-        and row.transfers.nvme_read_bytes == row.transfers.nvme_written_bytes == 0
-    ]
-    if not names:
-        return []
-    return [
-        f"{join_words(names)} read and wrote nothing on NVMe in measured steps, since all state fits into the host "
-        "memory for it: these times say nothing about the disk."
-    ]
-
-
-def _skipped_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
-    names = [
-        f"{label} ({row.skipped_steps})"
-        for row, label in zip(rows, labels, strict=True)
-        if row.status == "ok" and row.skipped_steps
-    ]
-    if not names:
-        return []
-    return [
-        f"fp16 overflow skipped updates in measured steps of {join_words(names)}, which are too short by them: give "
-        "more --warmup-steps."
-    ]
-
-
-def _checksum_notes(rows: Sequence[Row], *, is_marked: bool) -> list[str]:
-    marks = checksum_marks(rows)
-    notes = []
-    if is_marked and "=" in marks:
-        notes.append("= parameters equal bit for bit among the rows marked so.")
-    elif "=" in marks and "≠" not in marks:
-        notes.append("ZeRO stages with the same settings ended with parameters equal bit for bit.")
-    if is_marked and "≠" in marks:  # else wrong rows say it
-        notes.append("≠ parameters differ among the rows marked so, which should be equal bit for bit.")
-    return notes
-
-
-def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequence[str]) -> list[str]:
-    notes = _checksum_notes(rows, is_marked="update deviation" not in left_out)
-    notes += _fewer_layers_notes(rows, labels)
-    notes += _all_experts_notes(rows, labels)
-    apart = [
-        f"{label} ({dtype_text(row) or 'unknown'})"
-        for row, label in zip(rows, labels, strict=True)
-        if row.status == "ok" and not row.comparable
-    ]
-    if apart:
-        notes.append(f"† other dtypes, so shown but not ranked: {'; '.join(apart)}, as {DTYPE_ROLES}.")
-    floors = [row for row in rows if row.strategy == FLOOR and row.status == "ok"]
-    if floors:
-        together = any(row.settings.world_size > 1 for row in floors)
-        where = ", by each rank for itself, as long as the slowest one took" if together else ""
-        notes.append(
-            f"{FLOOR}: forward and backward without communication or optimizer{where}: the floor, nothing to verify."
-        )
-        if text := _below_floor_text(rows, labels):
-            notes.append(text)
-    peaks = {
-        f"{row.mfu.peak_tflops:g} TFLOP/s a GPU ({row.mfu.peak_of})"
-        for row in rows
-        if row.status == "ok" and row.mfu is not None
-    }
-    if peaks and "MFU %" not in left_out:
-        notes.append(f"MFU is against a peak of {join_words(sorted(peaks))}.")
-    ranked = [row for row in rows if is_ranked(row)]
-    if len(by_workload(ranked)) > 1:
-        notes.append("Relative is within rows of one model, sequence length, precision and data.")
-    if text := _outlier_text(rows, labels):
-        notes.append(text)
-    if ranked and not any(row.baseline for row in rows):
-        default = " or ".join(DEFAULT_BASELINES)
-        notes.append(
-            f"No baseline row is ok and comparable (by default {default}): no speedup and no memory change."
-        )
-    return notes
-
-
-def _below_floor_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
-    """Where hosts are the limit the floor is none: what plain PyTorch does there is in it, and not in every row."""
-    faster = [
-        label
-        for row, label in zip(rows, labels, strict=True)
-        if row.status == "ok" and (row.of_compute_only or 0.0) >= BELOW_FLOOR
-    ]
-    if not faster:
-        return ""
-    busy = [
-        row.device_utilisation_pct
-        for row in rows
-        if row.strategy == FLOOR and row.status == "ok" and row.device_utilisation_pct is not None
-    ]
-    when = f" (its GPU was busy {min(busy):.0f} % of the time)" if busy else ""
-    return (
-        f"{join_words(faster)} took less time than {FLOOR}{when}: where the host is the limit it is no floor, since it "
-        "holds what plain PyTorch's forward and backward ask of the host."
-    )
-
-
-def _outlier_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
-    flagged = [
-        (label, len(row.step_time_ms.outliers), len(row.step_time_ms.samples))
-        for row, label in zip(rows, labels, strict=True)
-        if row.status == "ok" and row.step_time_ms is not None and row.step_time_ms.outliers
-    ]
-    if not flagged:
-        return ""
-    if len(flagged) <= 4:
-        text = "; ".join(f"{label}: {outlier_num} of {step_num}" for label, outlier_num, step_num in flagged)
-    else:
-        worst = max(flagged, key=lambda entry: entry[1])
-        text = f"in {len(flagged)} rows, most in {worst[0]}: {worst[1]} of {worst[2]}"
-    return f"Outlying steps (kept): {text}. Something else may have run: repeat on a quiet machine."
