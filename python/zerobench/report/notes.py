@@ -149,7 +149,8 @@ def _far_loss_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         if len(found) > 2 and far:
             notes.append(
                 "Held-out loss after the measured steps is far from that of the rows that train the same "
-                f"({middle:.3g} in the middle): {join_words(far)}. Unless training diverges (try a lower --lr), something is wrong."
+                f"({middle:.3g} in the middle): {join_words(far)}. Unless "
+                "training diverges (try a lower --lr), something is wrong."
             )
     return notes
 
