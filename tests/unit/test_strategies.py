@@ -12,6 +12,7 @@ import torch
 from zerobench import models, strategies
 from zerobench.errors import ConfigError
 from zerobench.strategies import clock, shared
+from zerobench.strategies.autocast import AutocastStrategy
 from zerobench.strategies.base import OptimizerSettings, Strategy, StrategySettings
 from zerobench.strategies.single import SingleStrategy
 from zerobench.strategies.zero import engine_config
@@ -180,6 +181,41 @@ def test_unused_and_frozen_parameters(precision):
     assert moments.keys() == after.keys()
     assert moments["wpe.weight"].abs().max() == 0
     assert moments["wte.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_reference_under_autocast_is_what_a_user_would_write(precision):
+    batches = make_batches(4)
+    strategy = AutocastStrategy(make_settings(precision=precision, clip=0.1, grad_accum=2))
+    strategy.build(make_model)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    dtype = shared.PRECISION_DTYPES[precision]
+    scale = 2.0**16 if precision == "fp16" else 1.0
+    for index in range(0, 4, 2):
+        result = strategy.step(batches[index : index + 2], norm=True)
+        assert result.applied
+        for batch in batches[index : index + 2]:
+            with torch.autocast("cpu", dtype=dtype):
+                loss = model(**batch).loss / 2
+            (scale * loss).backward()
+        for parameter in model.parameters():
+            parameter.grad /= scale
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(result.grad_norm, norm, rtol=1e-6, atol=0.0)
+    for name, parameter in strategy.full_parameters().items():
+        assert strategy.module().get_parameter(name).dtype == torch.float32
+        torch.testing.assert_close(parameter, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+    with torch.autocast("cpu", dtype=dtype):
+        expected = model(**batches[0]).loss.item()
+    assert strategy.evaluate(batches[:1]) == pytest.approx(expected, rel=1e-4)
+    assert (strategy.dtypes().param, strategy.dtypes().compute) == (
+        "float32",
+        str(dtype).removeprefix("torch."),
+    )
+    strategy.close()
 
 
 def test_the_norm_of_large_gradients_is_exact_on_the_host():

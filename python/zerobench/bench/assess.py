@@ -24,6 +24,7 @@ from zerobench.report.stats import summarise
 class ReferenceRun:
     """The reference of a group of rows: its file and figures, or why there is none."""
 
+    name: str = "single"
     model: dict[str, Any]  # what was verified, perhaps with fewer layers than what is measured
     file: str | None = None
     loss: float = math.nan
@@ -121,7 +122,7 @@ def assess(
         norm = relative(verification.norm, reference.norm)
     reads, reads_worst = worst_reads(reports)
     deviation = Deviation(
-        reference="single",
+        reference=reference.name,
         loss=relative(fmean(losses), reference.loss),
         norm=norm,
         evaluation=worst_evaluation(reports, reference),
@@ -143,7 +144,7 @@ def assess(
     if experts != configuration.model.get("experts_per_token"):
         on += f" with all {experts} experts for every token"
         deviation.verified_experts_per_token = experts
-    steps = f"single on the same global batches, step 1 and {VERIFY_STEPS} steps{on}"
+    steps = f"{reference.name} on the same global batches, step 1 and {VERIFY_STEPS} steps{on}"
     deviation.verdict = (
         f"differs from {steps}: {', '.join(describe(deviation, name) for name in found)}"
         if found

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from zerobench import models
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.machine import memory_available_bytes
+from zerobench.bench.names import AUTOCAST
 from zerobench.bench.plan import Configuration
 from zerobench.models.hf_config import RANDOM_WEIGHTS
 
@@ -21,7 +22,6 @@ _REPLICATED = {
     2: (True, False, False),
     3: (False, False, False),
 }
-_FP32_PARAMETERS = ("ddp", "ddp_compress")
 _NOT_SHARDED = ("single", "ddp", "ddp_compress", "ddp_master")
 # Bytes a parameter of what the reference needs: to train on its device (parameters and gradients in low precision,
 # fp32 sums of gradients, masters and moments), and fp32 copies on the host (first and last parameters, gradients,
@@ -52,7 +52,7 @@ def least_rank_bytes(configuration: Configuration) -> Need:
     """Of parameters, gradients and optimizer state. Gradients of offloaded state leave the device as they come."""
     settings = configuration.settings
     count = models.parameter_count(models.ModelConfig.model_validate(configuration.model))
-    low = settings.precision != "fp32" and configuration.strategy not in _FP32_PARAMETERS
+    low = settings.precision != "fp32" and configuration.strategy not in AUTOCAST
     parts = (2, 2, 12) if low else (4, 4, 8)
     if configuration.strategy == "compute_only":
         return Need(device=count * (parts[0] + parts[1]))

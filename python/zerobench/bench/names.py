@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zerobench.bench.plan import Configuration, Draft
 
 OURS = ("zero0", "zero1", "zero2", "zero3")
+AUTOCAST = ("ddp", "ddp_compress")  # fp32 parameters, and matrix products in the precision
 _STAGED = re.compile(r"(?:zero|deepspeed|deepcompile|mfsdp)([0-3])")
 _OTHER_STAGES = {"fsdp1": 3, "fsdp2": 3, "fsdp2_keep": 2}
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from zerobench import data, models
 from zerobench.bench.configs import read_row
 from zerobench.bench.machine import cpus_usable
-from zerobench.bench.names import OURS, stage_of, unique_names
+from zerobench.bench.names import AUTOCAST, OURS, stage_of, unique_names
 from zerobench.bench.options import OWN_ATTENTION, CompareOptions, check_options
 from zerobench.bench.reach import check_reach
 from zerobench.bench.result import Settings
@@ -61,7 +61,13 @@ class Configuration(BaseModel):
                 "tf32",
             }
         )
+        if self.runs_under_autocast:
+            kept["autocast"] = True
         return _digest({**kept, "model": self.model, "micro_batch_num": self.micro_batch_num})
+
+    @property
+    def runs_under_autocast(self) -> bool:
+        return self.strategy in AUTOCAST and self.settings.precision != "fp32"
 
     def checksum_group(self) -> str | None:
         """Configurations with the same text must end with equal parameters, bit for bit (DESIGN, placement)."""

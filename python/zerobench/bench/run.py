@@ -46,6 +46,7 @@ from zerobench.report.rows import FLOOR
 GIB = 1 << 30
 SAMPLER_START_S = 10.0
 # Settings that must not change any result, so the reference runs without them.
+_AUTOCAST_REFERENCE = "zerobench.strategies.autocast:AutocastStrategy"
 _OF_NO_REFERENCE = {
     "checkpointing": False,
     "compile": "none",
@@ -310,7 +311,7 @@ class Comparison:
         return Job(
             name=f"reference of {configuration.name}",
             kind="reference",
-            strategy="single",
+            strategy=_AUTOCAST_REFERENCE if configuration.runs_under_autocast else "single",
             settings=configuration.settings.model_copy(update=_OF_NO_REFERENCE),
             model=model,
             verify_model=model,
@@ -372,6 +373,7 @@ def reference_run(job: Job, outcome: Outcome, *, why_fewer_layers: str | None) -
     if verification is None:
         raise Error("the reference reported no verification: this is a bug of zerobench")
     run = ReferenceRun(
+        name="single" if job.strategy == "single" else "single under autocast",
         model=job.verify_model,
         file=job.reference_file,
         loss=verification.loss,

@@ -8,6 +8,7 @@ sum over micro-batches, the clipping, and the masters that AdamW updates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ class SingleStrategy(Strategy):
     def build(self, model_factory: Callable[[], nn.Module]) -> None:
         self._determinism = Determinism(self.settings)
         self._model = model = prepare_model(model_factory, self.settings)
-        dtype = precision_dtype(self.settings)
+        dtype = self._parameter_dtype()
         self._low_precision = dtype != torch.float32
         self._scaler = make_grad_scaler(self.settings)
         masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -69,7 +70,8 @@ class SingleStrategy(Strategy):
     def _run(self, micro_batches: Sequence[Batch], *, norm: bool, clock: Clock) -> StepResult:
         losses = []
         for batch in micro_batches:
-            loss = self._model(**batch).loss
+            with self._autocast():
+                loss = self._model(**batch).loss
             clock.lap("forward")
             # In low precision the mean is taken in fp32 afterwards: dividing here would round.
             share = loss if self._low_precision or len(micro_batches) == 1 else loss / len(micro_batches)
@@ -82,6 +84,13 @@ class SingleStrategy(Strategy):
         clock.lap("optimizer")
         self._compiler.count_step()
         return StepResult(loss=mean_of(losses), grad_norm=grad_norm, applied=applied)
+
+    def _parameter_dtype(self) -> torch.dtype:
+        """Of what forward reads."""
+        return precision_dtype(self.settings)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def _accumulate_in_fp32(self) -> None:
         new: list[tuple[torch.Tensor, torch.Tensor]] = []  # (sum, gradient)
@@ -157,7 +166,7 @@ class SingleStrategy(Strategy):
         return scaled_steps(self._scaler, self._optimizer)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        with self._compiler.eagerly():
+        with self._autocast(), self._compiler.eagerly():
             return mean_loss(self._model, batches)
 
     def module(self) -> nn.Module:
