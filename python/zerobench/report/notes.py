@@ -22,7 +22,7 @@ from .words import DTYPE_ROLES, join_words
 
 NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
 BELOW_FLOOR = 1.02  # of_compute_only from which a row is said to take less time than its floor
-FAR_LOSS = 0.1  # of the others' held-out loss; rows that train the same end within 0.01 of each other
+FAR_LOSS = 0.1  # of the others' held-out loss; rows that train the same end within 0.02 of each other
 
 
 def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str]]:
