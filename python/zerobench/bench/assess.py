@@ -15,7 +15,14 @@ from zerobench.bench.names import OURS
 from zerobench.bench.outcome import Outcome
 from zerobench.bench.plan import Configuration
 from zerobench.bench.result import Deviation, Results, Row, Transfers
-from zerobench.bench.tolerances import VERIFY_STEPS, describe, exceeded, tolerance_precision, tolerances
+from zerobench.bench.tolerances import (
+    VERIFY_STEPS,
+    describe,
+    exceeded,
+    nan_last,
+    tolerance_precision,
+    tolerances,
+)
 from zerobench.report.rows import FLOOR
 from zerobench.report.stats import summarise
 
@@ -170,10 +177,6 @@ def worst_reads(reports: Sequence[Report]) -> tuple[float | None, str | None]:
     ]
     share, where = max(found, key=lambda one: one[0], default=(None, None))
     return share, where if share else None
-
-
-def nan_last(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def relative(value: float, expected: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -83,6 +84,11 @@ def tolerances(precision: str, *, loss_dtypes: Iterable[str | None] = ()) -> dic
     rounding = sum(_LOSS_ROUNDING.get(dtype or "", 0.0) for dtype in loss_dtypes)
     found = dict(TOLERANCES[precision])
     return found | {name: found[name] + rounding for name in ("loss", "evaluation")}
+
+
+def nan_last(value: float) -> float:
+    """A key by which NaN is the worst deviation of all."""
+    return math.inf if math.isnan(value) else value
 
 
 def exceeded(deviation: Deviation) -> list[str]:

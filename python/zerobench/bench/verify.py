@@ -22,6 +22,7 @@ from zerobench.bench.tolerances import (
     PIECE_FLOOR,
     PIECE_SHARE,
     VERIFY_STEPS,
+    nan_last,
 )
 from zerobench.errors import Error, VerificationError
 from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
@@ -106,7 +107,7 @@ def gather_evidence(
     moments: Tensors = {}
     samples = []
     for step in range(VERIFY_STEPS):
-        moments = {}
+        moments = {}  # let go before the next ones are gathered
         result = strategy.step(batches(step), norm=True)
         for _ in range(_MAX_SKIPPED):
             if result.applied:
@@ -208,7 +209,7 @@ def compare(
             initial = sample(parameter) - sample(moved)
             own[name] = optimizer_deviation(sample(found), initial, moments, optimizer)
         max_abs = nan_max(max_abs, float(error.abs().max()) if error.numel() else 0.0)
-    own_worst = max(own, key=lambda name: math.inf if math.isnan(own[name]) else own[name], default="")
+    own_worst = max(own, key=lambda name: nan_last(own[name]), default="")
     return TensorDeviation(
         gradient=gradient,
         gradient_worst=gradient_worst,

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from zerobench.strategies.base import Dtypes
-from zerobench.strategies.shared import precision_dtype
+from zerobench.strategies.shared import autocast, precision_dtype
 from zerobench.strategies.single import SingleStrategy
 
 
@@ -20,7 +20,7 @@ class AutocastStrategy(SingleStrategy):
         return torch.float32
 
     def _autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.settings.device, dtype=precision_dtype(self.settings))
+        return autocast(self.settings)
 
     def dtypes(self) -> Dtypes:
         compute = str(precision_dtype(self.settings)).removeprefix("torch.")

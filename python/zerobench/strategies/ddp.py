@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerobench.strategies.base import Dtypes, StrategySettings
 from zerobench.strategies.peer import PeerStrategy
-from zerobench.strategies.shared import cast_parameters, precision_dtype, storage_bytes
+from zerobench.strategies.shared import autocast, cast_parameters, precision_dtype, storage_bytes
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -46,8 +46,7 @@ class DDPStrategy(PeerStrategy):
         return nullcontext() if is_last else self._ddp.no_sync()
 
     def _autocast(self) -> AbstractContextManager[object]:
-        dtype = precision_dtype(self.settings)
-        return torch.autocast(self.settings.device, dtype=dtype) if dtype != torch.float32 else nullcontext()
+        return autocast(self.settings)
 
     def _after_step(self) -> None:
         # Kept where micro-batches accumulate, else the first ones' gradients would lie beside the buckets.

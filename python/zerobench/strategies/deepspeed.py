@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 from zerobench.locked_folder import LockedFolder
 from zerobench.strategies.base import NVME_OFFLOADS, Batch, Dtypes, StepResult, Strategy, StrategySettings
@@ -41,6 +40,7 @@ from zerobench.strategies.shared import (
     precision_dtype,
     prepare_model,
     torch_device,
+    total_norm,
 )
 
 
@@ -108,9 +108,8 @@ class DeepSpeedStrategy(Strategy):
         self._engine.train()
         if self.stage == 0:
             undo_first_step(self._engine)
-        self._rounded_masters: frozenset[str] = frozenset()
-        if initial is not None:  # DeepSpeed's masters start from the rounded parameters, other rows' do not
-            self._rounded_masters = set_masters(self._engine, initial)
+        # DeepSpeed's masters start from the rounded parameters, other rows' do not.
+        self._rounded_masters = frozenset() if initial is None else set_masters(self._engine, initial)
         self._stepped = False
         self._gradient_bytes: dict[str, int] = {}  # by tier
         self._compile()
@@ -145,7 +144,7 @@ class DeepSpeedStrategy(Strategy):
                 held = held_bytes(self._engine)
                 self._gradient_bytes = {tier: held[tier].get("gradients", 0) for tier in held}
             if norm and not hasattr(self._engine.optimizer, "_global_grad_norm"):  # stage 0 in fp32
-                grad_norm = get_total_norm(p.grad for p in self._engine.parameters() if p.grad is not None)
+                grad_norm = total_norm([p.grad for p in self._engine.parameters() if p.grad is not None])
             self._engine.step()  # a no-op before the accumulation boundary
             clock.lap("optimizer")
         self._stepped = True

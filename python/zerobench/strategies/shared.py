@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -81,6 +81,12 @@ def prepare_model(model_factory: Callable[[], nn.Module], settings: StrategySett
     if settings.checkpointing:
         enable_checkpointing(model)
     return model
+
+
+def autocast(settings: StrategySettings) -> AbstractContextManager[object]:
+    """Around forward, where fp32 parameters are multiplied in the precision's dtype."""
+    dtype = precision_dtype(settings)
+    return torch.autocast(settings.device, dtype=dtype) if dtype != torch.float32 else nullcontext()
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
