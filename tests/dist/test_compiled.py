@@ -16,7 +16,13 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 WORLD_SIZE = 2
 SEQ_LENGTH = 16
-MODEL = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "max_seq_length": SEQ_LENGTH, "tied_embeddings": True}
+MODEL = {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "max_seq_length": SEQ_LENGTH,
+    "tied_embeddings": True,
+}
 STAGES = (0, 1, 2)
 NUM_STEPS = 3
 
@@ -90,7 +96,9 @@ def compile_stage_3(rank: ranks.Rank):
     from zerobench import models
     from zerobench.errors import ConfigError
 
-    engine = zerobench.initialize(models.build(models.resolve("tiny", MODEL), seed=0), config=rank.config(stage=3))
+    engine = zerobench.initialize(
+        models.build(models.resolve("tiny", MODEL), seed=0), config=rank.config(stage=3)
+    )
     with pytest.raises(ConfigError, match="compile each block's forward") as error:
         engine.compile()
     engine.close()

@@ -140,7 +140,8 @@ def train_until_the_disk_fails(rank: ranks.Rank, folder: str, fault: str) -> dic
         for step in range(20):
             zoo.run_plan(engine, CASE, step, rank.rank, [])
             if step == 2:
-                engine.full_optimizer_state("exp_avg")  # no write is under way, which would mend a file that was cut
+                # No write is under way behind it, which would mend a file that was cut.
+                engine.full_optimizer_state("exp_avg")
             if step == 2 and rank.rank == FAULTY:
                 spoil(path, fault)
                 began = time.monotonic()

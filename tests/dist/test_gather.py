@@ -80,7 +80,10 @@ def touching(rank, stage, touch):
 def metadata(rank, stage):
     engine = start(rank, stage)
     parameter = engine.module.get_parameter(NAME)
-    assert parameter.shape == (2 * small_models.WIDTH, small_models.WIDTH) and parameter.numel() == 2 * small_models.WIDTH**2
+    assert (
+        parameter.shape == (2 * small_models.WIDTH, small_models.WIDTH)
+        and parameter.numel() == 2 * small_models.WIDTH**2
+    )
     assert parameter.dtype == torch.float32 and parameter.requires_grad and parameter.is_contiguous()
     assert sum(p.numel() for p in engine.parameters()) == sum(
         p.numel() for p in zoo.make(zoo.CASES["blocks"]).parameters()

@@ -92,7 +92,8 @@ def fail_in_many_ways(rank: ranks.Rank, stage: int) -> dict:
     engine = make()
     zoo.run_plan(engine, case, 0, rank.rank, [])
     engine.backward(engine(**case.batch(1, rank.rank, 0)))
-    for name, call in {"forward": lambda: engine(**case.batch(2, rank.rank, 0)), "state": engine.state_dict}.items():
+    calls = {"forward": lambda: engine(**case.batch(2, rank.rank, 0)), "state": engine.state_dict}
+    for name, call in calls.items():
         with pytest.raises(StateError) as error:
             call()
         said[name] = str(error.value)

@@ -242,7 +242,9 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("kind", [*DIFFERENT, "in param group 0", "in no param group", "blocks.3", "buffer 'table' of shape (3,)"])
+@pytest.mark.parametrize(
+    "kind", [*DIFFERENT, "in param group 0", "in no param group", "blocks.3", "buffer 'table' of shape (3,)"]
+)
 def test_ranks_that_were_set_up_differently_say_what_differs(kind):
     told = ranks.run(differ, kind, timeout_s=60.0)
     assert told[0] == told[1]
@@ -266,9 +268,18 @@ def compare_facts(rank, lists):
     [
         ([["a", "b"]] * 3, None),
         ([[]] * 3, None),
-        ([["a", "b"], ["a", "b"], ["a"]], "rank 2 was set up differently from rank 0: it has nothing further, and "),
-        ([["a"], ["a", "b"], ["a", "b"]], "rank 1 was set up differently from rank 0: it has b, and rank 0 has noth"),
-        ([["a", "b"], ["a", "c"], ["d", "b"]], "rank 2 was set up differently from rank 0: it has d, and rank 0 has a"),
+        (
+            [["a", "b"], ["a", "b"], ["a"]],
+            "rank 2 was set up differently from rank 0: it has nothing further, and ",
+        ),
+        (
+            [["a"], ["a", "b"], ["a", "b"]],
+            "rank 1 was set up differently from rank 0: it has b, and rank 0 has noth",
+        ),
+        (
+            [["a", "b"], ["a", "c"], ["d", "b"]],
+            "rank 2 was set up differently from rank 0: it has d, and rank 0 has a",
+        ),
         ([["é" * 900], ["é" * 900 + "x"], ["é" * 900]], "give every rank the same model"),
     ],
 )

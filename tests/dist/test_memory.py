@@ -64,12 +64,8 @@ CASES = {
     "tiny, prefetch": zoo.Case(tiny, tokens, config={"prefetch_bytes": 450_000}),
     "tiny, no prefetch": zoo.Case(tiny, tokens, config={"prefetch_bytes": 0}),
     "tiny, bf16, prefetch": zoo.Case(tiny, tokens, config={"precision": "bf16", "prefetch_bytes": 230_000}),
-    "tiny, bf16, kept": zoo.Case(
-        tiny, tokens, config={"precision": "bf16", "keep_parameter_shards": True}
-    ),
-    "tiny, in backward": zoo.Case(
-        tiny, tokens, config={"precision": "bf16", "optimizer_in_backward": True}
-    ),
+    "tiny, bf16, kept": zoo.Case(tiny, tokens, config={"precision": "bf16", "keep_parameter_shards": True}),
+    "tiny, in backward": zoo.Case(tiny, tokens, config={"precision": "bf16", "optimizer_in_backward": True}),
     "tiny, accumulation": zoo.Case(tiny, tokens, plan="FBFBFB", config={"gradient_accumulation_steps": 3}),
     "blocks": zoo.CASES["blocks"],
     "blocks, bf16 in fp32": zoo.CASES["bf16 reduced in fp32"],
@@ -135,9 +131,7 @@ def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> 
     states = sum(4 * flat[size[stage >= 1]] for flat in trained)
     result = dict.fromkeys(CATEGORIES, 0)
     result["parameters"] = sum(
-        flat[size[stage == 3]] * BYTES[flat["param_dtype"]]
-        for flat in flats
-        if keeps or not is_fetched(flat)
+        flat[size[stage == 3]] * BYTES[flat["param_dtype"]] for flat in flats if keeps or not is_fetched(flat)
     )
     result["gradients"] = sum(flat[size[stage >= 2]] * BYTES[flat["reduce_dtype"]] for flat in trained)
     result["master"] = sum(4 * flat[size[stage >= 1]] for flat in trained if flat["param_dtype"] != "float32")
@@ -154,7 +148,8 @@ def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> 
         if accumulation > 1:
             classes = Counter(flat["shard_numel"] * BYTES[flat["reduce_dtype"]] for flat in trained)
             result["staging"] += sum(s * min(num, 2) for s, num in classes.items())
-    sums = 8 * len(trained)  # of squares: this rank's, all ranks', and over the ranks behind the step's scalars
+    # Of squares: this rank's, all ranks', and over the ranks behind the step's scalars.
+    sums = 8 * len(trained)
     result["staging"] += sums * (2 + (world_size if world_size > 1 else 0)) + 16
     result["staging"] += 16 if config.get("optimizer_in_backward") else 0
     return result

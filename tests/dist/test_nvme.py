@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -50,7 +49,8 @@ CASES = {
         "evaluation in between",
     )
 }
-OF_PARAMETERS = ("lora", "two forwards, two backwards", "evaluation in between")  # the state is as in the others
+# The state is as in the others.
+OF_PARAMETERS = ("lora", "two forwards, two backwards", "evaluation in between")
 RUNS = {1: ("odd sizes", "fp16"), 2: tuple(CASES)}
 
 pytestmark = pytest.mark.usefixtures("one_thread")

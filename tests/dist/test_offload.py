@@ -1,4 +1,4 @@
-"""Optimizer state on the host, whole, in part or with the parameters' shards, ends with the bits of state on the device.
+"""Optimizer state on the host, whole, in part or with parameters' shards, ends with the bits of state on the device.
 
 All cases of a world size run in one group of processes.
 """

@@ -31,7 +31,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def make_engine(rank: ranks.Rank, case: zoo.Case, stage: int, offload: dict | None, **config) -> zerobench.Engine:
+def make_engine(
+    rank: ranks.Rank, case: zoo.Case, stage: int, offload: dict | None, **config
+) -> zerobench.Engine:
     settings = zoo.optimizer_config(case) | config
     return zerobench.initialize(
         zoo.make(case), config=rank.config(stage=stage, offload_optimizer=offload, **settings)
@@ -183,7 +185,9 @@ def kept_state(engine: zerobench.Engine) -> dict:
     return {"parameters": engine.full_parameters()} | facts | moments
 
 
-def go_on(rank: ranks.Rank, case: zoo.Case, stage: int, offload: dict | None, kept: dict) -> tuple[str, float]:
+def go_on(
+    rank: ranks.Rank, case: zoo.Case, stage: int, offload: dict | None, kept: dict
+) -> tuple[str, float]:
     """Where training ends that goes on from a state loaded before the first step, and the share off the device."""
     gc.collect()  # parameters of a closed engine count as long as their model lives
     engine = make_engine(rank, case, stage, offload)
@@ -195,7 +199,9 @@ def go_on(rank: ranks.Rank, case: zoo.Case, stage: int, offload: dict | None, ke
     end = zoo.state_of(engine)
     if offload is not None:
         held = engine.memory_bytes(peak=False).get("host", {})
-        assert held.get("exp_avg", 0) == held.get("exp_avg_sq", 0) == held.get("master", 0), "what waited is gone"
+        assert held.get("exp_avg", 0) == held.get("exp_avg_sq", 0) == held.get("master", 0), (
+            "what waited is gone"
+        )
     ratio = engine.offload_ratio or 0.0
     found = f"{end['digest']} {end['served']} {engine.global_steps} {engine.loss_scale_state()}"
     engine.close()

@@ -209,7 +209,9 @@ def two_engines(rank, place):
     engine = start(rank, place)
     train(engine, rank, 1)
     for model in (engine.module, nn.Sequential(engine.module), engine.module.blocks[1]):
-        with pytest.raises(ConfigError, match=r"trains this (Chain|Block) already; call that engine's close\(\)"):
+        with pytest.raises(
+            ConfigError, match=r"trains this (Chain|Block) already; call that engine's close\(\)"
+        ):
             zerobench.initialize(model, config=rank.config(**PLACES[place]))
     train(engine, rank, 1, first=1)
     engine.close()

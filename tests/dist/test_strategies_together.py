@@ -58,7 +58,7 @@ RUNS = [(name, case) for case in CASES for name in RIGHT] + [
 FAULTY = [f"faulty:{fault.__name__}" for fault in FAULTS]
 OLD = f"faulty:{OldParameter.__name__}"
 FAULT_CASES = ["fp32", "bf16", "fp16-accum2-clip"]
-# Relative errors: of the reduced gradient of step 1, of the k-step update, of the loss, of the norm and of a held-out loss.
+# Relative errors: of the reduced gradient of step 1, the k-step update, the loss, the norm and a held-out loss.
 TOLERANCES = {
     "fp32": {"gradient": 1e-4, "update": 1e-3, "loss": 1e-5, "norm": 1e-5, "evaluation": 1e-5},
     "bf16": {"gradient": 0.05, "update": 0.15, "loss": 5e-3, "norm": 0.02, "evaluation": 5e-3},
