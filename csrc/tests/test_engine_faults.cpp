@@ -218,6 +218,51 @@ TEST_P(EngineFaults, AnOverflowSkipsTheStepEverywhereAndHalvesTheScale) {
   }
 }
 
+TEST_P(EngineFaults, AnOverflowWithTheScaleAtItsFloorRaisesAndChangesNothing) {
+  ToyOptions with = options();
+  with.param_dtype = DType::kFloat16;
+  with.reduce_dtype = DType::kFloat16;
+  with.loss_scale = {.enabled = true, .initial_scale = 64.0, .min_scale = 32.0};
+  Reference reference(world_size(), DType::kFloat16);
+  for (const long micro_step : {0, 3}) {
+    reference.backward(micro_step);
+    reference.step();
+  }
+  const Values master = same_on_all(with, [&](ToyRank& toy) {
+    EXPECT_TRUE(toy.train_step().applied);
+    const Values before = toy.state(FullState::kMaster);
+    if (toy.rank() == 0) toy.spoil(test::parameters_of(3).front());
+    EXPECT_FALSE(toy.train_step().applied);
+    EXPECT_EQ(toy.engine().loss_scale(), 32.0);
+    try {
+      toy.train_step();
+      ADD_FAILURE() << "no NonFiniteGradientError";
+    } catch (const NonFiniteGradientError& error) {
+      EXPECT_NE(std::string(error.what()).find("unit 'c'"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("at its floor"), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(toy.engine().loss_scale(), 32.0);
+    EXPECT_EQ(toy.state(FullState::kMaster), before);
+    toy.spoil(SIZE_MAX);
+    EXPECT_TRUE(toy.train_step().applied);
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, reference.master);
+}
+
+TEST_P(EngineFaults, AScaleThatStaysSkipsWithoutAnError) {
+  ToyOptions with = options();
+  with.param_dtype = DType::kFloat16;
+  with.reduce_dtype = DType::kFloat16;
+  with.loss_scale = {.enabled = true, .dynamic = false, .initial_scale = 64.0, .min_scale = 64.0};
+  same_on_all(with, [&](ToyRank& toy) {
+    toy.spoil(test::parameters_of(3).front());
+    for (int step = 0; step < 3; ++step) EXPECT_FALSE(toy.train_step().applied);
+    EXPECT_EQ(toy.engine().loss_scale(), 64.0);
+    return toy.state(FullState::kMaster);
+  });
+}
+
 TEST_P(EngineFaults, AGradientThatIsNotFiniteRaisesEverywhereAndChangesNothing) {
   Reference reference(world_size());
   for (const long micro_step : {0, 2}) {

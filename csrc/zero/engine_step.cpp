@@ -103,8 +103,7 @@ void Engine::settle_step() {
     scaler_.step_succeeded();
     return;
   }
-  scaler_.step_overflowed();
-  if (scaler_.enabled()) return;
+  if (scaler_.step_overflowed()) return;
   is_torn_ = was_in_backward;
   const auto* sums = reinterpret_cast<const double*>(norm_on_host_.get() + sizeof(scalars));
   std::size_t position = 0;
@@ -113,6 +112,7 @@ void Engine::settle_step() {
       if (!flat.trainable || std::isfinite(sums[position++])) continue;
       throw NonFiniteGradientError(
           "the gradient of unit '" + unit.name + "' is not finite in step " + std::to_string(steps_tried_) +
+          (scaler_.enabled() ? ", with the loss scale at its floor" : "") +
           (is_torn_ ? "; parameters were updated with it during backward, load a state (engine.load_full_state)."
                     : "; nothing was updated.") +
           " Lower the learning rate, clip gradients, or check the data");

@@ -44,10 +44,15 @@ class LossScaler {
     }
   }
 
-  void step_overflowed() noexcept {
-    if (!options_.enabled || !options_.dynamic) return;
+  // Whether a lower scale, or one that was chosen to stay, leaves anything to hope for. At its floor, a dynamic scale
+  // would have every further step skipped in silence.
+  [[nodiscard]] bool step_overflowed() noexcept {
+    if (!options_.enabled) return false;
+    if (!options_.dynamic) return true;
+    const bool was_above_its_floor = scale_ > options_.min_scale;
     scale_ = std::fmax(options_.min_scale, scale_ * options_.backoff_factor);
     good_steps_ = 0;
+    return was_above_its_floor;
   }
 
  private:

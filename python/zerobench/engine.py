@@ -204,8 +204,9 @@ class Engine(EngineFacts):
         With ``optimizer_in_backward`` the updates began in backward, with the learning rate of that moment, and this
         call ends the step: it must come before the next forward.
 
-        Raises NonFiniteGradientError outside fp16 (nothing is updated; on CUDA it is the next step, or whoever asks for
-        the step's outcome, that raises), StateError without gradients.
+        In fp16 a step whose gradients overflow is skipped and the loss scale lowered. Raises NonFiniteGradientError
+        for them in other precisions, and in fp16 once a dynamic scale is at its floor (nothing is updated; on CUDA it
+        is the next step, or whoever asks for the step's outcome, that raises), StateError without gradients.
         """
         if 0 < self._micro_step < self.config.gradient_accumulation_steps:
             return

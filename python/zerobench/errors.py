@@ -32,7 +32,7 @@ class OutOfMemoryError(Error, MemoryError):
 
 
 class NonFiniteGradientError(Error, ArithmeticError):
-    """A gradient held NaN or Inf in a precision that has no loss scale to retry with."""
+    """A gradient held NaN or Inf, and no lower loss scale is left to retry with."""
 
 
 class DataError(Error, ValueError):

@@ -17,6 +17,7 @@ import small_models
 import zoo
 
 import zerobench
+from zerobench.errors import NonFiniteGradientError
 
 STAGES = (0, 1, 2, 3)
 CASE = zoo.CASES["fp16"]
@@ -100,9 +101,47 @@ def test_a_skipped_step_changes_nothing_and_the_scale_recovers(fp16):
     assert all(not torch.tensor(record["norms"][step]).isfinite() for step in (2, 3, 9))
 
 
+def overflow_at_the_floor(rank):
+    """A loss that stays NaN on one rank: skipped until the scale has nowhere to go, then told of on every rank."""
+    said = {}
+    for stage in STAGES:
+        config = rank.config(
+            stage=stage,
+            precision="fp16",
+            loss_scale={"initial_scale": 8.0, "min_scale": 2.0},
+            optimizer={"lr": zoo.LR},
+        )
+        engine = zerobench.initialize(zoo.make(CASE), config=config)
+        before, skipped = zoo.state_of(engine)["digest"], 0
+        try:
+            for _ in range(5):
+                engine.backward(
+                    engine(**zoo.points(0, rank.rank)) * (float("nan") if rank.rank == 1 else 1.0)
+                )
+                engine.step()
+                skipped += not engine.was_step_applied()
+        except NonFiniteGradientError as error:
+            message = str(error)
+        kept = zoo.state_of(engine)["digest"] == before
+        engine.backward(engine(**zoo.points(0, rank.rank)))
+        engine.step()
+        said[stage] = (skipped, kept, engine.loss_scale, engine.was_step_applied(), message)
+        engine.close()
+    return said
+
+
+def test_a_loss_that_stays_nan_raises_once_the_scale_is_at_its_floor():
+    for said in ranks.run(overflow_at_the_floor):
+        for skipped, kept, scale, applied_after, message in said.values():
+            assert (skipped, kept, scale, applied_after) == (2, True, 2.0, True)
+            assert "with the loss scale at its floor; nothing was updated. Lower the learning rate" in message
+
+
 def test_fp16_trains_what_fp32_trains(fp16):
     """Where nothing overflows, losses follow those of float32 training."""
-    case = zoo.Case(small_models.Chain, config={"gradient_clipping": 1.0, "optimizer": {"lr": zoo.LR}}, steps=14)
+    case = zoo.Case(
+        small_models.Chain, config={"gradient_clipping": 1.0, "optimizer": {"lr": zoo.LR}}, steps=14
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = zoo.train_plainly(case, world_size=2)
