@@ -220,18 +220,21 @@ def test_a_full_file_system_is_one_clear_line(command) -> None:
 
 
 def test_given_ranks_run_every_configuration(command) -> None:
-    """Under torchrun: a row of all ranks, a row that breaks, and a row of one rank."""
+    """Under torchrun: a row of all ranks, one that breaks, one with a loss that is no number, one of one rank."""
     result = command.run(
-        "compare", *SMALL, "--strategies", "troubles:Raises,faulty:PlainDataParallel,single", "--timeout", "60",
+        "compare", *SMALL, "--strategies", "troubles:Raises,troubles:Diverges,faulty:PlainDataParallel,single",
+        "--timeout", "60",
         "--output-dir", "out",
         launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     )  # fmt: skip
     rows = command.rows()
     assert {name: row["status"] for name, row in rows.items()} == {
         "Raises": "failed",
+        "Diverges": "failed",
         "PlainDataParallel": "ok",
         "single": "ok",
     }, result.stderr
     assert rows["Raises"]["error"] == "rank 1: ValueError: the second step is cursed"
+    assert rows["Diverges"]["error"].startswith("the loss of measured step 1 is not finite")
     assert rows["PlainDataParallel"]["settings"]["world_size"] == 2
     assert command.leaves_nothing()

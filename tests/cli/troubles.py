@@ -69,6 +69,23 @@ class Stopped(Troubled):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+class Diverges(PlainDataParallel):
+    """Its loss is not finite on rank 1, from the second step on."""
+
+    name = "diverges"
+
+    def build(self, model_factory) -> None:
+        super().build(model_factory)
+        self._step_num = 0
+
+    def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        self._step_num += 1
+        result = super().step(micro_batches, norm=norm)
+        if self._step_num < TROUBLE_STEP or self.settings.rank != 1:
+            return result
+        return dataclasses.replace(result, loss=result.loss * float("nan"))
+
+
 class LeavesAChild(Troubled):
     """Trains well, and leaves a process behind on every rank."""
 

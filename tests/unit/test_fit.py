@@ -29,6 +29,14 @@ def test_a_model_too_large_for_the_reference_is_verified_with_fewer_layers() -> 
     assert fit.verification_model(row.model, rank_memory_bytes=None, layers=50)["num_layers"] == 12
 
 
+def test_what_all_ranks_of_a_row_gather_must_fit_the_host(monkeypatch) -> None:
+    row = configuration(**ON_GPUS, models=("gpt2-xl",))  # 1.56e9 parameters: 18.7 GB to 62 GB at 4 bytes each
+    monkeypatch.setattr(fit, "memory_available_bytes", lambda: 40 * 10**9)
+    assert fit.verification_model(row.model, rank_memory_bytes=None, gpus=GPUS) == row.model
+    found = fit.verification_model(row.model, rank_memory_bytes=None, gpus=GPUS, host_ranks=8)
+    assert found["num_layers"] == 24
+
+
 def test_what_cannot_fit_a_gpu_is_found_before_it_starts() -> None:
     small = [gpu.model_copy(update={"total_bytes": 8 << 30}) for gpu in GPUS]
     row = configuration(**ON_GPUS, models=("gpt2-xl",), strategies=("ddp",))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from zerobench import config, topology
-from zerobench.bench.given import connect, given_ranks
+from zerobench.bench.given import Answer, connect, given_ranks
+from zerobench.bench.job import DeviceMemory, Report, Verification, Window
+from zerobench.bench.outcome import Outcome
+from zerobench.bench.result import RowDtypes
 from zerobench.errors import ConfigError, Error
 from zerobench.launched import slurm_first_host, with_slurm
 
@@ -60,6 +65,24 @@ def test_srun_makes_an_engine_one_of_several_ranks() -> None:
     assert topology.resolve(config.parse({"world_size": 1}), SRUN).world_size == 1
     assert topology.resolve(config.parse({}), {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).world_size == 1
     assert with_slurm(SRUN)["MASTER_ADDR"] == "a" and with_slurm(TORCHRUN) is TORCHRUN
+
+
+def test_what_is_not_finite_reaches_rank_0_as_it_is() -> None:
+    dtypes = RowDtypes(
+        param="float32", compute="float32", reduce="float32", master="float32", state="float32"
+    )
+    verification = Verification(loss=math.nan, norm=math.inf, evaluations=[1.5, -math.inf])
+    window = Window(
+        step_times_ms=[1.0], losses=[math.nan], began_s=0.0, ended_s=1.0, validation_loss=math.nan,
+        memory=DeviceMemory(peak_bytes=1, allocated_bytes=1), peak_host_bytes=None, communication_bytes=None,
+        memory_bytes={}, phases_ms={}, threads=1,
+    )  # fmt: skip
+    reports = {1: Report(dtypes=dtypes, verification=verification, window=window)}
+    told = Answer.from_text(Answer.of(Outcome(status="ok", reports=reports)).text()).reports[1]
+    assert told.verification is not None and told.window is not None
+    assert math.isnan(told.verification.loss) and told.verification.norm == math.inf
+    assert told.verification.evaluations == [1.5, -math.inf]
+    assert math.isnan(told.window.losses[0]) and math.isnan(told.window.validation_loss or 0.0)
 
 
 def test_a_store_that_cannot_be_reached_is_one_sentence() -> None:

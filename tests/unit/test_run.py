@@ -165,6 +165,7 @@ def test_a_measured_row_gets_what_the_machine_did_meanwhile(comparison) -> None:
     ("figures", "said"),
     [
         ({"losses": [2.0, math.nan]}, "the loss of measured step 2 is not finite"),
+        ({"validation_loss": math.inf}, "the held-out loss after the measured steps is not finite"),
         ({"compiled_graphs": 0.0}, "ran nothing of it compiled"),
         ({"applied_steps": 0, "skipped_steps": 3}, "skipped the update of every measured step"),
     ],

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from zerobench import models, strategies
+from zerobench.bench import verify
 from zerobench.errors import ConfigError
 from zerobench.strategies import clock, shared
 from zerobench.strategies.autocast import AutocastStrategy
@@ -48,6 +49,21 @@ def built_single(model_factory=make_model, **fields) -> SingleStrategy:
     strategy = SingleStrategy(make_settings(**fields))
     strategy.build(model_factory)
     return strategy
+
+
+def test_only_rows_are_watched_and_every_held_out_batch_is_a_sign_of_life() -> None:
+    for watch in (True, False):
+        ticks: list[int] = []
+        evidence = verify.gather_evidence(
+            built_single(),
+            lambda step: make_batches(),
+            held_out=make_batches(3),
+            watch=watch,
+            tick=ticks.append,
+        )
+        assert ticks == [1, 2, 3, 4, 4, 4, 4]
+        assert len(evidence.evaluations) == 3 and evidence.loss_dtype == "float32"
+        assert (None if evidence.read is None else evidence.read.share) == (0.0 if watch else None)
 
 
 def test_registry_names_every_strategy_without_importing_one():

@@ -43,7 +43,6 @@ def evidence(expected: verify.Reference, **changes) -> verify.Evidence:
         "parameters": {name: tensor.clone() for name, tensor in expected.parameters.items()},
         "moments": expected.moments,
         "moment_samples": [],
-        "rounded_masters": frozenset(expected.parameters),  # no optimizer has made these updates
     }
     return verify.Evidence(loss=5.0, norm=1.0, **{**tensors, **changes})
 
@@ -381,7 +380,6 @@ def test_a_reference_that_finds_no_room_names_the_cures() -> None:
     tensors = {"w": torch.zeros(1 << 20)}
     found = verify.Evidence(
         loss=1.0, norm=1.0, gradients=tensors, parameters=tensors, moments=tensors, moment_samples=[],
-        rounded_masters=frozenset(),
     )  # fmt: skip
     with pytest.raises(Error, match=r"of 16 MiB could not be written to /dev: .*ulimit -f.*TMPDIR"):
         verify.write_reference(Path("/dev/full"), found, tensors)

@@ -95,6 +95,9 @@ def fault_of(windows: Sequence[Window]) -> str | None:
             return (
                 f"the loss of measured step {number} is not finite, so nothing is trained: give a lower --lr"
             )
+    held_out = [window.validation_loss for window in windows if window.validation_loss is not None]
+    if not all(map(math.isfinite, held_out)):
+        return "the held-out loss after the measured steps is not finite, so nothing is trained: give a lower --lr"
     if windows and windows[0].applied_steps == 0:
         return (
             "fp16 overflow skipped the update of every measured step: give more --warmup-steps for the loss scale to "
@@ -206,8 +209,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     row.rank_step_times_ms = [median(window.step_times_ms) for window in windows]
     row.loss = finite([fmean(step) for step in zip(*(window.losses for window in windows), strict=True)])
     held_out = [window.validation_loss for window in windows if window.validation_loss is not None]
-    mean = fmean(held_out) if held_out else None
-    row.validation_loss = mean if mean is not None and math.isfinite(mean) else None
+    row.validation_loss = fmean(held_out) if held_out else None
     row.allocated_device_bytes = largest([memory.allocated_bytes for memory in memories])
     row.compiled_graphs = windows[0].compiled_graphs
     moved = [window.communication_bytes for window in windows if window.communication_bytes is not None]

@@ -28,6 +28,7 @@ _NOT_SHARDED = ("single", "ddp", "ddp_compress", "ddp_master")
 # moments, updates, a file).
 _REFERENCE_DEVICE_BYTES = 20
 _REFERENCE_HOST_BYTES = 24
+_GATHERED_HOST_BYTES = 4  # of each set of fp32 copies that a row gathers: one on every rank, three on rank 0
 _OFFLOADED_HOST_BYTES = (
     20  # masters, moments, gradients and parameters of an offloading row that is compared with it
 )
@@ -124,11 +125,13 @@ def verification_model(
     rank_memory_bytes: int | None,
     gpus: Sequence[Gpu] = (),
     layers: int | None = None,
+    host_ranks: int = 1,
     offloads: bool = False,
     rounded_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """The model itself, or the same with fewer layers where the reference would not fit or ``layers`` asks for it.
-    Dropout is off, since every strategy draws other masks. ``offloads``: a row to compare keeps state on the host.
+    """The model itself, or the same with fewer layers where the reference, or what ``host_ranks`` of a row gather on
+    this host, would not fit, or ``layers`` asks for it. Dropout is off, since every strategy draws other masks.
+    ``offloads``: a row to compare keeps state on the host.
     ``rounded_tokens``: of a step in a precision in which experts are mistaken; where each would get few of them, every
     token goes to all."""
     config = models.ModelConfig.model_validate(dict(model)).model_copy(update={"dropout": 0.0})
@@ -139,11 +142,15 @@ def verification_model(
     config = with_layers(config, min(layers or config.num_layers, config.num_layers))
     available = memory_available_bytes()
     host_bytes = available if rank_memory_bytes is None else min(available, rank_memory_bytes)
-    host_bytes_each = _REFERENCE_HOST_BYTES + (_OFFLOADED_HOST_BYTES if offloads else 0)
+    offloaded_bytes_each = _OFFLOADED_HOST_BYTES if offloads else 0
+    host_bytes_each = _REFERENCE_HOST_BYTES + offloaded_bytes_each
+    gathered_bytes_each = _GATHERED_HOST_BYTES * (host_ranks + 2) + offloaded_bytes_each
     device_bytes = min((gpu.total_bytes for gpu in gpus), default=None)
 
     def fits(config: models.ModelConfig) -> bool:
         count = models.parameter_count(config)
+        if count * gathered_bytes_each > available:
+            return False
         if device_bytes is None:  # the device's memory is the host's
             return count * (_REFERENCE_DEVICE_BYTES + host_bytes_each) <= host_bytes
         on_device = count * _REFERENCE_DEVICE_BYTES <= _FILLED * device_bytes

@@ -136,6 +136,14 @@ class Answer(BaseModel):
             oom_tier=outcome.oom_tier,
         )
 
+    def text(self) -> str:
+        """JSON in which a loss that is not finite stays one: pydantic's own would write null."""
+        return json.dumps(self.model_dump(mode="json"))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Answer:
+        return cls.model_validate(json.loads(text))
+
 
 class GivenLauncher(Launcher):
     """Rank 0's launcher: runs its own rank of a job and collects the others' outcomes."""
@@ -167,7 +175,7 @@ class GivenLauncher(Launcher):
             raise Error(
                 f"given rank {rank} does not answer; its process or host is gone ({type(error).__name__})"
             ) from None
-        return Answer.model_validate_json(self._store.get(key))
+        return Answer.from_text(self._store.get(key))
 
     def close(self) -> None:
         self._sequence += 1
@@ -245,7 +253,7 @@ def follow_jobs(given: GivenRank, store: Any) -> int:
                 continue
             log = follower_log(Path(request["log"]), given.rank, launcher.scratch)
             outcome = run_part(launcher.run, given, store, sequence, job, request["environment"], log, None)
-            store.set(f"outcome/{sequence}/{given.rank}", Answer.of(outcome).model_dump_json())
+            store.set(f"outcome/{sequence}/{given.rank}", Answer.of(outcome).text())
 
 
 def wait_for(store: Any, key: str) -> None:

@@ -12,7 +12,9 @@ import torch
 
 from zerobench.strategies.base import OptimizerSettings
 
-_SAMPLE_NUMEL = 1 << 14  # of a parameter, evenly spaced, so that every rank's part is among them
+_SAMPLE_NUMEL = (
+    1 << 14
+)  # of a parameter, evenly spaced, so that every rank's part is among them, be it of columns
 _ROUNDING = 16 * 2.0**-24
 """Of a parameter: what its own rounding in a few steps may come to, which a small learning rate is not far above."""
 _TINY = 1e-30
@@ -21,7 +23,7 @@ _TINY = 1e-30
 def sample(tensor: torch.Tensor) -> torch.Tensor:
     """Some elements, copied to the host, in one dimension."""
     flat = tensor.detach().reshape(-1)
-    every = max(1, math.ceil(flat.numel() / _SAMPLE_NUMEL))
+    every = math.ceil(flat.numel() / _SAMPLE_NUMEL) | 1  # odd: columns come in powers of two
     return flat[::every].to("cpu", copy=True)
 
 

@@ -86,7 +86,7 @@ class Deviation(_Model):
     gradient: float | None = None  # largest relative L2 over parameters, step 1
     gradient_worst: str | None = None  # the parameter of that
     update: float | None = None  # ||update - reference update|| / ||reference update|| after verify_steps
-    piece: float | None = None  # the same of a typical element in the worst piece of 256 elements
+    piece: float | None = None  # the same of a typical element in the worst piece of a parameter
     piece_worst: str | None = None  # the parameter that holds that piece
     optimizer: float | None = (
         None  # the same of the worst parameter, against AdamW of the row's own gradients

@@ -45,8 +45,8 @@ from zerobench.report.rows import FLOOR
 
 GIB = 1 << 30
 SAMPLER_START_S = 10.0
-# Settings that must not change any result, so the reference runs without them.
 _AUTOCAST_REFERENCE = "zerobench.strategies.autocast:AutocastStrategy"
+# Settings that must not change any result, so the reference runs without them.
 _OF_NO_REFERENCE = {
     "checkpointing": False,
     "compile": "none",
@@ -324,17 +324,17 @@ class Comparison:
         )
 
     def verification_model(self, configuration: Configuration) -> dict[str, Any]:
+        group = configuration.reference_group()
+        compared = [row.settings for row in self.plan.configurations if row.reference_group() == group]
+        ranks = max(settings.world_size for settings in compared)
         return verification_model(
             configuration.model,
             rank_memory_bytes=self.rank_memory_bytes,
             gpus=self.gpus,
             layers=self.plan.options.verify_layers,
             rounded_tokens=rounded_tokens(configuration.settings),
-            offloads=any(
-                other.settings.offload != "none"
-                and other.reference_group() == configuration.reference_group()
-                for other in self.plan.configurations
-            ),
+            host_ranks=min(ranks, self.plan.options.host_ranks or ranks),
+            offloads=any(settings.offload != "none" for settings in compared),
         )
 
     def job(

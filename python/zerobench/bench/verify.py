@@ -47,7 +47,6 @@ class Evidence:
     parameters: Tensors  # full, after VERIFY_STEPS
     moments: Tensors  # full exp_avg, after VERIFY_STEPS
     moment_samples: Sequence[Tensors]  # of each step
-    rounded_masters: frozenset[str]  # that did not begin as the reference's
     # The following two after VERIFY_STEPS, of each held-out batch; nothing where a peer cannot evaluate or be watched.
     evaluations: Sequence[float] = ()
     read: WorstRead | None = None
@@ -62,28 +61,34 @@ class Reference(NamedTuple):
 
 
 class OnDevice(Mapping[str, torch.Tensor]):
-    """Tensors that move to a device one by one, as they are looked at."""
+    """Tensors that move to a device one by one, each time that they are looked at. ``tick`` hears of each."""
 
-    def __init__(self, tensors: Tensors, device: torch.device) -> None:
-        self._tensors, self._device = tensors, device
+    def __init__(self, tensors: Tensors, device: torch.device, tick: Callable[[], None]) -> None:
+        self.where_they_are, self._device, self._tick = tensors, device, tick
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name].to(self._device)
+        self._tick()
+        return self.where_they_are[name].to(self._device)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self.where_they_are)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self.where_they_are)
 
 
-def on_device(tensors: Tensors, device: torch.device) -> Tensors:
+def in_place(tensors: Tensors) -> Tensors:
+    """To look at their shapes alone."""
+    return tensors.where_they_are if isinstance(tensors, OnDevice) else tensors
+
+
+def on_device(tensors: Tensors, device: torch.device, tick: Callable[[], None]) -> Tensors:
     """All at once where they take little of a GPU, which compares them in a fraction of the time."""
     if device.type == "cpu":
         return tensors
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
-        return OnDevice(tensors, device)
+        return OnDevice(tensors, device, tick)
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
@@ -92,12 +97,14 @@ def gather_evidence(
     batches: BatchesOfStep,
     *,
     held_out: Sequence[Batch],
+    watch: bool = True,
     keep: bool = True,
     tick: Callable[[int], None] = lambda step: None,
 ) -> Evidence:
-    """Train VERIFY_STEPS steps, then evaluate each held-out batch. Collective. A step that fp16 overflow skipped is run
-    again on the same data, so that strategies that skip at different scales still make the same updates. Tensors are
-    the same on every rank, and on those that do not ``keep`` them they are let go."""
+    """Train VERIFY_STEPS steps, then evaluate each held-out batch, where asked to ``watch`` with an eye on what forward
+    reads. Collective. A step that fp16 overflow skipped is run again on the same data, so that strategies that skip at
+    different scales still make the same updates. Tensors are the same on every rank, and on those that do not ``keep``
+    them they are let go."""
 
     def kept(tensors: Tensors) -> Tensors:
         return tensors if keep else {}
@@ -125,7 +132,9 @@ def gather_evidence(
             gradients = gradients_of_first_step(moments, strategy.settings, norm)
         tick(step + 1)
     parameters: Tensors = strategy.full_parameters()
-    held_out_losses, read, loss_dtype = evaluate(strategy, held_out, parameters)
+    held_out_losses, read, loss_dtype = evaluate(
+        strategy, held_out, parameters if watch else {}, tick=lambda: tick(VERIFY_STEPS)
+    )
     parameters = kept(parameters)
     return Evidence(
         loss=loss,
@@ -134,7 +143,6 @@ def gather_evidence(
         parameters=parameters,
         moments=moments,
         moment_samples=samples,
-        rounded_masters=strategy.rounded_masters(),
         evaluations=held_out_losses,
         read=read,
         loss_dtype=loss_dtype,
@@ -142,13 +150,17 @@ def gather_evidence(
 
 
 def evaluate(
-    strategy: Strategy, held_out: Sequence[Batch], masters: Tensors
+    strategy: Strategy, held_out: Sequence[Batch], masters: Tensors, *, tick: Callable[[], None]
 ) -> tuple[list[float], WorstRead | None, str | None]:
     """The loss of each batch, whether those forwards read ``masters``, and the loss's dtype. Collective."""
     module = strategy.module()
+    known = []
     with nullcontext() if module is None else watched(module, masters) as reads:
-        losses = [strategy.evaluate([batch]) for batch in held_out]
-    known = [loss for loss in losses if loss is not None]
+        for batch in held_out:
+            loss = strategy.evaluate([batch])
+            if loss is not None:
+                known.append(loss)
+            tick()
     if reads is None or reads.loss_dtype is None:
         return known, None, None
     return known, reads.worst(), str(reads.loss_dtype).removeprefix("torch.")
@@ -204,10 +216,9 @@ def compare(
         error = found.double() - parameter.double()
         difference += squares(error)
         update += squares(moved)
-        if name not in evidence.rounded_masters:
-            moments = [of_step[name] for of_step in evidence.moment_samples]
-            initial = sample(parameter) - sample(moved)
-            own[name] = optimizer_deviation(sample(found), initial, moments, optimizer)
+        samples = [of_step[name] for of_step in evidence.moment_samples]
+        initial = sample(parameter) - sample(moved)
+        own[name] = optimizer_deviation(sample(found), initial, samples, optimizer)
         max_abs = nan_max(max_abs, float(error.abs().max()) if error.numel() else 0.0)
     own_worst = max(own, key=lambda name: nan_last(own[name]), default="")
     return TensorDeviation(
@@ -228,6 +239,7 @@ def check_names(found: Tensors, expected: Tensors) -> None:
         raise VerificationError(
             f"parameter names differ from the reference's: missing {missing[:3]}, unknown {extra[:3]}"
         )
+    found, expected = in_place(found), in_place(expected)
     for name, tensor in expected.items():
         if found[name].shape != tensor.shape:
             raise VerificationError(
@@ -238,9 +250,7 @@ def check_names(found: Tensors, expected: Tensors) -> None:
 def gradient_deviation(found: Tensors, expected: Tensors, *, floor: float) -> tuple[float, str]:
     """Largest relative L2 over parameters, and whose it is. A gradient that vanishes (the bias of attention keys has
     none in theory) is held against ``floor`` times the model's root mean square gradient instead of its own noise."""
-    total = sum(squares(gradient) for gradient in expected.values())
-    numel = sum(gradient.numel() for gradient in expected.values())
-    mean_square = total / max(numel, 1)
+    mean_square = mean_square_of(expected)
     worst, worst_name = 0.0, ""
     for name, gradient in expected.items():
         least = floor**2 * mean_square * gradient.numel()
@@ -260,9 +270,7 @@ def piece_deviation(parameters: Tensors, reference: Reference, *, floor: float) 
     larger first moments: Adam turns the rounding noise of small gradients into full steps, and a shard that missed one
     update of four moves every element of its pieces by about a quarter. Pieces count that are not quiet beside the
     model and beside their own parameter, and those without any gradient, which decay alone moves."""
-    total = sum(squares(moment) for moment in reference.moments.values())
-    numel = sum(moment.numel() for moment in reference.moments.values())
-    least = floor**2 * total / max(numel, 1)
+    least = floor**2 * mean_square_of(reference.moments)
     worst, worst_name = 0.0, ""
     for name, expected in reference.parameters.items():
         error = (parameters[name] - expected).abs()
@@ -294,6 +302,15 @@ def in_pieces(tensor: torch.Tensor) -> torch.Tensor:
     return filled.view(piece_num, piece_numel)
 
 
+def mean_square_of(tensors: Tensors) -> float:
+    """Over the elements of all."""
+    total, numel = 0.0, 0
+    for tensor in tensors.values():
+        total += squares(tensor)
+        numel += tensor.numel()
+    return total / max(numel, 1)
+
+
 def squares(tensor: torch.Tensor) -> float:
     return float(tensor.double().square().sum())
 
@@ -310,6 +327,7 @@ def verify_row(
     optimizer: OptimizerSettings,
     is_first: bool,
     device: torch.device,
+    tick: Callable[[], None],
 ) -> Verification:
     """This rank's part of the verdict; rank 0 compares the tensors on ``device``."""
     verification = Verification(
@@ -327,10 +345,10 @@ def verify_row(
         deviation = compare(
             replace(
                 evidence,
-                gradients=on_device(evidence.gradients, device),
-                parameters=on_device(evidence.parameters, device),
+                gradients=on_device(evidence.gradients, device, tick),
+                parameters=on_device(evidence.parameters, device, tick),
             ),
-            Reference(*(on_device(tensors, device) for tensors in read_reference(reference_file))),
+            Reference(*(on_device(tensors, device, tick) for tensors in read_reference(reference_file))),
             precision=precision,
             optimizer=optimizer,
         )

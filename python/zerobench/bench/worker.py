@@ -26,7 +26,7 @@ from zerobench.bench.limits import GIB, DeviceLimit, judge_host
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.meters import Meter, open_meter
 from zerobench.bench.result import RowDtypes
-from zerobench.bench.tolerances import tolerance_precision
+from zerobench.bench.tolerances import VERIFY_STEPS, tolerance_precision
 from zerobench.bench.transfers import file_limits, link_limits
 from zerobench.errors import Error
 from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
@@ -241,6 +241,7 @@ def verified(
             strategy,
             lambda step: meter.place([of_step(step)])[0],
             held_out=meter.place([held_out])[0],
+            watch=job.kind == "row",
             keep=place.rank == 0,
             tick=lambda step: channel.tick("verification", step),
         )
@@ -256,6 +257,7 @@ def verified(
         optimizer=settings.optimizer,
         is_first=place.rank == 0,
         device=meter.device,
+        tick=lambda: channel.tick("verification", VERIFY_STEPS),
     )
     return Report(dtypes=dtypes, verification=verification)
 

@@ -175,10 +175,6 @@ class Strategy(ABC):
     def first_moments(self) -> dict[str, torch.Tensor]:
         """Full exp_avg by parameter name as fp32 CPU copies, zeros where a parameter has none. Collective."""
 
-    def rounded_masters(self) -> frozenset[str]:
-        """Parameters whose masters began as the rounded parameters, where a peer cannot be given better ones."""
-        return frozenset()
-
     @abstractmethod
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         """{tier: {category: bytes}} that this rank holds at peak, by the ledger's names."""

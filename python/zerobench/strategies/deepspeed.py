@@ -109,7 +109,8 @@ class DeepSpeedStrategy(Strategy):
         if self.stage == 0:
             undo_first_step(self._engine)
         # DeepSpeed's masters start from the rounded parameters, other rows' do not.
-        self._rounded_masters = frozenset() if initial is None else set_masters(self._engine, initial)
+        if initial is not None:
+            set_masters(self._engine, initial)
         self._stepped = False
         self._gradient_bytes: dict[str, int] = {}  # by tier
         self._compile()
@@ -174,9 +175,6 @@ class DeepSpeedStrategy(Strategy):
 
     def first_moments(self) -> dict[str, torch.Tensor]:
         return moments(self._engine, stepped=self._stepped)
-
-    def rounded_masters(self) -> frozenset[str]:
-        return self._rounded_masters
 
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         held = held_bytes(self._engine)

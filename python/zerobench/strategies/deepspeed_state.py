@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
@@ -31,24 +30,21 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def set_masters(engine: Any, full: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Copy full fp32 tensors into the masters; the names of those that could not be set. Collective."""
+def set_masters(engine: Any, full: Mapping[str, torch.Tensor]) -> None:
+    """Copy full fp32 tensors into the masters. Collective."""
     from deepspeed.utils import safe_set_full_fp32_param
 
-    if _offloads_stage3(engine):
+    if hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):  # stage 3, whose own writer knows no padding
         named = engine.module.named_parameters()
         set_partitions(engine.optimizer, {id(parameter): full[name] for name, parameter in named})
-        return frozenset()
-    flat, left = _flat_masters(engine), set()
+        return
+    flat = _flat_masters(engine)
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             if id(parameter) in flat:
                 flat[id(parameter)].copy_(full[name])
-            elif full[name].numel() % dist.get_world_size() == 0:  # DeepSpeed's writer knows no padding
-                safe_set_full_fp32_param(parameter, full[name].to(parameter.device))
             else:
-                left.add(name)
-    return frozenset(left)
+                safe_set_full_fp32_param(parameter, full[name].to(parameter.device))
 
 
 def moments(engine: Any, *, stepped: bool) -> dict[str, torch.Tensor]:
