@@ -1,0 +1,37 @@
+"""Peers that zerobench compares on GPUs only, on CPU ranks: too slow to be compared there, and the same code reads and
+sets their masters and moments, and watches what their forward reads.
+
+They are named to zerobench by place, such as ``peers_on_cpu:DeepSpeed3`` with this folder on PYTHONPATH and
+DS_ACCELERATOR=cpu.
+"""
+
+from __future__ import annotations
+
+from zerobench.strategies import deepspeed, fsdp1
+from zerobench.strategies.base import StrategySettings
+
+
+class OnCpu:
+    @classmethod
+    def unsupported(cls, settings: StrategySettings) -> str | None:
+        return None
+
+
+class DeepSpeed0(OnCpu, deepspeed.DeepSpeed0Strategy):
+    name = "deepspeed0-on-cpu"
+
+
+class DeepSpeed1(OnCpu, deepspeed.DeepSpeed1Strategy):
+    name = "deepspeed1-on-cpu"
+
+
+class DeepSpeed2(OnCpu, deepspeed.DeepSpeed2Strategy):
+    name = "deepspeed2-on-cpu"
+
+
+class DeepSpeed3(OnCpu, deepspeed.DeepSpeed3Strategy):
+    name = "deepspeed3-on-cpu"
+
+
+class FSDP1(OnCpu, fsdp1.FSDP1Strategy):
+    name = "fsdp1-on-cpu"
