@@ -28,7 +28,13 @@ app = typer.Typer(
 
 @app.callback()
 def root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            help="Show the traceback of an error. Stands before the command: zerobench --debug compare.",
+        ),
+    ] = False,
 ) -> None:
     """Options of every command."""
 

@@ -15,8 +15,9 @@ from zerobench.errors import ConfigError
 
 COMPARE_HELP = (
     "Verify and measure strategies side by side.\n\n"
-    "Options that take a name or a number per row take comma lists too, and their combinations are compared: "
-    "--batch-size 4,8 --stages 0,3.\n\n"
+    "These take comma lists, whose combinations are compared (--batch-size 4,8 --stages 0,3): --model, "
+    "--num-layers, --hidden-size, --strategies, --stages, --batch-size, --seq-length, --grad-accum, --precision, "
+    "--compile, --offload, --offload-ratio, --optimizer-in-backward, --communicator, --world-size, --clip.\n\n"
     "Exit code: 0 when every row is ok, oom or skipped and at least one is ok; 1 when a row is wrong or failed, or "
     "none is ok; 2 when the command cannot start as given; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, with "
     "the rows so far kept."
@@ -31,8 +32,9 @@ def compare(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Presets (tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt-64m, gpt-512m), names of the Hugging Face "
-            "hub (facebook/opt-1.3b, hf:gpt2), or a folder with a config.json. Default: tiny, on GPUs gpt2."
+            help="Presets (tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt-64m, and gpt-512m, which has the shape of "
+            "gpt2-medium), llama-1.3b, llama, names of the Hugging Face hub (facebook/opt-1.3b, hf:gpt2), or a folder "
+            "with a config.json. Default: tiny, on GPUs gpt2."
         ),
     ] = None,
     num_layers: Annotated[str | None, typer.Option(help="Instead of the preset's.")] = None,
@@ -47,9 +49,11 @@ def compare(
     strategies: Annotated[
         str | None,
         typer.Option(
-            help="Names of strategies (single, zero0 to zero3, compute_only, ddp, fsdp2 and further peers; an unknown "
-            "one lists them all), or package.module:ClassName of your own. Default: single, ours, ddp and fsdp2; on "
-            "GPUs ours and every installed peer."
+            help="single, compute_only, zero0 to zero3, ddp, ddp_compress, ddp_master, fsdp1, fsdp2, fsdp2_keep, "
+            "deepspeed0 to deepspeed3, deepspeed3_super, deepcompile3 (also with _prefetch, _selective or _both behind "
+            "it), mfsdp1 to mfsdp3, or package.module:ClassName of your own. Default: single, zero0 to zero3, ddp and "
+            "fsdp2; on GPUs compute_only to fsdp2_keep, and deepspeed0 to deepspeed3 and mfsdp1 to mfsdp3 where they "
+            "are installed."
         ),
     ] = None,
     stages: Annotated[
@@ -79,13 +83,15 @@ def compare(
     offload_ratio: Annotated[
         str | None,
         typer.Option(
-            help="Share of the optimizer state that leaves the device, 0 to 1, or auto: what the device cannot hold. "
-            "Default: all of it."
+            help="Share of the optimizer state that leaves the device, above 0 to 1 (DeepSpeed's rows take 0 too), or "
+            "auto: what the device cannot hold. Default: all of it."
         ),
     ] = None,
     nvme_path: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FOLDER...", help="Where --offload nvme puts its files; several are striped."),
+        typer.Option(
+            metavar="FOLDER...", help="Where --offload nvme and nvme_full put files; several are striped."
+        ),
     ] = None,
     io_engine: Annotated[
         str | None,
@@ -97,7 +103,8 @@ def compare(
         float | None,
         typer.Option(
             help="GiB of host memory that offloaded state of all ranks may take; what is beyond goes to NVMe, or is "
-            "oom. Default: what the host has."
+            "oom. Default: for cpu_optimizer and cpu_full what the host has; for nvme and nvme_full what buffers take, "
+            "so state swaps unless they hold it."
         ),
     ] = None,
     optimizer_in_backward: Annotated[
@@ -171,7 +178,8 @@ def compare(
     baseline: Annotated[
         str | None,
         typer.Option(
-            help="Strategy or row that speedup and memory change refer to. Default: ddp, else single."
+            help="Strategy or row that speedup and memory change refer to. Default: the first of ddp, ddp_master and "
+            "single that has a row which is ok and comparable."
         ),
     ] = None,
     config: Annotated[

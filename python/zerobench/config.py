@@ -70,7 +70,7 @@ class OffloadOptimizerConfig(_Section):
         None,
         ge=0,
         description="host memory of this rank for device nvme; state that fits beside the buffers stays there. null: "
-        "all state swaps",
+        "all state swaps, unless the buffers hold it",
     )
     io_engine: Literal["io_uring", "threads"] | None = Field(
         None,
@@ -195,7 +195,8 @@ class Config(_Section):
         None,
         description="true keeps low-precision shards of stage 3 beside the fp32 masters, instead of rounding them "
         "before each gather: less work, more memory; null does so with the peer communicator, whose gathers in "
-        "backward are then copies alone",
+        "backward are then copies alone, and with offload_optimizer, whose masters on the host are no source for a "
+        "gather (offload_param keeps none on the device)",
     )
     push_gradient_bytes: int = Field(
         2**23,
@@ -269,6 +270,11 @@ class Config(_Section):
                     "offload_param moves all shards of parameters; leave out keep_parameter_shards and "
                     "offload_optimizer.ratio"
                 )
+        elif self.offload_optimizer is not None and self.stage == 3 and self.keep_parameter_shards is False:
+            raise ValueError(
+                "offload_optimizer keeps parameters' shards on the device, since masters on the host are no source for "
+                "a gather; leave out keep_parameter_shards, or give offload_param"
+            )
         return self
 
     @model_validator(mode="after")

@@ -188,7 +188,8 @@ def fitting_share(units: list[dict[str, Any]], *, free_bytes: int) -> float:
 
 
 def keeps_parameter_shards(config: Config, communicator: str) -> bool:
-    """Masters on the host are no source for a gather, unless parameters are there too."""
+    """Masters on the host are no source for a gather, unless parameters are there too: the configuration takes no
+    ``false`` there."""
     if config.offload_param is not None:
         return False
     if config.offload_optimizer is not None:

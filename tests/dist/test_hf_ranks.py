@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-pytest.importorskip("transformers", reason="needs zerobench[hf]")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
 import hf_zoo
 import ranks

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
-pytest.importorskip("transformers", reason="needs zerobench[hf]")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -11,7 +11,9 @@ from zerobench import models
 from zerobench.errors import ConfigError
 from zerobench.models.materialise import materialise
 
-transformers = pytest.importorskip("transformers", reason="needs zerobench[hf]")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install '.[hf]'"
+)
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_seq_length": 16, "vocab_size": 64}
 CASES = {

@@ -15,7 +15,9 @@ from zerobench.errors import ConfigError
 from zerobench.models.materialise import materialise
 from zerobench.units import find_units
 
-transformers = pytest.importorskip("transformers", reason="needs zerobench[hf]")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install '.[hf]'"
+)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import hf_zoo  # noqa: E402 - tests/ is on the path now

@@ -116,7 +116,9 @@ def check_packages(config: ModelConfig) -> None:
     if not isinstance(config, HFConfig):
         return
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(f"model {config.name!r} needs transformers: pip install 'zerobench[hf]'")
+        raise ConfigError(
+            f"model {config.name!r} needs transformers: pip install '.[hf]' in zerobench's checkout"
+        )
     if config.architecture == "mixtral" and _major_version("transformers") < 5:
         raise ConfigError(
             f"model {config.name!r}: before transformers 5 each expert is a module of its own, and one that no token "

@@ -34,7 +34,9 @@ def set_masters(engine: Any, full: Mapping[str, torch.Tensor]) -> None:
     """Copy full fp32 tensors into the masters. Collective."""
     from deepspeed.utils import safe_set_full_fp32_param
 
-    if hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):  # stage 3, whose own writer knows no padding
+    if hasattr(
+        engine.optimizer, "fp32_partitioned_groups_flat"
+    ):  # stage 3, whose own writer knows no padding
         named = engine.module.named_parameters()
         set_partitions(engine.optimizer, {id(parameter): full[name] for name, parameter in named})
         return

@@ -224,7 +224,9 @@ def pinned(
     threads: Annotated[
         int | None, typer.Option(help="Threads that fill zerobench's pages. Default: all cores.")
     ] = None,
-    ready_repeats: Annotated[int, typer.Option(help="Fresh processes of every side, in turn.")] = 6,
+    ready_repeats: Annotated[
+        int, typer.Option(help="Fresh processes of every side, in turn; at least 6.")
+    ] = 6,
     repeats: Repeats = 15,
     output: Output = None,
 ) -> None:

@@ -70,6 +70,9 @@ def io(
 ) -> None:
     """The swap engines beside the disk's own limit: plain loops over the same files.
 
+    What `tune io` found for the folder is measured, unless --engines, --block-bytes or --depth say what else;
+    --settings goes with none of them.
+
     Exit code: 0, or 1 when a transfer failed.
     """
     from zerobench.bench.micro.io import IoOptions, run_io

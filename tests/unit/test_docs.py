@@ -1,0 +1,76 @@
+"""The pages name what the code has: keys of result files, strategies, presets, and each other."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from zerobench import models, strategies
+from zerobench.bench import result
+from zerobench.strategies.base import Strategy
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted(DOCS.rglob("*.md"))]
+SCHEMA = [
+    kind
+    for _, kind in inspect.getmembers(result, inspect.isclass)
+    if issubclass(kind, BaseModel) and kind.model_fields
+]
+
+
+def named_in(path: Path) -> set[str]:
+    """What stands in backticks."""
+    return set(re.findall(r"`([\w:.]+)`", path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("kind", SCHEMA, ids=lambda kind: kind.__name__)
+def test_every_key_of_a_result_file_is_explained(kind: type[BaseModel]) -> None:
+    assert not kind.model_fields.keys() - named_in(DOCS / "metrics.md")
+
+
+def test_every_strategy_is_explained() -> None:
+    assert not set(strategies.available()) - named_in(DOCS / "comparing.md")
+
+
+def test_the_sample_is_a_strategy() -> None:
+    sample = re.search(r"```python\n(.*?)```", (DOCS / "comparing.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert sample is not None
+    names: dict[str, type[Strategy]] = {}
+    exec(sample[1], names)
+    assert issubclass(names["Mine"], Strategy) and not inspect.isabstract(names["Mine"])
+    assert names["Mine"].name == "mine"
+
+
+def test_presets_have_the_sizes_of_the_page() -> None:
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    rows = {
+        name: sizes
+        for name, sizes in re.findall(r"^\| `([\w-]+)` \|((?: [\d,]+ \|){6})$", text, re.MULTILINE)
+    }
+    assert rows.keys() == set(models.preset_names())
+    for name, sizes in rows.items():
+        config = models.resolve(name)
+        layers, hidden, heads, sequence, vocabulary, parameters = (
+            int(size.replace(",", "")) for size in re.findall(r"[\d,]+", sizes)
+        )
+        assert (layers, hidden, heads) == (config.num_layers, config.hidden_size, config.num_heads)
+        assert (sequence, vocabulary) == (config.max_seq_length, config.vocab_size)
+        assert parameters == models.parameter_count(config)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for place, anchor in re.findall(
+        r"\]\((?!\w+://)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8")
+    ):
+        target = (page.parent / place).resolve() if place else page
+        assert target.exists(), place
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{place}#{anchor}"
