@@ -29,9 +29,8 @@ _NOT_SHARDED = ("single", "ddp", "ddp_compress", "ddp_master")
 _REFERENCE_DEVICE_BYTES = 20
 _REFERENCE_HOST_BYTES = 24
 _GATHERED_HOST_BYTES = 4  # of each set of fp32 copies that a row gathers: one on every rank, three on rank 0
-_OFFLOADED_HOST_BYTES = (
-    20  # masters, moments, gradients and parameters of an offloading row that is compared with it
-)
+# Masters, moments, gradients and parameters of an offloading row that is compared with it.
+_OFFLOADED_HOST_BYTES = 20
 _MANY_TOKENS_OF_AN_EXPERT = 1024  # among which those that rounding sends elsewhere hardly count
 _FILLED = 0.9  # of a GPU, at most, before activations
 

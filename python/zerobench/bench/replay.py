@@ -12,9 +12,8 @@ import torch
 
 from zerobench.strategies.base import OptimizerSettings
 
-_SAMPLE_NUMEL = (
-    1 << 14
-)  # of a parameter, evenly spaced, so that every rank's part is among them, be it of columns
+_SAMPLE_NUMEL = 1 << 14
+"""Of a parameter, evenly spaced, so that every rank's part is among them, be it of rows or of columns."""
 _ROUNDING = 16 * 2.0**-24
 """Of a parameter: what its own rounding in a few steps may come to, which a small learning rate is not far above."""
 _TINY = 1e-30
