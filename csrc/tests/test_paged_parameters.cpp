@@ -126,10 +126,19 @@ TEST(PagedParameters, TheNextChunksComeWithoutACall) {
   PagedStateOptions options = options_in(folder);
   options.engine.depth = 1;
   Parameters parameters(equal_shards(20, kChunkNumel), options);
-  for (unsigned number = 1; number < 5; ++number) parameters.step(number);
-  for (std::size_t shard = 0; shard < 10; ++shard) parameters.fetch(shard);
+  for (unsigned number = 1; number < 4; ++number) parameters.step(number);
+  for (std::size_t shard = 0; shard < 20; ++shard) parameters.fetch(shard);
+  for (std::size_t shard = 20; shard-- > 0;) parameters.fetch(shard);
+  // No write may be under way where a frame is chosen, or a chunk further on stays in one whose turn it was.
+  for (std::size_t shard = 0; shard < 20; ++shard) {
+    parameters.update(shard, 4);
+    parameters->flush();
+  }
+  for (std::size_t shard = 0; shard < 10; ++shard) {
+    parameters.fetch(shard);
+    parameters->flush();
+  }
   // Of six frames two are read ahead into, two hold what was fetched last and two are for updates.
-  parameters->flush();
   const double before_s = parameters->stats().wait_s;
   for (std::size_t shard = 10; shard < 13; ++shard) EXPECT_EQ(parameters->is_read(shard), shard < 12) << shard;
   parameters.fetch(10);
