@@ -5,7 +5,8 @@
 Each cell trains a GPT-2 (tied embeddings) or a Llama of transformers, cut to a few layers, at every stage for 20 steps
 under deterministic algorithms, eager and compiled by block, in three precisions, with clipping and checkpointing in
 turn: checksums of all parameters, every gradient norm and every loss must be equal. Then each model trains 50 steps as
-users train, at every stage and with DDP, and the losses must stay together. CPU ranks do too (``--device cpu``).
+users train, at every stage and with DDP, and the losses must stay together. CPU ranks do too (``--device cpu``). More
+ranks than GPUs take turns on them (``--device shared``, without DDP, since NCCL wants a GPU for each rank).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("hf:gpt2", {"num_layers": 3}),
     "Llama": ("llama-1.3b", {"num_layers": 2, "hidden_size": 1024, "num_heads": 16}),
 }
+COMPILES = ["none", "block"]
 PRECISIONS = ("bf16", "fp16", "fp32")
 NUM_STEPS = 20
 NUM_LOSS_STEPS = 50
@@ -70,13 +72,14 @@ def grid(compiles: Sequence[str]) -> list[Cell]:
 
 def make_settings(device: str, cell: Cell, *, name: str, deterministic: bool) -> StrategySettings:
     rank = int(os.environ["RANK"])
+    on_gpu = device != "cpu"
     return StrategySettings(
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
-        local_rank=rank,
+        local_rank=torch.cuda.current_device() if on_gpu else rank,
         local_world_size=int(os.environ["WORLD_SIZE"]),
         rendezvous=f"parity-{os.environ['MASTER_PORT']}-{cell}-{name}-{deterministic}",
-        device=device,
+        device="cuda" if on_gpu else "cpu",
         precision=cell.precision,
         batch_size=BATCH_SIZE,
         seq_length=SEQ_LENGTH,
@@ -86,6 +89,7 @@ def make_settings(device: str, cell: Cell, *, name: str, deterministic: bool) ->
         optimizer=OptimizerSettings(lr=1e-3 if deterministic else 1e-4),
         timeout_s=120.0,
         deterministic=deterministic,
+        options={"communicator": "peer"} if device == "shared" else {},
     )
 
 
@@ -95,7 +99,7 @@ def train(name: str, cell: Cell, *, device: str, num_steps: int, deterministic: 
     config = models.resolve(preset, sizes)
     settings = make_settings(device, cell, name=name, deterministic=deterministic)
     dataset = data.open_data("stdlib", seed=0, seq_length=SEQ_LENGTH, vocab_size=config.vocab_size)
-    where = torch.device(device, settings.local_rank) if device == "cuda" else torch.device("cpu")
+    where = torch.device("cpu") if device == "cpu" else torch.device("cuda", settings.local_rank)
     strategy = strategies.get(name)(settings)
     strategy.build(lambda: models.build(config, seed=0))
     losses, norms = [], []
@@ -115,7 +119,7 @@ def train(name: str, cell: Cell, *, device: str, num_steps: int, deterministic: 
     strategy.close()
     del strategy
     gc.collect()
-    if device == "cuda":
+    if device != "cpu":
         torch.cuda.empty_cache()
     return found
 
@@ -154,15 +158,23 @@ def markdown(
     bits: Sequence[tuple[Cell, bool, float]],
     losses: Sequence[tuple[Cell, dict[str, float]]],
     *,
-    device: str,
+    options: argparse.Namespace,
     took_s: float,
 ) -> str:
-    name = torch.cuda.get_device_name(0) if device == "cuda" else "CPU"
+    name = "CPU" if options.device == "cpu" else torch.cuda.get_device_name(0)
+    num_ranks = dist.get_world_size()
+    where = f"{num_ranks} x {name}"
+    if options.device == "shared":
+        where = f"{num_ranks} ranks that share {torch.cuda.device_count()} x {name}"
+    command = f"torchrun --nproc_per_node {num_ranks} benchmarks/parity_gpu.py"
+    if options.device != "cuda":
+        command += f" --device {options.device}"
+    if options.compile != COMPILES:
+        command += f" --compile {' '.join(options.compile)}"
     lines = [
-        f"# Parity of the stages on {dist.get_world_size()} x {name}",
+        f"# Parity of the stages on {where}",
         "",
-        f"`torchrun --nproc_per_node {dist.get_world_size()} benchmarks/parity_gpu.py`, {took_s / 60:.0f} min, torch "
-        f"{torch.__version__}. What a cell is: see the script's first lines.",
+        f"`{command}`, {took_s / 60:.0f} min, torch {torch.__version__}. What a cell is: see the script's first lines.",
         "",
         "| model | precision | compile | clip | checkpointing | bits of zero0 to zero3 | loss of step 20 |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -172,6 +184,8 @@ def markdown(
         verdict = "equal" if identical else "DIFFERENT"
         values = [cell.model, cell.precision, cell.compile, *switches, verdict, f"{loss:.4f}"]
         lines.append("| " + " | ".join(values) + " |")
+    if not losses:
+        return "\n".join(lines) + "\n"
     lines += [
         "",
         f"Losses over {NUM_LOSS_STEPS} steps as users train: the largest relative difference of a step's mean loss "
@@ -193,8 +207,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--compile", nargs="+", default=["none", "block"], choices=("none", "block"))
+    parser.add_argument("--device", choices=("cuda", "shared", "cpu"), default="cuda")
+    parser.add_argument("--compile", nargs="+", default=COMPILES, choices=COMPILES)
     parser.add_argument("--output", type=Path, help="written by rank 0; without it the table is printed")
     options = parser.parse_args()
     if options.device == "cuda":
@@ -202,6 +216,9 @@ def main() -> int:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device())
         )
+    elif options.device == "shared":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        dist.init_process_group("gloo")
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
@@ -212,13 +229,13 @@ def main() -> int:
         bits.append((cell, *judge_bits(cell, options.device)))
         if is_first:
             print(f"{time.monotonic() - began:6.1f} s", *bits[-1], file=sys.stderr, flush=True)
-    for model in MODELS:
+    for model in () if options.device == "shared" else MODELS:
         for precision in LOSS_TOLERANCES:
             cell = Cell(model, precision, "none", clip=True, checkpointing=False)
             losses.append((cell, worst_loss(cell, options.device)))
             if is_first:
                 print(f"{time.monotonic() - began:6.1f} s", *losses[-1], file=sys.stderr, flush=True)
-    text = markdown(bits, losses, device=options.device, took_s=time.monotonic() - began)
+    text = markdown(bits, losses, options=options, took_s=time.monotonic() - began)
     if is_first and options.output:
         write_atomically(options.output, text.encode())
     elif is_first:

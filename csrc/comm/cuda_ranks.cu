@@ -28,7 +28,8 @@ void check_one_rank_a_gpu(std::span<const RankDevice> ranks) {
       }
       throw CommunicationError("ranks " + std::to_string(other) + " and " + std::to_string(rank) +
                                    " of one host both use the GPU " + ranks[rank].pci_bus_id.data() +
-                                   "; start at most one rank for each GPU that is visible",
+                                   "; start at most one rank for each GPU that is visible, or name the communicator "
+                                   "'peer', whose ranks may share a GPU to try things out",
                                static_cast<int>(rank));
     }
   }

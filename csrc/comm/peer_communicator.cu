@@ -50,6 +50,7 @@ std::string obstacle_to(const CudaDevice& device, int peer, const RankDevice& th
     return "the GPU " + std::string(theirs.pci_bus_id.data()) + " of rank " + std::to_string(peer) +
            " is not visible here; make all GPUs of the host visible to all ranks, or use 'nccl'";
   }
+  if (ordinal == device.ordinal()) return {};  // ranks that share a GPU
   int can_access = 0;
   ZB_CUDA(cudaDeviceCanAccessPeer(&can_access, device.ordinal(), ordinal));
   if (can_access != 0) return {};
@@ -148,28 +149,12 @@ std::vector<RankDevice> meet(CudaDevice& device, Communicator& control) {
   const RankDevice mine = RankDevice::own(device);
   std::vector<RankDevice> ranks(static_cast<std::size_t>(control.world_size()));
   control.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(ranks)), kLabel);
-  check_one_rank_a_gpu(ranks);
   return ranks;
 }
 
-void connect(const std::shared_ptr<CudaDevice>& device, LaneOptions& options) {
-  Communicator& control = *options.control;
-  const std::string obstacle = peer_obstacle(device, control, options.timeout);
-  ZB_EXPECT(obstacle.empty(), "communicator 'peer' cannot be used: " + obstacle);
-  options.processes = watch_processes(control, meet(*device, control), kLabel);
-  options.overhead = std::make_shared<MemoryOverhead>();
-  auto link = std::make_unique<CudaPeerLink>(device, options.lane, control, options.timeout, options.overhead);
-  options.transport = std::make_unique<PeerTransport>(
-      device, options.lane, std::move(link), options.lane == Lane::kReduce ? kScratchBytes : kSmallScratchBytes);
-  control.barrier(kLabel);  // all have their scratch
-}
-
-}  // namespace
-
-std::string peer_obstacle(const std::shared_ptr<CudaDevice>& device, Communicator& control,
-                          std::chrono::milliseconds timeout) {
-  if (control.world_size() == 1) return {};
-  const std::vector<RankDevice> ranks = meet(*device, control);
+// Asks the devices, then tries memory, meetings and copies once.
+std::string obstacle_among(const std::vector<RankDevice>& ranks, const std::shared_ptr<CudaDevice>& device,
+                           Communicator& control, std::chrono::milliseconds timeout) {
   std::string text = first_obstacle(control, obstacle_of(*device, control.rank(), ranks));
   if (!text.empty()) return text;
   std::unique_ptr<CudaPeerLink> link;
@@ -183,6 +168,31 @@ std::string peer_obstacle(const std::shared_ptr<CudaDevice>& device, Communicato
   }
   if (text.empty()) text = obstacle_in(control, [&] { copy_once(*device, *link, *memory); });
   return text;
+}
+
+void connect(const std::shared_ptr<CudaDevice>& device, LaneOptions& options) {
+  Communicator& control = *options.control;
+  const std::vector<RankDevice> ranks = meet(*device, control);
+  if (ranks.size() > 1) {
+    const std::string obstacle = obstacle_among(ranks, device, control, options.timeout);
+    ZB_EXPECT(obstacle.empty(), "communicator 'peer' cannot be used: " + obstacle);
+  }
+  options.processes = watch_processes(control, ranks, kLabel);
+  options.overhead = std::make_shared<MemoryOverhead>();
+  auto link = std::make_unique<CudaPeerLink>(device, options.lane, control, options.timeout, options.overhead);
+  options.transport = std::make_unique<PeerTransport>(
+      device, options.lane, std::move(link), options.lane == Lane::kReduce ? kScratchBytes : kSmallScratchBytes);
+  control.barrier(kLabel);  // all have their scratch
+}
+
+}  // namespace
+
+std::string peer_obstacle(const std::shared_ptr<CudaDevice>& device, Communicator& control,
+                          std::chrono::milliseconds timeout) {
+  if (control.world_size() == 1) return {};
+  const std::vector<RankDevice> ranks = meet(*device, control);
+  check_one_rank_a_gpu(ranks);
+  return obstacle_among(ranks, device, control, timeout);
 }
 
 std::unique_ptr<Communicator> make_peer_communicator(PeerOptions options) {

@@ -219,7 +219,8 @@ class Config(_Section):
     communicator: Literal["auto", "shm", "c10d", "nccl", "peer"] = Field(
         "auto",
         description="what moves data between ranks: shm or c10d (gloo) on CPU, nccl or peer (copy engines, GPUs of one "
-        "host) on GPUs; auto is shm on one host and c10d on several, on GPUs peer where that can be used, else nccl",
+        "host) on GPUs; auto is shm on one host and c10d on several, on GPUs peer where that can be used, else nccl; "
+        "where peer is named ranks may share a GPU",
     )
     rendezvous: str | None = Field(
         None, min_length=1, description="unique text by which ranks of one host meet"

@@ -228,9 +228,11 @@ def choose(model: nn.Module, config: Config, topology: Topology) -> Place:
             f"the model's parameters are spread over the CUDA devices {on_cuda}; put a rank's model on one of them"
         )
     index = on_cuda[0] if on_cuda else topology.local_rank
+    if config.communicator == "peer":  # whose ranks may share devices
+        index %= torch.cuda.device_count()
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"rank {topology.rank} would use CUDA device {index} and torch sees {torch.cuda.device_count()}; start at "
-            "most one rank a device"
+            "most one rank a device, or name the communicator 'peer', whose ranks may share one to try things out"
         )
     return CudaPlace(index)

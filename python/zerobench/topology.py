@@ -53,7 +53,7 @@ class Communicators:
     gather: Any
     reduce: Any
     close: Callable[[], None]  # after the engine has let go of them
-    note: str | None = None  # why "auto" did not choose what it prefers
+    note: str | None = None  # to read times with: why "auto" did not choose what it prefers
 
 
 def make_communicators(
@@ -161,6 +161,9 @@ def _on_device(kind: str, control: Communicators, core: Any, config: Config, dev
     "peer" where all ranks can use it."""
     cuda = _native.load_cuda()
     given = {"device": device, "timeout_s": config.timeout_s}
+    shared = (
+        _shared_gpus(control.gather, cuda.device_info(device.ordinal).pci_bus_id) if kind == "peer" else None
+    )
     gather, reduce = (core.release_communicator(c) for c in (control.gather, control.reduce))
     obstacle = cuda.peer_obstacle(control=gather, **given) if kind == "auto" else ""
     if kind == "auto":
@@ -171,7 +174,19 @@ def _on_device(kind: str, control: Communicators, core: Any, config: Config, dev
         core.adopt_communicator(make(lane=lane, control=capsule, **given))
         for lane, capsule in (("gather", gather), ("reduce", reduce))
     )
-    return Communicators(kind, gather, reduce, control.close, f"not peer: {obstacle}" if obstacle else None)
+    note = f"not peer: {obstacle}" if obstacle else shared
+    return Communicators(kind, gather, reduce, control.close, note)
+
+
+def _shared_gpus(control: Any, pci_bus_id: str) -> str | None:
+    """Says so where ranks of this host share GPUs. Collective."""
+    width = 32
+    everyones = control.exchange(pci_bus_id.encode().ljust(width)[:width])
+    num_gpus = len({everyones[at : at + width] for at in range(0, len(everyones), width)})
+    if num_gpus == control.world_size:
+        return None
+    gpus = "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return f"{control.world_size} ranks take turns on {gpus}, so their times say nothing"
 
 
 def _nothing() -> None:

@@ -5,15 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import ranks
 import torch
 
 from zerobench import _native
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GPU_NUM = torch.cuda.device_count()
 # What may pass between a fault and the error, besides the communicator's own timeout: turns, graces, NCCL's abort.
 SLACK_S = 20.0
 KINDS = ("nccl", "peer")
+
+
+def ordinal_of(rank: int) -> int:
+    """Ranks beyond the machine's GPUs take turns on them, which "peer" allows where it is named."""
+    return rank % GPU_NUM
+
+
+def can_connect(kind: str, world_size: int) -> bool:
+    return kind == "peer" or world_size <= GPU_NUM
+
+
+def needs_gpus(kind: str, world_size: int) -> Any:
+    """The marks of a test for so many ranks."""
+    return pytest.mark.skipif(
+        not can_connect(kind, world_size),
+        reason=f"{kind} needs {world_size} GPUs, and this machine has {GPU_NUM}",
+    )
 
 
 class Connected:
@@ -29,7 +48,7 @@ class Connected:
         ordinal: int | None = None,
     ) -> None:
         self.core, cuda = _native.load(), _native.load_cuda()
-        ordinal = rank.rank if ordinal is None else ordinal
+        ordinal = ordinal_of(rank.rank) if ordinal is None else ordinal
         torch.cuda.set_device(ordinal)
         torch.cuda.init()
         self.lane = lane

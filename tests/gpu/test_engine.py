@@ -1,6 +1,7 @@
 """The engine on GPUs: every kind of model at every stage ends with the same bits, and trains what CPUs train.
 
-One process a GPU; all cases of a world size run in one group of processes.
+One process a rank; all cases of a world size run in one group of processes. Ranks of the peer communicator take turns
+where there are fewer GPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks  # noqa: E402
 import zoo  # noqa: E402
+from gpu_ranks import can_connect, ordinal_of  # noqa: E402
 
 STAGES = (0, 1, 2, 3)
 # Making communicators takes most of the time of several GPUs.
@@ -53,7 +55,7 @@ RUNS |= {
     (world_size, communicator): tuple(name for name in ON_SEVERAL if name in zoo.CASES)
     for world_size in (2, 4)
     for communicator in COMMUNICATORS
-    if torch.cuda.device_count() >= world_size
+    if can_connect(COMMUNICATORS[communicator]["communicator"], world_size)
 }
 # As tests/dist/test_stages.py: relative L2 of the first moments and of all updates together.
 TOLERANCES = {"fp32": (2e-4, 5e-3), "bf16": (0.03, 0.15), "fp16": (0.01, 0.05)}
@@ -62,10 +64,11 @@ TOLERANCES = {"fp32": (2e-4, 5e-3), "bf16": (0.03, 0.15), "fp16": (0.01, 0.05)}
 def train_all(rank: ranks.Rank, names: tuple[str, ...], communicator: str) -> dict[tuple[str, int], dict]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
-    torch.cuda.set_device(rank.rank)
+    device = f"cuda:{ordinal_of(rank.rank)}"
+    torch.cuda.set_device(device)
     return {
         (name, stage): zoo.train_or_error(
-            zoo.CASES[name], rank, stage=stage, device=f"cuda:{rank.rank}", **COMMUNICATORS[communicator]
+            zoo.CASES[name], rank, stage=stage, device=device, **COMMUNICATORS[communicator]
         )
         for name in names
         for stage in STAGES

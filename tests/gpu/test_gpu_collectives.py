@@ -1,4 +1,4 @@
-"""Communicators of GPUs on real devices: every collective is exact, ordered and counted. One process a GPU.
+"""Communicators of GPUs on real devices: every collective is exact, ordered and counted. One process a rank.
 
 A group of processes takes seconds to connect, so checks that leave the communicator whole share one.
 """
@@ -19,14 +19,25 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks  # noqa: E402
-from gpu_ranks import DTYPES, KINDS, SLACK_S, Connected, sums, values  # noqa: E402
+from gpu_ranks import (  # noqa: E402
+    DTYPES,
+    GPU_NUM,
+    KINDS,
+    SLACK_S,
+    Connected,
+    needs_gpus,
+    sums,
+    values,
+)
 
 from zerobench import _native  # noqa: E402
 from zerobench.errors import StateError  # noqa: E402
 
-GPU_NUM = torch.cuda.device_count()
-several_gpus = pytest.mark.skipif(GPU_NUM < 2, reason=f"needs 2 GPUs, and this machine has {GPU_NUM}")
-WORLD_SIZES = [1, *([2] if GPU_NUM >= 2 else []), *([GPU_NUM] if GPU_NUM > 2 else [])]
+RUNS = [
+    pytest.param(world_size, kind, marks=needs_gpus(kind, world_size))
+    for world_size in sorted({1, 2, GPU_NUM})
+    for kind in KINDS
+]
 NUMELS = (1, 3, 31, 1000, 4097, 70_001)
 SLOW_CYCLES = 300_000_000  # of torch.cuda._sleep: a tenth of a second or more
 
@@ -201,8 +212,7 @@ def check_whole(rank: ranks.Rank, kind: str) -> None:
     again.comm.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "kind"), RUNS)
 def test_collectives_are_exact_ordered_and_counted(world_size: int, kind: str) -> None:
     ranks.run(check_whole, kind, world_size=world_size, timeout_s=200.0)
 
@@ -235,6 +245,6 @@ def check_over_gloo(rank: ranks.Rank, store: str) -> None:
     made.close()
 
 
-@several_gpus
+@needs_gpus("nccl", 2)
 def test_ranks_of_several_hosts_meet_over_torch_distributed(tmp_path) -> None:
     ranks.run(check_over_gloo, str(tmp_path / "store"), world_size=2, timeout_s=120.0)

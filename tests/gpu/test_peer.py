@@ -1,5 +1,6 @@
 """The peer communicator on real devices: what other communicators of GPUs do not promise, or cannot get wrong. What all
-have in common is tested in test_gpu_collectives.py and test_gpu_faults.py. One process a GPU.
+have in common is tested in test_gpu_collectives.py and test_gpu_faults.py. One process a rank; on a machine of one GPU
+two ranks take turns on it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks  # noqa: E402
 from device_arrays import assert_same_bits, hard_values  # noqa: E402
-from gpu_ranks import DTYPES, Connected  # noqa: E402
+from gpu_ranks import DTYPES, GPU_NUM, Connected, ordinal_of  # noqa: E402
 
 from zerobench.errors import CommunicationError  # noqa: E402
 
-GPU_NUM = torch.cuda.device_count()
-if GPU_NUM < 2:
-    pytest.skip(f"needs 2 GPUs, and this machine has {GPU_NUM}", allow_module_level=True)
-
 MIB = 2**20
+two_gpus = pytest.mark.skipif(GPU_NUM < 2, reason=f"needs 2 GPUs, and this machine has {GPU_NUM}")
 
 
 def values_of(rank: int, numel: int, dtype: str) -> torch.Tensor:
@@ -125,7 +123,7 @@ def check_bits(rank: ranks.Rank) -> None:
         at.comm.close()
 
 
-@pytest.mark.parametrize("world_size", sorted({2, GPU_NUM}))
+@pytest.mark.parametrize("world_size", sorted({2, max(2, GPU_NUM)}))
 def test_sums_have_the_bits_of_a_sum_in_rank_order(world_size: int) -> None:
     ranks.run(check_bits, world_size=world_size, timeout_s=200.0)
 
@@ -177,6 +175,7 @@ def run_out_of_memory(rank: ranks.Rank) -> str:
     return "no MemoryError"
 
 
+@two_gpus
 def test_a_rank_without_memory_is_named_on_all() -> None:
     for text in ranks.run(run_out_of_memory, world_size=2, timeout_s=60.0):
         assert text.startswith("rank 1: ") and "ran out of memory" in text
@@ -198,17 +197,17 @@ def test_too_few_queues_are_refused() -> None:
         assert "communicator 'peer' cannot be used: on rank 0 CUDA_DEVICE_MAX_CONNECTIONS=1" in text
 
 
-def choose(rank: ranks.Rank, connections: str | None) -> tuple[str, str | None]:
+def choose(rank: ranks.Rank, connections: str | None, kind: str) -> tuple[str, str | None]:
     import os
 
     from zerobench import _native, config, topology
 
     if connections is not None and rank.rank == 1:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
-    torch.cuda.set_device(rank.rank)
+    torch.cuda.set_device(ordinal_of(rank.rank))
     torch.cuda.init()
-    device = _native.load_cuda().make_device(rank.rank, on_out_of_memory=torch.cuda.empty_cache)
-    parsed = config.parse(rank.config())
+    device = _native.load_cuda().make_device(ordinal_of(rank.rank), on_out_of_memory=torch.cuda.empty_cache)
+    parsed = config.parse(rank.config(communicator=kind))
     made = topology.make_communicators(_native.load(), parsed, topology.resolve(parsed), device)
     assert made.kind == made.gather.kind == made.reduce.kind
     made.gather.barrier()
@@ -218,8 +217,18 @@ def choose(rank: ranks.Rank, connections: str | None) -> tuple[str, str | None]:
     return made.kind, made.note
 
 
+@two_gpus
 def test_auto_chooses_it_where_all_ranks_can_use_it() -> None:
-    assert ranks.run(choose, None, world_size=2, timeout_s=60.0) == [("peer", None)] * 2
-    for kind, note in ranks.run(choose, "1", world_size=2, timeout_s=60.0):
+    assert ranks.run(choose, None, "auto", world_size=2, timeout_s=60.0) == [("peer", None)] * 2
+    for kind, note in ranks.run(choose, "1", "auto", world_size=2, timeout_s=60.0):
         assert kind == "nccl"
         assert note is not None and note.startswith("not peer: on rank 1 CUDA_DEVICE_MAX_CONNECTIONS=1")
+
+
+def test_ranks_that_share_gpus_say_so_and_auto_refuses() -> None:
+    num = GPU_NUM + 1
+    gpus = "one GPU" if GPU_NUM == 1 else f"{GPU_NUM} GPUs"
+    note = f"{num} ranks take turns on {gpus}, so their times say nothing"
+    assert ranks.run(choose, None, "peer", world_size=num, timeout_s=60.0) == [("peer", note)] * num
+    with pytest.raises(AssertionError, match=r"both use the GPU .* or name the communicator 'peer'"):
+        ranks.run(choose, None, "auto", world_size=num, timeout_s=60.0)
