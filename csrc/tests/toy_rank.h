@@ -124,7 +124,7 @@ class ToyRank {
     enter(kRoot);
     for (const std::size_t unit : units) {
       enter(unit);
-      engine_->post_forward(unit);
+      if (unit != hidden_) engine_->post_forward(unit);
     }
     engine_->post_forward(kRoot);
     before_end();
@@ -155,7 +155,7 @@ class ToyRank {
   }
 
   void unit_backward(std::size_t unit) {
-    engine_->pre_backward(unit);
+    if (unit != hidden_) engine_->pre_backward(unit);
     expect_readable(unit);
     for (const std::size_t parameter : parameters_of(unit)) give_gradient(parameter);
   }
@@ -215,6 +215,9 @@ class ToyRank {
   // From now on this parameter's gradient holds an infinity; SIZE_MAX for none.
   void spoil(std::size_t parameter) { spoiled_ = parameter; }
 
+  // From now on nobody calls this unit's module, so no hook runs; SIZE_MAX for none.
+  void hide(std::size_t unit) { hidden_ = unit; }
+
   // The unit's parameters as its module's work in the compute lane finds them.
   void expect_readable(std::size_t unit) {
     std::vector<Touched> touched;
@@ -242,7 +245,7 @@ class ToyRank {
     EXPECT_EQ(lanes_ ? lanes_->block_num("a gradient") : 0U, 0U) << "gradients are held that nothing reads any more";
   }
   void enter(std::size_t unit) {
-    engine_->pre_forward(unit);
+    if (unit != hidden_) engine_->pre_forward(unit);
     expect_readable(unit);
   }
 
@@ -295,6 +298,7 @@ class ToyRank {
   std::unique_ptr<Engine> engine_;
   long micro_step_ = 0;
   std::size_t spoiled_ = SIZE_MAX;
+  std::size_t hidden_ = SIZE_MAX;
 };
 
 }  // namespace zb::test

@@ -14,6 +14,11 @@ void Engine::begin_forward(bool train) {
     expect_no_updates();
     gathers_->begin_pass(train ? PassKind::kTrainForward : PassKind::kEvalForward);
     if (train) reduces_->begin_forward();
+    for (std::size_t index = 0; index < units_.size(); ++index) {
+      if (!units_[index].is_unseen) continue;
+      publish_through(index);
+      wait_updated(units_[index]);
+    }
   });
 }
 
@@ -92,6 +97,7 @@ void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> grou
     gathers_->begin_pass(PassKind::kBackward);
     try {
       drop_offers();
+      for (Unit& unit : units_) unit.missed_update = unit.is_updating;
       // The last ones still read the gradients that are written now.
       if (!store_->issues_at_once() || options_.optimizer_in_backward) finish_updates();
       begin_updates(last, groups);
@@ -119,10 +125,21 @@ void Engine::await_gathers_of_forward() {
 void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType dtype, int graph_task,
                               std::shared_ptr<const void> owner) {
   enter([&] {
+    expect_not_missed(units_[parameters_[parameter].unit]);
     if (reduces_->arrive(parameter, gradient, dtype, graph_task, std::move(owner))) {
       finish_backward_if_done(parameters_[parameter].unit);
     }
   });
+}
+
+// Hooks are how the engine knows that a forward comes to a unit.
+void Engine::expect_not_missed(const Unit& unit) const {
+  ZB_EXPECT_STATE(
+      !unit.missed_update,
+      "a forward used parameters of unit '" + unit.name +
+          "' while the last step's updates were under way: it did not call the unit's module, and hooks saw "
+          "nothing; call modules, not their forward, and in the configuration's units name a class whose "
+          "forward holds all uses of its parameters");
 }
 
 void Engine::end_backward() {

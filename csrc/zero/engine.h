@@ -244,6 +244,7 @@ class Engine {
   void expect_no_updates() const;
   void expect_not_updated(const Unit& unit) const;
   void expect_settled(const Unit& unit) const;
+  void expect_not_missed(const Unit& unit) const;
   void begin_updates(bool last, std::span<const AdamHyperparameters> groups);
   void on_reduced(Unit& unit);
   void start_updates_behind_peers();

@@ -109,8 +109,9 @@ void Engine::build_unit(Unit& unit, EngineModel& model) {
       parameters_[index].sharded_message =
           "parameter '" + parameters_[index].name +
           "' is sharded (ZeRO stage 3): most of it is on other ranks now; read or change it inside "
-          "`with engine.gather():`, or, where one module's forward uses what another holds, name a class that holds "
-          "both in the configuration's units";
+          "`with engine.gather():`, or, where a forward needs it though the module that holds it is not called itself "
+          "(module.forward(), or a use of its weight by another), name a class whose forward holds that use in the "
+          "configuration's units";
     }
     build_flat(flat);
   }

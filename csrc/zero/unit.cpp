@@ -29,10 +29,12 @@ std::string_view gradient_state_name(GradientState state) noexcept {
 }
 
 void check_intact(const Parameter& parameter) {
-  ZB_EXPECT_STATE(parameter.binding->intact(),
-                  "the storage of parameter '" + parameter.name +
-                      "' was replaced from outside (assigning to .data or set_()); write values inside "
-                      "engine.gather(..., modifier_rank=0) instead");
+  ZB_EXPECT_STATE(
+      parameter.binding->intact(),
+      "the storage of parameter '" + parameter.name +
+          "' was replaced from outside (assigning to .data, set_(), or a module's .to(), which a model may "
+          "call itself); write values inside engine.gather(..., modifier_rank=0), and let modules keep their "
+          "dtype and device");
 }
 
 Region Unit::gradients_of(const FlatBuffer& flat) const {

@@ -43,6 +43,9 @@ class ModuleHooks:
             root.register_forward_hook(self._end_forward, always_call=True),
         ]
         for module in root.modules():
+            # Models share modules that hold nothing, such as transformers' activations.
+            if module is not root and not any(True for _ in module.parameters()):
+                continue
             self._handles += [
                 module.register_state_dict_pre_hook(self._expect_readable),
                 module.register_load_state_dict_pre_hook(self._expect_may_load),

@@ -53,7 +53,8 @@ def find_units(model: nn.Module, units: str | Sequence[str] = "auto") -> UnitMod
     Blocks are the outermost modules of which a container holds at least two with the same class and the same parameter
     names and shapes; also those in a list of modules whose class a Hugging Face model must not have split, be there one
     only, so that a mixture of experts stays whole. Large embeddings and heads that share no parameter with another
-    module become units of their own beside blocks. Raises ConfigError for a class name that no module has.
+    module become units of their own beside blocks. Modules without a forward of their own (nn.ModuleList) are no units,
+    since nobody calls them. Raises ConfigError for a class name that no module has, or that has no forward.
     """
     if units == "auto":
         found = _repeated_blocks(model)
@@ -71,6 +72,10 @@ def _signature(module: nn.Module) -> tuple[object, ...]:
     return (type(module), tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters()))
 
 
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     blocks: list[nn.Module] = []
     seen: set[int] = set()
@@ -83,7 +88,7 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
             seen.add(id(child))
             signature = _signature(child)
             listed = isinstance(module, nn.ModuleList) and type(child).__name__ in whole
-            if (listed or counts.get(signature, 0) >= 2) and signature[1]:
+            if (listed or counts.get(signature, 0) >= 2) and signature[1] and _is_called(child):
                 blocks.append(child)
             else:
                 visit(child)
@@ -102,6 +107,8 @@ def _lone_embeddings(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Modul
     for module in model.modules():
         if id(module) in inside or not isinstance(module, (nn.Embedding, nn.Linear)):
             continue
+        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            continue  # nn.MultiheadAttention's, which reads its weight and does not call it
         own = [p for p in module._parameters.values() if p is not None]
         numel = sum(p.numel() for p in own)
         # Small ones (position embeddings, a classifier) would only add collectives.
@@ -117,8 +124,15 @@ def _by_class(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}"
             raise ConfigError(f"units: the model has no module of class '{name}'; {hint}")
-    return [
+    named = [
         m
         for m in model.modules()
         if type(m).__name__ in classes and m is not model and any(True for _ in m.parameters())
     ]
+    for module in named:
+        if not _is_called(module):
+            raise ConfigError(
+                f"units: a {type(module).__name__} has no forward of its own, so nothing tells when it is used; name "
+                "the class of what it holds, or of the module that holds it"
+            )
+    return named

@@ -221,6 +221,18 @@ def two_engines(rank, place):
         engine.close()
 
 
+def sharing_an_activation(rank, place):
+    """A module without parameters that is part of another model, too, which stays that model's."""
+    activation = nn.Tanh()
+    other = nn.Sequential(nn.Linear(2, 2), activation)
+    model = zoo.make(CASE)
+    model.activation = activation
+    engine = zerobench.initialize(model, config=rank.config(**(zoo.optimizer_config(CASE) | PLACES[place])))
+    train(engine, rank, 1)
+    other.load_state_dict(copy.deepcopy(other).state_dict())
+    engine.close()
+
+
 def copying(rank, place):
     """A trained model's hooks lead to its engine, so a copy would train nothing."""
     engine = start(rank, place)
@@ -293,6 +305,33 @@ def forward_with_more(self, x, y):
     return nn.functional.mse_loss(self.outlet(h + bias).float(), y.float())
 
 
+def calling_forward(rank, place):
+    """Blocks whose ``forward`` is called by name, which no hook sees."""
+    digests = []
+    for forward in (None, forward_of_forwards):
+        model = zoo.make(CASE)
+        if forward is not None:
+            model.forward = types.MethodType(forward, model)
+        settings = zoo.optimizer_config(CASE) | PLACES[place]
+        engine = zerobench.initialize(model, config=rank.config(**settings))
+        if forward is not None and (place == "3 on host" or (place == "3" and rank.world_size > 1)):
+            with pytest.raises(RuntimeError, match=r"'blocks\.0\.\S*' is sharded .*module\.forward\(\)"):
+                engine(**CASE.batch(0, rank.rank, 0))
+            engine.close()
+            return
+        train(engine, rank, 3)
+        digests.append(zoo.state_of(engine)["digest"])
+        engine.close()
+    assert digests[0] == digests[1]
+
+
+def forward_of_forwards(self, x, y):
+    h = self.inlet(x)
+    for block in self.blocks:
+        h = block.forward(h)
+    return nn.functional.mse_loss(self.outlet(h).float(), y.float())
+
+
 def gathering_one(rank, place):
     """``gather`` takes a parameter, a module, or the engine."""
     engine = start(rank, place)
@@ -316,10 +355,12 @@ CHECKS = [
     (changing_the_model, ()),
     (two_engines, ()),
     (copying, ()),
+    (sharing_an_activation, ()),
     (other_weights, ()),
     (buffers, ()),
     (inference_tensors, ()),
     (gathering_one, ()),
+    (calling_forward, ()),
 ]
 RUNS = [(check, (place, *arguments)) for place in PLACES for check, arguments in CHECKS]
 LABELS = [f"{check.__name__}-{'-'.join(map(str, arguments))}" for check, arguments in RUNS]

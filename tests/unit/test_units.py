@@ -34,6 +34,17 @@ def test_large_untied_embeddings_and_heads_are_units():
     assert names == ["root", "wte", *(f"blocks.{i}" for i in range(4)), "lm_head"]
 
 
+def test_what_an_attention_reads_and_does_not_call_is_no_unit():
+    model = nn.ModuleDict(
+        {
+            "blocks": nn.Sequential(*(small_models.Block() for _ in range(2))),
+            "attention": nn.MultiheadAttention(64, 2),
+            "head": nn.Linear(64, 64),
+        }
+    )
+    assert find_units(model).names == ["root", "blocks.0", "blocks.1", "head"]
+
+
 def test_a_parameter_of_two_units_belongs_to_the_root():
     units = find_units(small_models.Tied())
     unit_of = units.unit_of_parameters()
@@ -48,8 +59,17 @@ def test_without_repeated_blocks_all_is_root():
 
 
 def test_the_outermost_repeated_modules_are_taken():
-    outer = nn.ModuleList(nn.ModuleList(small_models.Block() for _ in range(2)) for _ in range(2))
+    outer = nn.ModuleList(nn.Sequential(*(small_models.Block() for _ in range(2))) for _ in range(2))
     assert find_units(outer).names == ["root", "0", "1"]
+
+
+def test_what_nobody_calls_is_no_unit():
+    lists = nn.ModuleList(nn.ModuleList(small_models.Block() for _ in range(2)) for _ in range(2))
+    assert find_units(lists).names == ["root", "0.0", "0.1", "1.0", "1.1"]
+    projections = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+    assert find_units(projections).names == ["root"]
+    with pytest.raises(ConfigError, match="a ModuleList has no forward of its own"):
+        find_units(lists, ["ModuleList"])
 
 
 def test_blocks_that_differ_are_no_repetition():
