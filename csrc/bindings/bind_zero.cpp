@@ -13,17 +13,10 @@ namespace {
 
 void bind_engine_training(py::class_<BoundEngine>& engine) {
   using Release = py::call_guard<py::gil_scoped_release>;
-  engine
-      .def(
-          "begin_forward", [](BoundEngine& e, bool train) { e.get().begin_forward(train); }, py::arg("train"),
-          Release())
-      .def(
-          "end_forward", [](BoundEngine& e) { e.get().end_forward(); }, Release())
-      .def(
-          "abandon_forward", [](BoundEngine& e) { e.get().abandon_forward(); }, Release())
-      .def(
-          "pre_forward", [](BoundEngine& e, std::size_t unit) { e.get().pre_forward(unit); }, py::arg("unit"),
-          Release())
+  engine.def("begin_forward", &BoundEngine::begin_forward, py::arg("train"), Release())
+      .def("end_forward", &BoundEngine::end_forward, Release())
+      .def("abandon_forward", &BoundEngine::abandon_forward, Release())
+      .def("pre_forward", &BoundEngine::pre_forward, py::arg("unit"), Release())
       .def(
           "post_forward", [](BoundEngine& e, std::size_t unit) { e.get().post_forward(unit); }, py::arg("unit"),
           Release())

@@ -17,6 +17,7 @@ BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> 
                          const py::object& reduce_communicator, const std::string& device, DeviceParts parts,
                          const py::object& materialise) {
   EngineModel model;
+  unit_num_ = unit_names.size();
   model.unit_names = std::move(unit_names);
   model.root_unit = root_unit;
   std::vector<at::Tensor> tensors;
@@ -70,6 +71,31 @@ void BoundEngine::close() {
 void BoundEngine::set_compute_stream(void* stream) {
   if (memory_) memory_->follow_current_stream();
   get().set_compute_stream(stream);
+}
+
+void BoundEngine::begin_forward(bool train) {
+  get().begin_forward(train);
+  if (!train || !hooks_) return;
+  hooks_->begin_forward();
+  is_called_.assign(unit_num_, false);
+}
+
+void BoundEngine::end_forward() {
+  is_called_.clear();
+  get().end_forward();
+}
+
+void BoundEngine::abandon_forward() {
+  is_called_.clear();
+  get().abandon_forward();
+}
+
+void BoundEngine::pre_forward(std::size_t unit) {
+  if (unit < is_called_.size() && !is_called_[unit]) {
+    is_called_[unit] = true;
+    if (hooks_->is_used(unit)) get().note_earlier_use(unit);
+  }
+  get().pre_forward(unit);
 }
 
 void BoundEngine::begin_backward(bool last, const std::vector<AdamHyperparameters>& groups) {

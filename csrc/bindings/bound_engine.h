@@ -43,6 +43,10 @@ class BoundEngine {
   void close();
 
   void set_compute_stream(void* stream);
+  void begin_forward(bool train);
+  void end_forward();
+  void abandon_forward();
+  void pre_forward(std::size_t unit);
   void begin_backward(bool last, const std::vector<AdamHyperparameters>& groups);
   // Throws what a gradient hook threw in the last backward, with its own type.
   void rethrow_hook_error();
@@ -55,6 +59,8 @@ class BoundEngine {
   std::shared_ptr<TorchMemory> memory_;  // null where the device's own memory serves
   std::shared_ptr<Engine> engine_;
   std::unique_ptr<GradientHooks> hooks_;
+  std::size_t unit_num_ = 0;
+  std::vector<bool> is_called_;  // by unit, in the running training forward; empty outside
   std::vector<std::vector<std::int64_t>> sizes_;
 };
 

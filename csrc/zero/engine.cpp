@@ -52,6 +52,13 @@ void Engine::pre_forward(std::size_t unit) {
   });
 }
 
+void Engine::note_earlier_use(std::size_t unit) {
+  enter([&] {
+    if (units_[unit].is_updating) throw_missed(units_[unit]);
+    units_[unit].is_unseen = true;
+  });
+}
+
 // What lies before it in the model may have computed already, and no hook has waited for its parameters.
 void Engine::expect_settled(const Unit& unit) const {
   ZB_EXPECT_STATE(!is_updating(), "unit '" + unit.name +
@@ -125,7 +132,8 @@ void Engine::await_gathers_of_forward() {
 void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType dtype, int graph_task,
                               std::shared_ptr<const void> owner) {
   enter([&] {
-    expect_not_missed(units_[parameters_[parameter].unit]);
+    const Unit& unit = units_[parameters_[parameter].unit];
+    if (unit.missed_update) throw_missed(unit);
     if (reduces_->arrive(parameter, gradient, dtype, graph_task, std::move(owner))) {
       finish_backward_if_done(parameters_[parameter].unit);
     }
@@ -133,13 +141,12 @@ void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType
 }
 
 // Hooks are how the engine knows that a forward comes to a unit.
-void Engine::expect_not_missed(const Unit& unit) const {
-  ZB_EXPECT_STATE(
-      !unit.missed_update,
+void Engine::throw_missed(const Unit& unit) {
+  throw StateError(
       "a forward used parameters of unit '" + unit.name +
-          "' while the last step's updates were under way: it did not call the unit's module, and hooks saw "
-          "nothing; call modules, not their forward, and in the configuration's units name a class whose "
-          "forward holds all uses of its parameters");
+      "' while the last step's updates of them were under way: it did not call the unit's module before, and "
+      "hooks saw nothing; call modules, not their forward, and in the configuration's units name a class "
+      "whose forward holds all uses of its parameters");
 }
 
 void Engine::end_backward() {

@@ -106,6 +106,9 @@ class Engine {
   // Instead of end_forward when an exception ended the forward. Collective like it; does nothing outside a forward.
   void abandon_forward();
   void pre_forward(std::size_t unit);
+  // Something has used the unit's parameters in this forward before its module is called. Throws StateError where the
+  // last step's updates of them may be under way; from then on forwards wait for them at their beginning.
+  void note_earlier_use(std::size_t unit);
   void post_forward(std::size_t unit);
   void pre_backward(std::size_t unit);
   // For units with frozen parameters, whose own gradients do not tell when they are needed no more: gradients towards
@@ -244,7 +247,7 @@ class Engine {
   void expect_no_updates() const;
   void expect_not_updated(const Unit& unit) const;
   void expect_settled(const Unit& unit) const;
-  void expect_not_missed(const Unit& unit) const;
+  [[noreturn]] static void throw_missed(const Unit& unit);
   void begin_updates(bool last, std::span<const AdamHyperparameters> groups);
   void on_reduced(Unit& unit);
   void start_updates_behind_peers();

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "comm/c10d_dtype.h"
@@ -41,15 +42,30 @@ class TorchGradientHooks final : public GradientHooks {
             shared->arrived(tensor, index);
             return outputs;
           }));
-      hooks_.emplace_back(key, std::move(accumulator));
+      const std::size_t unit = shared_->engine->parameter(indices[i]).unit;
+      if (unit >= hooks_.size()) hooks_.resize(unit + 1);
+      hooks_[unit].push_back({.key = key, .accumulator = std::move(accumulator)});
     }
   }
 
   ~TorchGradientHooks() override { remove(); }
 
   void remove() noexcept override {
-    for (auto& [key, accumulator] : hooks_) accumulator->del_post_hook(key);
+    for (const std::vector<Hook>& of_unit : hooks_) {
+      for (const Hook& hook : of_unit) hook.accumulator->del_post_hook(hook.key);
+    }
     hooks_.clear();
+  }
+
+  void begin_forward() override {
+    for (std::vector<Hook>& of_unit : hooks_) {
+      for (Hook& hook : of_unit) hook.use_num = use_num(hook);
+    }
+  }
+  bool is_used(std::size_t unit) const override {
+    return unit < hooks_.size() &&
+           std::any_of(
+               hooks_[unit].begin(), hooks_[unit].end(), [](const Hook& hook) { return use_num(hook) > hook.use_num; });
   }
 
   std::exception_ptr take_error() noexcept override { return std::exchange(shared_->error, nullptr); }
@@ -82,8 +98,17 @@ class TorchGradientHooks final : public GradientHooks {
     }
   };
 
+  struct Hook {
+    std::uintptr_t key;
+    GradAccumulator accumulator;
+    std::size_t use_num = 0;  // when the forward began
+  };
+
+  // Nodes of graphs hold the accumulators of the leaves that they use.
+  static std::size_t use_num(const Hook& hook) { return static_cast<std::size_t>(hook.accumulator.use_count()); }
+
   std::shared_ptr<Shared> shared_;
-  std::vector<std::pair<std::uintptr_t, GradAccumulator>> hooks_;
+  std::vector<std::vector<Hook>> hooks_;  // by unit
 };
 
 }  // namespace

@@ -21,6 +21,12 @@ class GradientHooks {
   virtual void remove() noexcept = 0;
   // The exception that a hook threw in the last backward, with its type; autograd passes on only the text.
   virtual std::exception_ptr take_error() noexcept = 0;
+
+  // A forward begins.
+  virtual void begin_forward() = 0;
+  // Whether autograd's graph has come to use a trainable parameter of the unit since. Uses in graphs from before do not
+  // count, which live on for as long as somebody holds their loss.
+  virtual bool is_used(std::size_t unit) const = 0;
 };
 
 // Hooks parameter i of `tensors` as engine parameter `indices[i]`. The engine must outlive the hooks. `memory` follows

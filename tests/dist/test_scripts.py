@@ -325,6 +325,53 @@ def calling_forward(rank, place):
     assert digests[0] == digests[1]
 
 
+def using_before_the_call(rank, place):
+    """A use of a block's parameters by the model, before the block is called: waited for from the first step on, and an
+    error where it comes later."""
+    late = place == "2 on host"
+    if place == "3 on host" or (place == "3" and rank.world_size > 1):
+        return  # where touching them is an error
+    digests = []
+    for units in ("auto", ["Identity"]):  # the blocks, or none
+        engine = start_with(forward_of_early_use, rank, place, units)
+        train(engine, rank, 3)
+        assert [unit["name"] for unit in engine.units() if unit["is_awaited_early"]] == (
+            ["blocks.2"] if units == "auto" else []
+        )
+        digests.append(zoo.state_of(engine)["digest"])
+        engine.close()
+    assert digests[0] == digests[1]
+    engine = start_with(forward_of_early_use, rank, place, "auto")
+    engine.module.is_early = False
+    train(engine, rank, 2)
+    engine.module.is_early = True
+    if late:
+        with pytest.raises(StateError, match=r"used parameters of unit 'blocks\.2'"):
+            train(engine, rank, 1, first=2)
+    else:
+        train(engine, rank, 1, first=2)
+    engine.close()
+
+
+def start_with(forward, rank, place, units):
+    model = zoo.make(CASE)
+    model.identity, model.is_early = nn.Identity(), True
+    model.forward = types.MethodType(forward, model)
+    settings = zoo.optimizer_config(CASE) | PLACES[place] | {"units": units}
+    return zerobench.initialize(model, config=rank.config(**settings))
+
+
+def forward_of_early_use(self, x, y):
+    h = self.inlet(x)
+    if self.is_early:
+        h = h + nn.functional.linear(
+            nn.functional.linear(h, self.blocks[2].up.weight), self.blocks[2].down.weight
+        )
+    for block in self.blocks:
+        h = block(h)
+    return nn.functional.mse_loss(self.outlet(h).float(), y.float())
+
+
 def forward_of_forwards(self, x, y):
     h = self.inlet(x)
     for block in self.blocks:
@@ -361,6 +408,7 @@ CHECKS = [
     (inference_tensors, ()),
     (gathering_one, ()),
     (calling_forward, ()),
+    (using_before_the_call, ()),
 ]
 RUNS = [(check, (place, *arguments)) for place in PLACES for check, arguments in CHECKS]
 LABELS = [f"{check.__name__}-{'-'.join(map(str, arguments))}" for check, arguments in RUNS]
