@@ -20,6 +20,7 @@ except ModuleNotFoundError:
         "run `pip install scikit-build-core cmake ninja` first."
     ) from None
 
+from compiler_choice import forget_other_compiler
 from cuda_requirement import build_requirements, cmake_defines, toolkit_nvcc
 from torch_requirement import NEWEST_TESTED, installed_torch, torch_to_build_against
 
@@ -80,5 +81,6 @@ def _keep_build_folder(config_settings: ConfigSettings | None) -> None:
             facts = json.loads(record.read_text(encoding="utf-8"))
         except ValueError:  # an interrupted build; scikit-build-core empties the folder then
             continue
-        if facts.get("skbuild_version") == scikit_build_core.__version__:
+        forget_other_compiler(record.parent)
+        if isinstance(facts, dict) and facts.get("skbuild_version") == scikit_build_core.__version__:
             record.write_text(json.dumps({**facts, "skbuild_path": here}), encoding="utf-8")

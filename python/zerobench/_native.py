@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
+import sys
 from types import ModuleType
 
 from zerobench import errors
+
+_NO_TORCH = f"torch is not installed for {sys.executable}: `pip install .` brings it with zerobench"
+_NOT_BUILT = "zerobench's core is not built here; install the package with `pip install .`"
+_REINSTALL = (
+    "it was built for another Python or torch; reinstall it with `pip install --force-reinstall --no-deps .`"
+)
 
 
 def import_torch() -> ModuleType:
     """With OMP_PROC_BIND set, its OpenMP binds the thread that imports it to one core: that thread, and what it starts
     or forks, may run afterwards where it might before."""
     allowed = os.sched_getaffinity(0)
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise errors.Error(_NO_TORCH) from error
 
     os.sched_setaffinity(0, allowed)
     return torch
@@ -24,18 +38,40 @@ def load() -> ModuleType:
     try:
         from zerobench import _build_info
     except ImportError as error:
-        raise errors.Error(
-            "zerobench's core is not built here; install the package with `pip install .`"
-        ) from error
-    installed = ".".join(torch.__version__.split(".")[:2])
-    if installed != _build_info.TORCH_MINOR:
-        raise errors.Error(
-            f"zerobench was built against torch {_build_info.TORCH_MINOR} and torch {torch.__version__} is installed; "
-            f"reinstall it with `pip install --force-reinstall --no-deps .` or install torch {_build_info.TORCH_MINOR}"
-        )
-    from zerobench import _core
-
+        raise errors.Error(_NOT_BUILT) from error
+    _expect_same_minor(torch.__version__, _build_info.TORCH_MINOR)
+    try:
+        from zerobench import _core
+    except ImportError as error:
+        raise errors.Error(f"zerobench's core does not load here ({error}): {_REINSTALL}") from error
     return _core
+
+
+def check_installation() -> None:
+    """What ``load`` would complain of, as far as that can be told without importing torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise errors.Error(_NO_TORCH)
+    try:
+        from zerobench import _build_info
+    except ImportError as error:
+        raise errors.Error(_NOT_BUILT) from error
+    if importlib.util.find_spec("zerobench._core") is None:
+        raise errors.Error(
+            f"zerobench's core is not here for Python {sys.version_info[0]}.{sys.version_info[1]}: {_REINSTALL}"
+        )
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:  # from a source tree
+        return
+    _expect_same_minor(version, _build_info.TORCH_MINOR)
+
+
+def _expect_same_minor(installed: str, built_against: str) -> None:
+    if installed.split(".")[:2] != built_against.split("."):
+        raise errors.Error(
+            f"zerobench was built against torch {built_against} and torch {installed} is installed; "
+            f"reinstall it with `pip install --force-reinstall --no-deps .` or install torch {built_against}"
+        )
 
 
 def load_cuda() -> ModuleType:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -105,6 +108,7 @@ def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
     return lines
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 SEVERAL_VALUES = ("--config", "--nvme-path")
 
 
@@ -123,6 +127,10 @@ def gather_files(arguments: Sequence[str]) -> list[str]:
 
 def main() -> None:
     """Every error that a user can cause ends in one line on stderr, and no traceback."""
+    open_standard_descriptors()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it was closed
+            stream.reconfigure(errors="replace")  # whatever the locale can write
     from zerobench.bench import micro
     from zerobench.bench.micro import io_commands
 
@@ -142,11 +150,25 @@ def main() -> None:
     except BrokenPipeError:  # `| head` has seen enough
         drop_stdout()
         sys.exit(1)
+    except OSError as error:
+        if debug or error.filename is not None or error.errno not in _FULL:
+            raise
+        drop_stdout()
+        fail(f"standard output cannot be written ({error.strerror})", 1)
     except Error as error:
         if debug:
             raise
         fail(str(error), 2 if isinstance(error, ConfigError | DataError) else 1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def open_standard_descriptors() -> None:
+    """What a caller has closed: else the first files and pipes that are opened would be standard input and output."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def fail(message: str, code: int) -> None:

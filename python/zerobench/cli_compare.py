@@ -194,6 +194,7 @@ def compare(
         Path | None, typer.Option(help="Where results go. Default: a new results/compare_<time>.")
     ] = None,
 ) -> None:
+    from zerobench import _native
     from zerobench.bench.defaults import choose_device, defaults_on
     from zerobench.bench.disks import check_locked_memory, disk_warnings
     from zerobench.bench.given import follow, given_ranks
@@ -204,6 +205,7 @@ def compare(
     from zerobench.bench.plan import make_plan
     from zerobench.bench.run import run_comparison
 
+    _native.check_installation()
     given = given_ranks(os.environ)
     if given is not None and given.rank != 0:
         raise typer.Exit(follow(given))

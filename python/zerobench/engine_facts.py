@@ -80,6 +80,6 @@ class EngineFacts:
         self._core.reset_counters()
 
     def units(self) -> list[dict[str, Any]]:
-        """Names, sizes and flat buffers of the units, and whether forwards wait for a unit's updates at their beginning,
-        since something once used its parameters before its module was called (``is_awaited_early``)."""
+        """Names, sizes and flat buffers of the units, and whether forwards wait for a unit's updates at their
+        beginning, since something once used its parameters before its module was called (``is_awaited_early``)."""
         return self._core.units()

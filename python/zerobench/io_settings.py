@@ -72,6 +72,8 @@ def default_file() -> Path:
 
 def read_settings(file: Path) -> SettingsFile:
     """Empty where there is no such file."""
+    if file.exists() and not (file.is_file() or file.is_dir()):  # a device may be read without end
+        raise ConfigError(f"{file} is no file: name one for settings, or one to be made")
     try:
         content = json.loads(file.read_text())
     except FileNotFoundError:

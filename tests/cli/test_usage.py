@@ -118,3 +118,62 @@ def test_the_environment_in_facts_is_an_allowed_list(command) -> None:
     assert result.returncode == 0, result.stderr
     assert '"OMP_NUM_THREADS": "1"' in result.stdout
     assert "hush" not in result.stdout
+
+
+def test_a_locale_without_the_signs_of_a_help_text_gets_others() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "zerobench", "compare", "--help"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0 and "--strategies" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["compare", "--help"]], ids=" ".join)
+def test_a_full_standard_output_is_one_line(arguments) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "zerobench", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        "zerobench: standard output cannot be written (No space left on device)"
+    ]
+
+
+def test_closed_descriptors_are_no_error(tmp_path) -> None:
+    """Ranks that are forked would take pipes for standard output."""
+    table = tmp_path / "comm.md"
+    what = ["--world-size", "2", "--device", "cpu", "--collectives", "all_gather"]
+    sizes = ["--min-bytes", "65536", "--max-bytes", "65536", "--repeats", "6"]
+    command = [sys.executable, "-m", "zerobench", "bench", "comm", *what, *sizes, "--output", str(table)]
+    subprocess.run(
+        ["bash", "-c", 'exec "$@" >&- 2>&-', "bash", *command],
+        check=True,
+        timeout=120,
+    )
+    assert "all_gather" in table.read_text()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 puts the working folder first")
+def test_files_of_the_working_folder_do_not_shadow_modules(command) -> None:
+    """The console script's processes import what it does itself."""
+    for name in ("torch", "numpy", "queue", "random"):
+        (command.folder / f"{name}.py").write_text("raise SystemExit(7)")
+    what = ["--model", "tiny", "--strategies", "zero1", "--data", "synthetic"]
+    sizes = ["--num-steps", "1", "--warmup-steps", "0", "--seq-length", "16", "--batch-size", "1"]
+    script = "from zerobench.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", script, "compare", *what, *sizes],
+        cwd=command.folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr

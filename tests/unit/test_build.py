@@ -189,6 +189,30 @@ def test_cuda_word_that_is_none_is_an_error(target: Path) -> None:
     assert run.stderr.strip() == "zerobench: ZEROBENCH_CUDA is on, off or auto, not 'yes'."
 
 
+@pytest.mark.parametrize(("asked", "stays"), [(None, True), ("gcc", True), ("false", False)])
+def test_a_kept_build_folder_takes_another_compiler(tmp_path, monkeypatch, asked, stays) -> None:
+    monkeypatch.syspath_prepend(str(BACKEND))
+    import compiler_choice
+
+    cache = tmp_path / "CMakeCache.txt"
+    cache.write_text(f"A:BOOL=ON\nCMAKE_CXX_COMPILER:FILEPATH={shutil.which('gcc')}\nB:STRING=x=y\n")
+    (tmp_path / "CMakeFiles").mkdir()
+    monkeypatch.delenv("CXX", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("CXX", asked)
+    compiler_choice.forget_other_compiler(tmp_path)
+    assert cache.exists() == (tmp_path / "CMakeFiles").exists() == stays
+
+
+def test_a_torch_of_another_minor_is_noticed_before_it_is_imported(monkeypatch) -> None:
+    from zerobench import _build_info, _native
+
+    _native.check_installation()
+    monkeypatch.setattr(_build_info, "TORCH_MINOR", "2.1")
+    with pytest.raises(errors.Error, match=r"built against torch 2\.1 and torch 2\.\d+"):
+        _native.check_installation()
+
+
 def test_one_version_everywhere() -> None:
     import zerobench
     from zerobench import _build_info

@@ -4,13 +4,14 @@ since a child forked after that could not use it. Run as a module, this is that 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
+
+from zerobench.bench.environments import child_environment
 
 _DRIVER_SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
 _ANSWER_S = 120.0
@@ -39,11 +40,6 @@ class VisibleGpus(BaseModel):
 
 def driver_present(signs: Sequence[str] = _DRIVER_SIGNS) -> bool:
     return any(Path(sign).exists() for sign in signs)
-
-
-def child_environment() -> dict[str, str]:
-    """For a Python that imports what this one does."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 def visible_gpus() -> VisibleGpus:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerobench.bench.environments import environment_of, local_environments
+from zerobench.bench.environments import child_environment, environment_of, local_environments
 from zerobench.bench.forkserver import MESSAGE_LIMIT_BYTES
 from zerobench.bench.job import Job
 from zerobench.bench.outcome import Outcome, failed_at_s, judge, oom_kill_num
@@ -79,8 +79,7 @@ class Launcher:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stderr_path = self.scratch / "forkserver.stderr"
         environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            **child_environment(),
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch may ask for GPUs without initialising CUDA before a fork
         }
         with theirs, stderr_path.open("wb") as stderr:

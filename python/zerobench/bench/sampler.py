@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from zerobench.bench.environments import child_environment
 from zerobench.bench.forkserver import die_with_parent, name_process
 from zerobench.bench.machine import memory_used_bytes
 from zerobench.bench.nvml import Nvml
@@ -43,13 +44,12 @@ class Sampler:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Sampler:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "zerobench.bench.sampler", str(self.path), *self._uuids],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            env=child_environment(),
             start_new_session=True,  # Ctrl-C reaches the command only
         )
         return self

@@ -16,6 +16,7 @@ from .words import header_lines
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
+_FOLDED_WIDTH = 6  # below it names of rows are no names any more; figures are cut first
 _ASCII = str.maketrans({"±": "+-", "·": "|", "≠": "!=", "†": "*"})
 _STATUS_STYLES = {"ok": "green", "wrong": "bold red", "oom": "yellow", "failed": "red", "skipped": "dim"}
 
@@ -116,8 +117,12 @@ def _build(rows: Sequence[Row], columns: Sequence[Column], plain: Callable[[str]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="bold")
     lines = [column.lines(plain) for column in columns]
     for column, (title, unit, *_) in zip(columns, lines, strict=True):
+        may_fold = column.left and column.folds
         table.add_column(
-            Text(f"{title}\n{unit}"), no_wrap=not (column.left and column.folds), overflow="fold"
+            Text(f"{title}\n{unit}"),
+            no_wrap=not may_fold,
+            overflow="fold",
+            min_width=_FOLDED_WIDTH if may_fold else None,
         )
     leaders = {id(fastest(group)) for group in by_workload(rows)}
     for index, row in enumerate(rows):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from zerobench.bench.gpus import child_environment
+from zerobench.bench.environments import child_environment
 from zerobench.errors import Error
 
 
