@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -185,6 +185,7 @@ def train_engine(case: Case, rank: Any, *, stage: int, device: str = "cpu", **co
         if schedule is not None:
             schedule.step()
     record |= state_of(engine)
+    record["awaited_early"] = [unit["name"] for unit in engine.units() if unit["is_awaited_early"]]
     engine.close()
     return record
 
@@ -199,6 +200,18 @@ def or_error(run: Callable[..., dict[Any, Any]], *arguments: Any, **named: Any) 
 
 def train_or_error(case: Case, rank: Any, **arguments: Any) -> dict[str, Any]:
     return or_error(train_engine, case, rank, **arguments)
+
+
+def at_every_stage(
+    rank: Any, run: Callable[[Any, str, int], dict[str, Any]], names: Iterable[str]
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """``run(rank, name, stage)`` of each, at a meeting point of its own."""
+    results = {}
+    for name in names:
+        for stage in range(4):
+            place = replace(rank, meeting_point=f"{rank.meeting_point}-{name.replace('/', '-')}-{stage}")
+            results[name, stage] = or_error(run, place, name, stage)
+    return results
 
 
 def on_device(batch: Batch, device: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ py::dict describe_unit(const Engine& engine, std::size_t index) {
   result["is_root"] = unit.is_root;
   result["gather_bytes"] = unit.gather_bytes;
   result["gradient_bytes"] = unit.gradient_bytes;
-  result["is_awaited_early"] = unit.is_unseen;
+  result["is_awaited_early"] = unit.is_awaited_early;
   result["flats"] = flats;
   return result;
 }

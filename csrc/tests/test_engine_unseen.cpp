@@ -1,8 +1,5 @@
 // Units whose modules nobody calls (a forward that calls block.forward(), say): no hook tells that their parameters are
 // about to be read, and updates may be under way.
-#include <memory>
-#include <vector>
-
 #include "engine_steps.h"
 #include "engine_support.h"
 #include "late_store.h"
@@ -25,9 +22,7 @@ class EngineUnseen : public test::StageTest {
   // Whose updates are issued when somebody waits for them.
   ToyOptions late() const {
     ToyOptions result = options();
-    result.make_store = [](Ledger* ledger, const DeviceParts& parts) {
-      return std::make_unique<test::LateStore>(ledger, parts);
-    };
+    result.make_store = test::make_late_store;
     return result;
   }
 };

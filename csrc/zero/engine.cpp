@@ -15,9 +15,7 @@ void Engine::begin_forward(bool train) {
     gathers_->begin_pass(train ? PassKind::kTrainForward : PassKind::kEvalForward);
     if (train) reduces_->begin_forward();
     for (std::size_t index = 0; index < units_.size(); ++index) {
-      if (!units_[index].is_unseen) continue;
-      publish_through(index);
-      wait_updated(units_[index]);
+      if (units_[index].is_awaited_early) await_updates(index);
     }
   });
 }
@@ -42,8 +40,7 @@ void Engine::pre_forward(std::size_t unit) {
   enter([&] {
     expect_not_updated(units_[unit]);
     if (!gathers_->in_pass()) expect_settled(units_[unit]);
-    publish_through(unit);
-    wait_updated(units_[unit]);
+    await_updates(unit);
     // Recomputation inside a backward is not a use of its own.
     if (!reduces_->in_backward() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kTrainForward) {
       reduces_->count_use(unit);
@@ -55,7 +52,7 @@ void Engine::pre_forward(std::size_t unit) {
 void Engine::note_earlier_use(std::size_t unit) {
   enter([&] {
     if (units_[unit].is_updating) throw_missed(units_[unit]);
-    units_[unit].is_unseen = true;
+    units_[unit].is_awaited_early = true;
   });
 }
 

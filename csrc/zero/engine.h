@@ -267,6 +267,7 @@ class Engine {
   void publish_through(std::size_t unit);
   void publish_before(std::size_t end);
   void wait_updated(Unit& unit);
+  void await_updates(std::size_t unit);
   void finish_updates();
   void drop_everything_under_way();
   void take_full_state(FullStateFacts facts, const ReadState& read);

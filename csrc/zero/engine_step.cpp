@@ -318,6 +318,11 @@ void Engine::release_gradients(Unit& unit) {
   unit.drop_lent();
 }
 
+void Engine::await_updates(std::size_t unit) {
+  publish_through(unit);
+  wait_updated(units_[unit]);
+}
+
 void Engine::finish_updates() {
   publish_through(units_.size());
   for (Unit& unit : units_) wait_updated(unit);

@@ -61,7 +61,7 @@ void GradientExpectations::record() {
     for (const FlatBuffer& flat : unit.flats) {
       for (const std::size_t p : flat.parameters) {
         Parameter& parameter = parameters_[p];
-        if (unit.uses == 0 && parameter.arrivals > 0) unit.is_unseen = true;
+        if (unit.uses == 0 && parameter.arrivals > 0) unit.is_awaited_early = true;
         // What came in some backwards only, such as an expert's gradient, is not waited for.
         parameter.expected_arrivals =
             used_as_before ? std::min(parameter.expected_arrivals, parameter.arrivals) : parameter.arrivals;

@@ -135,7 +135,7 @@ struct Unit {
   std::vector<WorkPtr> publishing;   // stages 1 and 2: all-gathers of updated parameters that nobody has waited for yet
   bool is_updating = false;          // the last step's updates of its parameters may be under way
   bool needed_for_backward = false;  // kept unsharded between forward and backward
-  bool is_unseen = false;            // a forward used it before any hook told; forwards wait for it at their beginning
+  bool is_awaited_early = false;     // a forward used it before any hook told; forwards wait for it at their beginning
   bool missed_update = false;        // nothing in the forwards of the running backward has waited for its updates
   int pins = 0;                      // explicit gathers that hold it
   std::uint32_t awaited_inputs = 0;  // uses whose gradients towards the unit's inputs are still to come

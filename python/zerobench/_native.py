@@ -11,7 +11,6 @@ from types import ModuleType
 from zerobench import errors
 
 _NO_TORCH = f"torch is not installed for {sys.executable}: `pip install .` brings it with zerobench"
-_NOT_BUILT = "zerobench's core is not built here; install the package with `pip install .`"
 _REINSTALL = (
     "it was built for another Python or torch; reinstall it with `pip install --force-reinstall --no-deps .`"
 )
@@ -34,12 +33,7 @@ def import_torch() -> ModuleType:
 
 def load() -> ModuleType:
     """Import torch and ``zerobench._core``; one clear sentence where the two do not fit."""
-    torch = import_torch()
-    try:
-        from zerobench import _build_info
-    except ImportError as error:
-        raise errors.Error(_NOT_BUILT) from error
-    _expect_same_minor(torch.__version__, _build_info.TORCH_MINOR)
+    _expect_built_for(import_torch().__version__)
     try:
         from zerobench import _core
     except ImportError as error:
@@ -52,22 +46,26 @@ def check_installation() -> None:
     if importlib.util.find_spec("torch") is None:
         raise errors.Error(_NO_TORCH)
     try:
-        from zerobench import _build_info
-    except ImportError as error:
-        raise errors.Error(_NOT_BUILT) from error
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:  # from a source tree
+        version = None
+    _expect_built_for(version)
     if importlib.util.find_spec("zerobench._core") is None:
         raise errors.Error(
             f"zerobench's core is not here for Python {sys.version_info[0]}.{sys.version_info[1]}: {_REINSTALL}"
         )
+
+
+def _expect_built_for(installed: str | None) -> None:
+    """A built core, for this version of torch (None where it is not known)."""
     try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:  # from a source tree
-        return
-    _expect_same_minor(version, _build_info.TORCH_MINOR)
-
-
-def _expect_same_minor(installed: str, built_against: str) -> None:
-    if installed.split(".")[:2] != built_against.split("."):
+        from zerobench import _build_info
+    except ImportError as error:
+        raise errors.Error(
+            "zerobench's core is not built here; install the package with `pip install .`"
+        ) from error
+    built_against = _build_info.TORCH_MINOR
+    if installed is not None and installed.split(".")[:2] != built_against.split("."):
         raise errors.Error(
             f"zerobench was built against torch {built_against} and torch {installed} is installed; "
             f"reinstall it with `pip install --force-reinstall --no-deps .` or install torch {built_against}"

@@ -72,7 +72,8 @@ def default_file() -> Path:
 
 def read_settings(file: Path) -> SettingsFile:
     """Empty where there is no such file."""
-    if file.exists() and not (file.is_file() or file.is_dir()):  # a device may be read without end
+    # A device may be read without end. (Path.exists raises where a folder on the way may not be searched.)
+    if os.path.exists(file) and not (os.path.isfile(file) or os.path.isdir(file)):
         raise ConfigError(f"{file} is no file: name one for settings, or one to be made")
     try:
         content = json.loads(file.read_text())

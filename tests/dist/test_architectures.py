@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -218,32 +218,14 @@ FAMILIES = {
 
 
 def train(rank: ranks.Rank, name: str, stage: int) -> dict[str, Any]:
-    import zerobench
-
     family = FAMILIES[name]
-    case = family.case()
     units = family.sharded_units if stage == 3 else "auto"
-    engine = zerobench.initialize(
-        zoo.make(case), config=rank.config(stage=stage, units=units, **zoo.optimizer_config(case))
-    )
-    for step in range(case.steps):
-        zoo.run_plan(engine, case, step, rank.rank, [])
-    found = {
-        "parameters": engine.full_parameters(),
-        "digest": zoo.state_of(engine)["digest"],
-        "awaited_early": [unit["name"] for unit in engine.units() if unit["is_awaited_early"]],
-    }
-    engine.close()
-    return found if rank.rank == 0 else found | {"parameters": None}
+    found = zoo.train_engine(family.case(), rank, stage=stage, units=units)
+    return {key: found[key] for key in ("parameters", "digest", "awaited_early")}
 
 
 def train_all(rank: ranks.Rank) -> dict[tuple[str, int], dict]:
-    results = {}
-    for name in FAMILIES:
-        for stage in STAGES:
-            place = replace(rank, meeting_point=f"{rank.meeting_point}-{name}-{stage}")
-            results[name, stage] = zoo.or_error(train, place, name, stage)
-    return results
+    return zoo.at_every_stage(rank, train, FAMILIES)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ Each rank of Mixtral sees so few tokens that some experts get none, others than 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,12 +45,7 @@ def train(rank: ranks.Rank, name: str, stage: int) -> dict[str, torch.Tensor]:
 
 
 def train_all(rank: ranks.Rank) -> dict[tuple[str, int], dict]:
-    results = {}
-    for name in TOKENS:
-        for stage in STAGES:
-            place = replace(rank, meeting_point=f"{rank.meeting_point}-{name.replace('/', '-')}-{stage}")
-            results[name, stage] = zoo.or_error(train, place, name, stage)
-    return results
+    return zoo.at_every_stage(rank, train, TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -35,9 +35,12 @@ PLACES = {
 }
 
 
-def start(rank, place, **config):
+def start(rank, place, forward=None, **config):
+    model = zoo.make(CASE)
+    if forward is not None:
+        model.forward = types.MethodType(forward, model)
     settings = zoo.optimizer_config(CASE) | PLACES[place] | config
-    return zerobench.initialize(zoo.make(CASE), config=rank.config(**settings))
+    return zerobench.initialize(model, config=rank.config(**settings))
 
 
 def train(engine, rank, steps, first=0):
@@ -48,6 +51,11 @@ def train(engine, rank, steps, first=0):
 def reads_by_other_ranks(rank, place):
     """Whether the last step's parameters come with the next forward, in which every rank has a part."""
     return rank.world_size > 1 and place == "2 on host"
+
+
+def keeps_no_parameters(rank, place):
+    """Between uses, so that touching one is an error."""
+    return place == "3 on host" or (place == "3" and rank.world_size > 1)
 
 
 def loading(rank, place, precision):
@@ -309,12 +317,8 @@ def calling_forward(rank, place):
     """Blocks whose ``forward`` is called by name, which no hook sees."""
     digests = []
     for forward in (None, forward_of_forwards):
-        model = zoo.make(CASE)
-        if forward is not None:
-            model.forward = types.MethodType(forward, model)
-        settings = zoo.optimizer_config(CASE) | PLACES[place]
-        engine = zerobench.initialize(model, config=rank.config(**settings))
-        if forward is not None and (place == "3 on host" or (place == "3" and rank.world_size > 1)):
+        engine = start(rank, place, forward)
+        if forward is not None and keeps_no_parameters(rank, place):
             with pytest.raises(RuntimeError, match=r"'blocks\.0\.\S*' is sharded .*module\.forward\(\)"):
                 engine(**CASE.batch(0, rank.rank, 0))
             engine.close()
@@ -329,11 +333,11 @@ def using_before_the_call(rank, place):
     """A use of a block's parameters by the model, before the block is called: waited for from the first step on, and an
     error where it comes later."""
     late = place == "2 on host"
-    if place == "3 on host" or (place == "3" and rank.world_size > 1):
-        return  # where touching them is an error
+    if keeps_no_parameters(rank, place):
+        return
     digests = []
-    for units in ("auto", ["Identity"]):  # the blocks, or none
-        engine = start_with(forward_of_early_use, rank, place, units)
+    for units in ("auto", []):  # the blocks, or none
+        engine = start(rank, place, forward_of_early_use, units=units)
         train(engine, rank, 3)
         assert [unit["name"] for unit in engine.units() if unit["is_awaited_early"]] == (
             ["blocks.2"] if units == "auto" else []
@@ -341,7 +345,7 @@ def using_before_the_call(rank, place):
         digests.append(zoo.state_of(engine)["digest"])
         engine.close()
     assert digests[0] == digests[1]
-    engine = start_with(forward_of_early_use, rank, place, "auto")
+    engine = start(rank, place, forward_of_early_use)
     engine.module.is_early = False
     train(engine, rank, 2)
     engine.module.is_early = True
@@ -353,17 +357,9 @@ def using_before_the_call(rank, place):
     engine.close()
 
 
-def start_with(forward, rank, place, units):
-    model = zoo.make(CASE)
-    model.identity, model.is_early = nn.Identity(), True
-    model.forward = types.MethodType(forward, model)
-    settings = zoo.optimizer_config(CASE) | PLACES[place] | {"units": units}
-    return zerobench.initialize(model, config=rank.config(**settings))
-
-
 def forward_of_early_use(self, x, y):
     h = self.inlet(x)
-    if self.is_early:
+    if getattr(self, "is_early", True):
         h = h + nn.functional.linear(
             nn.functional.linear(h, self.blocks[2].up.weight), self.blocks[2].down.weight
         )
