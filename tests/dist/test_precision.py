@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import small_models
 import zoo
 
 import zerobench
+from zerobench.bench.environments import free_ports
 from zerobench.errors import NonFiniteGradientError
 
 STAGES = (0, 1, 2, 3)
@@ -171,10 +171,7 @@ def train_over_gloo(rank, port):
 
 @pytest.fixture(scope="module", params=[2, 3])
 def gloo(request):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return ranks.run(train_over_gloo, port, world_size=request.param)
+    return ranks.run(train_over_gloo, free_ports(1)[0], world_size=request.param)
 
 
 @pytest.mark.parametrize("name", C10D_CASES)

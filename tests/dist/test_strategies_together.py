@@ -6,9 +6,7 @@ One group of two processes runs everything once (importing torch is what costs);
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import zoo
 from faulty import FAULTS, OldParameter, PlainDataParallel
 
 from zerobench import models, strategies
+from zerobench.bench.environments import free_ports
 from zerobench.bench.reads import watched
 from zerobench.data import open_data
 from zerobench.strategies.base import OptimizerSettings, StrategySettings
@@ -173,14 +172,6 @@ def gather_pieces(rank: int) -> dict[str, torch.Tensor]:
     found = Pieces(mine, shapes, torch.device("cpu")).full_fp32()
     torch.distributed.destroy_process_group()
     return found
-
-
-def free_ports(num_ports: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 @pytest.fixture(scope="module")

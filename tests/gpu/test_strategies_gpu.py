@@ -7,9 +7,7 @@ A test is one strategy in fresh processes, one a GPU, that are killed when its t
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import ranks  # noqa: E402
 
 from zerobench import models, strategies  # noqa: E402
+from zerobench.bench.environments import free_ports  # noqa: E402
 from zerobench.bench.reads import watched  # noqa: E402
 from zerobench.strategies.base import StrategySettings  # noqa: E402
 from zerobench.strategies.peer import PeerStrategy  # noqa: E402
@@ -175,14 +174,6 @@ def train(
     return found
 
 
-def free_ports() -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
 def run(
     name: str, *, world_size: int, device: str = "cuda", timeout_s: float = TIMEOUT_S, **fields: Any
 ) -> list[dict]:
@@ -200,7 +191,7 @@ def run(
     found: list[Found] = [{} for _ in range(world_size)]
     for passes in groups:
         size = {"world_size": world_size, "timeout_s": timeout_s}
-        by_rank = ranks.run(train, name, free_ports(), device, fields, passes, **size)
+        by_rank = ranks.run(train, name, free_ports(len(passes)), device, fields, passes, **size)
         found = [{**earlier, **later} for earlier, later in zip(found, by_rank, strict=True)]
     return found
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 import torch
 from test_strategies import make_batches, make_model, make_settings
 
 from zerobench import models, strategies
+from zerobench.bench.environments import free_ports
 from zerobench.errors import ConfigError
 from zerobench.strategies.compiled import Compiler, repeated_blocks
 
@@ -21,9 +21,7 @@ MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_seq_length": 1
 
 @pytest.fixture(autouse=True)
 def own_process_group(monkeypatch):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     yield
     if torch.distributed.is_initialized():

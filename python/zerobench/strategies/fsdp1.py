@@ -57,7 +57,9 @@ class FSDP1Strategy(PeerStrategy):
         return _FusedShardedGradScaler(device="cuda", **LOSS_SCALE)
 
     def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if is_last else self._fsdp.no_sync()
+        # One rank has nothing to save, and no_sync would leave gradients in low precision, which a tied parameter does
+        # not take where nothing is sharded (torch 2.11 and 2.13).
+        return nullcontext() if is_last or self.settings.world_size == 1 else self._fsdp.no_sync()
 
     @property
     def _fsdp(self) -> FullyShardedDataParallel:
