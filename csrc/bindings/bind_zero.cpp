@@ -17,18 +17,12 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
       .def("end_forward", &BoundEngine::end_forward, Release())
       .def("abandon_forward", &BoundEngine::abandon_forward, Release())
       .def("pre_forward", &BoundEngine::pre_forward, py::arg("unit"), Release())
-      .def(
-          "post_forward", [](BoundEngine& e, std::size_t unit) { e.get().post_forward(unit); }, py::arg("unit"),
-          Release())
-      .def(
-          "pre_backward", [](BoundEngine& e, std::size_t unit) { e.get().pre_backward(unit); }, py::arg("unit"),
-          Release())
+      .def("post_forward", &BoundEngine::post_forward, py::arg("unit"), Release())
+      .def("pre_backward", &BoundEngine::pre_backward, py::arg("unit"), Release())
       .def(
           "await_inputs", [](BoundEngine& e, std::size_t unit) { e.get().await_inputs(unit); }, py::arg("unit"),
           Release())
-      .def(
-          "inputs_done", [](BoundEngine& e, std::size_t unit) { e.get().inputs_done(unit); }, py::arg("unit"),
-          Release())
+      .def("inputs_done", &BoundEngine::inputs_done, py::arg("unit"), Release())
       .def(
           "begin_backward",
           [](BoundEngine& e, bool last, const std::vector<AdamHyperparameters>& groups) {

@@ -96,6 +96,22 @@ void BoundEngine::pre_forward(std::size_t unit) {
     if (hooks_->is_used(unit)) get().note_earlier_use(unit);
   }
   get().pre_forward(unit);
+  if (memory_) memory_->lead_current_stream();
+}
+
+void BoundEngine::post_forward(std::size_t unit) {
+  if (memory_) memory_->join_current_stream();
+  get().post_forward(unit);
+}
+
+void BoundEngine::pre_backward(std::size_t unit) {
+  get().pre_backward(unit);
+  if (memory_) memory_->lead_current_stream();
+}
+
+void BoundEngine::inputs_done(std::size_t unit) {
+  if (memory_) memory_->join_current_stream();
+  get().inputs_done(unit);
 }
 
 void BoundEngine::begin_backward(bool last, const std::vector<AdamHyperparameters>& groups) {

@@ -46,7 +46,11 @@ class BoundEngine {
   void begin_forward(bool train);
   void end_forward();
   void abandon_forward();
+  // Of a unit that computes in the calling thread's current stream, whatever stream the others compute in.
   void pre_forward(std::size_t unit);
+  void post_forward(std::size_t unit);
+  void pre_backward(std::size_t unit);
+  void inputs_done(std::size_t unit);
   void begin_backward(bool last, const std::vector<AdamHyperparameters>& groups);
   // Throws what a gradient hook threw in the last backward, with its own type.
   void rethrow_hook_error();

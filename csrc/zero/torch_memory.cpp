@@ -14,6 +14,13 @@ namespace {
 
 c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
+void order(const c10::Stream& first, const c10::Stream& second) {
+  if (first == second) return;
+  c10::Event given(first.device_type());
+  given.record(first);
+  given.block(second);
+}
+
 }  // namespace
 
 TorchMemory::TorchMemory(const std::string& device)
@@ -33,12 +40,13 @@ std::shared_ptr<std::byte> TorchMemory::allocate(std::size_t bytes) const {
   }
 }
 
+void TorchMemory::lead_current_stream() const { order(stream_, current_stream(device_)); }
+
+void TorchMemory::join_current_stream() const { order(current_stream(device_), stream_); }
+
 void TorchMemory::take_over(const c10::DataPtr& memory) const {
-  const c10::Stream current = current_stream(device_);
-  if (current == stream_) return;
-  c10::Event given(device_.type());
-  given.record(current);
-  given.block(stream_);
+  if (current_stream(device_) == stream_) return;
+  join_current_stream();
   c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(memory, stream_);
 }
 

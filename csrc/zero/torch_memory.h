@@ -20,9 +20,13 @@ class TorchMemory {
   void follow_current_stream();
   // Not zeroed. From any thread. Throws OutOfMemoryError when torch has nothing left to give back either.
   std::shared_ptr<std::byte> allocate(std::size_t bytes) const;
-  // What the calling thread's current stream has been given so far comes before what the followed stream gets from now
-  // on, which may read `memory` also after its owner let go. Autograd adds gradients up in the stream in which the
-  // parameter was made known to it, whatever stream the model computes in.
+  // What the followed stream has been given so far comes before what the calling thread's current stream gets from now
+  // on: a part of a model may compute in a stream of its own, and its backward does then, too.
+  void lead_current_stream() const;
+  // The other way round.
+  void join_current_stream() const;
+  // Joins, and the followed stream may read `memory` also after its owner let go. Autograd adds gradients up in the
+  // stream in which the parameter was made known to it, whatever stream the model computes in.
   void take_over(const c10::DataPtr& memory) const;
 
  private:

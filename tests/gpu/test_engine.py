@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,3 +159,110 @@ def train_on_streams(rank: ranks.Rank, name: str, stage: int) -> list[str]:
 def test_a_stream_of_its_own_trains_the_same(name, stage):
     digests = ranks.run(train_on_streams, name, stage, world_size=1)[0]
     assert digests[0] == digests[1]
+
+
+def prepare(rank: ranks.Rank) -> str:
+    """The rank's device, and algorithms that give the same bits twice."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    device = f"cuda:{ordinal_of(rank.rank)}"
+    torch.cuda.set_device(device)
+    return device
+
+
+def delay_lanes(engine: Any) -> None:
+    """What is in the engine's lanes now comes late."""
+    for lane in ("gather", "reduce"):
+        with torch.cuda.stream(torch.cuda.ExternalStream(engine._place.device.stream(lane))):
+            torch.cuda._sleep(20_000_000)
+
+
+def compute_aside(model: torch.nn.Module, side: torch.cuda.Stream) -> None:
+    """Each block of a Chain in a stream of its own, which comes late."""
+
+    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        h = model.inlet(x)
+        for block in model.blocks:
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(2_000_000)
+                h = block(h)
+            main.wait_stream(side)
+        return torch.nn.functional.mse_loss(model.outlet(h).float(), y.float())
+
+    model.forward = forward
+
+
+def train_aside(rank: ranks.Rank, name: str, stage: int) -> list[str]:
+    import zerobench
+
+    device = prepare(rank)
+    case = zoo.CASES[name]
+    digests = []
+    for side in (None, torch.cuda.Stream()):
+        model = zoo.make(case).to(device)
+        if side is not None:
+            compute_aside(model, side)
+        settings = rank.config(stage=stage, communicator="peer", **zoo.optimizer_config(case))
+        engine = zerobench.initialize(model, config=settings)
+        for step in range(case.steps):
+            delay_lanes(engine)
+            zoo.run_plan(engine, case, step, rank.rank, [], device)
+        torch.cuda.synchronize()
+        digests.append(zoo.state_of(engine)["digest"])
+        engine.close()
+    return digests
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["blocks", "lora"])
+def test_a_block_in_a_stream_of_its_own_trains_the_same(name, stage):
+    for digests in ranks.run(train_aside, name, stage, world_size=2):
+        assert digests[0] == digests[1]
+
+
+def use_before_the_call(model: torch.nn.Module) -> None:
+    """The last block's weights, before the first block."""
+    model.identity = torch.nn.Identity()
+
+    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        last = model.blocks[-1]
+        h = model.inlet(x)
+        h = h + torch.nn.functional.linear(torch.nn.functional.linear(h, last.up.weight), last.down.weight)
+        for block in model.blocks:
+            h = block(h)
+        return torch.nn.functional.mse_loss(model.outlet(h).float(), y.float())
+
+    model.forward = forward
+
+
+def train_used_early(rank: ranks.Rank, stage: int) -> list[tuple[str, list[str]]]:
+    """With the blocks as units, and with none."""
+    import zerobench
+
+    device = prepare(rank)
+    case = zoo.CASES["blocks"]
+    found = []
+    for units in ("auto", ["Identity"]):
+        model = zoo.make(case).to(device)
+        use_before_the_call(model)
+        settings = rank.config(
+            stage=stage, communicator="peer", **(zoo.optimizer_config(case) | {"units": units})
+        )
+        engine = zerobench.initialize(model, config=settings)
+        for step in range(case.steps):
+            delay_lanes(engine)
+            zoo.run_plan(engine, case, step, rank.rank, [], device)
+        torch.cuda.synchronize()
+        awaited = [unit["name"] for unit in engine.units() if unit["is_awaited_early"]]
+        found.append((zoo.state_of(engine)["digest"], awaited))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_use_before_a_blocks_call_trains_the_same(stage):
+    for blocks, none in ranks.run(train_used_early, stage, world_size=2):
+        assert blocks == (none[0], ["blocks.2"])
+        assert none[1] == []
