@@ -7,6 +7,10 @@ DS_ACCELERATOR=cpu.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import nn
+
 from zerobench.strategies import deepspeed, fsdp1
 from zerobench.strategies.base import StrategySettings
 
@@ -17,19 +21,28 @@ class OnCpu:
         return None
 
 
-class DeepSpeed0(OnCpu, deepspeed.DeepSpeed0Strategy):
+class DeepSpeedOnCpu(OnCpu):
+    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        # DeepSpeed refuses fp16 where the processor has no instructions for it; torch computes it everywhere.
+        get_accelerator().is_fp16_supported = lambda: True
+        super().build(model_factory)
+
+
+class DeepSpeed0(DeepSpeedOnCpu, deepspeed.DeepSpeed0Strategy):
     name = "deepspeed0-on-cpu"
 
 
-class DeepSpeed1(OnCpu, deepspeed.DeepSpeed1Strategy):
+class DeepSpeed1(DeepSpeedOnCpu, deepspeed.DeepSpeed1Strategy):
     name = "deepspeed1-on-cpu"
 
 
-class DeepSpeed2(OnCpu, deepspeed.DeepSpeed2Strategy):
+class DeepSpeed2(DeepSpeedOnCpu, deepspeed.DeepSpeed2Strategy):
     name = "deepspeed2-on-cpu"
 
 
-class DeepSpeed3(OnCpu, deepspeed.DeepSpeed3Strategy):
+class DeepSpeed3(DeepSpeedOnCpu, deepspeed.DeepSpeed3Strategy):
     name = "deepspeed3-on-cpu"
 
 
