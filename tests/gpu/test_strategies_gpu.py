@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,11 @@ def checked_pass(name: str, place: dict[str, Any]) -> Found:
     for step in range(1, NUM_STEPS):
         applied_step(strategy, batches_of(strategy, step))
     found["parameters"] = strategy.full_parameters()
-    with watched(strategy.module(), found["parameters"]) as reads:
+    module = strategy.module()
+    with nullcontext() if module is None else watched(module, found["parameters"]) as reads:
         found["evaluated"] = strategy.evaluate(batches_of(strategy, 100)[:1])
-    found["read"], found["read names"] = reads.worst(), reads.names
+    if reads is not None:
+        found["read"], found["read names"] = reads.worst(), reads.names
     strategy.close()
     return found
 

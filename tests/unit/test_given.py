@@ -71,7 +71,9 @@ def test_what_is_not_finite_reaches_rank_0_as_it_is() -> None:
     dtypes = RowDtypes(
         param="float32", compute="float32", reduce="float32", master="float32", state="float32"
     )
-    verification = Verification(loss=math.nan, norm=math.inf, evaluations=[1.5, -math.inf])
+    verification = Verification(
+        loss=math.nan, norm=math.inf, evaluation=math.nan, expected_evaluations=[1.5, -math.inf]
+    )
     window = Window(
         step_times_ms=[1.0], losses=[math.nan], began_s=0.0, ended_s=1.0, validation_loss=math.nan,
         memory=DeviceMemory(peak_bytes=1, allocated_bytes=1), peak_host_bytes=None, communication_bytes=None,
@@ -81,7 +83,8 @@ def test_what_is_not_finite_reaches_rank_0_as_it_is() -> None:
     told = Answer.from_text(Answer.of(Outcome(status="ok", reports=reports)).text()).reports[1]
     assert told.verification is not None and told.window is not None
     assert math.isnan(told.verification.loss) and told.verification.norm == math.inf
-    assert told.verification.evaluations == [1.5, -math.inf]
+    assert told.verification.expected_evaluations == [1.5, -math.inf]
+    assert math.isnan(told.verification.evaluation or 0.0)
     assert math.isnan(told.window.losses[0]) and math.isnan(told.window.validation_loss or 0.0)
 
 

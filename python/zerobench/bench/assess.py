@@ -36,7 +36,6 @@ class ReferenceRun:
     file: str | None = None
     loss: float = math.nan
     norm: float | None = None
-    evaluations: Sequence[float] = ()  # by held-out batch
     loss_dtype: str | None = None
     error: str | None = None
     why_fewer_layers: str = "since the reference of all would not fit"
@@ -135,13 +134,14 @@ def assess(
         reference=reference.name,
         loss=relative(fmean(losses), reference.loss),
         norm=norm,
-        evaluation=worst_evaluation(reports, reference),
+        evaluation=worst_evaluation(reports),
         reads=reads,
         reads_worst=reads_worst,
         **tensors.model_dump(),
         tolerance=tolerances(
             tolerance_precision(configuration.settings.precision, reports[0].dtypes),
-            loss_dtypes=(verification.loss_dtype, reference.loss_dtype),
+            loss_dtype=verification.loss_dtype,
+            reference_loss_dtype=reference.loss_dtype,
         ),
         checksum_group=group,
     )
@@ -163,13 +163,15 @@ def assess(
     return deviation
 
 
-def worst_evaluation(reports: Sequence[Report], reference: ReferenceRun) -> float | None:
-    """Over ranks, each of which evaluated the held-out batch of its number; None where one could not."""
-    found = [report.verification.evaluations for report in reports if report.verification is not None]
-    if not all(found):
-        return None
-    pairs = zip((own[0] for own in found), reference.evaluations, strict=False)
-    return max((relative(loss, expected) for loss, expected in pairs), key=nan_last)
+def worst_evaluation(reports: Sequence[Report]) -> float | None:
+    """Over ranks, each of which evaluated a batch of its own; None where one could not."""
+    verifications = [report.verification for report in reports if report.verification is not None]
+    pairs = zip(verifications, verifications[0].expected_evaluations, strict=False)
+    found = [
+        None if own.evaluation is None else relative(own.evaluation, expected) for own, expected in pairs
+    ]
+    known = [deviation for deviation in found if deviation is not None]
+    return max(known, key=nan_last) if known and len(known) == len(verifications) else None
 
 
 def worst_reads(reports: Sequence[Report]) -> tuple[float | None, str | None]:

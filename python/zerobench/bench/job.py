@@ -29,6 +29,7 @@ class Job(_Message):
     )
     verify: bool
     measure: bool
+    reference_strategy: str | None = None  # what a row is held against
     reference_file: str | None = None  # a reference writes it, a row reads it
     profile_steps: int = 5
     validation_batches: int = 8
@@ -80,7 +81,10 @@ class Verification(_Message):
 
     loss: float  # this rank's, step 1
     norm: float | None
-    evaluations: list[float] = Field(default_factory=list)  # by held-out batch, after the last step
+    evaluation: float | None = None  # loss of this rank's held-out batch after the last step
+    expected_evaluations: list[float] = Field(
+        default_factory=list
+    )  # the reference's with the row's parameters, by rank
     reads: float | None = None
     reads_worst: str | None = None
     loss_dtype: str | None = None

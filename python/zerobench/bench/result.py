@@ -92,7 +92,9 @@ class Deviation(_Model):
         None  # the same of the worst parameter, against AdamW of the row's own gradients
     )
     optimizer_worst: str | None = None  # the parameter of that
-    evaluation: float | None = None  # as loss, of a held-out batch after verify_steps, on the worst rank
+    evaluation: float | None = (
+        None  # as loss, of a held-out batch after verify_steps, beside the reference with the row's parameters
+    )
     reads: float | None = (
         None  # largest share of a parameter that evaluation reads and that is not the rounded master
     )

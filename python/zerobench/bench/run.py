@@ -311,7 +311,7 @@ class Comparison:
         return Job(
             name=f"reference of {configuration.name}",
             kind="reference",
-            strategy=_AUTOCAST_REFERENCE if configuration.runs_under_autocast else "single",
+            strategy=reference_strategy(configuration),
             settings=configuration.settings.model_copy(update=_OF_NO_REFERENCE),
             model=model,
             verify_model=model,
@@ -351,12 +351,17 @@ class Comparison:
             num_ranks=configuration.settings.world_size,
             verify=verify,
             measure=measure,
+            reference_strategy=reference_strategy(configuration) if reference else None,
             reference_file=reference.file if reference else None,
             timeout_s=self.plan.options.timeout_s,
             data_digest=self.data_digest,
             rank_memory_bytes=self.rank_memory_bytes,
             options=configuration.options,
         )
+
+
+def reference_strategy(configuration: Configuration) -> str:
+    return _AUTOCAST_REFERENCE if configuration.runs_under_autocast else "single"
 
 
 def rounded_tokens(settings: Settings) -> int | None:
@@ -378,7 +383,6 @@ def reference_run(job: Job, outcome: Outcome, *, why_fewer_layers: str | None) -
         file=job.reference_file,
         loss=verification.loss,
         norm=verification.norm,
-        evaluations=verification.evaluations,
         loss_dtype=verification.loss_dtype,
     )
     return run if why_fewer_layers is None else replace(run, why_fewer_layers=why_fewer_layers)

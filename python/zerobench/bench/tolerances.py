@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from zerobench.bench.result import Deviation, RowDtypes
@@ -24,7 +24,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
             "update": 0.01,
             "piece": 0.01,
             "optimizer": 0.001,
-            "evaluation": 1e-4,
+            "evaluation": 1e-5,
             "reads": 0.0,
         },
         "fp16": {
@@ -34,7 +34,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
             "update": 0.06,
             "piece": 0.03,
             "optimizer": 0.001,
-            "evaluation": 1e-3,
+            "evaluation": 1e-4,
             "reads": 0.0,
         },
         "bf16": {
@@ -44,7 +44,7 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
             "update": 0.15,
             "piece": 0.08,
             "optimizer": 0.001,
-            "evaluation": 5e-3,
+            "evaluation": 1e-3,
             "reads": 0.0,
         },
     }
@@ -78,12 +78,17 @@ def tolerance_precision(precision: str, dtypes: RowDtypes) -> str:
     return next(name for name in _LOOSEST_FIRST if name in used)
 
 
-def tolerances(precision: str, *, loss_dtypes: Iterable[str | None] = ()) -> dict[str, float]:
-    """By quantity. Losses are further apart by what the row's dtype and the reference's round them by: BERT's has the
-    dtype of its logits, which is fp32 under autocast alone."""
-    rounding = sum(_LOSS_ROUNDING.get(dtype or "", 0.0) for dtype in loss_dtypes)
+def tolerances(
+    precision: str, *, loss_dtype: str | None = None, reference_loss_dtype: str | None = None
+) -> dict[str, float]:
+    """By quantity. Losses are further apart by what their dtypes round them by: BERT's has the dtype of its logits,
+    which is fp32 under autocast alone. Two of one dtype that are computed alike are rounded alike."""
+    rounding = sum(_LOSS_ROUNDING.get(dtype or "", 0.0) for dtype in (loss_dtype, reference_loss_dtype))
     found = dict(TOLERANCES[precision])
-    return found | {name: found[name] + rounding for name in ("loss", "evaluation")}
+    found["loss"] += rounding
+    if loss_dtype != reference_loss_dtype:
+        found["evaluation"] += rounding
+    return found
 
 
 def nan_last(value: float) -> float:

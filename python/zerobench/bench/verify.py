@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from zerobench.bench.job import TensorDeviation, Verification
 from zerobench.bench.reads import WorstRead, watched
@@ -47,8 +48,8 @@ class Evidence:
     parameters: Tensors  # full, after VERIFY_STEPS
     moments: Tensors  # full exp_avg, after VERIFY_STEPS
     moment_samples: Sequence[Tensors]  # of each step
-    # The following two after VERIFY_STEPS, of each held-out batch; nothing where a peer cannot evaluate or be watched.
-    evaluations: Sequence[float] = ()
+    # The following of a held-out batch after VERIFY_STEPS; None where a peer cannot evaluate or be watched.
+    evaluation: float | None = None
     read: WorstRead | None = None
     loss_dtype: str | None = None
 
@@ -96,12 +97,12 @@ def gather_evidence(
     strategy: Strategy,
     batches: BatchesOfStep,
     *,
-    held_out: Sequence[Batch],
+    held_out: Batch,
     watch: bool = True,
     keep: bool = True,
     tick: Callable[[int], None] = lambda step: None,
 ) -> Evidence:
-    """Train VERIFY_STEPS steps, then evaluate each held-out batch, where asked to ``watch`` with an eye on what forward
+    """Train VERIFY_STEPS steps, then evaluate a held-out batch, where asked to ``watch`` with an eye on what forward
     reads. Collective. A step that fp16 overflow skipped is run again on the same data, so that strategies that skip at
     different scales still make the same updates. Tensors are the same on every rank, and on those that do not ``keep``
     them they are let go."""
@@ -132,9 +133,8 @@ def gather_evidence(
             gradients = gradients_of_first_step(moments, strategy.settings, norm)
         tick(step + 1)
     parameters: Tensors = strategy.full_parameters()
-    held_out_losses, read, loss_dtype = evaluate(
-        strategy, held_out, parameters if watch else {}, tick=lambda: tick(VERIFY_STEPS)
-    )
+    evaluation, read, loss_dtype = evaluate(strategy, held_out, parameters if watch else {})
+    tick(VERIFY_STEPS)
     parameters = kept(parameters)
     return Evidence(
         loss=loss,
@@ -143,27 +143,51 @@ def gather_evidence(
         parameters=parameters,
         moments=moments,
         moment_samples=samples,
-        evaluations=held_out_losses,
+        evaluation=evaluation,
         read=read,
         loss_dtype=loss_dtype,
     )
 
 
 def evaluate(
-    strategy: Strategy, held_out: Sequence[Batch], masters: Tensors, *, tick: Callable[[], None]
-) -> tuple[list[float], WorstRead | None, str | None]:
-    """The loss of each batch, whether those forwards read ``masters``, and the loss's dtype. Collective."""
+    strategy: Strategy, batch: Batch, masters: Tensors
+) -> tuple[float | None, WorstRead | None, str | None]:
+    """The batch's loss, whether that forward read ``masters``, and the loss's dtype. Collective."""
     module = strategy.module()
-    known = []
     with nullcontext() if module is None else watched(module, masters) as reads:
-        for batch in held_out:
-            loss = strategy.evaluate([batch])
-            if loss is not None:
-                known.append(loss)
-            tick()
+        loss = strategy.evaluate([batch])
     if reads is None or reads.loss_dtype is None:
-        return known, None, None
-    return known, reads.worst(), str(reads.loss_dtype).removeprefix("torch.")
+        return loss, None, None
+    return loss, reads.worst(), str(reads.loss_dtype).removeprefix("torch.")
+
+
+def evaluate_parameters(
+    reference: Strategy,
+    model_factory: Callable[[], nn.Module],
+    parameters: Tensors,
+    batches: Sequence[Batch],
+    *,
+    tick: Callable[[], None],
+) -> list[float]:
+    """What a row's evaluation should have been: the losses of ``batches`` by a reference, not built yet, whose
+    ``parameters`` are the row's own."""
+
+    def trained_model() -> nn.Module:
+        model = model_factory()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(parameters[name])
+        return model
+
+    reference.build(trained_model)
+    losses = []
+    for batch in batches:
+        loss = reference.evaluate([batch])
+        assert loss is not None
+        losses.append(loss)
+        tick()
+    reference.close()
+    return losses
 
 
 def gradients_of_first_step(moments: Tensors, settings: StrategySettings, norm: float | None) -> Tensors:
@@ -333,7 +357,7 @@ def verify_row(
     verification = Verification(
         loss=evidence.loss,
         norm=evidence.norm,
-        evaluations=list(evidence.evaluations),
+        evaluation=evidence.evaluation,
         reads=evidence.read and evidence.read.share,
         reads_worst=evidence.read and evidence.read.name,
         loss_dtype=evidence.loss_dtype,

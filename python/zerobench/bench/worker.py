@@ -9,7 +9,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -225,14 +225,13 @@ def verified(
     settings = strategy_settings(job, place, deterministic=True)
     reference_file = Path(job.reference_file) if job.reference_file else None
     dataset, of_step = open_batches(job, settings, job.verify_model)
-    held_out = dataset.validation_batches(
-        rank=settings.rank,
-        world_size=place.world_size,
-        batch_size=settings.batch_size,
-        num_batches=settings.grad_accum,  # as many over all ranks as a step has micro-batches, for every row of a group
-    )
-    if job.kind == "row":
-        del held_out[1:]
+
+    def held_out(rank: int) -> Batch:
+        found = dataset.validation_batches(
+            rank=rank, world_size=place.world_size, batch_size=settings.batch_size, num_batches=1
+        )
+        return meter.place([found])[0][0]
+
     build = model_factory(job.verify_model, job.settings.seed)
     with open_strategy(strategy_class, settings, build, channel, meter) as (strategy, _):
         channel.tick("verification", 0)
@@ -240,12 +239,13 @@ def verified(
         evidence = verify.gather_evidence(
             strategy,
             lambda step: meter.place([of_step(step)])[0],
-            held_out=meter.place([held_out])[0],
+            held_out=held_out(place.rank),
             watch=job.kind == "row",
             keep=place.rank == 0,
             tick=lambda step: channel.tick("verification", step),
         )
         dtypes = row_dtypes(strategy, job)
+    tick = partial(channel.tick, "verification", VERIFY_STEPS)
     if job.kind == "reference":
         assert reference_file is not None
         verify.write_reference(reference_file, evidence, initial)
@@ -257,8 +257,19 @@ def verified(
         optimizer=settings.optimizer,
         is_first=place.rank == 0,
         device=meter.device,
-        tick=lambda: channel.tick("verification", VERIFY_STEPS),
+        tick=tick,
     )
+    if place.rank == 0 and job.reference_strategy is not None and evidence.evaluation is not None:
+        gc.collect()  # what the strategy left in reference cycles
+        verification.expected_evaluations = verify.evaluate_parameters(
+            strategies.get(job.reference_strategy)(
+                replace(settings, world_size=1, local_world_size=1, checkpointing=False, compile="none")
+            ),
+            build,
+            evidence.parameters,
+            [held_out(rank) for rank in range(place.world_size)],
+            tick=tick,
+        )
     return Report(dtypes=dtypes, verification=verification)
 
 
