@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import os
 import sys
@@ -101,7 +102,7 @@ def train(name: str, cell: Cell, *, device: str, num_steps: int, deterministic: 
     dataset = data.open_data("stdlib", seed=0, seq_length=SEQ_LENGTH, vocab_size=config.vocab_size)
     where = torch.device("cpu") if device == "cpu" else torch.device("cuda", settings.local_rank)
     strategy = strategies.get(name)(settings)
-    strategy.build(lambda: models.build(config, seed=0))
+    strategy.build(functools.partial(models.build, config, 0))
     losses, norms = [], []
     for step in range(num_steps):
         batches = dataset.micro_batches(

@@ -124,7 +124,7 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
 
     config = models.resolve("tiny", MODELS[cell.precision] | {"tied_embeddings": cell.tied})
     strategy = strategies.get(name)(settings)
-    strategy.build(lambda: models.build(config, seed=0))
+    strategy.build(functools.partial(models.build, config, 0))
     initial = strategy.full_parameters()
     held_out = data.validation_batches(
         rank=rank, world_size=world_size, batch_size=BATCH_SIZE, num_batches=cell.world_size // world_size

@@ -172,7 +172,7 @@ class HalvedZero2(Zero2Strategy):
     name = "halved-zero2"
 
     def build(self, model_factory) -> None:
-        super().build(lambda: halve_a_gradient(model_factory()))
+        super().build(lambda **where: halve_a_gradient(model_factory()))
 
 
 def halve_a_gradient(model: torch.nn.Module) -> torch.nn.Module:

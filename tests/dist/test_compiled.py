@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def train(rank: ranks.Rank, name: str, **fields):
     )
     data = open_data("synthetic", seed=0, seq_length=SEQ_LENGTH, vocab_size=256)
     strategy = strategies.get(name)(settings)
-    strategy.build(lambda: models.build(models.resolve("tiny", MODEL), seed=0))
+    strategy.build(partial(models.build, models.resolve("tiny", MODEL), 0))
     strategy.reset_counters()
     place = {"rank": rank.rank, "world_size": rank.world_size, "batch_size": 2, "grad_accum": 1}
     steps = [strategy.step(data.micro_batches(step, **place), norm=True) for step in range(NUM_STEPS)]

@@ -85,8 +85,8 @@ def text():
     return open_data("stdlib", seed=0, seq_length=SEQ_LENGTH, vocab_size=256)
 
 
-def make_model():
-    return models.build(models.resolve("tiny", MODEL), seed=0)
+def make_model(*, device=None):
+    return models.build(models.resolve("tiny", MODEL), seed=0, device=device)
 
 
 def applied_step(strategy, micro_batches):

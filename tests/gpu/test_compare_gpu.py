@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +313,7 @@ def test_a_profiled_step_is_split_by_its_kernels(meter) -> None:
     )  # fmt: skip
     config = models.resolve("gpt-64m", {"num_layers": 4})
     strategy = SingleStrategy(settings)
-    strategy.build(lambda: models.build(config, 0))
+    strategy.build(partial(models.build, config, 0))
     dataset = data.open_data("synthetic", seed=0, seq_length=512, vocab_size=config.vocab_size)
     steps = meter.place(
         [dataset.micro_batches(step, rank=0, world_size=1, batch_size=16, grad_accum=2) for step in range(5)]

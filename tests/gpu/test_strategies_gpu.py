@@ -57,8 +57,8 @@ TOLERANCES = {
 pytestmark = pytest.mark.timeout(LONG_TIMEOUT_S + 60)
 
 
-def build_model():
-    return models.build(models.resolve("tiny", MODEL), seed=0)
+def build_model(*, device=None):
+    return models.build(models.resolve("tiny", MODEL), seed=0, device=device)
 
 
 def make_settings(*, rank: int, world_size: int, device: str = "cuda", **fields: Any) -> StrategySettings:

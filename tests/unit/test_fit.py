@@ -72,3 +72,24 @@ def test_experts_are_mistaken_where_products_are_rounded(precision, tf32, expect
         }
     )  # fmt: skip
     assert run.rounded_tokens(settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_built_whole"),
+    [("deepspeed3", True), ("fsdp1", True), ("zero3", False), ("fsdp2", False)],
+)
+def test_a_model_that_is_whole_before_it_is_sharded_must_fit_a_gpu(
+    monkeypatch, strategy, is_built_whole
+) -> None:
+    monkeypatch.setattr(fit, "memory_available_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(fit, "least_rank_bytes", lambda configuration: fit.Need(device=1 << 30))
+    row = configuration(**ON_GPUS, models=("gpt2-xl",), strategies=(strategy,))  # 5.8 GiB in fp32
+    small = [gpu.model_copy(update={"total_bytes": 5 << 30}) for gpu in GPUS]
+    reason = fit.why_too_large(row, rank_memory_bytes=None, gpus=small)
+    assert (reason is not None) == is_built_whole
+    if reason is not None:
+        assert reason.tier == "device"
+        assert (
+            f"{strategy} begins with the whole fp32 model on each rank, which needs 5.80 GiB" in reason.reason
+        )
+    assert fit.why_too_large(row, rank_memory_bytes=None, gpus=GPUS) is None

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import weakref
+from functools import partial
 
 import pytest
 
@@ -31,7 +32,7 @@ def strategy():
     )  # fmt: skip
     config = models.resolve("tiny", {"num_layers": 1, "hidden_size": 16})
     single = SingleStrategy(settings)
-    single.build(lambda: models.build(config, 0))
+    single.build(partial(models.build, config, 0))
     yield single
     single.close()
 
@@ -188,7 +189,7 @@ def test_bytes_of_files_are_those_of_as_many_updates_as_are_timed(tmp_path, warm
         options={"offload_optimizer": {"chunk_numel": 4096, "io_block_bytes": 4096, "io_depth": 1}},
     )  # fmt: skip
     trained = strategies.get("zero2")(settings)
-    trained.build(lambda: models.build(models.resolve("tiny", {"num_layers": 2}), 0))
+    trained.build(partial(models.build, models.resolve("tiny", {"num_layers": 2}), 0))
     numel = sum(flat["shard_numel"] for unit in trained._engine.units() for flat in unit["flats"])
     calls: list[str] = []
     traffic, step = trained._engine.offload_traffic, trained.step
@@ -221,7 +222,7 @@ def test_categories_and_activations_explain_the_peak(precision) -> None:
         )  # fmt: skip
         meter = CpuMeter()
         trained = strategies.get(name)(settings)
-        trained.build(lambda: models.build(models.resolve("tiny", {"num_layers": 2}), 0))
+        trained.build(partial(models.build, models.resolve("tiny", {"num_layers": 2}), 0))
         steps = batches(4)
         try:
             return measure.measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,9 @@ import torch
 
 from zerobench import models, strategies
 from zerobench.bench import verify
+from zerobench.bench.environments import free_ports
 from zerobench.errors import ConfigError
+from zerobench.models.materialise import materialise
 from zerobench.strategies import clock, shared
 from zerobench.strategies.autocast import AutocastStrategy
 from zerobench.strategies.base import OptimizerSettings, Strategy, StrategySettings
@@ -35,8 +38,8 @@ def make_settings(**fields) -> StrategySettings:
     return StrategySettings(**{**base, **fields})
 
 
-def make_model(shape=SMALL):
-    return models.build(models.resolve("tiny", shape), seed=0)
+def make_model(shape=SMALL, *, device=None):
+    return models.build(models.resolve("tiny", shape), seed=0, device=device)
 
 
 def make_batches(num_batches: int = 1):
@@ -318,3 +321,30 @@ def test_options_are_merged_over_the_engines_configuration():
 def test_options_that_contradict_the_row_are_errors(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         engine_config(make_settings(options=options), stage=2)
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "fsdp2"])
+def test_what_shards_parameters_never_holds_the_whole_model_in_fp32(name, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    shape = SMALL | {"num_layers": 2}
+    asked, given = [], []
+
+    def factory(*, device=None):
+        asked.append(device)
+        return make_model(shape, device=device)
+
+    def materialise_and_tell(model, names=None, **where):
+        given.append(set(materialise(model, names, **where)))
+
+    kind = strategies.get(name)
+    monkeypatch.setattr(f"{kind.__module__}.materialise", materialise_and_tell)
+    strategy = kind(make_settings(rendezvous=f"meta-{name}-{os.getpid()}"))
+    strategy.build(factory)
+    expected = dict(make_model(shape).named_parameters())
+    blocks = [{key for key in expected if key.startswith(f"blocks.{index}.")} for index in range(2)]
+    assert asked == ["meta"]
+    assert len(given) == 3
+    assert all(names in given for names in (*blocks, set(expected) - set.union(*blocks)))
+    assert shared.checksum(strategy.full_parameters()) == shared.checksum(expected)
+    strategy.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ def own_process_group(monkeypatch):
         torch.distributed.destroy_process_group()
 
 
-def factory():
-    return make_model(MODEL)
+def factory(*, device=None):
+    return make_model(MODEL, device=device)
 
 
 def trained(name: str, **fields):
@@ -84,7 +85,7 @@ def test_compiled_strategies_train_as_eager_ones_and_count_their_graphs(eager, n
 def saved_bytes(name: str, **fields) -> int:
     """For the backward of a step of transformers' GPT-2."""
     strategy = strategies.get(name)(make_settings(rendezvous=f"{name}-{os.getpid()}", **fields))
-    strategy.build(lambda: models.build(models.resolve("hf:gpt2", MODEL | {"num_layers": 3}), 0))
+    strategy.build(partial(models.build, models.resolve("hf:gpt2", MODEL | {"num_layers": 3}), 0))
     saved = 0
 
     def pack(tensor):

@@ -22,6 +22,8 @@ _REPLICATED = {
     2: (True, False, False),
     3: (False, False, False),
 }
+# Strategies, by how their names begin, that shard a model only once every rank holds all of it in fp32 on its GPU.
+_BUILT_WHOLE = ("fsdp1", "deepspeed", "deepcompile", "mfsdp")
 _NOT_SHARDED = ("single", "ddp", "ddp_compress", "ddp_master")
 # Bytes a parameter of what the reference needs: to train on its device (parameters and gradients in low precision,
 # fp32 sums of gradients, masters and moments), and fp32 copies on the host (first and last parameters, gradients,
@@ -98,6 +100,14 @@ def why_too_large(
         limits.append(
             (need.device, smallest.total_bytes, f"on each rank and GPU {smallest.index} has", "device")
         )
+        whole_bytes = 4 * models.parameter_count(models.ModelConfig.model_validate(configuration.model))
+        if configuration.strategy.startswith(_BUILT_WHOLE) and whole_bytes > smallest.total_bytes:
+            return TooLarge(
+                f"{configuration.strategy} begins with the whole fp32 model on each rank, which needs "
+                f"{whole_bytes / GIB:.2f} GiB, and GPU {smallest.index} has {smallest.total_bytes / GIB:.2f}: "
+                "not started",
+                "device",
+            )
     if rank_memory_bytes is not None:
         limits.append((on_host, rank_memory_bytes, "on each rank and --rank-memory-gib allows", "host"))
     if settings.host_memory_gib is not None:

@@ -26,7 +26,7 @@ from zerobench.bench.tolerances import (
     nan_last,
 )
 from zerobench.errors import Error, VerificationError
-from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
+from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, Strategy, StrategySettings
 from zerobench.strategies.shared import checksum
 
 Tensors = Mapping[str, torch.Tensor]
@@ -163,7 +163,7 @@ def evaluate(
 
 def evaluate_parameters(
     reference: Strategy,
-    model_factory: Callable[[], nn.Module],
+    model_factory: ModelFactory,
     parameters: Tensors,
     batches: Sequence[Batch],
     *,
@@ -172,8 +172,8 @@ def evaluate_parameters(
     """What a row's evaluation should have been: the losses of ``batches`` by a reference, not built yet, whose
     ``parameters`` are the row's own."""
 
-    def trained_model() -> nn.Module:
-        model = model_factory()
+    def trained_model(*, device: str | None = None) -> nn.Module:
+        model = model_factory(device=device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(parameters[name])

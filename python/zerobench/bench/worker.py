@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zerobench import data, models, strategies
 from zerobench.bench import measure, verify
@@ -29,7 +28,7 @@ from zerobench.bench.result import RowDtypes
 from zerobench.bench.tolerances import VERIFY_STEPS, tolerance_precision
 from zerobench.bench.transfers import file_limits, link_limits
 from zerobench.errors import Error
-from zerobench.strategies.base import Batch, OptimizerSettings, Strategy, StrategySettings
+from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, Strategy, StrategySettings
 
 
 @dataclass(kw_only=True)
@@ -163,7 +162,7 @@ def bytes_of(gib: float | None, *, shared_by: int = 1) -> int | None:
 def open_strategy(
     strategy_class: type[Strategy],
     settings: StrategySettings,
-    build: Callable[[], nn.Module],
+    build: ModelFactory,
     channel: Channel,
     meter: Meter,
 ) -> Iterator[tuple[Strategy, DeviceLimit]]:
@@ -183,7 +182,7 @@ def open_strategy(
         strategy.close()
 
 
-def model_factory(config: Mapping[str, Any], seed: int) -> Callable[[], nn.Module]:
+def model_factory(config: Mapping[str, Any], seed: int) -> ModelFactory:
     return partial(models.build, models.ModelConfig.model_validate(config), seed)
 
 

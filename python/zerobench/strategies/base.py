@@ -8,9 +8,9 @@ A strategy object lives in one rank's process. The order of calls is ``build``, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, "torch.Tensor"]
 """Keyword arguments of the model's forward: ``input_ids`` and ``labels``, both (batch_size, seq_length) int64."""
+
+
+class ModelFactory(Protocol):
+    """Makes the fp32 model, equal on every rank. On the ``"meta"`` device its parameters have no memory yet, and
+    ``zerobench.models.materialise.materialise`` gives it to parts of them."""
+
+    def __call__(self, *, device: str | None = None) -> nn.Module: ...
 
 
 OFFLOADS = ("none", "cpu_optimizer", "cpu_full", "nvme", "nvme_full")
@@ -136,7 +143,7 @@ class Strategy(ABC):
         return None
 
     @abstractmethod
-    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+    def build(self, model_factory: ModelFactory) -> None:
         """Make model (fp32, seeded, equal on every rank), wrapper and optimizer. Collective."""
 
     @abstractmethod

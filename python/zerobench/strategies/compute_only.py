@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch import nn
 
-from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy
+from zerobench.strategies.base import Batch, Dtypes, ModelFactory, StepResult, Strategy
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.shared import (
@@ -34,7 +33,7 @@ class ComputeOnlyStrategy(Strategy):
     name = "compute_only"
     updates: ClassVar[bool] = False
 
-    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+    def build(self, model_factory: ModelFactory) -> None:
         self._determinism = Determinism(self.settings)
         self._compiler = Compiler(self.settings)
         self._model = prepare_model(model_factory, self.settings)

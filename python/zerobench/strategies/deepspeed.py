@@ -5,14 +5,22 @@ DeepSpeed is imported in ``build`` and not before: importing it initialises CUDA
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from zerobench.locked_folder import LockedFolder
-from zerobench.strategies.base import NVME_OFFLOADS, Batch, Dtypes, StepResult, Strategy, StrategySettings
+from zerobench.strategies.base import (
+    NVME_OFFLOADS,
+    Batch,
+    Dtypes,
+    ModelFactory,
+    StepResult,
+    Strategy,
+    StrategySettings,
+)
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.deepspeed_config import deepspeed_config, fuses_with_torch
@@ -69,7 +77,7 @@ class DeepSpeedStrategy(Strategy):
             return missing_compiler("DeepSpeed's FusedAdam, which its stage 0 needs,")
         return None
 
-    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+    def build(self, model_factory: ModelFactory) -> None:
         self._determinism = Determinism(self.settings)
         self._lease = ProcessGroupLease(self.settings, strategy=self.name)
         make_architectures_readable()

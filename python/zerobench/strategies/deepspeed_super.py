@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
-from zerobench.strategies.base import Batch, StepResult
+from zerobench.strategies.base import Batch, ModelFactory, StepResult
 from zerobench.strategies.deepspeed import DeepSpeedStrategy
 from zerobench.strategies.deepspeed_partitions import gather, state_of
 
@@ -25,7 +24,7 @@ class DeepSpeed3SuperStrategy(DeepSpeedStrategy):
     stage = 3
     super_offload = True
 
-    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+    def build(self, model_factory: ModelFactory) -> None:
         super().build(model_factory)
         self._exp_avg: dict[int, torch.Tensor] = {}  # by sub-group
 

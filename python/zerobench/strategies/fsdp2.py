@@ -19,10 +19,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from zerobench.models.materialise import materialise
 from zerobench.strategies.base import Batch, Dtypes, StrategySettings
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.peer import PeerStrategy
-from zerobench.strategies.shared import precision_dtype
+from zerobench.strategies.shared import precision_dtype, torch_device
 
 
 class FSDP2Strategy(PeerStrategy):
@@ -30,6 +31,7 @@ class FSDP2Strategy(PeerStrategy):
 
     name = "fsdp2"
     stage = 3
+    shards_while_building = True
     reshard_after_forward: ClassVar[bool] = True
 
     @classmethod
@@ -61,8 +63,12 @@ class FSDP2Strategy(PeerStrategy):
         self._full_numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
         mesh = init_device_mesh(self.settings.device, (self.settings.world_size,))
         shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": self._offload_policy()}
+        device = torch_device(self.settings)
+        names = {module: name for name, module in model.named_modules()}
         for block in repeated_blocks(model):
+            materialise(model, [names[block]], device=device)
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **shared)
+        materialise(model, device=device)
         # The root's parameters are needed first in backward, so they stay gathered after forward.
         self._root: FSDPModule = fully_shard(model, reshard_after_forward=False, **shared)
         self._groups: list[FSDPModule] = [

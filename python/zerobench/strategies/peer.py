@@ -8,13 +8,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zerobench.errors import ConfigError
-from zerobench.strategies.base import Batch, StepResult, Strategy, StrategySettings
+from zerobench.strategies.base import Batch, ModelFactory, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.flight_recorder import StepTraffic
@@ -84,13 +85,15 @@ def backend_of(device: torch.device) -> str:
 class PeerStrategy(Strategy):
     """A model behind a wrapper that communicates by itself, fused AdamW and, in fp16, torch's GradScaler."""
 
-    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+    shards_while_building: ClassVar[bool] = False  # _wrap gets parameters on the meta device
+
+    def build(self, model_factory: ModelFactory) -> None:
         self._determinism = Determinism(self.settings)
         self._lease = ProcessGroupLease(self.settings, strategy=self.name)
         self._compiler = Compiler(self.settings)
         self._traffic = StepTraffic()
         self._gradient_bytes: int | None = None
-        model = prepare_model(model_factory, self.settings)
+        model = prepare_model(model_factory, self.settings, on_meta=self.shards_while_building)
         self._compiler.apply(model)
         self._model = self._wrap(model)
         self._optimizer = self._make_optimizer()

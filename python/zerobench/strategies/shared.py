@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from zerobench.errors import ConfigError
 from zerobench.models import enable_checkpointing
-from zerobench.strategies.base import Batch, OptimizerSettings, StrategySettings
+from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, StrategySettings
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,16 +68,21 @@ def bind_device(settings: StrategySettings) -> torch.device:
     return device
 
 
-def prepare_model(model_factory: Callable[[], nn.Module], settings: StrategySettings) -> nn.Module:
-    """The fp32 model on this rank's device in training mode, with gradient checkpointing as asked.
+def prepare_model(
+    model_factory: ModelFactory, settings: StrategySettings, *, on_meta: bool = False
+) -> nn.Module:
+    """The fp32 model on this rank's device in training mode, with gradient checkpointing as asked; or with parameters
+    ``on_meta``, for ``materialise`` to give memory where they are sharded.
 
     The factory seeds torch's generators itself. On CUDA it runs with the rank's GPU as the default device, so that
     modules which do not choose a device are made there; what a GPU draws depends on the seed and the kind of GPU only,
     so every strategy and rank of a comparison starts from the same bits."""
     device = bind_device(settings)
     with device if device.type == "cuda" else nullcontext():
-        model = model_factory()
-    model = model.to(device).train()
+        model = model_factory(device="meta") if on_meta else model_factory()
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model = model.to(device)
+    model.train()
     if settings.checkpointing:
         enable_checkpointing(model)
     return model

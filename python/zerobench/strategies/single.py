@@ -7,13 +7,13 @@ sum over micro-batches, the clipping, and the masters that AdamW updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
-from zerobench.strategies.base import Batch, Dtypes, StepResult, Strategy, StrategySettings
+from zerobench.strategies.base import Batch, Dtypes, ModelFactory, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.shared import (
@@ -48,7 +48,7 @@ class SingleStrategy(Strategy):
             return f"single runs on one rank and world_size is {settings.world_size}"
         return None
 
-    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+    def build(self, model_factory: ModelFactory) -> None:
         self._determinism = Determinism(self.settings)
         self._model = model = prepare_model(model_factory, self.settings)
         dtype = self._parameter_dtype()

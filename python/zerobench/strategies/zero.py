@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +10,12 @@ from torch import nn
 
 from zerobench.config import Config, parse
 from zerobench.errors import ConfigError
+from zerobench.models.materialise import materialise
 from zerobench.strategies.base import (
     NVME_OFFLOADS,
     Batch,
     Dtypes,
+    ModelFactory,
     StepResult,
     Strategy,
     StrategySettings,
@@ -104,17 +106,17 @@ class ZeroStrategy(Strategy):
             return "stage 3 gathers block by block, which one compiled graph has no place for: use --compile block"
         return None
 
-    def build(self, model_factory: Callable[[], nn.Module]) -> None:
+    def build(self, model_factory: ModelFactory) -> None:
         import zerobench
 
         self._determinism = Determinism(self.settings)
         self._compiler = Compiler(self.settings)
-        model = prepare_model(model_factory, self.settings)
+        model = prepare_model(model_factory, self.settings, on_meta=True)
         whole = self.settings.compile == "whole"
         if not whole:
             self._compiler.apply(model)
         self._engine = zerobench.initialize(
-            model=model, config=engine_config(self.settings, stage=self.stage)
+            model=model, config=engine_config(self.settings, stage=self.stage), materialise=materialise
         )
         if whole:
             self._engine.compile(backend=self._compiler.backend)
