@@ -62,6 +62,18 @@ def test_rows_on_gpus_say_so() -> None:
     ]
 
 
+def test_deepcompile_stands_beside_rows_that_are_compiled_as_a_whole() -> None:
+    strategies = ("zero1", "deepcompile3_both")
+    found = make_plan(
+        CompareOptions(**{**SMALL, **ON_GPUS, "strategies": strategies, "compiles": ("none", "whole")})
+    ).configurations
+    assert [(row.strategy, row.settings.compile) for row in found] == [
+        ("zero1", "none"),
+        ("deepcompile3_both", "whole"),
+        ("zero1", "whole"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

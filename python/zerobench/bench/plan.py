@@ -155,7 +155,7 @@ def grid(options: CompareOptions, *, decided: Mapping[str, Any] | None = None) -
             "batch_size": batch,
             "grad_accum": accum,
             "clip": clip,
-            "compile": mode,
+            "compile": compile_of(strategy, mode),
             "offload": offload,
             "offload_ratio": ratio,
             "nvme_paths": options.nvme_paths,
@@ -193,6 +193,11 @@ def ranks_here(options: CompareOptions, world_size: int) -> int:
 def ranks_of(strategy: str, world_size: int) -> int:
     """The reference runs alone."""
     return 1 if strategy == "single" else world_size
+
+
+def compile_of(strategy: str, mode: str) -> str:
+    """DeepCompile is a compiler: its rows stand beside those that are compiled as a whole."""
+    return "whole" if strategy.startswith("deepcompile") and mode == "none" else mode
 
 
 def placement(options: CompareOptions, strategy: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
