@@ -379,6 +379,15 @@ def test_the_dtypes_of_ours_count_however_many_peers_have_others() -> None:
     assert [row.comparable for row in peers] == [True, True]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_of_as_many_rows_of_ours_the_usual_reduction_counts_whatever_the_order(order) -> None:
+    rows = [row(name, "x", dtype="bfloat16") for name in ("zero1", "zero2", "fsdp2", "ddp_master")]
+    assert rows[0].dtypes is not None
+    rows[0].dtypes.reduce = "float32"
+    settled(*(rows[index] for index in order))
+    assert [row.comparable for row in rows] == [False, True, True, True]
+
+
 def test_a_reference_that_finds_no_room_names_the_cures() -> None:
     tensors = {"w": torch.zeros(1 << 20)}
     found = verify.Evidence(

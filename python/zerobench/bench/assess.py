@@ -364,13 +364,22 @@ def settle_dtypes(rows: Sequence[Row]) -> None:
             by_precision.setdefault(row.settings.precision, []).append(row)
     for group in by_precision.values():
         judges = [row for row in group if row.strategy in OURS] or group
-        most = Counter(key for row in judges for key in [dtype_key(row)] if key is not None).most_common(1)
+        top = usual_dtypes(judges)
         for row in group:
             key, alone = dtype_key(row), row.settings.world_size == 1
             # One rank reduces nothing, so its dtype of reduction is no difference.
-            row.comparable = any(
-                key == top or (alone and key[:-1] == top[:-1]) for top, _ in most if key and top
-            )
+            row.comparable = key is not None and (key == top or (alone and key[:-1] == top[:-1]))
+
+
+def usual_dtypes(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Those of most rows; of as many, those that reduce in the dtype of their parameters, as the engine does unless
+    told. The order of the rows does not matter."""
+    counts = Counter(key for row in rows if (key := dtype_key(row)) is not None)
+
+    def rank(key: tuple[str, ...]) -> tuple[int, bool, tuple[str, ...]]:
+        return counts[key], key[0] == key[-1], key
+
+    return max(counts, key=rank)
 
 
 def dtype_key(row: Row) -> tuple[str, ...] | None:
