@@ -7,7 +7,7 @@ import io
 import pytest
 from report_samples import GOLDEN, GOLDEN_TABLES, gpus, mixed, sample
 
-from zerobench.bench.result import Deviation
+from zerobench.bench.result import Deviation, RowDtypes
 from zerobench.report import (
     advise,
     finish_rows,
@@ -22,6 +22,18 @@ def test_golden_tables(name: str) -> None:
     text = table_text(make(), width=width)
     assert text == (GOLDEN / name).read_text(encoding="utf-8")
     assert max(len(line) for line in text.splitlines()) <= width
+
+
+def test_the_settings_name_dtypes_also_beside_a_floor_that_has_no_masters() -> None:
+    results = gpus()
+    low = {"param": "bfloat16", "compute": "bfloat16", "reduce": "bfloat16"}
+    for row in results.rows:
+        state = "bfloat16" if row.strategy == "compute_only" else "float32"
+        row.dtypes = RowDtypes(**low, master=state, state=state)
+    assert any(row.strategy == "compute_only" for row in results.rows)
+    assert "dtypes bf16/bf16/bf16/fp32/fp32 (param/compute/reduce/master/state)" in table_text(
+        results, width=400
+    )
 
 
 @pytest.mark.parametrize("width", range(60, 200, 7))

@@ -9,6 +9,7 @@ from typing import Any
 from zerobench.bench.result import Results, Row
 
 from .rows import (
+    FLOOR,
     dtype_text,
     flat_settings,
     is_known,
@@ -137,7 +138,8 @@ def _settings_lines(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def _dtype_parts(rows: Sequence[Row]) -> list[str]:
     """Of the rows that are compared, where they agree and the precision does not say it all; notes name the others."""
-    texts = {dtype_text(row) for row in rows if row.dtypes is not None and row.comparable}
+    compared = [row for row in rows if row.comparable and row.strategy != FLOOR]  # the floor keeps no masters
+    texts = {dtype_text(row) for row in compared if row.dtypes is not None}
     text = (texts.pop() or "") if len(texts) == 1 else ""
     return [f"dtypes {text} ({DTYPE_ROLES})"] if len(set(text.split("/"))) > 1 else []
 
