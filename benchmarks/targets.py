@@ -74,11 +74,11 @@ TARGETS = (
     *(Target(LLAMA, stage, PEERS, 1.05) for stage in SHARDING),
     *(Target(LLAMA, stage, (FLOOR,), 0.95) for stage in SHARDING),
     Target(LLAMA, "zero3", ("fsdp2",), 1.0, of="memory"),
-    *(Target(LLAMA, stage, ("fsdp2",), 1.08, BLOCK, COMPILED) for stage in SHARDING),
+    *(Target(LLAMA, stage, FSDP2, 1.08, BLOCK, COMPILED) for stage in SHARDING),
     *(Target(LLAMA, stage, DEEPCOMPILE, 1.3, BLOCK, COMPILED) for stage in SHARDING),
     *(Target(LLAMA, stage, (FLOOR,), 0.93, BLOCK) for stage in SHARDING),
-    *(Target(GPT2, stage, ("ddp", "ddp_compress"), 1.25) for stage in ("zero1", "zero2")),
-    Target(GPT2, "zero3", ("fsdp2",), 1.5),
+    *(Target(GPT2, stage, DDP, 1.25) for stage in ("zero1", "zero2")),
+    Target(GPT2, "zero3", FSDP2, 1.5),
     Target(GPT2, "zero3", ("deepspeed3",), 4.0),
     Target(GPT2, "zero1", COMPILED_PEERS, 1.4, COMPILED),
     *(Target(GPT2_LONG, stage, PEERS, 1.0) for stage in SHARDING),
@@ -137,6 +137,16 @@ def judge(results: Results, target: Target) -> Judgement | None:
     return Judgement(target, ours[1], beside[1], ours[0] / beside[0], error)
 
 
+def missing(results: Results, target: Target) -> list[str]:
+    """Strategies that the target is judged without, and why."""
+    modes = target.beside_modes or target.modes
+    found = {strategy: "no row" for strategy in target.beside}
+    for row in results.rows:
+        if row.strategy in found and row.settings.compile in modes and target.workload.holds(row):
+            found[row.strategy] = "ok" if "ok" in (row.status, found[row.strategy]) else row.status
+    return [f"{strategy} ({why})" for strategy, why in found.items() if why != "ok"]
+
+
 def described(row: Row, of: str) -> str:
     mode = "" if row.settings.compile == "none" else f" by {row.settings.compile}"
     if of == "memory":
@@ -149,8 +159,8 @@ def table(results: Results, judgements: Sequence[Judgement]) -> str:
     lines = [
         f"{', '.join(map(str, gpus))} GPUs, {results.created}: `{results.command}`",
         "",
-        "| workload | ours | beside | ratio | at least | |",
-        "| --- | --- | --- | --: | --: | --- |",
+        "| workload | ours | beside | ratio | at least | | judged without |",
+        "| --- | --- | --- | --: | --: | --- | --- |",
     ]
     for found in judgements:
         target = found.target
@@ -158,7 +168,8 @@ def table(results: Results, judgements: Sequence[Judgement]) -> str:
         what = "smaller peak, " if target.of == "memory" else ""
         lines.append(
             f"| {target.workload} | {described(found.ours, target.of)} | {what}{described(found.beside, target.of)} | "
-            f"{found.ratio:.3f}{error} | {target.at_least:g} | {'met' if found.is_met else 'missed'} |"
+            f"{found.ratio:.3f}{error} | {target.at_least:g} | {'met' if found.is_met else 'missed'} | "
+            f"{', '.join(missing(results, target))} |"
         )
     return "\n".join(lines) + "\n"
 

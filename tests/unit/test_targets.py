@@ -63,6 +63,9 @@ def test_only_right_rows_of_the_same_ranks_and_workload_count() -> None:
     row_of(results, "compute_only").settings.world_size = 1
     row_of(results, "zero3").settings.seq_length = 1024
     assert ratios(results) == {("zero1", "fsdp2", "rate"): pytest.approx(120 / 103)}
+    without = targets.missing(results, targets.TARGETS[0])
+    assert "ddp_master (wrong)" in without and "mfsdp3 (no row)" in without
+    assert not any(name.startswith("fsdp2 ") for name in without)
 
 
 def test_a_smaller_peak_is_more() -> None:
@@ -97,7 +100,8 @@ def test_the_exit_status_tells_of_all_files(tmp_path: Path, capsys, step_ms, cod
     assert "targets have no rows in these files" in capsys.readouterr().err
     assert output.exists() == (code != 2)
     if code == 1:
+        text = output.read_text()
+        assert "| zero3 (106.0 ms) | compute_only (100.0 ms) | 0.943 ± 0.003 | 0.95 | missed |  |" in text
         assert (
-            "| llama-1.3b, 4x2048, bf16 | zero3 (106.0 ms) | compute_only (100.0 ms) | 0.943 ± 0.003 | 0.95 | missed |"
-            in output.read_text()
+            "| zero1 (103.0 ms) | ddp_master (115.0 ms) | 1.117 ± 0.003 | 1.05 | met | ddp (no row), " in text
         )
