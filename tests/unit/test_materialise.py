@@ -104,6 +104,24 @@ def test_global_random_state_plays_no_part():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Orthogonal(nn.Module):
+    """Makes tensors of its own on torch's default device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+
+    def reset_parameters(self) -> None:
+        self.weight.copy_(torch.eye(3))
+
+
+def test_the_callers_default_device_plays_no_part():
+    model = on_meta(Orthogonal)
+    with torch.device("meta"):
+        materialise(model, device="cpu")
+    assert torch.equal(model.weight, torch.eye(3))
+
+
 def test_parameters_of_equal_shape_differ():
     model = whole()
     assert not torch.equal(model.blocks[0].attn.qkv.weight, model.blocks[1].attn.qkv.weight)

@@ -68,7 +68,7 @@ def materialise(
     device = torch.empty(0, device=device).device  # "cuda" is the current GPU
     every = dict(model.named_parameters())
     chosen = [name for name in _selected(model, every, names) if every[name].is_meta]
-    with torch.no_grad():
+    with torch.no_grad(), device:  # whatever initialisation makes by itself is made there, whoever calls
         buffers = _move_buffers(model, device)
         for name in chosen:
             _replace(every[name], torch.empty_like(every[name], device=device))
