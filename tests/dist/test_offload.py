@@ -41,6 +41,7 @@ CASES = {
         "evaluation in between",
         "forward in advance",
         "bf16",
+        "20 steps",
         "bf16 reduced in fp32",
         "fp16",
     )
