@@ -6,8 +6,25 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+ON_GPUS = "tests/gpu/"  # from the root of the repository
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """By file, those of GPUs in one worker: some measure memory and time, and expect the GPUs for themselves."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneWorkerForGpus(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return ON_GPUS if nodeid.startswith(ON_GPUS) else super()._split_scope(nodeid)
+
+    return OneWorkerForGpus(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -138,6 +138,13 @@ CASES: dict[str, Case] = {
     "two forwards, two backwards": Case(Chain, plan="FFBB", config={"gradient_accumulation_steps": 2}),
     "forward in advance": Case(Chain, plan="FFBFBB", config={"gradient_accumulation_steps": 3}),
     "bf16": Case(Chain, config={"precision": "bf16", "gradient_clipping": 1.0}),
+    "20 steps": Case(
+        Chain,
+        plan="FBFB",
+        steps=20,
+        schedule=True,
+        config={"precision": "bf16", "gradient_clipping": 0.5, "gradient_accumulation_steps": 2},
+    ),
     "bf16 batch norm": Case(lambda: Chain(3, block=NormBlock), config={"precision": "bf16"}),
     "bf16 reduced in fp32": Case(Chain, config={"precision": "bf16", "reduce_dtype": "float32"}),
     "bf16 lora": Case(lambda: lora(merged=False), config={"precision": "bf16"}),

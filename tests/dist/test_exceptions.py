@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import engine_faults
 import ranks
 import small_models
 import zoo
@@ -66,30 +67,12 @@ def fused() -> small_models.Chain:
 CASE = zoo.Case(fused, steps=4)
 
 
-@contextmanager
-def training(rank: ranks.Rank, stage: int, *, case: zoo.Case = CASE, timeout_s: float = 60.0, **config):
-    model = zoo.make(case)
-    settings = rank.config(stage=stage, timeout_s=timeout_s, **(zoo.optimizer_config(case) | config))
-    engine = zerobench.initialize(model, config=settings)
-    try:
-        yield engine
-    finally:
-        engine.close()
+training = functools.partial(engine_faults.training, case=CASE)
+goes_on = functools.partial(engine_faults.goes_on, case=CASE)
 
 
 def one_step(engine, rank, step, *, case=CASE) -> None:
     zoo.run_plan(engine, case, step, rank.rank, [])
-
-
-def goes_on(engine, rank, stage, *, done=0, case=CASE, **config) -> None:
-    """The rest of the training ends where an undisturbed one does."""
-    for step in range(done, case.steps):
-        one_step(engine, rank, step, case=case)
-    with training(rank, stage, case=case, **config) as undisturbed:
-        for step in range(case.steps):
-            one_step(undisturbed, rank, step, case=case)
-        expected = zoo.state_of(undisturbed)["digest"]
-    assert zoo.state_of(engine)["digest"] == expected
 
 
 def exception_in_forward(rank, stage, where):
@@ -205,22 +188,6 @@ def backward_of_a_vector(rank, stage):
         with pytest.raises(errors.StateError, match=r"reduce it with \.mean"):
             engine.backward(torch.ones(3, requires_grad=True))
         goes_on(engine, rank, stage)
-
-
-def not_a_number(rank, stage, precision):
-    """Only one rank's gradient of one parameter is NaN."""
-    with training(rank, stage, precision=precision) as engine:
-        one_step(engine, rank, 0, case=CASE)
-        before = zoo.state_of(engine)["digest"]
-        spoil = engine.module.blocks[1].up.bias.register_hook(
-            lambda g: g * (float("nan") if rank.rank == 1 else 1.0)
-        )
-        engine.backward(engine(**zoo.points(1, rank.rank)))
-        spoil.remove()
-        with pytest.raises(errors.NonFiniteGradientError, match=r"'blocks\.1'.* step 2.*nothing was updated"):
-            engine.step()
-        assert zoo.state_of(engine)["digest"] == before
-        goes_on(engine, rank, stage, done=1, precision=precision)
 
 
 def engine_inside_its_own_forward(rank, stage):
@@ -344,8 +311,9 @@ CHECKS = [
     (step_without_backward, ()),
     (backwards_without_a_step, ()),
     (backward_of_a_vector, ()),
-    (not_a_number, ("fp32",)),
-    (not_a_number, ("bf16",)),
+    (engine_faults.not_a_number, ("fp32",)),
+    (engine_faults.not_a_number, ("bf16",)),
+    (engine_faults.not_a_number_in_fp16, ()),
     (engine_inside_its_own_forward, ()),
     (replaced_storage, ()),
     (unfrozen_after_the_start, ()),

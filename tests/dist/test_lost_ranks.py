@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import engine_faults
 import ranks
 import small_models
 import zoo
@@ -44,28 +45,10 @@ def train_until_lost(rank, stage, folder):
         try:
             zoo.run_plan(engine, CASE, step, rank.rank, [])
         except errors.CommunicationError as error:
-            return after_the_loss(engine, rank, error)
+            return engine_faults.after_the_loss(engine, rank, error, case=CASE)
         step += 1
         if step == 3:
             (Path(folder) / str(rank.rank)).touch()
-
-
-def after_the_loss(engine, rank, error):
-    """Every further collective call raises the same cause at once, and closing neither hangs nor raises."""
-    began = time.monotonic()
-    again = []
-    for call in (
-        lambda: zoo.run_plan(engine, CASE, 0, rank.rank, []),
-        lambda: (
-            engine.state_dict() if engine.config.stage == 3 else zoo.run_plan(engine, CASE, 0, rank.rank, [])
-        ),
-    ):
-        try:
-            call()
-        except errors.CommunicationError as repeated:
-            again.append(str(repeated))
-    engine.close()
-    return {"error": str(error), "rank": error.rank, "again": again, "closing_s": time.monotonic() - began}
 
 
 def shared_memory(pid: int | str) -> list[str]:
@@ -107,6 +90,19 @@ def test_a_rank_is_killed_or_stopped_in_the_middle(tmp_path, number, stage):
             assert value["closing_s"] < TIMEOUT_S + GRACE_S
     assert not any(shared_memory(pid) for pid in pids)
     assert set(os.listdir("/dev/shm")) <= names
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_is_killed_in_its_backward(stage):
+    with ranks.Group(engine_faults.killed_in_backward, stage) as group:
+        group.wait([engine_faults.VICTIM], timeout_s=60.0)
+        assert group.outcomes[engine_faults.VICTIM].exit_code == -signal.SIGKILL
+        group.wait([0], timeout_s=GRACE_S)  # long before the timeout
+    survivor = group.outcomes[0]
+    assert survivor.error is None and survivor.exit_code == 0, survivor
+    assert engine_faults.NAMES_THE_DEAD.fullmatch(survivor.value["error"]), survivor.value["error"]
+    assert survivor.value["rank"] == engine_faults.VICTIM
+    assert survivor.value["again"] == [survivor.value["error"]] * 2
 
 
 def test_nothing_is_left_when_all_ranks_are_killed(tmp_path):

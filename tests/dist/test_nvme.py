@@ -43,6 +43,7 @@ CASES = {
         "skipped on one rank",
         "order differs",
         "bf16",
+        "20 steps",
         "fp16",
         "lora",
         "two forwards, two backwards",

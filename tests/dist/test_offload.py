@@ -41,6 +41,7 @@ CASES = {
         "evaluation in between",
         "forward in advance",
         "bf16",
+        "20 steps",
         "bf16 reduced in fp32",
         "fp16",
     )
@@ -96,9 +97,10 @@ def bytes_held(rank: ranks.Rank, config: dict) -> dict:
     return held
 
 
-def test_the_ledger_shows_what_lies_where():
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_ledger_shows_what_lies_where(world_size):
     for placement in ("host", "parameters too"):
-        for held in ranks.run(bytes_held, PLACEMENTS[placement]):
+        for held in ranks.run(bytes_held, PLACEMENTS[placement], world_size=world_size):
             shard = held["shard_numel"]
             states = {"master": 4 * shard, "exp_avg": 4 * shard, "exp_avg_sq": 4 * shard}
             assert not states.keys() & held["device"].keys()

@@ -42,6 +42,7 @@ CASES = (
     "odd sizes",
     "clip",
     "bf16",
+    "20 steps",
     "bf16 reduced in fp32",
     "fp16",
     "non-reentrant",
@@ -60,7 +61,9 @@ def stages_of(placement: str, world_size: int) -> tuple[int, ...]:
 
 
 def cases_of(placement: str) -> tuple[str, ...]:
-    return ("clip", "fp16") if placement.startswith("NVMe") else CASES  # each makes its files anew
+    return (
+        ("clip", "20 steps", "fp16") if placement.startswith("NVMe") else CASES
+    )  # each makes its files anew
 
 
 def placements_on(path: str) -> dict[str, dict]:
