@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from conftest import SMALL
+
+from zerobench.io_settings import IoSettings, default_file, write_settings
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,7 @@ def test_state_on_disk_changes_no_result(swapped) -> None:
 
 def test_the_row_shows_what_was_moved_and_where_state_lies(swapped) -> None:
     moved = swapped["nvme"]["transfers"]
+    assert re.match(r"\w+, blocks of \d+ KiB, depth \d+", moved["io_engine"])
     assert {"nvme_read_bytes", "nvme_written_bytes"} <= moved.keys()
     assert moved["limit_gb_s"].keys() == {"nvme_read", "nvme_write", "nvme_both"}
     # Outgoing buffers, frames and the whole begin on pages.
@@ -36,6 +40,28 @@ def test_the_row_shows_what_was_moved_and_where_state_lies(swapped) -> None:
     assert {"exposed_offload", "exposed_io"} <= swapped["nvme"]["phases_ms"].keys()
     assert swapped["nvme"]["peak_host_bytes"] > 0 and swapped["nvme"]["offload_practicality"] > 0
     assert "nvme" not in swapped["none"]["memory_bytes"]
+
+
+def test_tuned_settings_are_used_and_named(command, monkeypatch) -> None:
+    (command.folder / "disk").mkdir()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(command.folder / "config"))
+    found = IoSettings(
+        engine="threads", block_bytes=4 << 20, depth=4, tuned="2026",
+        read_bytes_per_s=9e9, write_bytes_per_s=9e9, both_bytes_per_s=9e9,
+    )  # fmt: skip
+    write_settings(command.folder / "disk", found, file=default_file())
+    result = command.run(
+        "compare", *SMALL, "--strategies", "zero2", "--offload", "nvme", "--nvme-path", "disk",
+        "--output-dir", "out",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    (row,) = command.rows().values()
+    used = "threads, blocks of 4096 KiB, depth 4, tuned"
+    assert row["transfers"]["io_engine"] == used
+    assert (
+        f"{command.folder / 'disk'}: state is swapped with {used} (settings of {default_file()})"
+        in " ".join(result.stderr.split())
+    )
 
 
 def test_a_disk_that_is_full_on_one_rank_ends_its_row_alone(command) -> None:

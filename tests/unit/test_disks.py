@@ -124,6 +124,22 @@ def test_a_probe_takes_what_room_there_is_or_says_that_there_is_none(tmp_path, m
         disks.probe([str(tmp_path)], IO, rank_num=4)
 
 
+def test_what_was_tuned_is_told_with_what_it_is(tmp_path) -> None:
+    assert disks.tuned_notes(swapping(tmp_path)) == []
+    tuned = IoSettings(
+        engine="threads", block_bytes=4 << 20, depth=4, tuned="2026", **rates(9e9).model_dump()
+    )
+    write_settings(tmp_path, tuned, file=default_file())
+    (note,) = disks.tuned_notes(swapping(tmp_path, strategies=("zero2", "zero3")))
+    assert note.startswith(f"{tmp_path}: state is swapped with threads, blocks of 4096 KiB, depth 4, tuned")
+    assert note.endswith(f"(settings of {default_file()})")
+    (note,) = disks.tuned_notes(swapping(tmp_path, io_engine="io_uring"))
+    assert "with io_uring, blocks of 4096 KiB, depth 4, tuned" in note
+    assert disks.tuned_notes(swapping(offloads=("none",))) == []
+    own = {"io_engine": "threads", "io_block_bytes": 1 << 20, "io_depth": 8}
+    assert disks.io_of([str(tmp_path)], {"offload_optimizer": own}) == IoChoice("threads", 1 << 20, 8)
+
+
 def test_a_ring_that_may_not_lock_its_memory_is_told_before_the_run(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(disks, "lockable_bytes", lambda: 8 << 20)
     with pytest.raises(ConfigError, match=r"MEMLOCK leaves 8, \d+ too few: .*ulimit -l.*--io-engine threads"):

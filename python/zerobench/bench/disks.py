@@ -16,7 +16,7 @@ from zerobench.bench.names import OURS
 from zerobench.bench.storage import free_bytes, lockable_bytes
 from zerobench.config import OffloadOptimizerConfig
 from zerobench.errors import ConfigError, Error
-from zerobench.io_settings import IoChoice, Rates, io_choice, settings_for, slow_path_warning
+from zerobench.io_settings import IoChoice, Rates, default_file, io_choice, settings_for, slow_path_warning
 from zerobench.strategies.base import NVME_OFFLOADS
 
 if TYPE_CHECKING:
@@ -135,6 +135,19 @@ def disk_warnings(
             )
             warnings += [warning] if warning else []
     return warnings
+
+
+def tuned_notes(configurations: Sequence[Configuration]) -> list[str]:
+    """Of rows that swap as `tune io` found best: with what, and which file has that."""
+    swapping = [c for c in configurations if c.settings.offload in NVME_OFFLOADS and c.strategy in OURS]
+    used = [(c.settings.nvme_paths[0], io_of(c.settings.nvme_paths, c.options)) for c in swapping]
+    return list(
+        dict.fromkeys(
+            f"{path}: state is swapped with {io.text} (settings of {default_file()})"
+            for path, io in used
+            if io.is_tuned
+        )
+    )
 
 
 def check_locked_memory(configurations: Sequence[Configuration], *, host_ranks: int | None = None) -> None:
