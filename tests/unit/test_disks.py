@@ -12,7 +12,7 @@ import pytest
 from plan_samples import SMALL
 
 from zerobench import _native
-from zerobench.bench import disks, swap_plan
+from zerobench.bench import disks, storage, swap_plan
 from zerobench.bench.names import rerun_command
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import Configuration, make_plan
@@ -179,3 +179,15 @@ def test_what_may_be_locked_is_as_the_core_says(monkeypatch) -> None:
     core = _native.load()
     unlimited = core.lockable_bytes() > 1 << 62
     assert lockable_bytes() == (math.inf if unlimited else core.lockable_bytes())
+
+
+def test_gpu_direct_storage_is_said_to_be_of_no_use_where_it_is_there_too(tmp_path, monkeypatch) -> None:
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(storage, "NVIDIA_FS", tmp_path / "version")
+    monkeypatch.setattr(storage, "has_cufile", lambda: True)
+    reason = "not used: state swaps through host memory, where the CPU updates it"
+    assert storage.gpu_direct_storage_text() == f"driver and library present; {reason}"
+    monkeypatch.setattr(storage, "has_cufile", lambda: False)
+    assert (
+        storage.gpu_direct_storage_text() == f"not available: the cuFile library is not installed; {reason}"
+    )
