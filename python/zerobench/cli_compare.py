@@ -196,7 +196,7 @@ def compare(
 ) -> None:
     from zerobench import _native
     from zerobench.bench.defaults import choose_device, defaults_on
-    from zerobench.bench.disks import check_locked_memory, disk_warnings
+    from zerobench.bench.disks import disk_warnings, tuned_notes
     from zerobench.bench.given import follow, given_ranks
     from zerobench.bench.gpus import VisibleGpus, visible_gpus
     from zerobench.bench.launch import Launcher
@@ -266,7 +266,7 @@ def compare(
         given=named_options(context),
     )
     plan = make_plan(options, given_world_size=given.world_size if given else None)
-    check_locked_memory(plan.configurations, host_ranks=options.host_ranks)
+    plan.warnings.extend(tuned_notes(plan.configurations))
     gpu_name = options.gpus[0].name if options.gpus else None
     plan.warnings.extend(disk_warnings(plan.configurations, host_ranks=options.host_ranks, gpu_name=gpu_name))
     launcher = given.open_launcher() if given else Launcher()

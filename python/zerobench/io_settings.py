@@ -51,7 +51,7 @@ class IoSettings(Rates):
 
     @property
     def text(self) -> str:
-        return f"{self.engine}, blocks of {self.block_bytes >> 10} KiB, depth {self.depth}"
+        return io_text(self.engine, self.block_bytes, self.depth)
 
 
 class SettingsFile(BaseModel):
@@ -121,6 +121,15 @@ class IoChoice(NamedTuple):
     engine: str
     block_bytes: int
     depth: int
+    is_tuned: bool = False  # at least in part
+
+    @property
+    def text(self) -> str:
+        return io_text(self.engine, self.block_bytes, self.depth) + (", tuned" if self.is_tuned else "")
+
+
+def io_text(engine: str, block_bytes: int, depth: int) -> str:
+    return f"{engine}, blocks of {block_bytes >> 10} KiB, depth {depth}"
 
 
 def io_choice(path: Path, *, engine: str | None, block_bytes: int | None, depth: int | None) -> IoChoice:
@@ -129,7 +138,12 @@ def io_choice(path: Path, *, engine: str | None, block_bytes: int | None, depth:
     usual = (
         IoChoice(tuned.engine, tuned.block_bytes, tuned.depth) if tuned else IoChoice("io_uring", 1 << 20, 32)
     )
-    return IoChoice(engine or usual.engine, block_bytes or usual.block_bytes, depth or usual.depth)
+    return IoChoice(
+        engine or usual.engine,
+        block_bytes or usual.block_bytes,
+        depth or usual.depth,
+        is_tuned=tuned is not None and not (engine and block_bytes and depth),
+    )
 
 
 def check_settings_file(file: Path) -> None:

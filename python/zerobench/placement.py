@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zerobench import _native
+from zerobench.cgroups import cpu_quota
 from zerobench.config import Config, OffloadOptimizerConfig
 from zerobench.errors import ConfigError
 from zerobench.io_settings import io_choice
@@ -57,13 +58,9 @@ class CpuPlace(Place):
     device = None
 
     def __init__(self, config: Config, topology: Topology) -> None:
-        core = _native.load()
-        cpus = rank_cpus(config, topology)
-        threads = config.threads or len(cpus)
+        threads = update_threads(config, topology, rank_cpus(config, topology), asked=config.threads)
         self._ranks_on_host = topology.local_world_size
-        self._parts = core.cpu_device_parts(
-            thread_num=threads, cpus=cpus if config.pin_threads and threads <= len(cpus) else []
-        )
+        self._parts = _native.load().cpu_device_parts(thread_num=threads.num, cpus=threads.pinned_to)
 
     def parts(self) -> Any:
         return self._parts
@@ -134,15 +131,14 @@ def offload_options(config: Config, topology: Topology, place: Place) -> Any | N
         return None
     core = _native.load()
     cpus = rank_cpus(config, topology)
-    # Beside a GPU, whoever starts its work needs a core too.
-    share = len(cpus) - 1 if place.device is not None and len(cpus) > 2 else len(cpus)
-    threads = offload.threads or config.threads or share
+    asked = offload.threads or config.threads
+    threads = update_threads(config, topology, cpus, asked=asked, beside_gpu=place.device is not None)
     node = core.numa_node_of_cpus(cpus) if offload.numa_node == "auto" else offload.numa_node
     return core.OffloadOptions(
         ratio=None if offload.ratio == "auto" else offload.ratio,
         parameters=parameter_home(config),
-        thread_num=threads,
-        cpus=cpus if config.pin_threads and threads <= len(cpus) else [],
+        thread_num=threads.num,
+        cpus=threads.pinned_to,
         numa_node=-1 if node is None else node,
         lock=offload.lock_memory,
         ranks_on_host=topology.local_world_size,
@@ -204,6 +200,29 @@ def rank_cpus(config: Config, topology: Topology) -> list[int]:
     if unknown := set(config.cpus or ()) - os.sched_getaffinity(0):
         raise ConfigError(f"cpus names CPU {min(unknown)}, which this process may not run on")
     return config.cpus or _native.load().cpus_of_rank(topology.local_rank, topology.local_world_size)
+
+
+class UpdateThreads(NamedTuple):
+    """Of the CPU's Adam; the caller counts as one."""
+
+    num: int
+    pinned_to: list[int]  # one CPU each; empty where they are not pinned
+
+
+def update_threads(
+    config: Config, topology: Topology, cpus: list[int], *, asked: int | None, beside_gpu: bool = False
+) -> UpdateThreads:
+    """As many as were asked for, else one for each of the rank's ``cpus``, but no more than its share of the time that
+    control groups allow: the kernel stops all threads of a group that has used up its time."""
+    share, is_pinned = len(cpus), config.pin_threads
+    quota = cpu_quota()
+    if asked is None and quota is not None and (allowed := int(quota) // topology.local_world_size) < share:
+        share = max(1, allowed)
+        # Other containers have the same CPUs and would pin to the first of them too.
+        is_pinned = is_pinned and config.cpus is not None
+    # Beside a GPU, whoever starts its work needs a core too.
+    threads = asked or (share - 1 if beside_gpu and share > 2 else share)
+    return UpdateThreads(threads, cpus if is_pinned and threads <= len(cpus) else [])
 
 
 def choose(model: nn.Module, config: Config, topology: Topology) -> Place:

@@ -146,3 +146,4 @@ def test_info_tells_what_storage_can_do(command) -> None:
     assert result.returncode == 0, result.stderr
     assert "storage.io_uring:" in result.stdout
     assert "storage.gpu_direct_storage:" in result.stdout
+    assert "not used: state swaps through host memory, where the CPU updates it" in result.stdout

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 from plan_samples import SMALL
 
 from zerobench import _native
-from zerobench.bench import disks
+from zerobench.bench import disks, storage, swap_plan
 from zerobench.bench.names import rerun_command
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import Configuration, make_plan
@@ -75,7 +75,7 @@ def test_a_fast_disk_is_a_warning_where_the_gpu_is_faster(tmp_path, monkeypatch)
 
 def test_a_row_swaps_what_its_memory_does_not_hold(tmp_path) -> None:
     def moved(**options) -> tuple[float, float]:
-        found = disks.swap_of(swapping(tmp_path, **options)[-1])
+        found = swap_plan.swap_of(swapping(tmp_path, **options)[-1])
         assert found is not None
         return found.read_bytes, found.written_bytes
 
@@ -87,9 +87,9 @@ def test_a_row_swaps_what_its_memory_does_not_hold(tmp_path) -> None:
     assert 0 < moved(host_memory_gib=15.0)[0] < 12 * count
     assert moved(offloads=("nvme_full",)) == pytest.approx((20 * count, 16 * count))  # fp32
     (row,) = swapping(tmp_path, offloads=("nvme",), world_sizes=(4,))
-    of_half = disks.swap_of(row, host_ranks=2)
+    of_half = swap_plan.swap_of(row, host_ranks=2)
     assert of_half is not None and of_half.read_bytes == pytest.approx(6 * count)
-    assert disks.swap_of(swapping(tmp_path, offload_ratios=("auto",))[-1]) is None
+    assert swap_plan.swap_of(swapping(tmp_path, offload_ratios=("auto",))[-1]) is None
 
 
 def test_what_moves_nothing_needs_no_probe_and_no_warning(tmp_path, monkeypatch) -> None:
@@ -124,25 +124,48 @@ def test_a_probe_takes_what_room_there_is_or_says_that_there_is_none(tmp_path, m
         disks.probe([str(tmp_path)], IO, rank_num=4)
 
 
-def test_a_ring_that_may_not_lock_its_memory_is_told_before_the_run(tmp_path, monkeypatch) -> None:
+def test_what_was_tuned_is_told_with_what_it_is(tmp_path) -> None:
+    assert disks.tuned_notes(swapping(tmp_path)) == []
+    tuned = IoSettings(
+        engine="threads", block_bytes=4 << 20, depth=4, tuned="2026", **rates(9e9).model_dump()
+    )
+    write_settings(tmp_path, tuned, file=default_file())
+    (note,) = disks.tuned_notes(swapping(tmp_path, strategies=("zero2", "zero3")))
+    assert note.startswith(f"{tmp_path}: state is swapped with threads, blocks of 4096 KiB, depth 4, tuned")
+    assert note.endswith(f"(settings of {default_file()})")
+    (note,) = disks.tuned_notes(swapping(tmp_path, io_engine="io_uring"))
+    assert "with io_uring, blocks of 4096 KiB, depth 4, tuned" in note
+    assert disks.tuned_notes(swapping(offloads=("none",))) == []
+    own = {"io_engine": "threads", "io_block_bytes": 1 << 20, "io_depth": 8}
+    assert swap_plan.io_of([str(tmp_path)], {"offload_optimizer": own}) == IoChoice("threads", 1 << 20, 8)
+
+
+def test_rows_whose_ring_may_not_lock_its_memory_are_known_before_they_start(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(disks, "lockable_bytes", lambda: 8 << 20)
-    with pytest.raises(ConfigError, match=r"MEMLOCK leaves 8, \d+ too few: .*ulimit -l.*--io-engine threads"):
-        disks.check_locked_memory(swapping(tmp_path))
+
+    def reasons(rows: list[Configuration]) -> list[str | None]:
+        return [disks.why_not_lockable(row) for row in rows]
+
+    *others, reason = reasons(swapping(tmp_path))
+    assert others == [None]
+    assert re.search(
+        r"MEMLOCK leaves 8, \d+ too few: .*ulimit -l.*--io-engine threads: not started$", reason or ""
+    )
     threads = swapping(tmp_path, io_engine="threads")
-    disks.check_locked_memory(threads)
+    assert reasons(threads) == [None, None]
     assert "--io-engine threads" in rerun_command(threads[-1], CompareOptions())
     file = tmp_path / "row.json"
     section = {"device": "nvme", "nvme_path": str(tmp_path)}
     for own, refused in ({}, True), ({"io_engine": "threads"}, False), ({"io_allow_fallback": True}, False):
         file.write_text(json.dumps({"stage": 2, "offload_optimizer": {**section, **own}}))
         options = {"nvme_paths": (), "offloads": ("none",), "config_files": (file,)}
-        with pytest.raises(ConfigError) if refused else contextlib.nullcontext():
-            disks.check_locked_memory(swapping(**options))
+        (reason,) = reasons(swapping(**options))
+        assert (reason is not None) == refused
         (row,) = swapping(**options, io_engine="threads")
         assert row.options["offload_optimizer"]["io_engine"] == "threads"
-        disks.check_locked_memory([row])
+        assert reasons([row]) == [None]
     monkeypatch.setattr(disks, "lockable_bytes", lambda: math.inf)
-    disks.check_locked_memory(swapping(tmp_path))
+    assert reasons(swapping(tmp_path)) == [None, None]
 
 
 def test_an_engine_needs_rows_that_swap(tmp_path) -> None:
@@ -156,3 +179,15 @@ def test_what_may_be_locked_is_as_the_core_says(monkeypatch) -> None:
     core = _native.load()
     unlimited = core.lockable_bytes() > 1 << 62
     assert lockable_bytes() == (math.inf if unlimited else core.lockable_bytes())
+
+
+def test_gpu_direct_storage_is_said_to_be_of_no_use_where_it_is_there_too(tmp_path, monkeypatch) -> None:
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(storage, "NVIDIA_FS", tmp_path / "version")
+    monkeypatch.setattr(storage, "has_cufile", lambda: True)
+    reason = "not used: state swaps through host memory, where the CPU updates it"
+    assert storage.gpu_direct_storage_text() == f"driver and library present; {reason}"
+    monkeypatch.setattr(storage, "has_cufile", lambda: False)
+    assert (
+        storage.gpu_direct_storage_text() == f"not available: the cuFile library is not installed; {reason}"
+    )

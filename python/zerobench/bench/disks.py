@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobench import models
-from zerobench.bench.fit import GIB, with_layers
 from zerobench.bench.mfu import likely_compute_s
 from zerobench.bench.names import OURS
 from zerobench.bench.storage import free_bytes, lockable_bytes
-from zerobench.config import OffloadOptimizerConfig
-from zerobench.errors import ConfigError, Error
-from zerobench.io_settings import IoChoice, Rates, io_choice, settings_for, slow_path_warning
+from zerobench.bench.swap_plan import Swap, io_of, swap_of
+from zerobench.errors import Error
+from zerobench.io_settings import IoChoice, Rates, default_file, settings_for, slow_path_warning
 from zerobench.strategies.base import NVME_OFFLOADS
 
 if TYPE_CHECKING:
     from zerobench.bench.plan import Configuration
 
-_STATE_BYTES = 12  # of a parameter: fp32 master and two moments
 _PROBE_BYTES = 256 << 20  # of a file, at most
 _FIRST_BYTES = 16 << 20
 _MIB = 1 << 20
-
-
-def io_of(paths: Sequence[str], options: Mapping[str, Any]) -> IoChoice:
-    """How a row swaps; ``options`` are its own beside its settings."""
-    own = options.get("offload_optimizer") or {}
-    return io_choice(
-        Path(paths[0]),
-        engine=own.get("io_engine"),
-        block_bytes=own.get("io_block_bytes"),
-        depth=own.get("io_depth"),
-    )
 
 
 def probe(paths: Sequence[str], io: IoChoice, *, seconds: float = 1.0, rank_num: int = 1) -> Rates:
@@ -137,23 +121,32 @@ def disk_warnings(
     return warnings
 
 
-def check_locked_memory(configurations: Sequence[Configuration], *, host_ranks: int | None = None) -> None:
-    """ConfigError where io_uring would have to lock more memory, of all ranks of a user, than the limit leaves."""
-    lockable = lockable_bytes()
-    for configuration in configurations:
-        settings, own = configuration.settings, configuration.options.get("offload_optimizer") or {}
-        if configuration.strategy not in OURS or settings.offload not in NVME_OFFLOADS:
-            continue
-        io, swap = (
-            io_of(settings.nvme_paths, configuration.options),
-            swap_of(configuration, host_ranks=host_ranks),
+def tuned_notes(configurations: Sequence[Configuration]) -> list[str]:
+    """Of rows that swap as `tune io` found best: with what, and which file has that."""
+    swapping = [c for c in configurations if c.settings.offload in NVME_OFFLOADS and c.strategy in OURS]
+    used = [(c.settings.nvme_paths[0], io_of(c.settings.nvme_paths, c.options)) for c in swapping]
+    return list(
+        dict.fromkeys(
+            f"{path}: state is swapped with {io.text} (settings of {default_file()})"
+            for path, io in used
+            if io.is_tuned
         )
-        if io.engine != "io_uring" or own.get("io_allow_fallback") or swap is None:
-            continue
-        if swap.ring_bytes > lockable:
-            raise ConfigError(
-                f"{configuration.name}: {too_little_locked(swap.ring_bytes, lockable)}, or add --io-engine threads"
-            )
+    )
+
+
+def why_not_lockable(configuration: Configuration, *, host_ranks: int | None = None) -> str | None:
+    """One sentence where io_uring would have to lock more memory, of all ranks of a user, than the limit leaves."""
+    settings, own = configuration.settings, configuration.options.get("offload_optimizer") or {}
+    if configuration.strategy not in OURS or settings.offload not in NVME_OFFLOADS:
+        return None
+    swap = swap_of(configuration, host_ranks=host_ranks)
+    io = io_of(settings.nvme_paths, configuration.options)
+    if io.engine != "io_uring" or own.get("io_allow_fallback") or swap is None:
+        return None
+    lockable = lockable_bytes()
+    if swap.locked_bytes <= lockable:
+        return None
+    return f"{too_little_locked(swap.locked_bytes, lockable)}, or add --io-engine threads: not started"
 
 
 def too_little_locked(needed_bytes: float, lockable: float) -> str:
@@ -172,61 +165,3 @@ def ring_refusal(locked_bytes: int) -> str | None:
     if refusal is None and locked_bytes > (lockable := lockable_bytes()):
         return too_little_locked(locked_bytes, lockable)
     return refusal
-
-
-@dataclass(frozen=True, kw_only=True)
-class Swap:
-    """Of all ranks of a host, about: what a step reads and writes, and the memory that I/O moves it through."""
-
-    read_bytes: float = 0.0
-    written_bytes: float = 0.0
-    ring_bytes: float = 0.0
-
-
-def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> Swap | None:
-    """``host_ranks``: of this host, where others have some too. None where the row itself finds out (ratio auto)."""
-    settings, own = configuration.settings, configuration.options.get("offload_optimizer") or {}
-    ranks = min(settings.world_size, host_ranks or settings.world_size)
-    if settings.offload_ratio == "auto":
-        return None
-    element_bytes = 4 if settings.precision == "fp32" else 2
-    if configuration.strategy not in OURS:
-        numel = (settings.parameter_count or 0) * ranks / settings.world_size
-        parameters_bytes = element_bytes * numel if settings.offload == "nvme_full" else 0.0
-        return Swap(
-            read_bytes=_STATE_BYTES * numel + 2 * parameters_bytes,
-            written_bytes=_STATE_BYTES * numel + parameters_bytes,
-        )
-    share = 1.0 if settings.offload_ratio is None else float(settings.offload_ratio)
-    shards = [share * numel / settings.world_size for numel in unit_numels(configuration)]
-    if not share:
-        return Swap()
-    # As csrc/stores/host_store_memory.cpp spends memory: buffers, gradients, parameters, and then state.
-    chunk_numel = own.get("chunk_numel") or OffloadOptimizerConfig.model_fields["chunk_numel"].default
-    slot_bytes = _STATE_BYTES * min(max(shards), chunk_numel)
-    io = io_of(settings.nvme_paths, configuration.options)
-    frame_num = 2 * math.ceil(io.depth * io.block_bytes / slot_bytes) + 2
-    budget_bytes = own.get("host_memory_bytes") or (settings.host_memory_gib or 0) * GIB / ranks
-    left_bytes = max(0.0, budget_bytes - (frame_num + 1) * slot_bytes - element_bytes * sum(shards))
-    parameters_bytes = element_bytes * sum(shards) if settings.offload == "nvme_full" else 0.0
-    swapped_parameters = max(0.0, parameters_bytes - left_bytes)
-    resident_num = (left_bytes - (parameters_bytes - swapped_parameters)) // slot_bytes
-    chunk_num = sum(math.ceil(numel / chunk_numel) for numel in shards)
-    fits = chunk_num <= resident_num + frame_num
-    state = 0.0 if fits else _STATE_BYTES * sum(shards) * (1 - resident_num / chunk_num)
-    ring_bytes = slot_bytes * (chunk_num if fits else resident_num + frame_num)
-    if settings.offload == "nvme_full":
-        ring_bytes += parameters_bytes - swapped_parameters + element_bytes * max(shards)
-    return Swap(
-        read_bytes=ranks * (state + 2 * swapped_parameters),
-        written_bytes=ranks * (state + swapped_parameters),
-        ring_bytes=ranks * ring_bytes,
-    )
-
-
-def unit_numels(configuration: Configuration) -> list[int]:
-    """Of the root and each block, about."""
-    config = models.ModelConfig.model_validate(configuration.model)
-    count, layers = models.parameter_count(config), config.num_layers
-    block = models.parameter_count(with_layers(config, layers + 1)) - count
-    return [max(count - layers * block, 1), *[block] * layers]

@@ -13,6 +13,7 @@ from typing import Any
 
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.nvml import Nvml
+from zerobench.cgroups import HOST_FILES, HostFiles, MemoryLimit, cpu_quota, memory_limits
 
 ENVIRONMENT_NAMES = (
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES",
@@ -38,54 +39,28 @@ def cpus_usable() -> int:
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
-def cpu_quota() -> float | None:
-    """CPU cores that the control group allows, or None where it sets no limit."""
-    text = _read("/sys/fs/cgroup/cpu.max")
-    if text:
-        quota, period = text.split()
-        return None if quota == "max" else int(quota) / int(period)
-    quota_us, period_us = (
-        _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
-        _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-    )
-    if quota_us and period_us and int(quota_us) > 0:
-        return int(quota_us) / int(period_us)
-    return None
+def memory_total_bytes(files: HostFiles = HOST_FILES) -> int:
+    total = _meminfo_bytes("MemTotal", files)
+    limit = _smallest_limit(files)
+    return total if limit is None else min(total, limit.limit_bytes)
 
 
-def cgroup_memory_limit_bytes() -> int | None:
-    """What the control group allows, or None."""
-    text = _read("/sys/fs/cgroup/memory.max") or _read("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    if not text or text == "max" or int(text) >= 1 << 60:
-        return None
-    return int(text)
-
-
-def cgroup_memory_used_bytes() -> int:
-    text = _read("/sys/fs/cgroup/memory.current") or _read("/sys/fs/cgroup/memory/memory.usage_in_bytes")
-    return int(text) if text else 0
-
-
-def memory_total_bytes() -> int:
-    total = _meminfo_bytes("MemTotal")
-    limit = cgroup_memory_limit_bytes()
-    return total if limit is None else min(total, limit)
-
-
-def memory_available_bytes() -> int:
+def memory_available_bytes(files: HostFiles = HOST_FILES) -> int:
     """What new processes can take without swapping."""
-    available = _meminfo_bytes("MemAvailable")
-    limit = cgroup_memory_limit_bytes()
-    return available if limit is None else min(available, max(limit - cgroup_memory_used_bytes(), 0))
+    left = [limit.left_bytes for limit in memory_limits(files)]
+    return min([_meminfo_bytes("MemAvailable", files), *left])
 
 
-def memory_used_bytes() -> int:
+def memory_used_bytes(files: HostFiles = HOST_FILES) -> int:
     """By this container where it has a limit of its own, else by the host; without cached files."""
-    if cgroup_memory_limit_bytes() is not None:
-        cached = [line.split()[1] for line in _read("/sys/fs/cgroup/memory.stat").splitlines()
-                  if line.startswith("inactive_file ")]  # fmt: skip
-        return max(cgroup_memory_used_bytes() - sum(map(int, cached)), 0)
-    return _meminfo_bytes("MemTotal") - _meminfo_bytes("MemAvailable")
+    limit = _smallest_limit(files)
+    if limit is not None:
+        return limit.used_bytes
+    return _meminfo_bytes("MemTotal", files) - _meminfo_bytes("MemAvailable", files)
+
+
+def _smallest_limit(files: HostFiles) -> MemoryLimit | None:
+    return min(memory_limits(files), key=lambda limit: limit.limit_bytes, default=None)
 
 
 def busy_warning() -> str | None:
@@ -102,6 +77,7 @@ def busy_warning() -> str | None:
 def machine_facts(gpus: Sequence[Gpu] = ()) -> dict[str, Any]:
     """What the figures depend on. Scalars are the headline, nested facts stay in the file. ``gpus``: those in use."""
     model, flags = _cpu_model_and_flags()
+    limit = _smallest_limit(HOST_FILES)
     facts: dict[str, Any] = {
         "cpu": model,
         "cores": cpus_usable(),
@@ -118,7 +94,7 @@ def machine_facts(gpus: Sequence[Gpu] = ()) -> dict[str, Any]:
         "cpu_quota": cpu_quota(),
         "numa_nodes": _numa_nodes(),
         "memory_available_bytes": memory_available_bytes(),
-        "cgroup_memory_limit_bytes": cgroup_memory_limit_bytes(),
+        "cgroup_memory_limit_bytes": limit.limit_bytes if limit is not None else None,
         "kernel": platform.release(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "environment": {name: os.environ[name] for name in ENVIRONMENT_NAMES if name in os.environ},
@@ -214,8 +190,8 @@ def ranges_text(numbers: list[int]) -> str:
     return ",".join("-".join(map(str, part)) for part in parts)
 
 
-def _meminfo_bytes(key: str) -> int:
-    for line in _read("/proc/meminfo").splitlines():
+def _meminfo_bytes(key: str, files: HostFiles) -> int:
+    for line in _read(files.proc / "meminfo").splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"/proc/meminfo has no {key} line on {sys.platform}")

@@ -25,8 +25,9 @@ from zerobench.bench.assess import (
     largest,
     settle,
 )
+from zerobench.bench.disks import why_not_lockable
 from zerobench.bench.environments import device_environment
-from zerobench.bench.fit import verification_model, why_too_large
+from zerobench.bench.fit import TooLarge, verification_model, why_too_large
 from zerobench.bench.job import Job, Window
 from zerobench.bench.launch import Launcher
 from zerobench.bench.machine import busy_warning, machine_facts, version_facts
@@ -199,12 +200,7 @@ class Comparison:
             rerun=rerun,
         )
         start_s = time.monotonic()
-        too_large = why_too_large(
-            configuration,
-            rank_memory_bytes=self.rank_memory_bytes,
-            gpus=self.gpus,
-            host_ranks=self.plan.options.host_ranks,
-        )
+        too_large = self.why_not_started(configuration)
         reference = None
         if too_large is None and self.needs_reference(configuration):
             reference = self.reference_of(configuration, display)
@@ -224,6 +220,15 @@ class Comparison:
         row.duration_s = round(time.monotonic() - start_s, 3)
         display.note(row)
         return row
+
+    def why_not_started(self, configuration: Configuration) -> TooLarge | None:
+        host_ranks = self.plan.options.host_ranks
+        too_large = why_too_large(
+            configuration, rank_memory_bytes=self.rank_memory_bytes, gpus=self.gpus, host_ranks=host_ranks
+        )
+        if too_large is None and (reason := why_not_lockable(configuration, host_ranks=host_ranks)):
+            return TooLarge(reason, "host")
+        return too_large
 
     def repeat_row(
         self, index: int, configuration: Configuration, repeat: int, display: ProgressDisplay

@@ -42,13 +42,14 @@ def io_uring_text() -> str:
 
 
 def gpu_direct_storage_text() -> str:
-    """Whether its driver and library are here. zerobench swaps through host memory, where the CPU updates."""
+    """Whether its driver and library are here, and why they make no difference."""
     missing = []
     if not NVIDIA_FS.exists():
         missing.append("the nvidia-fs driver is not loaded")
     if not has_cufile():
         missing.append("the cuFile library is not installed")
-    return "driver and library present" if not missing else f"not available: {' and '.join(missing)}"
+    found = f"not available: {' and '.join(missing)}" if missing else "driver and library present"
+    return f"{found}; not used: state swaps through host memory, where the CPU updates it"
 
 
 def has_cufile() -> bool:

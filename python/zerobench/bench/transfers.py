@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from zerobench.bench.disks import io_of, probe
+from zerobench.bench.disks import probe
 from zerobench.bench.job import WindowTransfers
+from zerobench.bench.swap_plan import io_of
 from zerobench.strategies.base import Transfers
 
 TO_HOST, TO_DEVICE, BOTH = "to_host", "to_device", "both_ways"

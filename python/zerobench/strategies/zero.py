@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from zerobench.config import Config, parse
 from zerobench.errors import ConfigError
+from zerobench.io_settings import io_choice
 from zerobench.models.materialise import materialise
 from zerobench.strategies.base import (
     NVME_OFFLOADS,
@@ -194,11 +196,22 @@ class ZeroStrategy(Strategy):
             to_device_bytes=since.get("to_device_bytes"),
             nvme_read_bytes=since.get("read_bytes") if on_nvme else None,
             nvme_written_bytes=since.get("written_bytes") if on_nvme else None,
-            io_engine="; ".join([swapped["engine"], *swapped["notes"]]) if on_nvme else None,
+            io_engine="; ".join([self._io_text(swapped["engine"]), *swapped["notes"]]) if on_nvme else None,
             pinned_bytes=pinned["mapped_bytes"],
             pinned_requested_bytes=pinned["requested_bytes"],
             offload_ratio=self._engine.offload_ratio,
         )
+
+    def _io_text(self, engine: str) -> str:
+        """All that files are read and written with; the engine is the one that does it."""
+        section = engine_config(self.settings, stage=self.stage)["offload_optimizer"]
+        choice = io_choice(
+            Path(self.settings.nvme_paths[0]),
+            engine=section.get("io_engine"),
+            block_bytes=section.get("io_block_bytes"),
+            depth=section.get("io_depth"),
+        )
+        return choice._replace(engine=engine).text
 
     def _moved_bytes(self) -> dict[str, int]:
         """Over the link and of files since the engine was made, once no update is under way and what can be read ahead

@@ -1,0 +1,70 @@
+"""How many threads an engine updates with, and where they run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerobench
+from zerobench import placement
+from zerobench.config import parse
+from zerobench.topology import Topology
+
+CPUS = list(range(8, 24))
+
+
+def threads(
+    monkeypatch, quota: float | None, *, ranks: int = 1, beside_gpu: bool = False, **config
+) -> tuple[int, list[int]]:
+    """Of a rank whose share of the machine are 16 CPUs."""
+    monkeypatch.setattr(placement, "cpu_quota", lambda: quota)
+    parsed, topology = parse(config), Topology(0, ranks, 0, ranks)
+    found = placement.update_threads(parsed, topology, CPUS, asked=parsed.threads, beside_gpu=beside_gpu)
+    return found.num, found.pinned_to
+
+
+def test_without_a_smaller_quota_each_cpu_has_its_thread(monkeypatch) -> None:
+    for quota in (None, 16.0, 64.0):
+        assert threads(monkeypatch, quota) == (16, CPUS)
+    assert threads(monkeypatch, None, beside_gpu=True) == (15, CPUS)
+    assert threads(monkeypatch, 128.0, ranks=8) == (16, CPUS)
+    assert threads(monkeypatch, None, pin_threads=False) == (16, [])
+
+
+def test_a_quota_is_shared_by_the_ranks_of_a_host(monkeypatch) -> None:
+    assert threads(monkeypatch, 8.0) == (8, [])
+    assert threads(monkeypatch, 8.0, beside_gpu=True) == (7, [])
+    assert threads(monkeypatch, 17.5, ranks=4) == (4, [])
+    assert threads(monkeypatch, 1.5, ranks=4) == (1, [])
+    assert threads(monkeypatch, 2.0, beside_gpu=True) == (2, [])
+
+
+def test_what_is_configured_stays(monkeypatch) -> None:
+    assert threads(monkeypatch, 2.0, threads=12) == (12, CPUS)
+    assert threads(monkeypatch, 4.0, cpus=CPUS) == (4, CPUS)
+    assert threads(monkeypatch, 4.0, cpus=CPUS, pin_threads=False) == (4, [])
+    assert threads(monkeypatch, None, threads=17) == (17, [])
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU has one thread anyway")
+def test_an_engine_on_the_cpu_and_off_the_device_goes_by_the_quota(monkeypatch) -> None:
+    monkeypatch.setattr(placement, "cpu_quota", lambda: 1.0)
+
+    def threads_made(section: dict) -> int:
+        tasks = Path("/proc/self/task")
+        before = len(list(tasks.iterdir()))
+        config = {"stage": 1, "world_size": 1, "optimizer": {"type": "adamw", "lr": 0.1}, **section}
+        engine = zerobench.initialize(model=torch.nn.Linear(4, 4), config=config)
+        made = len(list(tasks.iterdir())) - before
+        engine.close()
+        return made
+
+    section = {"offload_optimizer": {"device": "cpu"}}
+    by_quota = threads_made({}), threads_made(section)
+    monkeypatch.setattr(placement, "cpu_quota", lambda: None)
+    cpu_num = len(os.sched_getaffinity(0))
+    more = threads_made({}) - by_quota[0], threads_made(section) - by_quota[1]
+    assert more == (cpu_num - 1, 2 * (cpu_num - 1))

@@ -1,0 +1,95 @@
+"""The memory that state on NVMe moves through, as the engine takes it, and what of it the kernel charges as locked."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_samples import SMALL
+
+import zerobench
+from zerobench import models
+from zerobench.bench import swap_plan
+from zerobench.bench.options import CompareOptions
+from zerobench.bench.plan import Configuration, make_plan
+from zerobench.bench.swap_plan import Frames, locked_bytes
+
+MIB = 1 << 20
+
+
+def row(folder: Path, **options: Any) -> Configuration:
+    values = {
+        **SMALL, "models": ("tiny",), "num_layers": (4,), "strategies": ("zero3",), "world_sizes": (1,),
+        "precisions": ("bf16",), "nvme_paths": (folder,),
+    }  # fmt: skip
+    return make_plan(CompareOptions(**{**values, **options})).configurations[0]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "offload", "memory_gib", "own"),
+    [
+        (64, "nvme", None, {}),
+        (64, "nvme_full", None, {}),
+        (256, "nvme_full", None, {}),
+        (256, "nvme", None, {"chunk_numel": 1 << 16, "io_depth": 4}),
+        (256, "nvme", 0.04, {"chunk_numel": 1 << 16, "io_depth": 4}),
+        (256, "nvme_full", None, {"chunk_numel": 1 << 16, "io_depth": 4}),
+        (256, "nvme_full", 0.045, {"chunk_numel": 1 << 16, "io_depth": 4}),
+        (256, "nvme_full", 0.07, {"chunk_numel": 1 << 16, "io_depth": 4}),
+    ],
+)
+def test_frames_are_those_that_the_engine_takes(
+    tmp_path, monkeypatch, hidden, offload, memory_gib, own
+) -> None:
+    """Told by the size of the pool, in which only sizes of shards, rounded to lines, are about."""
+    found: dict[str, Any] = {}
+
+    def noted(frames: list[Frames], *, begin: int, pool_bytes: int) -> int:
+        found.update(frames=frames, pool_bytes=pool_bytes)
+        return 0
+
+    monkeypatch.setattr(swap_plan, "locked_bytes", noted)
+    configuration = row(tmp_path, hidden_sizes=(hidden,), offloads=(offload,), host_memory_gib=memory_gib)
+    configuration.options["offload_optimizer"] = own
+    swap = swap_plan.swap_of(configuration)
+    section = {"device": "nvme", "nvme_path": str(tmp_path), "io_engine": "threads", **own}
+    if memory_gib is not None:
+        section["host_memory_bytes"] = round(memory_gib * (1 << 30))
+    engine = zerobench.initialize(
+        model=models.build(models.ModelConfig.model_validate(configuration.model), seed=1),
+        config={
+            "stage": 3,
+            "precision": "bf16",
+            "world_size": 1,
+            "rendezvous": uuid.uuid4().hex,
+            "optimizer": {"type": "adamw", "lr": 0.1},
+            "offload_optimizer": section,
+            **({"offload_param": {"device": "nvme"}} if offload == "nvme_full" else {}),
+        },
+    )
+    taken, held = engine.offload_pinned()["requested_bytes"], engine.memory_bytes()
+    engine.close()
+    slack_bytes = 8192 * len(found["frames"]) + 64 * 16
+    assert found["pool_bytes"] == pytest.approx(taken, abs=slack_bytes)
+    assert swap is not None
+    numel = configuration.settings.parameter_count or 0
+    swapped = held.get("nvme") or {}
+    assert swap.written_bytes == pytest.approx(
+        3 * swapped.get("master", 0) + swapped.get("parameters", 0), abs=0.05 * 12 * numel
+    )
+
+
+def test_a_ring_is_charged_for_every_huge_page_that_it_touches() -> None:
+    def charged(*spans_mib: float, begin: float = 0, pool: float) -> float:
+        frames = [Frames(slot_bytes=round(span * MIB), chunk_num=1, frame_num=1) for span in spans_mib]
+        return locked_bytes(frames, begin=round(begin * MIB), pool_bytes=round(pool * MIB)) / MIB
+
+    assert charged(1.5, begin=0.25, pool=1.9) == 1.5  # a pool without huge pages
+    assert charged(1.5, begin=0.25, pool=4) == 2
+    assert charged(1.5, begin=1, pool=4) == 4
+    assert charged(4, pool=6) == 4
+    assert charged(4, begin=0.5, pool=6) == 6
+    assert charged(1, 0.5, begin=0.25, pool=4) == 2 + 2  # each ring, though of one page
+    assert charged(2, begin=1.5, pool=3.75) == 3.5  # from 0, and the pool's end has small pages
