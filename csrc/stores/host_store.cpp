@@ -290,7 +290,7 @@ class HostStore final : public Store {
     }
   }
 
-  // Shards are numbered in the order of units, which is that of the next forward.
+  // Shards are numbered in the order of units, as they are registered: that of most models' forwards.
   void queue(Shard& shard, std::size_t index, std::function<void()> work) {
     shard.knows = {};
     shard.ticket = thread_->queue(index, std::move(work));

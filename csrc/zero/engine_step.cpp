@@ -188,7 +188,8 @@ void Engine::drop_offers() {
   if (std::exchange(has_offered_, false)) store_->drop_gradients(Lane::kCompute);
 }
 
-// In the order of the next forward, so that its first units are there first.
+// In the order in which units are registered. The forwards of most models go by it, so what they need first is there
+// first.
 void Engine::update(std::span<const AdamHyperparameters> groups) {
   std::vector<AdamScalars> rows;
   for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, 1.0F));
