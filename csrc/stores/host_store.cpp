@@ -222,6 +222,7 @@ class HostStore final : public Store {
       sum.read_bytes += more.read_bytes;
       sum.written_bytes += more.written_bytes;
       sum.wait_s += more.wait_s;
+      for (const std::string& note : home_->notes()) sum.notes.push_back("parameters: " + note);
     }
     return sum;
   }
