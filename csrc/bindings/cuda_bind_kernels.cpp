@@ -168,12 +168,14 @@ void bind_cuda_kernels(py::module_& m, BoundDeviceClass& device) {
   bind_adam(m, device);
   device
       .def(
-          "push_range",
-          [](BoundDevice& self, const std::string& operation, const std::string& unit) {
-            self.device->push_range(operation, unit);
-          },
-          py::arg("operation"), py::arg("unit"), "Opens an NVTX range of this thread.")
-      .def("pop_range", [](BoundDevice& self) { self.device->pop_range(); });
+          "push_range", [](BoundDevice& self, const std::string& name) { self.device->push_range(name.c_str()); },
+          py::arg("name"), "Opens an NVTX range of this thread.")
+      .def("pop_range", [](BoundDevice& self) { self.device->pop_range(); })
+      .def(
+          "start_range",
+          [](BoundDevice& self, const std::string& name) { return self.device->start_range(name.c_str()); },
+          py::arg("name"), "Opens an NVTX range that any thread may end, by what this returns.")
+      .def("end_range", [](BoundDevice& self, RangeId id) { self.device->end_range(id); }, py::arg("id"));
 }
 
 }  // namespace zb

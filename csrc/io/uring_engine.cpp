@@ -5,14 +5,18 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "common/blocked_signals.h"
 #include "common/error.h"
+#include "common/page.h"
 #include "io/engines.h"
 #include "io/ring.h"
 #include "memory/host_limits.h"
@@ -21,6 +25,39 @@ namespace zb {
 namespace {
 
 constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
+
+// The most that the kernel may count for this memory: of a huge page any part counts as the whole, once.
+std::size_t most_counted_bytes(std::span<const std::span<std::byte>> memory) {
+  std::vector<std::pair<std::uintptr_t, std::uintptr_t>> spans;
+  for (const std::span<std::byte> part : memory) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(part.data());
+    spans.emplace_back(begin / kHugePageBytes * kHugePageBytes, round_up_to_huge_page(begin + part.size()));
+  }
+  std::sort(spans.begin(), spans.end());
+  std::size_t bytes = 0;
+  std::uintptr_t counted_to = 0;
+  for (const auto& [begin, end] : spans) {
+    if (end <= counted_to) continue;
+    bytes += end - std::max(begin, counted_to);
+    counted_to = end;
+  }
+  return bytes;
+}
+
+std::string lock_refusal(std::span<const std::span<std::byte>> memory) {
+  std::size_t bytes = 0;
+  for (const std::span<std::byte> part : memory) bytes += part.size();
+  return "io_uring could not register " + memory_text(bytes) + " of memory, which count as up to " +
+         memory_text(most_counted_bytes(memory)) +
+         " since huge pages count whole, where all rings of this user together may lock " +
+         memory_text(lock_limit_bytes());
+}
+
+// As `ulimit -l` takes it.
+std::string lock_cure(std::span<const std::span<std::byte>> memory) {
+  return "raise that limit (ulimit -l) to at least " + std::to_string(most_counted_bytes(memory) / 1024) +
+         " KiB more than the user's other rings hold, or choose io_engine threads";
+}
 
 class UringEngine final : public IoEngine {
  public:
@@ -31,14 +68,8 @@ class UringEngine final : public IoEngine {
     for (const IoFile& file : queue_.files()) fds.push_back(file.fd);
     ring_.register_files(fds);
     if (!ring_.register_memory(memory)) {
-      std::size_t bytes = 0;
-      for (const std::span<std::byte> part : memory) bytes += part.size();
-      const std::string text = "io_uring could not register " + memory_text(bytes) +
-                               " of memory (this process may lock " + memory_text(lockable_bytes()) + ")";
-      if (!options.allow_fallback) {
-        throw_io(ENOMEM, text + "; raise the limit of locked memory (ulimit -l), or take io_engine threads", {});
-      }
-      note_ = text + ": plain memory instead";
+      if (!options.allow_fallback) throw_io(ENOMEM, lock_refusal(memory) + "; " + lock_cure(memory), {});
+      note_ = lock_refusal(memory) + ": plain memory instead";
     }
     slots_.resize(options.depth);
     for (std::size_t i = options.depth; i > 0; --i) free_.push_back(i - 1);

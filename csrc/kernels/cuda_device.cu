@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -230,17 +229,12 @@ void CudaDevice::blocking_copy(void* destination, const void* source, std::size_
   ZB_CUDA(cudaStreamSynchronize(host_stream_.get()));
 }
 
-void CudaDevice::push_range(std::string_view operation, std::string_view unit) {
-  char text[128];  // no allocation where no profiler listens; a longer name is cut
-  const std::size_t unit_bytes = std::min(unit.size(), sizeof text / 2 - 1);
-  const std::size_t operation_bytes = std::min(operation.size(), sizeof text / 2 - 1);
-  std::memcpy(text, unit.data(), unit_bytes);
-  text[unit_bytes] = ' ';
-  std::memcpy(text + unit_bytes + 1, operation.data(), operation_bytes);
-  text[unit_bytes + 1 + operation_bytes] = '\0';
-  nvtxRangePushA(text);
-}
+void CudaDevice::push_range(const char* name) { nvtxRangePushA(name); }
 
-void CudaDevice::pop_range() { nvtxRangePop(); }
+void CudaDevice::pop_range() noexcept { nvtxRangePop(); }
+
+RangeId CudaDevice::start_range(const char* name) { return nvtxRangeStartA(name); }
+
+void CudaDevice::end_range(RangeId id) noexcept { nvtxRangeEnd(id); }
 
 }  // namespace zb

@@ -75,8 +75,10 @@ class CudaDevice final : public Device, public HostRegistrar {
   void download(void* host, const void* source, std::size_t bytes) override;
   void upload(void* destination, const void* host, std::size_t bytes) override;
 
-  void push_range(std::string_view operation, std::string_view unit) override;
-  void pop_range() override;
+  void push_range(const char* name) override;
+  void pop_range() noexcept override;
+  RangeId start_range(const char* name) override;
+  void end_range(RangeId id) noexcept override;
 
  private:
   void blocking_copy(void* destination, const void* source, std::size_t bytes, cudaMemcpyKind kind);

@@ -36,6 +36,9 @@ class Mark {
 };
 using MarkPtr = std::shared_ptr<const Mark>;
 
+// Of a started range of a profiler.
+using RangeId = std::uint64_t;
+
 // One tensor's way into a flat buffer.
 struct PackItem {
   void* destination = nullptr;
@@ -141,12 +144,15 @@ class Device {
   virtual void download(void* host, const void* source, std::size_t bytes) = 0;
   virtual void upload(void* destination, const void* host, std::size_t bytes) = 0;
 
-  // Ranges of profilers (NVTX), on the calling thread.
-  virtual void push_range(std::string_view operation, std::string_view unit) {
-    static_cast<void>(operation);
-    static_cast<void>(unit);
+  // Ranges of profilers (NVTX). What is pushed is popped by the same thread, the last one first; what is started ends
+  // in any order and on any thread. (kernels/device_range.h ends them.)
+  virtual void push_range(const char* name) { static_cast<void>(name); }
+  virtual void pop_range() noexcept {}
+  virtual RangeId start_range(const char* name) {
+    static_cast<void>(name);
+    return 0;
   }
-  virtual void pop_range() {}
+  virtual void end_range(RangeId id) noexcept { static_cast<void>(id); }
 };
 
 // The device's registrar, which keeps the device; null where it has none.

@@ -101,18 +101,22 @@ HostMemory available_host_memory(const HostFiles& files) {
   return memory;
 }
 
+std::size_t lock_limit_bytes() {
+  rlimit limit{};
+  ZB_SYS(getrlimit(RLIMIT_MEMLOCK, &limit));
+  return limit.rlim_cur == RLIM_INFINITY ? kUnlimited : static_cast<std::size_t>(limit.rlim_cur);
+}
+
 std::size_t lockable_bytes(const HostFiles& files) {
   constexpr std::size_t kIpcLock = std::size_t{1} << 14;
   const std::string status = files.proc + "/self/status";
-  if ((read_field(status, "CapEff:", 16).value_or(0) & kIpcLock) != 0) return kUnlimited;
-  rlimit limit{};
-  ZB_SYS(getrlimit(RLIMIT_MEMLOCK, &limit));
-  if (limit.rlim_cur == RLIM_INFINITY) return kUnlimited;
-  const auto allowed = static_cast<std::size_t>(limit.rlim_cur);
+  const std::size_t allowed = lock_limit_bytes();
+  if (allowed == kUnlimited || (read_field(status, "CapEff:", 16).value_or(0) & kIpcLock) != 0) return kUnlimited;
   return allowed - std::min(allowed, read_field(status, "VmLck:").value_or(0) * 1024);
 }
 
 std::string memory_text(std::size_t bytes) {
+  if (bytes == kUnlimited) return "any amount";
   constexpr double kMib = 1024.0 * 1024.0;
   const auto amount = static_cast<double>(bytes);
   if (amount < kMib) return std::to_string(bytes) + " bytes";

@@ -24,11 +24,14 @@ struct HostMemory {
 HostMemory available_host_memory(const HostFiles& files = {});
 inline std::size_t available_host_bytes() { return available_host_memory().available_bytes; }
 
-// What mlock may still lock: RLIMIT_MEMLOCK less what is locked, or everything with CAP_IPC_LOCK. Memory that is
-// registered with CUDA is pinned by its driver and does not count.
+// RLIMIT_MEMLOCK.
+std::size_t lock_limit_bytes();
+
+// What mlock may still lock of it, or everything with CAP_IPC_LOCK. Memory that is registered with CUDA is pinned by
+// its driver and does not count.
 std::size_t lockable_bytes(const HostFiles& files = {});
 
-// "12.3 GiB", "4.5 MiB" or bytes.
+// "12.3 GiB", "4.5 MiB" or bytes; "any amount" where there is no limit.
 std::string memory_text(std::size_t bytes);
 
 // Throw OutOfMemoryError saying how much is missing and what helps. `what` is what the memory is for.

@@ -56,6 +56,8 @@ class HomeParameters {
     if (paged_) paged_->flush();
   }
   PagerStats stats() const { return paged_ ? paged_->stats() : PagerStats{}; }
+  // What runs otherwise than asked for.
+  std::vector<std::string> notes() const { return paged_ ? paged_->notes() : std::vector<std::string>{}; }
 
  private:
   struct Shard {

@@ -222,6 +222,7 @@ class HostStore final : public Store {
       sum.read_bytes += more.read_bytes;
       sum.written_bytes += more.written_bytes;
       sum.wait_s += more.wait_s;
+      for (const std::string& note : home_->notes()) sum.notes.push_back("parameters: " + note);
     }
     return sum;
   }
@@ -290,7 +291,7 @@ class HostStore final : public Store {
     }
   }
 
-  // Shards are numbered in the order of units, which is that of the next forward.
+  // Shards are numbered in the order of units, as they are registered: that of most models' forwards.
   void queue(Shard& shard, std::size_t index, std::function<void()> work) {
     shard.knows = {};
     shard.ticket = thread_->queue(index, std::move(work));

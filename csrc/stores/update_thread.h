@@ -26,8 +26,8 @@ enum class UpdatesRun : std::uint8_t { kInThread, kInCaller };
 class UpdateThread {
  public:
   using Ticket = std::uint64_t;  // 0: done before anything was queued
-  // Smaller is more urgent: the place in the next forward, where the parameters are awaited. Work of one urgency runs
-  // in the order in which it was queued.
+  // Smaller is more urgent: the parameters are expected to be awaited earlier in the next forward. Work of one urgency
+  // runs in the order in which it was queued.
   using Urgency = std::size_t;
 
   explicit UpdateThread(UpdatesRun runs);

@@ -28,6 +28,7 @@
 #include "kernels/norm.h"
 #include "lane_races.h"
 #include "optim/device_adam.h"
+#include "range_log.h"
 
 namespace zb::test {
 
@@ -69,7 +70,11 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   explicit LaneDevice(
       const LaneSchedule& schedule, std::shared_ptr<Peers> peers = std::make_shared<Peers>(),
       std::function<void(const std::string&)> report = [](const std::string& text) { ADD_FAILURE() << text; })
-      : schedule_(schedule), random_(schedule.seed * 7919 + 1), peers_(std::move(peers)), races_(std::move(report)) {}
+      : schedule_(schedule),
+        random_(schedule.seed * 7919 + 1),
+        peers_(std::move(peers)),
+        races_(report),
+        ranges_(std::move(report)) {}
 
   // Work that touches this memory.
   void put_in(Lane lane, std::string_view operation, const std::vector<Touched>& touched, std::function<void()> work) {
@@ -275,6 +280,12 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
     if (bytes != 0) std::memcpy(destination, host, bytes);
   }
 
+  void push_range(const char* name) override { ranges_.push(name); }
+  void pop_range() noexcept override { ranges_.pop(); }
+  RangeId start_range(const char* name) override { return ranges_.start(name); }
+  void end_range(RangeId id) noexcept override { ranges_.end(id); }
+  RangeLog& ranges() { return ranges_; }
+
   static Touched read(const void* data, DType dtype, std::size_t numel) {
     return {data, numel * dtype_bytes(dtype), false};
   }
@@ -373,6 +384,7 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   std::mt19937 random_;
   std::shared_ptr<Peers> peers_;
   RaceDetector races_;
+  RangeLog ranges_;
   std::array<Clock, kActorNum> clocks_{};
   std::map<std::string, std::size_t> block_num_;
   std::array<std::deque<Item>, kLaneNum> lanes_;

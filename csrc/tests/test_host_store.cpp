@@ -213,6 +213,43 @@ TEST(HostStore, MoreThanTheHostHasIsAnErrorBeforeAnythingIsTaken) {
   }
 }
 
+// Rings of which the n-th finds no memory left to lock.
+class ScarceLocks final : public test::EmulatedRings {
+ public:
+  explicit ScarceLocks(int ring_num) : left_(ring_num) {}
+  int ring_register(int fd, unsigned what, const void* argument, unsigned num) override {
+    if (what == IORING_REGISTER_BUFFERS) no_locked_memory = --left_ == 0;
+    return EmulatedRings::ring_register(fd, what, argument, num);
+  }
+
+ private:
+  int left_;
+};
+
+// State and parameters have a ring each, and either may run otherwise than asked for.
+TEST(HostStore, TellsWhichRingFellBack) {
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+  for (const int refused : {1, 2, 3}) {
+    const test::Folder folder;
+    ScarceLocks system(refused);
+    HostStoreOptions options = test::small_chunks(parts);
+    options.paged = PagedStateOptions{.directories = {folder.path()},
+                                      .engine = {.allow_fallback = true, .block_bytes = 4096, .depth = 1},
+                                      .direct = false};
+    options.parameters = ParameterHome::kFiles;
+    options.system = &system;
+    const auto store = make_host_store(nullptr, parts, options);
+    const std::vector<ShardSpec> specs{{4096, DType::kBFloat16, DType::kFloat32, {{0, 4096, 0}}}};
+    store->reserve(specs);
+    store->add_shard(specs[0], ordinary_floats(4096, 1));
+    const std::vector<std::string> notes = store->swap_stats().notes;
+    ASSERT_EQ(notes.size(), refused < 3 ? 1U : 0U);
+    if (notes.empty()) continue;
+    EXPECT_NE(notes[0].find("plain memory"), std::string::npos) << notes[0];
+    EXPECT_EQ(notes[0].starts_with("parameters: "), refused == 2) << notes[0];
+  }
+}
+
 // An Adam that fails in its n-th call.
 class FailingAdam final : public DeviceAdam {
  public:

@@ -247,12 +247,28 @@ TEST(IoEngineChoice, TooLittleLockedMemoryIsAnErrorOrPlainMemory) {
   const HostBuffer memory(4096, "a test");
   const std::span<std::byte> memories[] = {{memory.data(), memory.bytes()}};
   const std::string text = error_text([&] { make_io_engine({}, {file.handle()}, memories, system); });
-  EXPECT_NE(text.find("ulimit -l"), std::string::npos) << text;
+  EXPECT_NE(text.find("ulimit -l) to at least 2048 KiB more"), std::string::npos) << text;
+  EXPECT_NE(text.find("4096 bytes of memory, which count as up to 2.0 MiB"), std::string::npos) << text;
   const auto engine = make_io_engine({.allow_fallback = true}, {file.handle()}, memories, system);
   EXPECT_EQ(engine->kind(), IoEngineKind::kIoUring);
   EXPECT_NE(engine->note().find("plain memory"), std::string::npos) << engine->note();
   const IoTransfer read{Direction::kRead, 0, 0, memory.data(), 4096};
   engine->wait(engine->start({&read, 1}));
+}
+
+// Whole, and once, however many spans lie in it.
+TEST(IoEngineChoice, ARefusalNamesWhatHugePagesMayCost) {
+  EmulatedRings system;
+  system.no_locked_memory = true;
+  const HostBuffer memory(std::size_t{8} << 20U, "a test");  // begins on a huge page
+  const std::size_t mib = std::size_t{1} << 20U;
+  const std::span<std::byte> memories[] = {{memory.data() + mib, 2 * mib},
+                                           {memory.data(), 4096},
+                                           {memory.data() + 2 * mib, 4096},
+                                           {memory.data() + 6 * mib, 4096}};
+  const std::string text = error_text([&] { make_io_engine({}, {}, memories, system); });
+  EXPECT_NE(text.find("count as up to 6.0 MiB"), std::string::npos) << text;
+  EXPECT_NE(text.find("at least 6144 KiB more"), std::string::npos) << text;
 }
 
 TEST(IoEngineChoice, NamesGoBothWays) {

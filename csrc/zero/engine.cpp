@@ -17,11 +17,13 @@ void Engine::begin_forward(bool train) {
     for (std::size_t index = 0; index < units_.size(); ++index) {
       if (units_[index].is_awaited_early) await_updates(index);
     }
+    in_forward_.start(device(), "forward");
   });
 }
 
 void Engine::end_forward() {
   enter([&] {
+    const ScopeExit over([this] { end_pass_ranges(); });
     publish_through(units_.size());  // peers may use what this rank did not
     gathers_->end_pass();
   });
@@ -30,6 +32,7 @@ void Engine::end_forward() {
 void Engine::abandon_forward() {
   enter([&] {
     if (!gathers_->in_pass() || gathers_->pass_kind() == PassKind::kBackward) return;
+    const ScopeExit over([this] { end_pass_ranges(); });
     if (gathers_->pass_kind() == PassKind::kTrainForward) reduces_->abandon_forward();
     publish_through(units_.size());
     gathers_->end_pass();
@@ -46,6 +49,8 @@ void Engine::pre_forward(std::size_t unit) {
       reduces_->count_use(unit);
     }
     gathers_->use(unit);
+    // Elsewhere no hook tells when the module is done.
+    if (parameters_sharded()) units_[unit].in_forward.start(device(), units_[unit].ranges.forward.c_str());
   });
 }
 
@@ -64,7 +69,10 @@ void Engine::expect_settled(const Unit& unit) const {
 }
 
 void Engine::post_forward(std::size_t unit) {
-  enter([&] { gathers_->finish_forward(unit); });
+  enter([&] {
+    units_[unit].in_forward.end();
+    gathers_->finish_forward(unit);
+  });
 }
 
 void Engine::pre_backward(std::size_t unit) {
@@ -74,7 +82,16 @@ void Engine::pre_backward(std::size_t unit) {
                         "' outside engine.backward(); call engine.backward(loss), not loss.backward()");
     expect_not_updated(units_[unit]);
     gathers_->use(unit);
+    start_backward_range(units_[unit]);
   });
+}
+
+// Backward reaches a unit once for each of its outputs, which may be after the last of its gradients has come.
+void Engine::start_backward_range(Unit& unit) {
+  const bool is_over = unit.has_trainable() ? unit.complete : unit.awaited_inputs == 0;
+  if (parameters_sharded() && !is_over && !unit.in_backward.is_open()) {
+    unit.in_backward.start(device(), unit.ranges.backward.c_str());
+  }
 }
 
 void Engine::await_inputs(std::size_t unit) {
@@ -90,8 +107,21 @@ void Engine::inputs_done(std::size_t unit) {
 
 // Gradients towards inputs may come before those of parameters, and the other way round.
 void Engine::finish_backward_if_done(std::size_t index) {
-  const Unit& unit = units_[index];
-  if (unit.awaited_inputs == 0 && (unit.complete || !unit.has_trainable())) gathers_->finish_backward(index);
+  Unit& unit = units_[index];
+  if (unit.awaited_inputs > 0 || (!unit.complete && unit.has_trainable())) return;
+  unit.in_backward.end();
+  gathers_->finish_backward(index);
+}
+
+// Of a pass that is over. Autograd calls hooks from threads of its own, and after an exception not all of them, so what
+// they begin and end does not nest.
+void Engine::end_pass_ranges() noexcept {
+  for (Unit& unit : units_) {
+    unit.in_forward.end();
+    unit.in_backward.end();
+  }
+  in_forward_.end();
+  in_backward_.end();
 }
 
 void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> groups) {
@@ -100,6 +130,7 @@ void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> grou
     await_gathers_of_forward();
     gathers_->begin_pass(PassKind::kBackward);
     try {
+      in_backward_.start(device(), "backward");
       drop_offers();
       for (Unit& unit : units_) unit.missed_update = unit.is_updating;
       // The last ones still read the gradients that are written now.
@@ -148,6 +179,7 @@ void Engine::throw_missed(const Unit& unit) {
 
 void Engine::end_backward() {
   enter([&] {
+    const ScopeExit over([this] { end_pass_ranges(); });
     try {
       gathers_->end_pass();
       reduces_->end_backward();
@@ -168,7 +200,10 @@ void Engine::abort_backward() {
 }
 
 void Engine::leave_backward() {
-  const ScopeExit over([this] { tear(); });
+  const ScopeExit over([this] {
+    tear();
+    end_pass_ranges();
+  });
   try {
     gathers_->end_pass();
     reduces_->abort_backward();

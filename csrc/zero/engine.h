@@ -235,6 +235,8 @@ class Engine {
   void build_norms();
   void make_gradient_shards(Unit& unit);
   void leave_backward();
+  void start_backward_range(Unit& unit);
+  void end_pass_ranges() noexcept;
   void await_gathers_of_forward();
   void finish_backward_if_done(std::size_t unit);
   void check_bindings() const;
@@ -352,6 +354,8 @@ class Engine {
   std::unique_ptr<Store> store_;
   std::vector<Parameter> parameters_;
   std::vector<Unit> units_;
+  OpenRange in_forward_;
+  OpenRange in_backward_;
   std::size_t prefetch_bytes_ = 0;
   std::unique_ptr<GatherScheduler> gathers_;
   std::unique_ptr<ReduceScheduler> reduces_;

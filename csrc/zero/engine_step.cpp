@@ -59,6 +59,7 @@ void Engine::finish_reports() {
 
 // Puts the norm, the factor and the skip flag of this step into device memory, and on their way to the host.
 void Engine::combine_norm() {
+  const RangeScope range(device(), "norm");
   Communicator& communicator = *reduce_communicator_;
   const Lane lane = reduces_->lane();
   if (world_size() > 1) {
@@ -188,7 +189,8 @@ void Engine::drop_offers() {
   if (std::exchange(has_offered_, false)) store_->drop_gradients(Lane::kCompute);
 }
 
-// In the order of the next forward, so that its first units are there first.
+// In the order in which units are registered. The forwards of most models go by it, so what they need first is there
+// first.
 void Engine::update(std::span<const AdamHyperparameters> groups) {
   std::vector<AdamScalars> rows;
   for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, 1.0F));
@@ -232,6 +234,7 @@ void Engine::finish_where_nothing_runs_beside() {
 }
 
 void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const AdamScalars> rows, const StepPlaces& step) {
+  const RangeScope range(device(), units.size() == 1 ? units.front().ranges.update.c_str() : "update");
   std::vector<std::pair<std::size_t, ShardUpdate>> updates;
   for (Unit& unit : units) {
     for (FlatBuffer& flat : unit.flats) {
@@ -276,11 +279,11 @@ void Engine::publish_through(std::size_t unit) {
 
 // Stages 1 and 2: every rank's updated shards of the next units go to all ranks, in one group.
 void Engine::publish_before(std::size_t end) {
+  if (unpublished_ >= end) return;
   Communicator& communicator = *gather_communicator_;
-  const CommunicationClock::Scope timed(
-      clock_, "all-gather of parameters",
-      unpublished_ < units_.size() ? std::string_view(units_[unpublished_].name) : "");
-  const std::size_t begin = std::exchange(unpublished_, std::max(unpublished_, end));
+  const CommunicationClock::Scope timed(clock_, "all-gather of parameters", units_[unpublished_].name);
+  const RangeScope together(device(), "publish");
+  const std::size_t begin = std::exchange(unpublished_, end);
   for (std::size_t index = begin; index < end; ++index) {
     const CommunicationClock::Pause updating(clock_);
     for (const FlatBuffer& flat : units_[index].flats) {
@@ -290,6 +293,7 @@ void Engine::publish_before(std::size_t end) {
   const CollectiveGroup group(communicator);
   for (std::size_t index = begin; index < end; ++index) {
     Unit& unit = units_[index];
+    const RangeScope range(device(), unit.ranges.publish.c_str());
     for (const FlatBuffer& flat : unit.flats) {
       if (!flat.trainable) continue;
       unit.publishing.push_back(communicator.start_all_gather({.source = flat.shard_parameters,

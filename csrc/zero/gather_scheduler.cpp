@@ -244,6 +244,7 @@ bool GatherScheduler::awaits_own_part() {
 }
 
 std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& slot) {
+  const RangeScope range(device_, unit.ranges.gather.c_str());
   std::vector<WorkPtr> works;
   const bool settled = is_settled(unit);
   if (settled) {
@@ -306,13 +307,13 @@ void GatherScheduler::serve(std::size_t unit_index) {
     const MarkPtr read = device_.mark(Lane::kCompute);
     device_.wait(communicator_.lane(), read);
   }
-  for (const WorkPtr& work : start_into(unit, holds ? unit.gather_slot : scratch)) work->wait();
+  wait_works(unit, start_into(unit, holds ? unit.gather_slot : scratch));
 }
 
 void GatherScheduler::wait_gather(std::size_t unit_index) {
   Unit& unit = units_[unit_index];
   if (unit.parameter_state != ParameterState::kGathering) return;
-  for (const WorkPtr& work : unit.gathering) work->wait();
+  wait_works(unit, unit.gathering);
   unit.gathering.clear();
   wait_own_parts(unit);
   for (const FlatBuffer& flat : unit.flats) {
@@ -320,6 +321,11 @@ void GatherScheduler::wait_gather(std::size_t unit_index) {
   }
   unit.set_parameter_state(ParameterState::kUnsharded);
   attach(unit_index);
+}
+
+void GatherScheduler::wait_works(const Unit& unit, std::span<const WorkPtr> works) {
+  const RangeScope range(device_, unit.ranges.wait_for_gather.c_str());
+  for (const WorkPtr& work : works) work->wait();
 }
 
 void GatherScheduler::attach(std::size_t unit_index) {

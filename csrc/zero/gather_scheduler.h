@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -138,6 +139,7 @@ class GatherScheduler {
   void start_gather(std::size_t unit);
   void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need, if others need it to
   void wait_gather(std::size_t unit);
+  void wait_works(const Unit& unit, std::span<const WorkPtr> works);
   void attach(std::size_t unit);
   void start_through(std::size_t position);
   void prefetch();

@@ -162,6 +162,7 @@ void ReduceScheduler::prepare(Unit& unit) {
 
 void ReduceScheduler::launch(std::size_t index) {
   Unit& unit = units_[index];
+  const RangeScope range(device_, unit.ranges.reduce.c_str());
   if (unit.gradient_state == GradientState::kEmpty) unit.set_gradient_state(GradientState::kAccumulating);
   if (!unit.lent.empty()) {
     unit.set_gradient_state(GradientState::kReducing);
@@ -173,8 +174,6 @@ void ReduceScheduler::launch(std::size_t index) {
     device_.copy(lane, unit.gradient_slot.region().data(), unit.spare->data(), unit.gradient_bytes);
     unit.spare.reset();
   }
-  device_.push_range("reduce", unit.name);
-  const ScopeExit over([this] { device_.pop_range(); });
   if (lane != Lane::kCompute) device_.wait(lane, device_.mark(Lane::kCompute));
   const bool is_pushed = pushes(unit);
   const bool is_held = packed_.hold(
@@ -361,7 +360,10 @@ void ReduceScheduler::end_backward() {
     if (!units_[index].complete) mark_complete(index);
   }
   settle();
-  put_in_sums();
+  if (!sums_.empty()) {
+    const RangeScope range(device_, "norm");
+    put_in_sums();
+  }
   for (const std::size_t index : order_) {
     if (units_[index].held.empty()) continue;
     prepare(units_[index]);  // a micro-batch before the accumulation boundary

@@ -89,6 +89,7 @@ std::vector<Unit> make_units(const std::vector<std::string>& unit_names, std::si
   std::vector<Unit> units(unit_names.size());
   for (std::size_t index = 0; index < units.size(); ++index) {
     units[index].name = unit_names[index];
+    units[index].ranges = RangeNames(unit_names[index]);
     units[index].is_root = index == root_unit;
   }
   // Flats in a fixed order: trainable before frozen, then by dtype.

@@ -23,10 +23,11 @@
 
 #include "comm/communicator.h"
 #include "common/dtype.h"
-#include "kernels/device.h"
+#include "kernels/device_range.h"
 #include "memory/ledger.h"
 #include "partition/flat_layout.h"
 #include "zero/policy.h"
+#include "zero/range_names.h"
 #include "zero/slot_pool.h"
 
 namespace zb {
@@ -118,6 +119,7 @@ std::string_view gradient_state_name(GradientState state) noexcept;
 
 struct Unit {
   std::string name;
+  RangeNames ranges;
   bool is_root = false;
   std::vector<FlatBuffer> flats;
   std::size_t gather_bytes = 0;    // size of a gather slot
@@ -138,6 +140,8 @@ struct Unit {
   bool is_awaited_early = false;     // a forward used it before any hook told; forwards wait for it at their beginning
   bool missed_update = false;        // nothing in the forwards of the running backward has waited for its updates
   int pins = 0;                      // explicit gathers that hold it
+  OpenRange in_forward;              // open while its module computes
+  OpenRange in_backward;             // from when backward reaches it until its gradients are there
   std::uint32_t awaited_inputs = 0;  // uses whose gradients towards the unit's inputs are still to come
 
   GradientState gradient_state = GradientState::kEmpty;

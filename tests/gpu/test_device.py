@@ -171,10 +171,16 @@ def test_the_parts_go_to_the_core_in_a_capsule(device) -> None:
 
 
 def test_ranges_for_profilers_nest(device) -> None:
-    device.push_range("gather", "layers.0")
-    device.push_range("a very long operation " * 20, "a very long unit " * 20)
+    device.push_range("gather layers.0")
+    device.push_range("a very long operation of a very long unit " * 20)
     device.pop_range()
     device.pop_range()
+
+
+def test_started_ranges_end_in_any_order(device) -> None:
+    first, second = device.start_range("forward layers.0"), device.start_range("forward layers.1")
+    device.end_range(first)
+    device.end_range(second)
 
 
 def test_memory_that_is_not_there_is_an_error_after_the_caches_were_emptied() -> None:

@@ -274,6 +274,49 @@ def configure(tmp_path: Path, *options: str) -> dict[str, str]:
     return {Path(entry["file"]).relative_to(ROOT).as_posix(): entry["command"] for entry in entries}
 
 
+def cuda_decision(tmp_path: Path, **facts: object) -> subprocess.CompletedProcess[str]:
+    """What the build decides on its CUDA module, its output on one line."""
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("cmake is not installed")
+    script = tmp_path / "decide.cmake"
+    script.write_text(f"include({ROOT}/cmake/ZerobenchCuda.cmake)\n")
+    command = [cmake, *(f"-DZEROBENCH_{name}={value}" for name, value in facts.items()), "-P", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run.stdout = " ".join((run.stdout + run.stderr).split())
+    return run
+
+
+@pytest.mark.parametrize("wanted", ["auto", "on"])
+@pytest.mark.parametrize(
+    ("cuda", "toolkit"),
+    [
+        ("12.8", "a CUDA 12 toolkit with nvcc (NVIDIA's packages for pip have no nvcc before CUDA 13)"),
+        ("13.0", "a CUDA 13 toolkit with nvcc"),
+        ("", "a CUDA toolkit with nvcc"),
+    ],
+)
+def test_without_nvcc_the_toolkit_for_the_cuda_of_torch_is_named(tmp_path, cuda, toolkit, wanted) -> None:
+    false = shutil.which("false")
+    run = cuda_decision(tmp_path, CUDA=wanted, TORCH_cuda=cuda, NVCC=false, NCCL_DIR=tmp_path)
+    assert bool(run.returncode) == (wanted == "on")
+    assert f"nvcc was not found: install {toolkit}" in run.stdout
+
+
+@pytest.mark.parametrize(("cuda", "package"), [("12.8", "cu12"), ("13.0", "cu13"), ("", "cu13")])
+def test_without_nccl_the_package_for_the_cuda_of_torch_is_named(tmp_path, cuda, package) -> None:
+    if any(Path(directory, "include/nccl.h").exists() for directory in ("/usr", "/usr/local/cuda")):
+        pytest.skip("this machine has an NCCL of its own")
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho V13.0.1\n")
+    nvcc.chmod(0o755)
+    for found, text in ((nvcc, "were not found: "), (shutil.which("false"), "nvcc was not found: ")):
+        run = cuda_decision(tmp_path, CUDA="on", TORCH_cuda=cuda, NVCC=found, NCCL_DIR=tmp_path)
+        assert run.returncode == 1
+        assert text in run.stdout
+        assert f"install the package nvidia-nccl-{package}" in run.stdout
+
+
 def test_compiler_commands(tmp_path: Path) -> None:
     commands = configure(tmp_path)
     isa = re.compile(r"\s-m(?!64\b)[a-z0-9=.-]+")
