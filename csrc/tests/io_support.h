@@ -115,6 +115,7 @@ class EmulatedRings : public FaultySystem {
     std::vector<int> files;
     std::vector<iovec> memory;
     std::vector<io_uring_cqe> done;  // not yet shown
+    std::mt19937 random;
     int poll_fd = -1;
     std::uint64_t poll_tag = 0;
   };
@@ -129,7 +130,7 @@ class EmulatedRings : public FaultySystem {
 
   std::mutex mutex_;
   std::map<int, std::unique_ptr<State>> states_;
-  std::mt19937 random_;
+  std::mt19937 random_;  // seeds those of the rings, whose engines have threads of their own
 };
 
 inline int EmulatedRings::ring_setup(unsigned entries, io_uring_params* params) {
@@ -152,6 +153,7 @@ inline int EmulatedRings::ring_setup(unsigned entries, io_uring_params* params) 
   params->cq_off.cqes = offsetof(Queues, completions);
   const int fd = eventfd(0, EFD_CLOEXEC);
   const std::lock_guard lock(mutex_);
+  made->random.seed(random_());
   states_[fd] = std::move(made);
   return fd;
 }
@@ -209,8 +211,8 @@ inline void EmulatedRings::take(State& found, const io_uring_sqe& request) {
 
 // Some of what is done, at least one, in any order.
 inline void EmulatedRings::show(State& found) {
-  std::shuffle(found.done.begin(), found.done.end(), random_);
-  const std::size_t num = found.done.empty() ? 0 : 1 + random_() % found.done.size();
+  std::shuffle(found.done.begin(), found.done.end(), found.random);
+  const std::size_t num = found.done.empty() ? 0 : 1 + found.random() % found.done.size();
   Queues& queues = found.queues;
   for (std::size_t i = 0; i < num; ++i) {
     queues.completions[queues.cq_tail & queues.cq_mask] = found.done.back();
