@@ -92,7 +92,7 @@ def text() -> Any:
 
 def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any]:
     from zerobench import models, strategies
-    from zerobench.bench.verify import gather_evidence
+    from zerobench.bench.verify import evaluate_parameters, gather_evidence
     from zerobench.strategies.base import OptimizerSettings, StrategySettings
     from zerobench.strategies.shared import checksum
 
@@ -124,11 +124,12 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
 
     config = models.resolve("tiny", MODELS[cell.precision] | {"tied_embeddings": cell.tied})
     strategy = strategies.get(name)(settings)
-    strategy.build(functools.partial(models.build, config, 0))
+    build = functools.partial(models.build, config, 0)
+    strategy.build(build)
     initial = strategy.full_parameters()
     held_out = data.validation_batches(
-        rank=rank, world_size=world_size, batch_size=BATCH_SIZE, num_batches=cell.world_size // world_size
-    )  # the reference evaluates every rank's
+        rank=rank, world_size=world_size, batch_size=BATCH_SIZE, num_batches=1
+    )[0]
     evidence = gather_evidence(strategy, batches, held_out=held_out)
     norms = []
     for step in range(NUM_STEPS):
@@ -142,6 +143,13 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
         "initial": initial,
     }
     strategy.close()
+    if not alone:
+        place = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
+        reference = strategies.get("single")(dataclasses.replace(settings, checkpointing=False, **place))
+        (expected,) = evaluate_parameters(
+            reference, build, evidence.parameters, [held_out], tick=lambda: None
+        )
+        result["evaluation"] = abs(evidence.evaluation / expected - 1)
     return result
 
 
@@ -166,7 +174,7 @@ def deviations(result: dict[str, Any], reference: dict[str, Any], cell: Cell) ->
         "update": deviation.update,
         "piece": deviation.piece,
         "optimizer": deviation.optimizer,
-        "evaluation": abs(found.evaluations[0] / expected.evaluations[0] - 1),
+        "evaluation": result["evaluation"],
     }
 
 
