@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,15 @@ KINDS = ("nccl", "peer")
 def ordinal_of(rank: int) -> int:
     """Ranks beyond the machine's GPUs take turns on them, which "peer" allows where it is named."""
     return rank % GPU_NUM
+
+
+def prepare(rank: ranks.Rank) -> str:
+    """The rank's device, made the current one, and algorithms that give the same bits twice."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    device = f"cuda:{ordinal_of(rank.rank)}"
+    torch.cuda.set_device(device)
+    return device
 
 
 def can_connect(kind: str, world_size: int) -> bool:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks  # noqa: E402
 import zoo  # noqa: E402
-from gpu_ranks import can_connect, ordinal_of  # noqa: E402
+from gpu_ranks import can_connect, ordinal_of, prepare  # noqa: E402
 
 STAGES = (0, 1, 2, 3)
 # Making communicators takes most of the time of several GPUs.
@@ -159,15 +159,6 @@ def train_on_streams(rank: ranks.Rank, name: str, stage: int) -> list[str]:
 def test_a_stream_of_its_own_trains_the_same(name, stage):
     digests = ranks.run(train_on_streams, name, stage, world_size=1)[0]
     assert digests[0] == digests[1]
-
-
-def prepare(rank: ranks.Rank) -> str:
-    """The rank's device, and algorithms that give the same bits twice."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-    device = f"cuda:{ordinal_of(rank.rank)}"
-    torch.cuda.set_device(device)
-    return device
 
 
 def delay_lanes(engine: Any) -> None:

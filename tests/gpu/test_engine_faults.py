@@ -5,7 +5,6 @@ tests/dist makes engines of CPU ranks meet the same (test_lost_ranks.py, test_ex
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import engine_faults  # noqa: E402
 import ranks  # noqa: E402
-from gpu_ranks import KINDS, SLACK_S, needs_gpus, ordinal_of  # noqa: E402
+from gpu_ranks import KINDS, SLACK_S, needs_gpus, prepare  # noqa: E402
 
 TIMEOUT_S = 20.0
 START_S = 120.0  # what processes, devices and communicators may take to start
@@ -33,18 +32,9 @@ CHECKS = [
 ]
 
 
-def device_of(rank: ranks.Rank) -> str:
-    """Its GPU, whose kernels give the same bits each time."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-    device = f"cuda:{ordinal_of(rank.rank)}"
-    torch.cuda.set_device(device)
-    return device
-
-
 def lose_a_rank(rank: ranks.Rank, stage: int, kind: str) -> dict[str, Any]:
     return engine_faults.killed_in_backward(
-        rank, stage, device_of(rank), communicator=kind, timeout_s=TIMEOUT_S
+        rank, stage, prepare(rank), communicator=kind, timeout_s=TIMEOUT_S
     )
 
 
@@ -66,7 +56,7 @@ def test_a_rank_killed_in_backward_is_named_by_the_other(kind: str, stage: int) 
 
 
 def meet_a_nan(rank: ranks.Rank, stage: int, precision: str, communicator: str) -> None:
-    device = device_of(rank)
+    device = prepare(rank)
     if precision == "fp16":
         engine_faults.not_a_number_in_fp16(rank, stage, device, communicator=communicator)
     else:
