@@ -189,9 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if found:
             tables.append(table(results, found))
         judged += found
-    missing = [target for target in TARGETS if target not in {found.target for found in judged}]
-    if missing:
-        print(f"{len(missing)} of {len(TARGETS)} targets have no rows in these files", file=sys.stderr)
+    covered = {found.target for found in judged}
+    open_num = sum(target not in covered for target in TARGETS)
+    if open_num:
+        print(f"{open_num} of {len(TARGETS)} targets have no rows in these files", file=sys.stderr)
     text = "\n".join(tables)
     if options.output and judged:
         write_atomically(options.output, text.encode())
