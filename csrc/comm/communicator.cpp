@@ -1,6 +1,7 @@
 #include "comm/communicator.h"
 
 #include "comm/finished_work.h"
+#include "comm/spliced_slot.h"
 
 namespace zb {
 
@@ -11,6 +12,10 @@ WorkPtr Communicator::start_exchange(std::span<const std::byte> mine, std::span<
 }
 
 void Communicator::push(const Push&) { throw StateError("communicator '" + std::string(kind()) + "' takes no pushes"); }
+
+std::unique_ptr<SplicedSlot> Communicator::make_spliced_slot(Ledger*, Category) {
+  throw StateError("communicator '" + std::string(kind()) + "' splices no slots");
+}
 
 std::string_view collective_name(Collective collective) noexcept {
   constexpr std::array<std::string_view, kCollectiveNum> kNames{"all_gather", "reduce_scatter", "all_reduce",

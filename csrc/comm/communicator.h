@@ -35,8 +35,9 @@ namespace zb {
 
 // Who touches a registered buffer besides its owner.
 enum class BufferRole : std::uint8_t {
-  kShared,   // peers may read it (a source of collectives); allocation is collective
-  kPrivate,  // only this rank touches it (a destination); allocation is local
+  kShared,       // peers may read it (a source of collectives); allocation is collective
+  kPrivate,      // only this rank touches it (a destination); allocation is local
+  kSharedAlone,  // shared, and alone in its pages: of communicators that splice
 };
 
 // Memory that collectives may name. Zero-filled at creation, aligned to 256 bytes or more. Destruction is local and
@@ -101,6 +102,8 @@ struct AllGather {
   // behind this operation. So they do not meet for it, and other ranks need not start it. `wait_source_free` tells of
   // this rank alone, and the caller puts this rank's own part into the destination.
   bool is_settled = false;
+  // The destination's slice of this rank is the source's memory ([Note: spliced slots] in spliced_slot.h).
+  bool holds_own_part = false;
 };
 
 struct ReduceScatter {
@@ -138,6 +141,8 @@ struct Broadcast {
   std::string_view label;
 };
 
+class SplicedSlot;
+
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -157,6 +162,9 @@ class Communicator {
   // Throws OutOfMemoryError. `ledger` may be null.
   virtual std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
                                                      Category category) = 0;
+  // Whether it makes spliced slots (spliced_slot.h).
+  virtual bool splices() const noexcept { return false; }
+  virtual std::unique_ptr<SplicedSlot> make_spliced_slot(Ledger* ledger, Category category);
   // The lane that operations are put into.
   virtual Lane lane() const noexcept { return Lane::kCompute; }
   // Operations started between the two may be put in together, when the group ends; their handles may be waited for

@@ -24,6 +24,16 @@ namespace {
 
 CUdeviceptr device_address(const void* address) { return reinterpret_cast<CUdeviceptr>(address); }
 
+// Unmapping does not wait for the device, as freeing does.
+void wait_for_all_work(CudaDevice& device) noexcept {
+  try {
+    device.bind_thread();
+    static_cast<void>(cudaDeviceSynchronize());
+  } catch (const std::exception&) {
+    // The device has failed, and runs nothing any more.
+  }
+}
+
 class CudaPeerMemory final : public PeerMemory {
  public:
   CudaPeerMemory(std::shared_ptr<CudaDevice> device, std::vector<MappedMemory> parts, std::size_t bytes,
@@ -32,22 +42,52 @@ class CudaPeerMemory final : public PeerMemory {
     for (const MappedMemory& part : parts_) views_.push_back(part.data());
     overhead_->take(bytes_);
   }
-  // Unmapping does not wait for the device, as freeing does.
   ~CudaPeerMemory() override {
-    try {
-      device_->bind_thread();
-      static_cast<void>(cudaDeviceSynchronize());
-    } catch (const std::exception&) {
-      // The device has failed, and runs nothing any more.
-    }
+    wait_for_all_work(*device_);
     overhead_->give_back(bytes_);
   }
+
+  const MemoryHandle& handle(int rank) const noexcept { return parts_[static_cast<std::size_t>(rank)].handle(); }
 
  private:
   std::shared_ptr<CudaDevice> device_;
   std::vector<MappedMemory> parts_;  // by rank
   std::size_t bytes_;                // of each
   std::shared_ptr<MemoryOverhead> overhead_;
+};
+
+// Pages by handles of their own, since the driver maps whole handles only.
+class CudaPeerPages final : public PeerPages {
+ public:
+  CudaPeerPages(std::shared_ptr<CudaDevice> device, int rank, std::size_t page_bytes, std::string_view what)
+      : device_(std::move(device)), rank_(rank), page_bytes_(page_bytes), what_(what) {}
+
+  std::size_t page_bytes() const noexcept override { return page_bytes_; }
+  std::size_t page_num() const noexcept override { return pages_.size(); }
+  void grow(std::size_t page_num) override {
+    while (pages_.size() < page_num) pages_.push_back(MemoryHandle::create(*device_, page_bytes_, what_));
+  }
+
+  std::shared_ptr<std::byte> map(std::size_t first, std::size_t before_num, const std::shared_ptr<PeerMemory>& own,
+                                 std::size_t after_num) override {
+    std::vector<const MemoryHandle*> handles;
+    for (std::size_t page = first; page < first + before_num; ++page) handles.push_back(&pages_[page]);
+    if (own != nullptr) handles.push_back(&static_cast<const CudaPeerMemory&>(*own).handle(rank_));
+    first += before_num;
+    for (std::size_t page = first; page < first + after_num; ++page) handles.push_back(&pages_[page]);
+    auto range = std::make_shared<AddressRange>(*device_, handles);
+    return {range->data(), [device = device_, range](std::byte*) {
+              wait_for_all_work(*device);
+              range->reset();
+            }};
+  }
+
+ private:
+  std::shared_ptr<CudaDevice> device_;
+  int rank_;
+  std::size_t page_bytes_;
+  std::string what_;
+  std::vector<MemoryHandle> pages_;
 };
 
 enum class Outcome : std::uint8_t { kDone, kOutOfMemory, kFailed };
@@ -146,7 +186,7 @@ std::shared_ptr<PeerMemory> CudaPeerLink::allocate(std::size_t bytes, std::strin
   shm::FileDescriptor descriptor;
   try {
     mine = MappedMemory::create(*device_, mapped_bytes, what);
-    descriptor = mine.export_descriptor();
+    descriptor = mine.handle().export_descriptor();
   } catch (const OutOfMemoryError& error) {
     set_error(report, Outcome::kOutOfMemory, error.what());
   } catch (const std::exception& error) {
@@ -162,6 +202,10 @@ std::shared_ptr<PeerMemory> CudaPeerLink::allocate(std::size_t bytes, std::strin
     parts[index] = rank == rank_ ? std::move(mine) : MappedMemory::import(*device_, mapped_bytes, theirs[index]);
   }
   return std::make_shared<CudaPeerMemory>(device_, std::move(parts), mapped_bytes, overhead_);
+}
+
+std::unique_ptr<PeerPages> CudaPeerLink::make_pages(std::string_view what) {
+  return std::make_unique<CudaPeerPages>(device_, rank_, granularity_bytes_, what);
 }
 
 template <typename Describe>

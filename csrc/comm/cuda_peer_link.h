@@ -26,6 +26,7 @@ class CudaPeerLink final : public PeerLink {
   int rank() const noexcept override { return rank_; }
   int world_size() const noexcept override { return world_size_; }
   std::shared_ptr<PeerMemory> allocate(std::size_t bytes, std::string_view what) override;
+  std::unique_ptr<PeerPages> make_pages(std::string_view what) override;
   void announce() override;
   void await() override;
   void enter_thread() override;

@@ -26,27 +26,20 @@ bool has(const CudaDevice& device, CUdevice_attribute attribute) {
 
 }  // namespace
 
-MappedMemory::MappedMemory(MappedMemory&& other) noexcept
-    : handle_(other.handle_),
-      has_handle_(std::exchange(other.has_handle_, false)),
-      address_(std::exchange(other.address_, 0)),
-      bytes_(other.bytes_),
-      is_mapped_(std::exchange(other.is_mapped_, false)) {}
+MemoryHandle::MemoryHandle(MemoryHandle&& other) noexcept
+    : handle_(other.handle_), bytes_(std::exchange(other.bytes_, 0)) {}
 
-MappedMemory& MappedMemory::operator=(MappedMemory&& other) noexcept {
+MemoryHandle& MemoryHandle::operator=(MemoryHandle&& other) noexcept {
   if (this != &other) {
     reset();
     handle_ = other.handle_;
-    has_handle_ = std::exchange(other.has_handle_, false);
-    address_ = std::exchange(other.address_, 0);
-    bytes_ = other.bytes_;
-    is_mapped_ = std::exchange(other.is_mapped_, false);
+    bytes_ = std::exchange(other.bytes_, 0);
   }
   return *this;
 }
 
-MappedMemory MappedMemory::create(CudaDevice& device, std::size_t bytes, std::string_view what) {
-  MappedMemory memory;
+MemoryHandle MemoryHandle::create(CudaDevice& device, std::size_t bytes, std::string_view what) {
+  MemoryHandle memory;
   const CUmemAllocationProp properties = properties_of(device);
   device.bind_thread();
   device.take_memory(bytes, what, [&] {
@@ -55,39 +48,21 @@ MappedMemory MappedMemory::create(CudaDevice& device, std::size_t bytes, std::st
     check_driver(code, "cuMemCreate");
     return cudaSuccess;
   });
-  memory.has_handle_ = true;
-  memory.map(device, bytes);
-  device.zero_fresh_memory(memory.data(), bytes);
+  memory.bytes_ = bytes;
   return memory;
 }
 
-MappedMemory MappedMemory::import(CudaDevice& device, std::size_t bytes, const shm::FileDescriptor& descriptor) {
-  MappedMemory memory;
+MemoryHandle MemoryHandle::import(CudaDevice& device, std::size_t bytes, const shm::FileDescriptor& descriptor) {
+  MemoryHandle memory;
   device.bind_thread();
   void* const number = reinterpret_cast<void*>(static_cast<std::uintptr_t>(descriptor.get()));
   check_driver(cuda_driver().mem_import(&memory.handle_, number, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
                "cuMemImportFromShareableHandle");
-  memory.has_handle_ = true;
-  memory.map(device, bytes);
+  memory.bytes_ = bytes;
   return memory;
 }
 
-void MappedMemory::map(CudaDevice& device, std::size_t bytes) {
-  const CudaDriver& driver = cuda_driver();
-  CUdeviceptr address = 0;
-  check_driver(driver.mem_address_reserve(&address, bytes, 0, 0, 0), "cuMemAddressReserve");
-  address_ = address;
-  bytes_ = bytes;
-  check_driver(driver.mem_map(address_, bytes_, 0, handle_, 0), "cuMemMap");
-  is_mapped_ = true;
-  CUmemAccessDesc access{};
-  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  access.location.id = device.ordinal();
-  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  check_driver(driver.mem_set_access(address_, bytes_, &access, 1), "cuMemSetAccess");
-}
-
-shm::FileDescriptor MappedMemory::export_descriptor() const {
+shm::FileDescriptor MemoryHandle::export_descriptor() const {
   int number = -1;
   check_driver(cuda_driver().mem_export(&number, handle_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
                "cuMemExportToShareableHandle");
@@ -96,13 +71,73 @@ shm::FileDescriptor MappedMemory::export_descriptor() const {
   return descriptor;
 }
 
-// Errors mean that the driver is on its way out, or that this is a forked child: nothing is left to do then.
-void MappedMemory::reset() noexcept {
-  if (address_ == 0 && !has_handle_) return;
+// Here and below errors mean that the driver is on its way out, or that this is a forked child: nothing is left to do
+// then.
+void MemoryHandle::reset() noexcept {
+  if (std::exchange(bytes_, 0) != 0) static_cast<void>(cuda_driver().mem_release(handle_));
+}
+
+AddressRange::AddressRange(AddressRange&& other) noexcept
+    : address_(std::exchange(other.address_, 0)),
+      bytes_(other.bytes_),
+      mapped_bytes_(std::exchange(other.mapped_bytes_, {})) {}
+
+AddressRange& AddressRange::operator=(AddressRange&& other) noexcept {
+  if (this != &other) {
+    reset();
+    address_ = std::exchange(other.address_, 0);
+    bytes_ = other.bytes_;
+    mapped_bytes_ = std::exchange(other.mapped_bytes_, {});
+  }
+  return *this;
+}
+
+AddressRange::AddressRange(CudaDevice& device, std::span<const MemoryHandle* const> handles) {
   const CudaDriver& driver = cuda_driver();
-  if (std::exchange(is_mapped_, false)) static_cast<void>(driver.mem_unmap(address_, bytes_));
-  if (address_ != 0) static_cast<void>(driver.mem_address_free(std::exchange(address_, 0), bytes_));
-  if (std::exchange(has_handle_, false)) static_cast<void>(driver.mem_release(handle_));
+  AddressRange range;  // gives back what it has where the next step fails
+  for (const MemoryHandle* handle : handles) range.bytes_ += handle->bytes();
+  device.bind_thread();
+  CUdeviceptr address = 0;
+  check_driver(driver.mem_address_reserve(&address, range.bytes_, 0, 0, 0), "cuMemAddressReserve");
+  range.address_ = address;
+  for (const MemoryHandle* handle : handles) {
+    check_driver(driver.mem_map(address, handle->bytes(), 0, handle->get(), 0), "cuMemMap");
+    range.mapped_bytes_.push_back(handle->bytes());
+    address += handle->bytes();
+  }
+  CUmemAccessDesc access{};
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.location.id = device.ordinal();
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  check_driver(driver.mem_set_access(range.address_, range.bytes_, &access, 1), "cuMemSetAccess");
+  *this = std::move(range);
+}
+
+void AddressRange::reset() noexcept {
+  if (address_ == 0) return;
+  const CudaDriver& driver = cuda_driver();
+  CUdeviceptr address = address_;
+  for (const std::size_t bytes : mapped_bytes_) {
+    static_cast<void>(driver.mem_unmap(address, bytes));
+    address += bytes;
+  }
+  mapped_bytes_.clear();
+  static_cast<void>(driver.mem_address_free(std::exchange(address_, 0), bytes_));
+}
+
+MappedMemory::MappedMemory(CudaDevice& device, MemoryHandle handle) : handle_(std::move(handle)) {
+  const MemoryHandle* const all = &handle_;
+  range_ = AddressRange(device, {&all, 1});
+}
+
+MappedMemory MappedMemory::create(CudaDevice& device, std::size_t bytes, std::string_view what) {
+  MappedMemory memory(device, MemoryHandle::create(device, bytes, what));
+  device.zero_fresh_memory(memory.data(), bytes);
+  return memory;
+}
+
+MappedMemory MappedMemory::import(CudaDevice& device, std::size_t bytes, const shm::FileDescriptor& descriptor) {
+  return MappedMemory(device, MemoryHandle::import(device, bytes, descriptor));
 }
 
 std::size_t mapping_granularity_bytes(const CudaDevice& device) {

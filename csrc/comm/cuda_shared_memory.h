@@ -3,14 +3,60 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "comm/cuda_driver.h"
 #include "comm/file_descriptor.h"
 #include "kernels/cuda_device.h"
 
 namespace zb {
+
+// The driver's handle of memory that is mapped nowhere yet. What is mapped outlives its handle.
+class MemoryHandle {
+ public:
+  MemoryHandle() = default;
+  // `bytes` is a multiple of mapping_granularity_bytes. Throws OutOfMemoryError naming `what`.
+  static MemoryHandle create(CudaDevice& device, std::size_t bytes, std::string_view what);
+  static MemoryHandle import(CudaDevice& device, std::size_t bytes, const shm::FileDescriptor& descriptor);
+  MemoryHandle(MemoryHandle&& other) noexcept;
+  MemoryHandle& operator=(MemoryHandle&& other) noexcept;
+  MemoryHandle(const MemoryHandle&) = delete;
+  MemoryHandle& operator=(const MemoryHandle&) = delete;
+  ~MemoryHandle() { reset(); }
+
+  CUmemGenericAllocationHandle get() const noexcept { return handle_; }
+  std::size_t bytes() const noexcept { return bytes_; }
+  shm::FileDescriptor export_descriptor() const;
+  void reset() noexcept;
+
+ private:
+  CUmemGenericAllocationHandle handle_ = 0;
+  std::size_t bytes_ = 0;  // 0: there is none
+};
+
+// Addresses at which memory appears, one handle's after the other's, where a device may read and write it. Work that
+// touches it must have ended before this goes.
+class AddressRange {
+ public:
+  AddressRange() = default;
+  AddressRange(CudaDevice& device, std::span<const MemoryHandle* const> handles);
+  AddressRange(AddressRange&& other) noexcept;
+  AddressRange& operator=(AddressRange&& other) noexcept;
+  AddressRange(const AddressRange&) = delete;
+  AddressRange& operator=(const AddressRange&) = delete;
+  ~AddressRange() { reset(); }
+
+  std::byte* data() const noexcept { return reinterpret_cast<std::byte*>(address_); }
+  void reset() noexcept;
+
+ private:
+  CUdeviceptr address_ = 0;  // 0: nothing is reserved
+  std::size_t bytes_ = 0;
+  std::vector<std::size_t> mapped_bytes_;  // of each handle, from the beginning on
+};
 
 // An allocation, or a peer's, mapped where this device may read and write it. The memory lives until the last process
 // has dropped it. Work that touches it must have ended before.
@@ -20,24 +66,15 @@ class MappedMemory {
   // Zero-filled; `bytes` is a multiple of mapping_granularity_bytes. Throws OutOfMemoryError naming `what`.
   static MappedMemory create(CudaDevice& device, std::size_t bytes, std::string_view what);
   static MappedMemory import(CudaDevice& device, std::size_t bytes, const shm::FileDescriptor& descriptor);
-  MappedMemory(MappedMemory&& other) noexcept;
-  MappedMemory& operator=(MappedMemory&& other) noexcept;
-  MappedMemory(const MappedMemory&) = delete;
-  MappedMemory& operator=(const MappedMemory&) = delete;
-  ~MappedMemory() { reset(); }
 
-  std::byte* data() const noexcept { return reinterpret_cast<std::byte*>(address_); }
-  shm::FileDescriptor export_descriptor() const;
-  void reset() noexcept;
+  std::byte* data() const noexcept { return range_.data(); }
+  const MemoryHandle& handle() const noexcept { return handle_; }
 
  private:
-  void map(CudaDevice& device, std::size_t bytes);
+  MappedMemory(CudaDevice& device, MemoryHandle handle);
 
-  CUmemGenericAllocationHandle handle_ = 0;
-  bool has_handle_ = false;
-  CUdeviceptr address_ = 0;  // 0: nothing is reserved
-  std::size_t bytes_ = 0;
-  bool is_mapped_ = false;
+  MemoryHandle handle_;
+  AddressRange range_;
 };
 
 std::size_t mapping_granularity_bytes(const CudaDevice& device);

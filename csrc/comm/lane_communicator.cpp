@@ -9,6 +9,7 @@
 #include "comm/collective_history.h"
 #include "comm/lane_buffer.h"
 #include "comm/solo_transport.h"
+#include "comm/spliced_slot.h"
 #include "comm/watchdog.h"
 
 namespace zb {
@@ -64,6 +65,36 @@ class LaneExchange final : public Work {
   Finish finish_;
 };
 
+class LaneSplicedSlot final : public SplicedSlot {
+ public:
+  LaneSplicedSlot(int world_size, std::unique_ptr<SplicedMemory> memory, bool is_on_device, Allocation allocation)
+      : ranks_(static_cast<std::size_t>(world_size)),
+        memory_(std::move(memory)),
+        is_on_device_(is_on_device),
+        allocation_(std::move(allocation)) {}
+
+  std::vector<Region> destinations(std::span<const SplicedPart> parts) override {
+    std::vector<SplicedMemory::Part> places;
+    for (const SplicedPart& part : parts) {
+      places.push_back({part.own ? part.own.data() : nullptr, part.shard_bytes});
+    }
+    std::vector<std::shared_ptr<std::byte>> memories = memory_->destinations(places);
+    allocation_.resize(memory_->bytes());
+    std::vector<Region> regions;
+    for (std::size_t index = 0; index < parts.size(); ++index) {
+      regions.push_back({std::make_shared<LaneBuffer>(std::move(memories[index]), ranks_ * parts[index].shard_bytes,
+                                                      is_on_device_, Allocation())});
+    }
+    return regions;
+  }
+
+ private:
+  std::size_t ranks_;
+  std::unique_ptr<SplicedMemory> memory_;
+  bool is_on_device_;
+  Allocation allocation_;
+};
+
 class LaneCommunicator final : public Communicator {
  public:
   LaneCommunicator(int rank, int world_size, LaneOptions options)
@@ -93,9 +124,17 @@ class LaneCommunicator final : public Communicator {
     check();
     std::shared_ptr<std::byte> memory;
     with_control([&] { memory = watched_->transport->allocate(bytes, role, category_name(category)); });
-    if (overhead_ && role == BufferRole::kShared) memory = overhead_->lend(std::move(memory), bytes, ledger);
+    if (overhead_ && role != BufferRole::kPrivate) memory = overhead_->lend(std::move(memory), bytes, ledger);
     return std::make_shared<LaneBuffer>(std::move(memory), bytes, watched_->device->is_async(),
                                         Allocation(ledger, Tier::kDevice, category, bytes));
+  }
+
+  bool splices() const noexcept override { return watched_->transport->splices(); }
+  std::unique_ptr<SplicedSlot> make_spliced_slot(Ledger* ledger, Category category) override {
+    check();
+    return std::make_unique<LaneSplicedSlot>(
+        world_size(), watched_->transport->make_spliced_memory(category_name(category)), watched_->device->is_async(),
+        Allocation(ledger, Tier::kDevice, category, 0));
   }
 
   void begin_group() override {
@@ -117,7 +156,8 @@ class LaneCommunicator final : public Communicator {
                   .source = args.source.data(),
                   .destination = args.destination.data(),
                   .num = args.shard_bytes,
-                  .is_settled = args.is_settled});
+                  .is_settled = args.is_settled,
+                  .holds_own_part = args.holds_own_part});
   }
 
   WorkPtr start_reduce_scatter(const ReduceScatter& args) override {

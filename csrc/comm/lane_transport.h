@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "comm/communicator.h"
 #include "kernels/device.h"
@@ -21,8 +22,27 @@ struct LaneCall {
   std::size_t num = 0;  // bytes of all_gather (a shard) and broadcast, elements of reductions (of a shard)
   DType dtype{};        // of reductions
   int root = 0;
-  bool is_settled = false;  // of all_gather (communicator.h)
-  bool is_pushed = false;   // of reduce_scatter
+  bool is_settled = false;      // of all_gather (communicator.h)
+  bool is_pushed = false;       // of reduce_scatter
+  bool holds_own_part = false;  // of all_gather
+};
+
+// The memory of a spliced slot (spliced_slot.h).
+class SplicedMemory {
+ public:
+  struct Part {
+    const std::byte* own = nullptr;  // null: all of it is the slot's
+    std::size_t shard_bytes = 0;
+  };
+
+  virtual ~SplicedMemory() = default;
+  SplicedMemory() = default;
+  SplicedMemory(const SplicedMemory&) = delete;
+  SplicedMemory& operator=(const SplicedMemory&) = delete;
+
+  // SplicedSlot::destinations.
+  virtual std::vector<std::shared_ptr<std::byte>> destinations(std::span<const Part> parts) = 0;
+  virtual std::size_t bytes() const noexcept = 0;  // of the slot by now
 };
 
 class LaneTransport {
@@ -47,6 +67,12 @@ class LaneTransport {
   virtual void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) {
     static_cast<void>(call), static_cast<void>(items), static_cast<void>(copy_bytes);
     throw StateError("this transport takes no pushes");
+  }
+  // Communicator::splices and make_spliced_slot.
+  virtual bool splices() const noexcept { return false; }
+  virtual std::unique_ptr<SplicedMemory> make_spliced_memory(std::string_view what) {
+    static_cast<void>(what);
+    throw StateError("this transport splices no slots");
   }
   // Puts all calls into the lane, as one group. Throws when that fails, and after abort().
   virtual void put_in(std::span<const LaneCall> calls) = 0;

@@ -29,6 +29,24 @@ class PeerMemory {
   std::vector<std::byte*> views_;  // by rank
 };
 
+// Pages of this rank alone, which can be mapped in several places ([Note: spliced slots] in spliced_slot.h).
+class PeerPages {
+ public:
+  virtual ~PeerPages() = default;
+  PeerPages() = default;
+  PeerPages(const PeerPages&) = delete;
+  PeerPages& operator=(const PeerPages&) = delete;
+
+  virtual std::size_t page_bytes() const noexcept = 0;
+  virtual std::size_t page_num() const noexcept = 0;
+  // Throws OutOfMemoryError.
+  virtual void grow(std::size_t page_num) = 0;
+  // Addresses at which `before_num` of these pages appear, from `first` on, then this rank's part of `own` (null:
+  // nothing), all of it, then the next `after_num` of these pages. They stay valid without this object.
+  virtual std::shared_ptr<std::byte> map(std::size_t first, std::size_t before_num,
+                                         const std::shared_ptr<PeerMemory>& own, std::size_t after_num) = 0;
+};
+
 class PeerLink {
  public:
   virtual ~PeerLink() = default;
@@ -41,6 +59,8 @@ class PeerLink {
   // Collective, with the same size on all ranks; zero-filled. Throws OutOfMemoryError on all ranks where one has too
   // little, CommunicationError where a peer fails.
   virtual std::shared_ptr<PeerMemory> allocate(std::size_t bytes, std::string_view what) = 0;
+
+  virtual std::unique_ptr<PeerPages> make_pages(std::string_view what) = 0;
 
   // These are put into the lane.
   virtual void announce() = 0;

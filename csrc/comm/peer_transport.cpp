@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/peer_splice.h"
 #include "common/error.h"
 #include "common/round_up.h"
 
@@ -50,7 +51,7 @@ PeerTransport::PeerTransport(std::shared_ptr<Device> device, Lane lane, std::uni
 
 std::shared_ptr<std::byte> PeerTransport::allocate(std::size_t bytes, BufferRole role, std::string_view what) {
   if (role == BufferRole::kPrivate) return device_->allocate(bytes, what);
-  Shared shared = take(bytes, what);
+  Shared shared = take(bytes, role, what);
   std::byte* const begin = shared.memory->of(rank_) + shared.offset_bytes;
   const std::lock_guard lock(registry_->mutex);
   registry_->by_begin[begin] = shared;
@@ -60,16 +61,29 @@ std::shared_ptr<std::byte> PeerTransport::allocate(std::size_t bytes, BufferRole
           }};
 }
 
-PeerTransport::Shared PeerTransport::take(std::size_t bytes, std::string_view what) {
+std::unique_ptr<SplicedMemory> PeerTransport::make_spliced_memory(std::string_view what) {
+  return std::make_unique<PeerSplice>(
+      rank_, world_size_, link_->make_pages(what), [registry = registry_](const std::byte* data) {
+        const std::lock_guard lock(registry->mutex);
+        const auto found = registry->by_begin.find(data);
+        const bool is_alone = found != registry->by_begin.end() && found->second.is_alone;
+        return is_alone ? found->second.memory : nullptr;
+      });
+}
+
+PeerTransport::Shared PeerTransport::take(std::size_t bytes, BufferRole role, std::string_view what) {
   const std::uint64_t number = next_number_++;
   const std::size_t taken_bytes = round_up(std::max<std::size_t>(bytes, 1), kAlignment);
-  if (taken_bytes > kBlockBytes / 2) return {link_->allocate(taken_bytes, what), 0, bytes, number};
+  const bool is_alone = role == BufferRole::kSharedAlone;
+  if (is_alone || taken_bytes > kBlockBytes / 2) {
+    return {link_->allocate(taken_bytes, what), 0, bytes, number, is_alone};
+  }
   if (block_ == nullptr || block_used_bytes_ + taken_bytes > kBlockBytes) {
     block_ = link_->allocate(kBlockBytes, what);
     block_used_bytes_ = 0;
   }
   const std::size_t offset_bytes = std::exchange(block_used_bytes_, block_used_bytes_ + taken_bytes);
-  return {block_, offset_bytes, bytes, number};
+  return {block_, offset_bytes, bytes, number, false};
 }
 
 bool PeerTransport::is_in_place(const LaneCall& call) const noexcept {
@@ -209,7 +223,7 @@ void PeerTransport::put_in(std::span<const LaneCall> all_calls) {
 }
 
 void PeerTransport::copy_own_part(const LaneCall& call) {
-  if (call.kind != Collective::kAllGather || is_in_place(call)) return;
+  if (call.kind != Collective::kAllGather || call.holds_own_part || is_in_place(call)) return;
   device_->copy(lane_, call.destination + static_cast<std::size_t>(rank_) * call.num, call.source, call.num);
 }
 

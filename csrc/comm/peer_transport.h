@@ -51,6 +51,8 @@ class PeerTransport final : public LaneTransport {
   // Shared memory: collective; small pieces share an allocation, since one takes at least kBlockBytes.
   std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole role, std::string_view what) override;
   std::uint64_t place_of(const LaneCall& call) const override;
+  bool splices() const noexcept override { return true; }
+  std::unique_ptr<SplicedMemory> make_spliced_memory(std::string_view what) override;
   bool gathers_settled() const noexcept override { return true; }
   bool takes_pushes() const noexcept override { return true; }
   void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) override;
@@ -67,6 +69,7 @@ class PeerTransport final : public LaneTransport {
     std::size_t offset_bytes = 0;  // in it
     std::size_t bytes = 0;
     std::uint64_t number = 0;  // the same on all ranks
+    bool is_alone = false;     // BufferRole::kSharedAlone
   };
   // Shared with buffers, which may outlive the transport.
   struct Registry {
@@ -80,7 +83,7 @@ class PeerTransport final : public LaneTransport {
     std::byte* at(int rank) const noexcept { return shared.memory->of(rank) + offset_bytes; }
   };
 
-  Shared take(std::size_t bytes, std::string_view what);
+  Shared take(std::size_t bytes, BufferRole role, std::string_view what);
   bool is_in_place(const LaneCall& call) const noexcept;
   // Of the region that peers read: the source, or the whole destination of an all_gather in place.
   Place find(const LaneCall& call) const;

@@ -175,9 +175,8 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
             }};
   }
   // `memory` stays with its bytes when the owner lets go, as what peers have mapped does.
-  std::shared_ptr<std::byte> allocate_mapped(std::size_t bytes, std::string_view what,
-                                             std::shared_ptr<std::byte>& memory) {
-    memory = make_memory(bytes);
+  std::shared_ptr<std::byte> adopt_mapped(std::size_t bytes, std::string_view what,
+                                          const std::shared_ptr<std::byte>& memory) {
     races_.allocated(memory.get(), bytes, what);
     return {memory.get(), [device = weak_from_this(), memory](std::byte*) {
               if (const auto alive = device.lock()) alive->races_.freed(memory.get(), alive->clocks_[kHost]);
@@ -186,6 +185,7 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   // Memory of a peer that this device reads and writes like its own.
   void map(const std::byte* of_peer, std::size_t bytes, std::string_view what) { races_.mapped(of_peer, bytes, what); }
   void unmap(const std::byte* of_peer) { races_.forget(of_peer); }
+  RaceDetector& races() { return races_; }
   std::shared_ptr<std::byte> allocate_pinned(std::size_t bytes) override { return allocate(bytes, "pinned memory"); }
   HostRegistrar* host_registrar() noexcept override { return this; }
   void register_host(std::byte* data, std::size_t bytes) override {

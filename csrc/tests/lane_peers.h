@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -16,6 +18,7 @@
 #include "comm/peer_link.h"
 #include "comm/peer_transport.h"
 #include "lane_device.h"
+#include "lane_memory.h"
 
 namespace zb::test {
 
@@ -37,7 +40,7 @@ class PeerWorld {
   std::atomic<bool>& is_released(int rank) { return is_released_[static_cast<std::size_t>(rank)]; }
 
   // The parts of the `number`-th allocation, by rank.
-  std::vector<std::shared_ptr<std::byte>>& parts(std::uint64_t number) {
+  std::vector<std::shared_ptr<LaneMemory>>& parts(std::uint64_t number) {
     auto& parts = allocations_[number];
     parts.resize(rank_num_);
     return parts;
@@ -47,7 +50,7 @@ class PeerWorld {
   std::size_t rank_num_;
   std::vector<std::vector<std::uint64_t>> rows_;
   std::vector<std::atomic<bool>> is_released_;
-  std::map<std::uint64_t, std::vector<std::shared_ptr<std::byte>>> allocations_;  // as long as the world
+  std::map<std::uint64_t, std::vector<std::shared_ptr<LaneMemory>>> allocations_;  // as long as the world
 };
 
 class LanePeerLink final : public PeerLink {
@@ -71,7 +74,8 @@ class LanePeerLink final : public PeerLink {
   std::shared_ptr<PeerMemory> allocate(std::size_t bytes, std::string_view what) override {
     auto& parts = world_->parts(next_number_++);
     // Peers' views stay valid when this rank drops its own, as those of a driver's allocation do.
-    std::shared_ptr<std::byte> mine = device_->allocate_mapped(bytes, what, parts[static_cast<std::size_t>(rank_)]);
+    std::shared_ptr<LaneMemory>& own = parts[static_cast<std::size_t>(rank_)] = std::make_shared<LaneMemory>(bytes);
+    std::shared_ptr<std::byte> mine = device_->adopt_mapped(own->bytes(), what, {own, own->data()});
     device_->run_until([&] {
       return world_->is_released(rank_) ||
              std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part != nullptr; });
@@ -79,9 +83,12 @@ class LanePeerLink final : public PeerLink {
     if (world_->is_released(rank_)) throw CommunicationError("the ranks were aborted while they allocated", -1);
     const std::size_t taken_bytes = (bytes + kGranularityBytes - 1) / kGranularityBytes * kGranularityBytes;
     for (const auto& part : parts) {
-      if (part.get() != mine.get()) device_->map(part.get(), bytes, what);
+      if (part != own) device_->map(part->data(), bytes, what);
     }
     return std::make_shared<Memory>(device_, std::move(mine), parts, taken_bytes, overhead_);
+  }
+  std::unique_ptr<PeerPages> make_pages(std::string_view what) override {
+    return std::make_unique<Pages>(device_, rank_, what);
   }
 
   void announce() override {
@@ -108,10 +115,10 @@ class LanePeerLink final : public PeerLink {
   class Memory final : public PeerMemory {
    public:
     Memory(const std::shared_ptr<LaneDevice>& device, std::shared_ptr<std::byte> mine,
-           const std::vector<std::shared_ptr<std::byte>>& parts, std::size_t bytes,
+           const std::vector<std::shared_ptr<LaneMemory>>& parts, std::size_t bytes,
            std::shared_ptr<MemoryOverhead> overhead)
         : device_(device), mine_(std::move(mine)), parts_(parts), bytes_(bytes), overhead_(std::move(overhead)) {
-      for (const auto& part : parts_) views_.push_back(part.get());
+      for (const auto& part : parts_) views_.push_back(part->data());
       overhead_->take(bytes_);
     }
     ~Memory() override {
@@ -119,16 +126,56 @@ class LanePeerLink final : public PeerLink {
       const auto device = device_.lock();
       if (device == nullptr) return;
       for (const auto& part : parts_) {
-        if (part.get() != mine_.get()) device->unmap(part.get());
+        if (part->data() != mine_.get()) device->unmap(part->data());
       }
     }
+
+    const std::shared_ptr<LaneMemory>& part(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
 
    private:
     std::weak_ptr<LaneDevice> device_;
     std::shared_ptr<std::byte> mine_;
-    std::vector<std::shared_ptr<std::byte>> parts_;
+    std::vector<std::shared_ptr<LaneMemory>> parts_;
     std::size_t bytes_;
     std::shared_ptr<MemoryOverhead> overhead_;
+  };
+
+  class Pages final : public PeerPages {
+   public:
+    Pages(std::shared_ptr<LaneDevice> device, int rank, std::string_view what)
+        : device_(std::move(device)), rank_(rank), what_(what) {}
+
+    std::size_t page_bytes() const noexcept override { return zb::page_bytes(); }
+    std::size_t page_num() const noexcept override { return pages_.size(); }
+    void grow(std::size_t page_num) override {
+      while (pages_.size() < page_num) {
+        pages_.push_back(std::make_shared<LaneMemory>(page_bytes()));
+        std::memset(pages_.back()->data(), 0xFF, page_bytes());
+        watched_.push_back(device_->adopt_mapped(page_bytes(), what_, {pages_.back(), pages_.back()->data()}));
+      }
+    }
+    std::shared_ptr<std::byte> map(std::size_t first, std::size_t before_num, const std::shared_ptr<PeerMemory>& own,
+                                   std::size_t after_num) override {
+      const auto begin = pages_.begin() + static_cast<std::ptrdiff_t>(first);
+      const auto middle = begin + static_cast<std::ptrdiff_t>(before_num);
+      std::vector<std::shared_ptr<LaneMemory>> memories(begin, middle);
+      if (own != nullptr) memories.push_back(static_cast<const Memory&>(*own).part(rank_));
+      memories.insert(memories.end(), middle, middle + static_cast<std::ptrdiff_t>(after_num));
+      std::vector<RaceDetector::Run> runs;
+      for (const auto& memory : memories) runs.push_back({memory->data(), memory->bytes()});
+      const auto window = std::make_shared<LaneWindow>(memories);
+      device_->races().aliased(window->data(), std::move(runs));
+      return {window->data(), [device = std::weak_ptr(device_), window](std::byte* data) {
+                if (const auto alive = device.lock()) alive->races().forget_alias(data);
+              }};
+    }
+
+   private:
+    std::shared_ptr<LaneDevice> device_;
+    int rank_;
+    std::string what_;
+    std::vector<std::shared_ptr<LaneMemory>> pages_;
+    std::vector<std::shared_ptr<std::byte>> watched_;  // the same, for the race detector
   };
 
   std::shared_ptr<LaneDevice> device_;
@@ -158,6 +205,10 @@ class WatchedPeerTransport final : public LaneTransport {
     return inner_.allocate(bytes, role, what);
   }
   std::uint64_t place_of(const LaneCall& call) const override { return inner_.place_of(call); }
+  bool splices() const noexcept override { return inner_.splices(); }
+  std::unique_ptr<SplicedMemory> make_spliced_memory(std::string_view what) override {
+    return inner_.make_spliced_memory(what);
+  }
   bool gathers_settled() const noexcept override { return inner_.gathers_settled(); }
   bool takes_pushes() const noexcept override { return inner_.takes_pushes(); }
   void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) override {

@@ -11,6 +11,8 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "kernels/device.h"
 
@@ -58,9 +60,18 @@ class RaceDetector {
   }
   void forget(const void* data) { allocations_.erase(address_of(data)); }
 
+  // Memory that appears elsewhere, too.
+  struct Run {
+    const std::byte* data = nullptr;  // where it is allocated
+    std::size_t bytes = 0;
+  };
+  void aliased(const void* data, std::vector<Run> runs) { aliases_[address_of(data)] = std::move(runs); }
+  void forget_alias(const void* data) { aliases_.erase(address_of(data)); }
+
   // `clock` is the actor's, this work included.
   void touch(std::size_t actor, const Clock& clock, std::string_view operation, const Touched& touched) {
     if (touched.bytes == 0) return;
+    if (touch_aliased(actor, clock, operation, touched)) return;
     const auto [allocation, begin] = locate(touched);
     if (allocation == nullptr) {
       say(std::string(operation) + " touches memory that is none of the device's, or no longer");
@@ -108,6 +119,22 @@ class RaceDetector {
     return kNames[actor];
   }
 
+  // Whether it lies in aliased memory: then what is there is touched.
+  bool touch_aliased(std::size_t actor, const Clock& clock, std::string_view operation, const Touched& touched) {
+    const std::uintptr_t begin = address_of(touched.data);
+    auto found = aliases_.upper_bound(begin);
+    if (found == aliases_.begin()) return false;
+    --found;
+    std::uintptr_t at = found->first;
+    for (const Run& run : found->second) {
+      const std::uintptr_t first = std::max(at, begin);
+      const std::uintptr_t last = std::min(at + run.bytes, begin + touched.bytes);
+      if (first < last) touch(actor, clock, operation, {run.data + (first - at), last - first, touched.is_written});
+      at += run.bytes;
+    }
+    return begin < at;  // what lies beyond is nowhere, and is found by the memory being guarded
+  }
+
   std::pair<Memory*, std::size_t> locate(const Touched& touched) {
     const std::uintptr_t address = address_of(touched.data);
     auto found = allocations_.upper_bound(address);
@@ -135,6 +162,7 @@ class RaceDetector {
 
   std::function<void(const std::string&)> report_;
   std::map<std::uintptr_t, Memory> allocations_;
+  std::map<std::uintptr_t, std::vector<Run>> aliases_;
   std::set<std::string> names_;
   std::set<std::string> said_;
 };

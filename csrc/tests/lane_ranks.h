@@ -373,6 +373,11 @@ class LaneWorld {
   }
   // Some copy own parts of settled gathers in the compute lane.
   std::size_t own_part_beside_bytes() const { return schedule_.seed / 2 % 2 == 0 ? 0 : SIZE_MAX; }
+  // Some splice all slots, some those of large shards, some none.
+  std::size_t splice_bytes() const {
+    constexpr std::array<std::size_t, 4> kBytes{0, 64, 0, SIZE_MAX};
+    return kBytes[schedule_.seed / 3 % kBytes.size()];
+  }
   RankTurns& turns() { return turns_; }
   std::string text() const {
     return "lane schedule " + std::to_string(schedule_.seed) + ", policy " +

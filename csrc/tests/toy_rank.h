@@ -92,6 +92,7 @@ class ToyRank {
                                  .keep_root_bytes = options.keep_root_bytes,
                                  .push_gradient_bytes = place.lanes ? place.lanes->push_gradient_bytes() : 0,
                                  .own_part_beside_bytes = place.lanes ? place.lanes->own_part_beside_bytes() : 0,
+                                 .splice_bytes = place.lanes ? place.lanes->splice_bytes() : SIZE_MAX,
                                  .optimizer_in_backward = options.optimizer_in_backward,
                                  .allocate_in_compute = nullptr,
                                  .make_store = options.make_store};

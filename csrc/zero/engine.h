@@ -56,6 +56,9 @@ struct EngineOptions {
   // Stage 3, settled gathers: a unit's own parts are copied in the lane of reductions where they have this size or
   // more, else in the compute lane ([Note: settled shards] in gather_scheduler.h).
   std::size_t own_part_beside_bytes = std::size_t{16} << 20;
+  // Stage 3 over a communicator that splices: shards of this size or more are not copied into the slots that they are
+  // gathered in ([Note: spliced slots] in spliced_slot.h).
+  std::size_t splice_bytes = std::size_t{2} << 20;
   // Updates start in backward, as soon as a unit is reduced. Without clipping and loss scale.
   bool optimizer_in_backward = false;
   // Memory for the compute lane and what is ordered with it, not zeroed: once its owner lets go, what is put into that

@@ -55,6 +55,9 @@ void Engine::build(EngineModel& model) {
     const auto keeps_master = [this](DType param_dtype) { return store_->keeps_master(param_dtype); };
     for (Unit& unit : units_) unit.fetch_parameters_of(keeps_master);
   }
+  if (parameters_sharded() && gather_communicator_->splices() && !options.optimizer_in_backward) {
+    for (Unit& unit : units_) unit.splice_parameters(options.splice_bytes);
+  }
   gathers_ =
       std::make_unique<GatherScheduler>(device(), *gather_communicator_, *store_, &ledger_, units_, parameters_, clock_,
                                         GatherOptions{.sharded = parameters_sharded(),
@@ -88,6 +91,7 @@ Engine::~Engine() {
   store_.reset();  // ends what its threads have under way
   // Slots go with the engine; parameters must not point there any more, and units give theirs back before the pools go.
   for (Unit& unit : units_) {
+    for (FlatBuffer& flat : unit.flats) flat.gathered = {};
     unit.gather_slot.reset();
     unit.gradient_slot.reset();
     if (!parameters_sharded()) continue;
@@ -143,8 +147,9 @@ void Engine::build_flat(FlatBuffer& flat) {
   }
 
   if (parameters_sharded() && !flat.is_fetched) {
-    flat.shard_parameters = {gather_communicator_->allocate(flat.shard_parameter_bytes(), BufferRole::kShared, &ledger_,
-                                                            Category::kParameters)};
+    flat.shard_parameters = {gather_communicator_->allocate(
+        flat.shard_parameter_bytes(), flat.is_spliced ? BufferRole::kSharedAlone : BufferRole::kShared, &ledger_,
+        Category::kParameters)};
     device().cast(Lane::kCompute, flat.shard_parameters.data(), flat.param_dtype, values + rank_offset, DType::kFloat32,
                   layout.shard_numel());
     flat.written = device().mark(Lane::kCompute);

@@ -259,8 +259,7 @@ void Engine::write_back(Unit& unit, int modifier_rank) {
   Communicator& communicator = *reduce_communicator_;
   for (FlatBuffer& flat : unit.flats) {
     const std::size_t bytes = flat.full_parameter_bytes();
-    std::byte* current = parameters_sharded() ? unit.gather_slot.region().data() + flat.gather_offset_bytes
-                                              : flat.full_parameters.data();
+    std::byte* current = (parameters_sharded() ? flat.gathered : flat.full_parameters).data();
     if (world_size() == 1) {
       write_back_flat(flat, current);
       continue;

@@ -29,13 +29,27 @@ GatherScheduler::GatherScheduler(Device& device, Communicator& communicator, Sto
       ledger_(ledger),
       slots_(device, communicator, ledger, BufferRole::kPrivate, Category::kGatherSlots,
              {.first = communicator.lane(), .last = Lane::kCompute}),
+      spliced_slots_(device, communicator, ledger, BufferRole::kPrivate, Category::kGatherSlots,
+                     {.first = communicator.lane(), .last = Lane::kCompute}, SlotKind::kSpliced),
       slot_bytes_(units.size(), 0),
       preferred_slot_(units.size(), 0) {}
 
-// One unit at work and as many ahead as the budget admits (docs/memory.md). Units of other sizes take slots of a larger
-// size class where that has as many as can be live at once. Not the root, which stays gathered beside the others.
 void GatherScheduler::reserve_slots() {
   if (!options_.sharded) return;
+  reserve_slots(slots_, false);
+  reserve_slots(spliced_slots_, true);
+  // Spliced slots get their memory when they are first used for a unit.
+  for (std::size_t index = 0; index < units_.size(); ++index) {
+    if (!units_[index].is_spliced()) continue;
+    const SlotLease slot = take_slot(index, true);
+    destinations_in(slot, units_[index]);
+  }
+  reserve_staging();
+}
+
+// One unit at work and as many ahead as the budget admits (docs/memory.md). Units of other sizes take slots of a larger
+// size class where that has as many as can be live at once. Not the root, which stays gathered beside the others.
+void GatherScheduler::reserve_slots(SlotPool& pool, bool spliced) {
   struct SizeClass {
     std::size_t unit_num = 0;
     bool has_root = false;
@@ -43,7 +57,7 @@ void GatherScheduler::reserve_slots() {
   };
   std::map<std::size_t, SizeClass, std::greater<>> classes;  // the largest first
   for (const Unit& unit : units_) {
-    if (unit.gather_bytes == 0) continue;
+    if (unit.gather_bytes == 0 || unit.is_spliced() != spliced) continue;
     SizeClass& found = classes[unit.gather_bytes];
     ++found.unit_num;
     found.has_root = found.has_root || unit.is_root;
@@ -52,21 +66,20 @@ void GatherScheduler::reserve_slots() {
   for (auto& [bytes, found] : classes) {
     const std::size_t live_num = 1 + options_.prefetch_bytes / bytes;
     const bool may_share = options_.reshard && !found.has_root;
-    if (may_share && slots_.slot_num(shared_bytes) >= live_num) {
+    if (may_share && pool.slot_num(shared_bytes) >= live_num) {
       found.slot_bytes = shared_bytes;
       continue;
     }
     found.slot_bytes = bytes;
-    slots_.reserve(bytes, options_.reshard ? std::min(found.unit_num, live_num) : found.unit_num);
+    pool.reserve(bytes, options_.reshard ? std::min(found.unit_num, live_num) : found.unit_num);
     if (may_share) shared_bytes = bytes;
   }
   std::map<std::size_t, std::size_t> seen;
   for (std::size_t index = 0; index < units_.size(); ++index) {
-    if (units_[index].gather_bytes == 0) continue;
+    if (units_[index].gather_bytes == 0 || units_[index].is_spliced() != spliced) continue;
     const std::size_t bytes = slot_bytes_[index] = classes[units_[index].gather_bytes].slot_bytes;
-    preferred_slot_[index] = seen[bytes]++ % slots_.slot_num(bytes);
+    preferred_slot_[index] = seen[bytes]++ % pool.slot_num(bytes);
   }
-  reserve_staging();
 }
 
 // In a lane one shard is read before the next is fetched. Elsewhere peers read it when they come to wait for the unit:
@@ -211,9 +224,29 @@ void GatherScheduler::settle_updated(const MarkPtr& met) {
   }
 }
 
-SlotLease GatherScheduler::take_slot(std::size_t unit) {
-  return slots_.acquire(slot_bytes_[unit], preferred_slot_[unit],
-                        is_settled(units_[unit]) ? own_part_lane_of(units_[unit]) : std::nullopt);
+SlotLease GatherScheduler::take_slot(std::size_t unit_index, bool spliced) {
+  const Unit& unit = units_[unit_index];
+  const bool copies = !spliced || !std::all_of(unit.flats.begin(), unit.flats.end(),
+                                               [](const FlatBuffer& flat) { return flat.is_spliced; });
+  const std::optional<Lane> beside = is_settled(unit) && copies ? own_part_lane_of(unit) : std::nullopt;
+  if (unit.is_spliced() == spliced) {
+    SlotPool& pool = spliced ? spliced_slots_ : slots_;
+    return pool.acquire(slot_bytes_[unit_index], preferred_slot_[unit_index], beside);
+  }
+  return slots_.acquire(unit.gather_bytes, 0, beside);
+}
+
+std::vector<Region> GatherScheduler::destinations_in(const SlotLease& slot, const Unit& unit) const {
+  if (slot.is_spliced()) {
+    std::vector<SplicedPart> parts;
+    for (const FlatBuffer& flat : unit.flats) {
+      parts.push_back({flat.is_spliced ? flat.shard_parameters : Region{}, flat.shard_parameter_bytes()});
+    }
+    return slot.destinations(static_cast<std::size_t>(&unit - units_.data()), parts);
+  }
+  std::vector<Region> regions;
+  for (const FlatBuffer& flat : unit.flats) regions.push_back(slot.region().at(flat.gather_offset_bytes));
+  return regions;
 }
 
 std::optional<Lane> GatherScheduler::own_part_lane_of(const Unit& unit) const {
@@ -221,12 +254,14 @@ std::optional<Lane> GatherScheduler::own_part_lane_of(const Unit& unit) const {
   return bytes >= options_.own_part_beside_bytes ? options_.own_part_lane : std::nullopt;
 }
 
-void GatherScheduler::copy_own_parts(Unit& unit, const SlotLease& slot, Lane lane) {
+void GatherScheduler::copy_own_parts(const Unit& unit, const SlotLease& slot, Lane lane) {
   const auto rank = static_cast<std::size_t>(communicator_.rank());
-  for (const FlatBuffer& flat : unit.flats) {
+  const std::vector<Region> destinations = destinations_in(slot, unit);
+  for (std::size_t index = 0; index < unit.flats.size(); ++index) {
+    const FlatBuffer& flat = unit.flats[index];
+    if (!lacks_own_part(slot, flat)) continue;
     const std::size_t bytes = flat.shard_parameter_bytes();
-    device_.copy(lane, slot.region().data() + flat.gather_offset_bytes + rank * bytes, flat.shard_parameters.data(),
-                 bytes);
+    device_.copy(lane, destinations[index].data() + rank * bytes, flat.shard_parameters.data(), bytes);
   }
 }
 
@@ -247,8 +282,12 @@ std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& sl
   const RangeScope range(device_, unit.ranges.gather.c_str());
   std::vector<WorkPtr> works;
   const bool settled = is_settled(unit);
+  const bool copies = std::any_of(unit.flats.begin(), unit.flats.end(),
+                                  [&](const FlatBuffer& flat) { return lacks_own_part(slot, flat); });
   if (settled) {
     for (const FlatBuffer& flat : unit.flats) device_.wait(communicator_.lane(), flat.settled_behind);
+  }
+  if (settled && copies) {
     const std::optional<Lane> beside = own_part_lane_of(unit);
     unit.lacks_own_parts = !beside;
     if (beside) {
@@ -264,14 +303,17 @@ std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& sl
     if (flat.trainable) store_.wait_update(flat.store_shard, communicator_.lane());
   }
   {
+    const std::vector<Region> destinations = destinations_in(slot, unit);
     const CollectiveGroup group(communicator_);
-    for (FlatBuffer& flat : unit.flats) {
+    for (std::size_t index = 0; index < unit.flats.size(); ++index) {
+      const FlatBuffer& flat = unit.flats[index];
       works.push_back(communicator_.start_all_gather(
           {.source = flat.is_fetched ? staging->region.at(flat.fetch_offset_bytes) : flat.shard_parameters,
-           .destination = slot.region().at(flat.gather_offset_bytes),
+           .destination = destinations[index],
            .shard_bytes = flat.shard_parameter_bytes(),
            .label = flat.label,
-           .is_settled = settled}));
+           .is_settled = settled,
+           .holds_own_part = !lacks_own_part(slot, flat)}));
       if (flat.is_fetched) staging->readers.push_back(works.back());
     }
   }
@@ -286,14 +328,16 @@ std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& sl
   return works;
 }
 
-void GatherScheduler::start_gather(std::size_t unit_index) {
+void GatherScheduler::start_gather(std::size_t unit_index, bool spliced) {
   Unit& unit = units_[unit_index];
   if (present(unit_index)) {  // kept from before: the others still need this rank's part
     serve(unit_index);
     return;
   }
   unit.set_parameter_state(ParameterState::kGathering);
-  unit.gather_slot = take_slot(unit_index);
+  unit.gather_slot = take_slot(unit_index, spliced && unit.is_spliced());
+  const std::vector<Region> destinations = destinations_in(unit.gather_slot, unit);
+  for (std::size_t index = 0; index < unit.flats.size(); ++index) unit.flats[index].gathered = destinations[index];
   unit.gathering = start_into(unit, unit.gather_slot);
 }
 
@@ -302,7 +346,7 @@ void GatherScheduler::serve(std::size_t unit_index) {
   if (is_settled(unit)) return;
   // An unsharded unit receives the bytes that it already holds, but for those that a user is changing.
   const bool holds = unit.parameter_state == ParameterState::kUnsharded && unit.pins == 0;
-  const SlotLease scratch = holds ? SlotLease() : take_slot(unit_index);
+  const SlotLease scratch = holds ? SlotLease() : take_slot(unit_index, unit.is_spliced());
   if (holds) {  // until then they may be read there
     const MarkPtr read = device_.mark(Lane::kCompute);
     device_.wait(communicator_.lane(), read);
@@ -331,7 +375,7 @@ void GatherScheduler::wait_works(const Unit& unit, std::span<const WorkPtr> work
 void GatherScheduler::attach(std::size_t unit_index) {
   Unit& unit = units_[unit_index];
   for (const FlatBuffer& flat : unit.flats) {
-    std::byte* base = unit.gather_slot.region().data() + flat.gather_offset_bytes;
+    std::byte* const base = flat.gathered.data();
     for (const std::size_t index : flat.parameters) {
       const Parameter& parameter = parameters_[index];
       parameter.binding->attach(base + parameter.offset_numel * dtype_bytes(flat.param_dtype));
@@ -421,7 +465,7 @@ void GatherScheduler::serve_wishes(const std::vector<GatherMessage>& messages) {
 void GatherScheduler::gather(const std::vector<std::size_t>& units) {
   ZB_EXPECT_STATE(!in_pass_, "engine.gather() cannot be called inside a " + std::string(pass_kind_name(pass_.kind)));
   if (options_.sharded) {
-    for (const std::size_t unit : units) start_gather(unit);
+    for (const std::size_t unit : units) start_gather(unit, false);
     for (const std::size_t unit : units) wait_gather(unit);
   }
   for (const std::size_t unit : units) ++units_[unit].pins;
@@ -432,6 +476,8 @@ void GatherScheduler::unpin(const std::vector<std::size_t>& units) {
     --units_[unit].pins;
     if (!units_[unit].needed_for_backward) release(unit);
   }
+  slots_.drop_spares();  // a whole model's, perhaps
+  spliced_slots_.drop_spares();
 }
 
 void GatherScheduler::release(std::size_t unit_index) {
@@ -441,6 +487,7 @@ void GatherScheduler::release(std::size_t unit_index) {
     for (const std::size_t index : flat.parameters)
       parameters_[index].binding->detach(parameters_[index].sharded_message);
   }
+  for (FlatBuffer& flat : unit.flats) flat.gathered = {};
   unit.gather_slot.reset();
   unit.needed_for_backward = false;
   unit.set_parameter_state(ParameterState::kSharded);

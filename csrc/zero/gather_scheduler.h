@@ -56,6 +56,9 @@ struct GatherOptions {
 // reductions, which waits anyway. That stands behind meetings with the peers, which a host that is the limit would come
 // to feel in every unit: so small ones, which cost the compute lane a few microseconds, are copied there.
 
+// [Note: spliced slots] (spliced_slot.h) needs no copies of own parts at all. Explicit gathers do without: what is
+// changed in them is lost, so it must not be the shard that is changed.
+
 // [Note: staging shards]
 // Where the store keeps a master of low-precision parameters, their shard is not kept beside it: it is fetched from the
 // store into a staging shard just before each gather, in the gather's lane. Staging shards are taken in turn, and
@@ -131,12 +134,19 @@ class GatherScheduler {
   void reserve_staging();
   StagingShard* fetch(const Unit& unit);
   bool is_settled(const Unit& unit) const;
-  SlotLease take_slot(std::size_t unit);
+  void reserve_slots(SlotPool& pool, bool spliced);
+  SlotLease take_slot(std::size_t unit, bool spliced);
+  // Of its flats.
+  std::vector<Region> destinations_in(const SlotLease& slot, const Unit& unit) const;
+  static bool lacks_own_part(const SlotLease& slot, const FlatBuffer& flat) {
+    return !slot.is_spliced() || !flat.is_spliced;
+  }
   std::vector<WorkPtr> start_into(Unit& unit, const SlotLease& slot);
   std::optional<Lane> own_part_lane_of(const Unit& unit) const;  // where not the compute lane copies them
-  void copy_own_parts(Unit& unit, const SlotLease& slot, Lane lane);
+  void copy_own_parts(const Unit& unit, const SlotLease& slot, Lane lane);
   void wait_own_parts(Unit& unit);
-  void start_gather(std::size_t unit);
+  // Into a spliced slot, where the unit is and the caller does not mind.
+  void start_gather(std::size_t unit, bool spliced = true);
   void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need, if others need it to
   void wait_gather(std::size_t unit);
   void wait_works(const Unit& unit, std::span<const WorkPtr> works);
@@ -160,6 +170,7 @@ class GatherScheduler {
   GatherOptions options_;
   Ledger* ledger_;
   SlotPool slots_;
+  SlotPool spliced_slots_;
   std::vector<std::size_t> slot_bytes_;          // by unit: of the slots that it takes
   std::vector<std::size_t> preferred_slot_;      // by unit
   std::map<std::size_t, StagingClass> staging_;  // by size

@@ -1,5 +1,6 @@
 #include "zero/slot_pool.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "common/error.h"
@@ -32,11 +33,31 @@ void SlotLease::reset() noexcept {
 }
 
 SlotPool::SlotPool(Device& device, Communicator& communicator, Ledger* ledger, BufferRole role, Category category,
-                   SlotLanes lanes)
-    : device_(device), communicator_(communicator), ledger_(ledger), role_(role), category_(category), lanes_(lanes) {}
+                   SlotLanes lanes, SlotKind kind)
+    : device_(device),
+      communicator_(communicator),
+      ledger_(ledger),
+      role_(role),
+      category_(category),
+      lanes_(lanes),
+      kind_(kind) {}
 
 SlotPool::Slot SlotPool::make_slot(std::size_t bytes, bool spare) {
-  return {.buffer = communicator_.allocate(bytes, role_, ledger_, category_), .spare = spare};
+  Slot slot;
+  slot.spare = spare;
+  if (kind_ == SlotKind::kSpliced) {
+    slot.spliced = communicator_.make_spliced_slot(ledger_, category_);
+  } else {
+    slot.buffer = communicator_.allocate(bytes, role_, ledger_, category_);
+  }
+  return slot;
+}
+
+const std::vector<Region>& SlotLease::destinations(std::size_t user, std::span<const SplicedPart> parts) const {
+  SlotPool::Slot& slot = pool_->classes_[bytes_][index_];
+  std::vector<Region>& known = slot.destinations[user];
+  if (known.empty()) known = slot.spliced->destinations(parts);
+  return known;
 }
 
 void SlotPool::reserve(std::size_t bytes, std::size_t slot_num) {
@@ -58,15 +79,15 @@ SlotLease SlotPool::acquire(std::size_t bytes, std::size_t preferred_index, std:
     if (beside) device_.wait(*beside, last_use);
     return SlotLease(this, bytes, index, Region{slots[index].buffer, 0});
   };
-  if (preferred_index < slots.size() && slots[preferred_index].buffer && !slots[preferred_index].taken) {
+  if (preferred_index < slots.size() && slots[preferred_index].has_memory() && !slots[preferred_index].taken) {
     return take(preferred_index);
   }
   if (role_ == BufferRole::kShared) return {};
   for (std::size_t index = 0; index < slots.size(); ++index) {
-    if (slots[index].buffer && !slots[index].taken) return take(index);
+    if (slots[index].has_memory() && !slots[index].taken) return take(index);
   }
   for (std::size_t index = 0; index < slots.size(); ++index) {
-    if (!slots[index].buffer) {
+    if (!slots[index].has_memory()) {
       slots[index] = make_slot(bytes, true);
       return take(index);
     }
@@ -75,14 +96,25 @@ SlotLease SlotPool::acquire(std::size_t bytes, std::size_t preferred_index, std:
   return take(slots.size() - 1);
 }
 
+void SlotPool::drop_spares() {
+  const auto is_idle_spare = [](const Slot& slot) { return slot.spare && slot.has_memory() && !slot.taken; };
+  for (auto& [bytes, slots] : classes_) {
+    if (std::none_of(slots.begin(), slots.end(), is_idle_spare)) continue;
+    device_.synchronize();
+    for (Slot& slot : slots) {
+      if (is_idle_spare(slot)) slot = {};
+    }
+  }
+}
+
 void SlotPool::give_back(std::size_t bytes, std::size_t index) noexcept {
   Slot& slot = classes_[bytes][index];
   slot.taken = false;
   if (slot.spare && !device_.is_async()) {
-    slot.buffer.reset();  // a spare lives only as long as it is needed
+    slot = {};  // a spare lives only as long as it is needed
     return;
   }
-  // Giving device memory back would stop all lanes, so a spare stays there.
+  // Giving device memory back would stop all lanes, so a spare stays there (drop_spares).
   try {
     slot.last_use = device_.mark(lanes_.last);
   } catch (const std::exception&) {

@@ -60,6 +60,17 @@ void Unit::fetch_parameters_of(const std::function<bool(DType param_dtype)>& kee
   }
 }
 
+void Unit::splice_parameters(std::size_t min_bytes) {
+  for (FlatBuffer& flat : flats) {
+    const std::size_t bytes = flat.shard_parameter_bytes();
+    flat.is_spliced = !flat.is_fetched && bytes > 0 && bytes >= min_bytes;
+  }
+}
+
+bool Unit::is_spliced() const {
+  return std::any_of(flats.begin(), flats.end(), [](const FlatBuffer& flat) { return flat.is_spliced; });
+}
+
 void Unit::set_parameter_state(ParameterState next) {
   using enum ParameterState;
   const bool legal = (parameter_state == kSharded && next == kGathering) ||

@@ -84,6 +84,8 @@ struct FlatBuffer {
   Region full_parameters;   // replicated parameters
   Region shard_parameters;  // this rank's piece: a slice of full_parameters, or a buffer of its own; or none:
   bool is_fetched = false;  // the store gives this rank's piece before each gather
+  bool is_spliced = false;  // gathers find this rank's piece in place ([Note: spliced slots] in spliced_slot.h)
+  Region gathered;          // where gathers put it for now, at stage 3
   Region full_gradients;    // where full gradients persist
   Region shard_gradients;   // this rank's reduced piece; none between update and reduction where it is made for a step
   std::vector<FlatPiece> lent_gradients;  // instead of both, of a unit whose gradients are lent: in span order
@@ -165,6 +167,9 @@ struct Unit {
   Region gradients_of(const FlatBuffer& flat) const;
   // Those of its flats are fetched from the store whose master it keeps.
   void fetch_parameters_of(const std::function<bool(DType param_dtype)>& keeps_master);
+  // Those are spliced whose shards have so many bytes or more.
+  void splice_parameters(std::size_t min_bytes);
+  bool is_spliced() const;
   bool has_trainable() const { return trainable_parameters > 0; }
   // Forgets gradients that are lent, with nothing under way that reads them.
   void drop_lent() noexcept;
