@@ -60,6 +60,12 @@ class EngineFacts:
         of them in huge pages, and whether a device's driver has it registered (``is_registered``)."""
         return self._core.store_pinned()
 
+    @property
+    def offload_chunk_numel(self) -> int | None:
+        """Elements that one stage of the pipeline of offloaded state works on (docs/offload.md); None where nothing is
+        offloaded, and with ``ratio: auto`` until the first step."""
+        return self._core.store_chunk_numel or None
+
     @contextlib.contextmanager
     def record_timeline(self) -> Iterator[list[tuple[str, str, str, int, int]]]:
         """Fills the list, at the end of the block, with what updates, transfers and collectives did: (place, what,

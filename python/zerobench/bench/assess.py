@@ -264,7 +264,10 @@ def transfers_of(windows: Sequence[Window], *, step_s: float) -> Transfers | Non
     found = [window.transfers for window in windows if window.transfers is not None]
     if not found:
         return None
-    row = Transfers(offload_ratio=found[0].offload_ratio, io_engine=found[0].io_engine)
+    first = found[0]
+    row = Transfers(
+        offload_ratio=first.offload_ratio, io_engine=first.io_engine, chunk_numel=first.chunk_numel
+    )
     for name in (*_MOVED.values(), "pinned_bytes", "pinned_requested_bytes"):
         setattr(row, name, largest([getattr(one, name) for one in found]))
     row.achieved_gb_s = achieved_gb_s(row, step_s=step_s)

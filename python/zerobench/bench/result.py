@@ -149,6 +149,7 @@ class Transfers(_Model):
     pinned_requested_bytes: int | None = None
     offload_ratio: float | None = None  # share of the optimizer state that is off the device
     io_engine: str | None = None
+    chunk_numel: int | None = None  # elements that one stage of the pipeline works on, on rank 0
     achieved_gb_s: dict[str, float] | None = None  # bytes over the median step, by direction
     limit_gb_s: dict[str, float] | None = None  # what link and files give alone, in this run, by direction
     limit_note: str | None = None  # why those of files are not there

@@ -203,6 +203,7 @@ class ZeroStrategy(Strategy):
         )
 
     def _io_text(self, engine: str) -> str:
+            chunk_numel=self._engine.offload_chunk_numel,
         """All that files are read and written with; the engine is the one that does it."""
         section = engine_config(self.settings, stage=self.stage)["offload_optimizer"]
         choice = io_choice(
