@@ -235,7 +235,10 @@ class Config(_Section):
     )
     pin_threads: bool = True
     cpus: list[int] | None = Field(
-        None, min_length=1, description="CPUs of this rank's threads; null is its share of the process's"
+        None,
+        min_length=1,
+        description="CPUs of this rank's threads; null is its share of the process's, on hosts with several NUMA nodes "
+        "by the node of its GPU",
     )
     rank: int | None = Field(default=None, ge=0)
     world_size: int | None = Field(default=None, ge=1)

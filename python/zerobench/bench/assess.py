@@ -236,8 +236,9 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     }
     settings.threads_per_rank = windows[0].threads
     settings.communicator = windows[0].communicator
-    bindings = [window.binding for window in windows if window.binding is not None]
-    row.binding = bindings or None
+    for name in ("binding", "update_cpus"):
+        known = [value for window in windows if (value := getattr(window, name)) is not None]
+        setattr(row, name, known or None)
 
 
 def apply_energy(row: Row, windows: Sequence[Window]) -> None:

@@ -142,6 +142,7 @@ class Window(_Message):
     threads: int
     communicator: str | None = None
     binding: str | None = None  # the node and the cores that the rank was bound to
+    update_cpus: str | None = None  # what updates on CPUs, and why there
 
 
 class Report(_Message):

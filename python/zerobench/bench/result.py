@@ -214,6 +214,7 @@ class Row(_Model):
     transfers: Transfers | None = None  # where state is offloaded
     offload_practicality: float | None = None  # step time of the row that offloads nothing over this row's
     binding: list[str] | None = None  # by rank: the node and the cores that it was bound to
+    update_cpus: list[str] | None = None  # by rank: what updates on CPUs, and why there
     started: str | None = None  # ISO 8601 UTC
     duration_s: float | None = None
     log: str | None = None  # path relative to the output folder

@@ -191,6 +191,11 @@ class Strategy(ABC):
         """What moves this strategy's data between ranks ("shm", "gloo", "nccl", ...), None where nothing is moved."""
         return None
 
+    def update_cpus(self) -> str | None:
+        """The threads and CPUs that update optimizer state, and why it is these; None where there are none or it cannot
+        be told."""
+        return None
+
     def communication_bytes(self) -> dict[str, int] | None:
         """Bytes this rank moved since ``reset_counters`` by collective (accounting of docs/metrics.md), else None."""
         return None
