@@ -208,9 +208,13 @@ class UpdateThreads(NamedTuple):
     pinned_to: list[int]  # one CPU each; empty where they are not pinned
 
     def on(self, share: CpuShare) -> str:
-        """In words, with the CPUs that they run on."""
-        pinned = "pinned " if self.pinned_to else ""
-        return f"{self.num} {pinned}thread{'s' * (self.num > 1)} on {share}"
+        """In words, with the CPUs that they run on, or that they are meant for where they are not pinned."""
+        threads = "thread" if self.num == 1 else "threads"
+        return (
+            f"{self.num} pinned {threads} on {share}"
+            if self.pinned_to
+            else f"{self.num} {threads} for {share}"
+        )
 
 
 class CpuUse(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -77,7 +77,7 @@ def on_device(folder: str) -> dict[str, Any]:
     return trained(alone(), folder, None)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None)
 @given(placement=st.sampled_from([*OFF_DEVICE]), lines=st.integers(1, 600))
 def test_no_bit_depends_on_it(folder: str, on_device: dict, placement: str, lines: int) -> None:
     found = trained(alone(), folder, placement, chunk_numel=64 * lines)

@@ -104,8 +104,8 @@ class Swapping:
         return numel
 
     def chosen_chunk_numel(self) -> int:
-        """The largest size that fits into the budget and moves nearly as little as any; of less than whole requests only
-        where no other fits."""
+        """The largest size that fits into the budget and moves nearly as little as any; of less than whole requests
+        only where no other fits."""
         if self.budget_bytes is None:
             return CHUNK_NUMEL
         request, least = (self.least_chunk_numel(bytes_) for bytes_ in (self.io.block_bytes, _PAGE_BYTES))
