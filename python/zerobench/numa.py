@@ -9,10 +9,13 @@ SYSFS = Path("/sys")
 
 
 def read_nodes(sysfs: Path = SYSFS) -> dict[int, list[int]]:
-    """CPUs by node; nodes without CPUs are left out. Empty where the kernel lists none."""
+    """CPUs by node; nodes without CPUs are left out. Empty where the kernel lists none, or a container hides them."""
     found = {}
     for folder in (sysfs / "devices/system/node").glob("node[0-9]*"):
-        cpus = parse_list((folder / "cpulist").read_text())
+        try:
+            cpus = parse_list((folder / "cpulist").read_text())
+        except OSError:
+            continue
         if cpus:
             found[int(folder.name.removeprefix("node"))] = cpus
     return dict(sorted(found.items()))

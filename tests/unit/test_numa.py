@@ -43,6 +43,8 @@ def test_nodes_and_cores_are_read(tmp_path) -> None:
     assert numa.read_nodes(sysfs) == {0: [0, 1, 2, 3, 8, 9, 10, 11], 1: [4, 5, 6, 7, 12, 13, 14, 15]}
     assert numa.cores_together(range(16), sysfs)[:4] == [0, 8, 1, 9]
     assert numa.read_nodes(tmp_path / "nothing") == {}
+    (tmp_path / "hidden/devices/system/node/node0").mkdir(parents=True)
+    assert numa.read_nodes(tmp_path / "hidden") == {}
     assert numa.cores_together([3, 1], tmp_path / "nothing") == [1, 3]
 
 
