@@ -60,7 +60,7 @@ void bind_stores(py::module_& m) {
       .def(
           py::init([](std::optional<double> ratio, const std::string& parameters, std::size_t thread_num,
                       std::vector<int> cpus, int numa_node, bool lock, std::size_t ranks_on_host,
-                      std::size_t chunk_numel, const std::optional<PagedStateOptions>& paged,
+                      std::optional<std::size_t> chunk_numel, const std::optional<PagedStateOptions>& paged,
                       std::optional<std::size_t> memory_bytes) {
             return OffloadOptions{.ratio = ratio,
                                   .host = {.thread_num = thread_num,
@@ -78,7 +78,7 @@ void bind_stores(py::module_& m) {
           py::arg("paged") = std::nullopt, py::arg("memory_bytes") = std::nullopt,
           "ratio is the share of the state that is not on the device, None leaves it to Engine.place_state; parameters "
           "says where the shards of stage 3 are: device, host or nvme; paged puts the state into files, but for what "
-          "memory_bytes of the host hold.");
+          "memory_bytes of the host hold. Where chunk_numel is None it goes by them.");
 }
 
 }  // namespace zb

@@ -108,6 +108,9 @@ void bind_engine_facts(py::class_<BoundEngine>& engine) {
                             py::arg("huge_bytes") = stats.huge_bytes, py::arg("is_registered") = stats.is_registered);
           },
           "Host memory of offloaded state, as asked for and as taken.")
+      .def_property_readonly(
+          "store_chunk_numel", [](const BoundEngine& e) { return e.get().store_chunk_numel(); },
+          "Elements that one stage of the pipeline of offloaded state works on; 0 where there is none, or not yet.")
       .def(
           "start_timeline", [](BoundEngine& e) { e.get().timeline().start(); },
           "Records from now on what updates, transfers and collectives do, and when.")

@@ -12,9 +12,9 @@ HomeParameters::HomeParameters(const HostStoreOptions& options, std::span<const 
   if (options.parameters != ParameterHome::kFiles) return;
   const std::vector<ParameterShard> parameters = parameters_of(shards);
   const PagedStateOptions pages = pages_of_parameters(options);
-  frames_ = pool_.allocate(paged_parameters_bytes(parameters, options.chunk_numel, pages), Category::kStaging);
+  frames_ = pool_.allocate(paged_parameters_bytes(parameters, chunk_numel_of(options), pages), Category::kStaging);
   const std::span<std::byte> frames{frames_.data(), frames_.bytes()};
-  paged_ = std::make_unique<PagedParameters>(parameters, options.chunk_numel, pages, frames, device_, ledger,
+  paged_ = std::make_unique<PagedParameters>(parameters, chunk_numel_of(options), pages, frames, device_, ledger,
                                              *options.system);
 }
 

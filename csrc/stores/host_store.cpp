@@ -61,8 +61,8 @@ class HostStore final : public Store {
         link_(parts.device),
         options_(std::move(options)),
         adam_(options_.adam ? options_.adam : make_cpu_adam(options_.thread_num, options_.cpus)) {
-    ZB_EXPECT(options_.chunk_numel > 0 && options_.chunk_numel % 64 == 0,
-              "chunk_numel must be a positive multiple of 64, got " + std::to_string(options_.chunk_numel));
+    ZB_EXPECT(chunk_numel_of(options_) > 0 && chunk_numel_of(options_) % 64 == 0,
+              "chunk_numel must be a positive multiple of 64, got " + std::to_string(chunk_numel_of(options_)));
     ZB_EXPECT(options_.parameters != ParameterHome::kFiles || options_.paged,
               "parameters on NVMe need their optimizer state there, too");
     thread_ = std::make_unique<UpdateThread>(options_.updates_run);
@@ -100,7 +100,7 @@ class HostStore final : public Store {
     shard->gradient = pool_->allocate(spec.numel * dtype_bytes(spec.gradient_dtype), Category::kGradients,
                                       PinnedPool::kLineAlignment);
     if (home_) home_->add_shard(spec);
-    shard->arrived.resize((spec.numel + options_.chunk_numel - 1) / options_.chunk_numel);
+    shard->arrived.resize((spec.numel + chunk_numel() - 1) / chunk_numel());
     states_->add_shard(spec.numel);
     shards_.push_back(std::move(shard));
     write_state(shards_.size() - 1, StateKind::kMaster, initial);
@@ -116,6 +116,7 @@ class HostStore final : public Store {
   double waited_ms() const override { return waited_ms_ + fetch_waited_ms(); }
   double waited_for_files_ms() const override { return waited_for_files_ms_ + fetch_waited_ms(); }
   PinnedStats pinned() const override { return pool_ ? pool_->stats() : PinnedStats(); }
+  std::size_t chunk_numel() const override { return chunk_numel_of(options_); }
   void set_timeline(Timeline* timeline) override {
     timeline_ = timeline;
     if (home_) home_->set_timeline(timeline);
@@ -229,7 +230,7 @@ class HostStore final : public Store {
 
  private:
   void take_memory() {
-    const std::size_t chunk_numel = outgoing_numel(reserved_, options_.chunk_numel);
+    const std::size_t outgoing_bytes = outgoing_numel(reserved_, chunk_numel()) * sizeof(float);
     pool_ = std::make_shared<PinnedPool>(host_store_bytes(reserved_, options_), ledger_,
                                          PinnedOptions{.thread_num = options_.thread_num,
                                                        .cpus = options_.cpus,
@@ -238,7 +239,7 @@ class HostStore final : public Store {
                                                        .registrar = host_registrar(device_),
                                                        .what = kWhat});
     for (Outgoing& outgoing : outgoing_) {
-      outgoing.memory = pool_->allocate(chunk_numel * sizeof(float), Category::kStaging);
+      outgoing.memory = pool_->allocate(outgoing_bytes, Category::kStaging);
     }
     if (options_.paged) {
       take_files();
@@ -252,15 +253,15 @@ class HostStore final : public Store {
 
   void take_files() {
     const std::vector<std::size_t> numels = numels_of(reserved_);
-    frames_ = pool_->allocate(paged_state_bytes(numels, options_.chunk_numel, *options_.paged));
+    frames_ = pool_->allocate(paged_state_bytes(numels, chunk_numel(), *options_.paged));
     if (timeline_ != nullptr) {
       options_.paged->on_transfer = [this](const StateTransfer& transfer) {
         timeline_->add("disk", transfer.direction == Direction::kRead ? "read" : "write",
                        reserved_[transfer.shard].unit, transfer.begin, transfer.end);
       };
     }
-    auto paged = make_paged_state(numels, options_.chunk_numel, *options_.paged, {frames_.data(), frames_.bytes()},
-                                  ledger_, *options_.system);
+    auto paged = make_paged_state(numels, chunk_numel(), *options_.paged, {frames_.data(), frames_.bytes()}, ledger_,
+                                  *options_.system);
     paged_ = paged.get();
     states_ = std::move(paged);
   }
@@ -286,8 +287,8 @@ class HostStore final : public Store {
 
   template <class Body>
   void for_each_chunk(const Shard& shard, const Body& body) const {
-    for (std::size_t begin = 0; begin < shard.spec.numel; begin += options_.chunk_numel) {
-      body(begin, std::min(begin + options_.chunk_numel, shard.spec.numel));
+    for (std::size_t begin = 0; begin < shard.spec.numel; begin += chunk_numel()) {
+      body(begin, std::min(begin + chunk_numel(), shard.spec.numel));
     }
   }
 
@@ -305,7 +306,7 @@ class HostStore final : public Store {
       const std::size_t offset_bytes = begin * dtype_bytes(dtype);
       link_.to_host(Lane::kToHost, shard.gradient.data() + offset_bytes,
                     static_cast<const std::byte*>(gradient) + offset_bytes, (end - begin) * dtype_bytes(dtype));
-      shard.arrived[begin / options_.chunk_numel] = device_->mark_for_host(Lane::kToHost);
+      shard.arrived[begin / chunk_numel()] = device_->mark_for_host(Lane::kToHost);
     });
   }
 
@@ -327,11 +328,11 @@ class HostStore final : public Store {
     if (!home_) device_->wait(Lane::kFromHost, update.started);
     const DType dtype = shard.spec.param_dtype;
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
-      states_->expect(update.index, end, std::min(end + options_.chunk_numel, shard.spec.numel));
+      states_->expect(update.index, end, std::min(end + chunk_numel(), shard.spec.numel));
       Outgoing* outgoing = nullptr;
       {
         const TimelineScope recorded(timeline_, kThread, "wait for the device", unit);
-        device_->synchronize(shard.arrived[begin / options_.chunk_numel]);
+        device_->synchronize(shard.arrived[begin / chunk_numel()]);
         if (!home_) outgoing = &next_outgoing();
       }
       const StateChunk chunk = borrow(update, begin, end);

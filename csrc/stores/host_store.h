@@ -32,9 +32,8 @@ struct HostStoreOptions {
   int numa_node = kAnyNode;
   PageLock lock = PageLock::kNone;
   std::size_t ranks_on_host = 1;  // that take as much memory at the same time
-  // A multiple of 64. 4 Mi elements are 8 MiB of bf16, for which a transfer takes a hundred times as long as starting
-  // it, and a small share of any unit worth offloading.
-  std::size_t chunk_numel = std::size_t{4} << 20;
+  // A multiple of 64. None: chosen when shards are reserved, see [Note: size of chunks].
+  std::optional<std::size_t> chunk_numel = {};
   // kHost, kFiles: shards of parameters lie there, too, and are fetched from the store before each gather. kFiles needs
   // paged state, whose paths they share.
   ParameterHome parameters = ParameterHome::kDevice;

@@ -42,6 +42,12 @@ std::size_t frames_bytes(const PagerPlan& plan, const std::vector<std::size_t>& 
   return plan.memory_frames() * SwapSpace::slot_bytes_for(largest_of(chunk_bytes), options.directories.size());
 }
 
+std::size_t swapped_bytes(const PagerPlan& plan, const std::vector<std::size_t>& chunk_bytes) {
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < chunk_bytes.size(); ++i) bytes += plan.is_resident(i) ? 0 : chunk_bytes[i];
+  return bytes;
+}
+
 }  // namespace
 
 std::size_t paged_parameters_bytes(std::span<const ParameterShard> shards, std::size_t chunk_numel,
@@ -55,6 +61,13 @@ std::size_t most_paged_parameters_bytes(std::span<const ParameterShard> shards, 
                                         const PagedStateOptions& options) {
   const std::vector<std::size_t> chunk_bytes = chunk_bytes_of(shards, chunk_numel);
   return frames_bytes(plan_pager(chunk_bytes.size(), chunk_bytes.size(), 1), chunk_bytes, options);
+}
+
+std::size_t swapped_parameters_bytes(std::span<const ParameterShard> shards, std::size_t chunk_numel,
+                                     const PagedStateOptions& options) {
+  ZB_EXPECT(!options.directories.empty(), "parameters on NVMe need at least one path");
+  const std::vector<std::size_t> chunk_bytes = chunk_bytes_of(shards, chunk_numel);
+  return swapped_bytes(plan_for(chunk_bytes, options), chunk_bytes);
 }
 
 std::size_t largest_paged_shard_bytes(std::span<const ParameterShard> shards, std::size_t chunk_numel,
@@ -89,9 +102,7 @@ PagedParameters::PagedParameters(std::span<const ParameterShard> shards, std::si
     first_chunk_.push_back(chunk);
     chunk += (shard.numel + chunk_numel - 1) / chunk_numel;
   }
-  std::size_t swapped_bytes = 0;
-  for (std::size_t i = 0; i < chunk; ++i) swapped_bytes += plan_.is_resident(i) ? 0 : chunk_bytes_[i];
-  counted_ = Allocation(ledger, Tier::kNvme, Category::kParameters, swapped_bytes);
+  counted_ = Allocation(ledger, Tier::kNvme, Category::kParameters, swapped_bytes(plan_, chunk_bytes_));
 }
 
 PagedParameters::~PagedParameters() = default;

@@ -41,6 +41,10 @@ std::size_t paged_parameters_bytes(std::span<const ParameterShard> shards, std::
 std::size_t most_paged_parameters_bytes(std::span<const ParameterShard> shards, std::size_t chunk_numel,
                                         const PagedStateOptions& options);
 
+// Of them, what lies in files.
+std::size_t swapped_parameters_bytes(std::span<const ParameterShard> shards, std::size_t chunk_numel,
+                                     const PagedStateOptions& options);
+
 // What holds the largest shard, as PagedStateOptions::ahead_bytes.
 std::size_t largest_paged_shard_bytes(std::span<const ParameterShard> shards, std::size_t chunk_numel,
                                       const PagedStateOptions& options);

@@ -52,6 +52,12 @@ PagerPlan plan_for(const ChunkTable& table, const PagedStateOptions& options) {
   return plan_pager(table.numels.size(), options.resident_bytes / slot_bytes + frame_num, frame_num);
 }
 
+std::size_t swapped_numel(const ChunkTable& table, const PagerPlan& plan) {
+  std::size_t numel = 0;
+  for (std::size_t i = 0; i < table.numels.size(); ++i) numel += plan.is_resident(i) ? 0 : table.numels[i];
+  return numel;
+}
+
 class PagedStateImpl final : public PagedState {
  public:
   PagedStateImpl(ChunkTable table, std::size_t chunk_numel, const PagedStateOptions& options,
@@ -70,11 +76,8 @@ class PagedStateImpl final : public PagedState {
         pager_(plan_, table_.chunk_bytes(), space_, *engine_, memory,
                {.checksums = options.checksums, .on_transfer = told_by_shard(options)}),
         is_recorded_(table_.numels.size()) {
-    std::size_t resident_numel = 0;
-    for (std::size_t i = 0; i < table_.numels.size(); ++i)
-      resident_numel += plan_.is_resident(i) ? table_.numels[i] : 0;
-    swapped_numel_ = table_.numel() - resident_numel;
-    count(ledger, Tier::kHost, resident_numel, plan_.memory_frames() * space_.slot_bytes());
+    swapped_numel_ = swapped_numel(table_, plan_);
+    count(ledger, Tier::kHost, table_.numel() - swapped_numel_, plan_.memory_frames() * space_.slot_bytes());
     count(ledger, Tier::kNvme, swapped_numel_, space_.file_bytes() * options.directories.size());
   }
 
@@ -173,6 +176,13 @@ std::size_t paged_state_bytes(std::span<const std::size_t> shard_numels, std::si
   const ChunkTable table(shard_numels, chunk_numel);
   return plan_for(table, options).memory_frames() *
          SwapSpace::slot_bytes_for(table.largest_bytes(), options.directories.size());
+}
+
+std::size_t swapped_state_bytes(std::span<const std::size_t> shard_numels, std::size_t chunk_numel,
+                                const PagedStateOptions& options) {
+  ZB_EXPECT(!options.directories.empty(), "state on NVMe needs at least one path");
+  const ChunkTable table(shard_numels, chunk_numel);
+  return kStateNum * sizeof(float) * swapped_numel(table, plan_for(table, options));
 }
 
 std::unique_ptr<PagedState> make_paged_state(std::span<const std::size_t> shard_numels, std::size_t chunk_numel,

@@ -54,6 +54,10 @@ class PagedState : public StateSpace {
 std::size_t paged_state_bytes(std::span<const std::size_t> shard_numels, std::size_t chunk_numel,
                               const PagedStateOptions& options);
 
+// Of their states, what lies in files.
+std::size_t swapped_state_bytes(std::span<const std::size_t> shard_numels, std::size_t chunk_numel,
+                                const PagedStateOptions& options);
+
 // For exactly these shards, added in this order. `memory`: paged_state_bytes, page aligned; it outlives the state. The
 // ledger counts memory and files by category, each to the last byte: states where they lie for good, the rest staging.
 // Throws IoError where the paths do not serve.

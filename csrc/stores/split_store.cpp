@@ -51,6 +51,7 @@ class SplitStore final : public Store {
   double waited_ms() const override { return first_->waited_ms() + second_->waited_ms(); }
   double waited_for_files_ms() const override { return first_->waited_for_files_ms() + second_->waited_for_files_ms(); }
   PinnedStats pinned() const override { return second_->pinned(); }
+  std::size_t chunk_numel() const override { return second_->chunk_numel(); }
   void set_timeline(Timeline* timeline) override {
     first_->set_timeline(timeline);
     second_->set_timeline(timeline);

@@ -105,6 +105,8 @@ class Store {
   virtual double waited_for_files_ms() const { return 0.0; }
   // Of its pinned memory on the host, as asked for and as taken.
   virtual PinnedStats pinned() const { return {}; }
+  // Elements that one stage of its pipeline works on, once shards are reserved; 0 where there is no pipeline.
+  virtual std::size_t chunk_numel() const { return 0; }
 
   // Every shard that will be added, in order: what takes memory at once may check that it is there. Before a barrier of
   // the ranks, so that no rank takes memory while another still looks.

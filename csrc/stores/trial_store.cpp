@@ -45,6 +45,7 @@ class TrialStore final : public Store {
     if (store_) return store_->pinned();
     return pool_ ? pool_->stats() : PinnedStats{};
   }
+  std::size_t chunk_numel() const override { return store_ ? store_->chunk_numel() : 0; }
   std::exception_ptr failure() const override { return store_ ? store_->failure() : nullptr; }
   void set_timeline(Timeline* timeline) override { timeline_ = timeline; }
 

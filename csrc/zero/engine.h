@@ -180,6 +180,7 @@ class Engine {
   double store_waited_ms();
   double store_waited_for_files_ms();
   PinnedStats store_pinned();
+  std::size_t store_chunk_numel() const { return store_->chunk_numel(); }
   Timeline& timeline() { return timeline_; }
   const Unit& unit(std::size_t index) const { return units_[index]; }
   std::size_t unit_num() const { return units_.size(); }

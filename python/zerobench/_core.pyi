@@ -293,14 +293,14 @@ class OffloadOptions:
         numa_node: int,
         lock: bool,
         ranks_on_host: int,
-        chunk_numel: int,
+        chunk_numel: int | None,
         paged: PagedStateOptions | None = None,
         memory_bytes: int | None = None,
     ) -> None:
         """
         ratio is the share of the state that is not on the device, None leaves it to Engine.place_state; parameters
         says where the shards of stage 3 are: device, host or nvme; paged puts the state into files, but for what
-        memory_bytes of the host hold.
+        memory_bytes of the host hold. Where chunk_numel is None it goes by them.
         """
 
 class EngineOptions:
@@ -389,6 +389,11 @@ class Engine:
     def stop_timeline(self) -> list[tuple[str, str, str, int, int]]:
         """
         (place, what, unit, begin, end) of each, in nanoseconds of time.perf_counter_ns.
+        """
+    @property
+    def store_chunk_numel(self) -> int:
+        """
+        Elements that one stage of the pipeline of offloaded state works on; 0 where there is none, or not yet.
         """
     def store_pinned(self) -> dict[str, Any]:
         """

@@ -100,8 +100,12 @@ class OffloadOptimizerConfig(_Section):
         "auto",
         description="node of the memory; auto is that of this rank's CPUs, null leaves it to the kernel",
     )
-    chunk_numel: int = Field(
-        1 << 22, ge=64, multiple_of=64, description="elements that one stage of the pipeline works on"
+    chunk_numel: int | None = Field(
+        None,
+        ge=64,
+        multiple_of=64,
+        description="elements that one stage of the pipeline works on; null: 4194304, or fewer where buffers of that "
+        "size are too large for host_memory_bytes",
     )
     lock_memory: bool = Field(
         False, description="keep the memory from being swapped out (mlock) where no GPU's driver pins it"
@@ -231,7 +235,10 @@ class Config(_Section):
     )
     pin_threads: bool = True
     cpus: list[int] | None = Field(
-        None, min_length=1, description="CPUs of this rank's threads; null is its share of the process's"
+        None,
+        min_length=1,
+        description="CPUs of this rank's threads; null is its share of the process's, on hosts with several NUMA nodes "
+        "by the node of its GPU",
     )
     rank: int | None = Field(default=None, ge=0)
     world_size: int | None = Field(default=None, ge=1)

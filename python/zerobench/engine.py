@@ -33,6 +33,7 @@ from zerobench.parameters import (
     materialise_unit,
     param_groups,
 )
+from zerobench.rank_cpus import rank_cpus
 from zerobench.units import find_units
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,6 +94,9 @@ class Engine(EngineFacts):
         communicators = topology_module.make_communicators(core, config, self.topology, self._place.device)
         self._communicator_bytes = max(self._place.used_bytes() - used_bytes, 0)
         expect_same_setup(communicators.reduce, setup_facts(config, self._units, self.optimizer.param_groups))
+        share = rank_cpus(config, self.topology, communicators.reduce, gpu_bus_id=self._place.gpu_bus_id)
+        use = placement.cpu_use(config, self.topology, share, beside_gpu=self._place.device is not None)
+        self._update_cpus = use.text
         self.communicator = communicators.kind
         self.communicator_note = communicators.note
         self._close_communicators = communicators.close
@@ -111,7 +115,7 @@ class Engine(EngineFacts):
                 loss_scale=core.LossScaleOptions(
                     enabled=config.scales_loss(), **config.loss_scale.model_dump()
                 ),
-                offload=placement.offload_options(config, self.topology, self._place),
+                offload=placement.offload_options(config, self.topology, use),
             ),
             unit_names=self._units.names,
             root_unit=0,
@@ -119,7 +123,7 @@ class Engine(EngineFacts):
             gather_communicator=communicators.gather,
             reduce_communicator=communicators.reduce,
             device=self._place.name,
-            parts=self._place.parts(),
+            parts=self._place.parts(use),
             materialise=materialise
             and functools.partial(
                 materialise_unit, materialise=materialise, units=self._units, device=self._place.name

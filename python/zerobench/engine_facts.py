@@ -13,6 +13,7 @@ class EngineFacts:
     _core: Any
     _dtypes: dict[str, str]
     _communicator_bytes: int
+    _update_cpus: str | None
 
     def dtypes(self) -> dict[str, str]:
         """Effective dtypes by role: param, compute, reduce, master, state."""
@@ -59,6 +60,18 @@ class EngineFacts:
         """This rank's host memory for offloaded state: ``requested_bytes``, ``mapped_bytes`` as taken, ``huge_bytes``
         of them in huge pages, and whether a device's driver has it registered (``is_registered``)."""
         return self._core.store_pinned()
+
+    @property
+    def update_cpus(self) -> str | None:
+        """The threads that update on this rank's CPUs, with those CPUs, their NUMA node and why it is these, in words;
+        None where a GPU updates everything."""
+        return self._update_cpus
+
+    @property
+    def offload_chunk_numel(self) -> int | None:
+        """Elements that one stage of the pipeline of offloaded state works on (docs/offload.md); None where nothing is
+        offloaded, and with ``ratio: auto`` until the first step."""
+        return self._core.store_chunk_numel or None
 
     @contextlib.contextmanager
     def record_timeline(self) -> Iterator[list[tuple[str, str, str, int, int]]]:

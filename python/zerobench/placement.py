@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +13,10 @@ from torch import nn
 from zerobench import _native
 from zerobench.cgroups import cpu_quota
 from zerobench.config import Config, OffloadOptimizerConfig
+from zerobench.cpu_shares import CpuShare
 from zerobench.errors import ConfigError
 from zerobench.io_settings import io_choice
+from zerobench.rank_cpus import expect_usable
 from zerobench.topology import Topology
 
 # What offload_ratio auto leaves alone of the device's memory: later steps fragment torch's memory in other ways than
@@ -29,8 +31,13 @@ class Place(ABC):
     name: str  # torch's name: "cpu", "cuda:0"
     device: Any  # the CUDA module's object, None on CPU
 
+    @property
+    def gpu_bus_id(self) -> str | None:
+        """Where the device hangs, as the driver writes it; None on CPU."""
+        return None
+
     @abstractmethod
-    def parts(self) -> Any:
+    def parts(self, use: CpuUse) -> Any:
         """The capsule that makes an engine compute here."""
 
     @abstractmethod
@@ -57,13 +64,11 @@ class CpuPlace(Place):
     name = "cpu"
     device = None
 
-    def __init__(self, config: Config, topology: Topology) -> None:
-        threads = update_threads(config, topology, rank_cpus(config, topology), asked=config.threads)
+    def __init__(self, topology: Topology) -> None:
         self._ranks_on_host = topology.local_world_size
-        self._parts = _native.load().cpu_device_parts(thread_num=threads.num, cpus=threads.pinned_to)
 
-    def parts(self) -> Any:
-        return self._parts
+    def parts(self, use: CpuUse) -> Any:
+        return _native.load().cpu_device_parts(thread_num=use.device.num, cpus=use.device.pinned_to)
 
     def stream(self) -> int:
         return 0
@@ -96,7 +101,11 @@ class CudaPlace(Place):
         self._index = index
         self.device = cuda.make_device(index, on_out_of_memory=torch.cuda.empty_cache)
 
-    def parts(self) -> Any:
+    @property
+    def gpu_bus_id(self) -> str | None:
+        return _native.load_cuda().device_info(self._index).pci_bus_id
+
+    def parts(self, use: CpuUse) -> Any:
         return self.device.parts()
 
     def stream(self) -> int:
@@ -124,21 +133,18 @@ class CudaPlace(Place):
         return limit_bytes - outside_bytes - peak_bytes - round(_MARGIN * limit_bytes) - _CUDA_MARGIN_BYTES
 
 
-def offload_options(config: Config, topology: Topology, place: Place) -> Any | None:
+def offload_options(config: Config, topology: Topology, use: CpuUse) -> Any | None:
     """Where the optimizer state lies, for the core; None on the device."""
     offload = config.offload_optimizer
     if offload is None:
         return None
     core = _native.load()
-    cpus = rank_cpus(config, topology)
-    asked = offload.threads or config.threads
-    threads = update_threads(config, topology, cpus, asked=asked, beside_gpu=place.device is not None)
-    node = core.numa_node_of_cpus(cpus) if offload.numa_node == "auto" else offload.numa_node
+    node = core.numa_node_of_cpus(list(use.share.cpus)) if offload.numa_node == "auto" else offload.numa_node
     return core.OffloadOptions(
         ratio=None if offload.ratio == "auto" else offload.ratio,
         parameters=parameter_home(config),
-        thread_num=threads.num,
-        cpus=threads.pinned_to,
+        thread_num=use.offload.num,
+        cpus=use.offload.pinned_to,
         numa_node=-1 if node is None else node,
         lock=offload.lock_memory,
         ranks_on_host=topology.local_world_size,
@@ -195,22 +201,43 @@ def keeps_parameter_shards(config: Config, communicator: str) -> bool:
     return config.keep_parameter_shards
 
 
-def rank_cpus(config: Config, topology: Topology) -> list[int]:
-    """Those of the configuration, or this rank's share. Raises ConfigError for CPUs that the process may not use."""
-    if unknown := set(config.cpus or ()) - os.sched_getaffinity(0):
-        raise ConfigError(f"cpus names CPU {min(unknown)}, which this process may not run on")
-    return config.cpus or _native.load().cpus_of_rank(topology.local_rank, topology.local_world_size)
-
-
 class UpdateThreads(NamedTuple):
     """Of the CPU's Adam; the caller counts as one."""
 
     num: int
     pinned_to: list[int]  # one CPU each; empty where they are not pinned
 
+    def on(self, share: CpuShare) -> str:
+        """In words, with the CPUs that they run on, or that they are meant for where they are not pinned."""
+        threads = "thread" if self.num == 1 else "threads"
+        return (
+            f"{self.num} pinned {threads} on {share}"
+            if self.pinned_to
+            else f"{self.num} {threads} for {share}"
+        )
+
+
+class CpuUse(NamedTuple):
+    """What of its CPUs a rank updates with."""
+
+    share: CpuShare
+    device: UpdateThreads  # of what is on the device, where that is the CPU
+    offload: UpdateThreads  # of what is off the device
+    text: str | None  # both in words; None where a GPU updates everything
+
+
+def cpu_use(config: Config, topology: Topology, share: CpuShare, *, beside_gpu: bool) -> CpuUse:
+    """The threads of both, by the configuration and the rank's share of its host."""
+    offload = config.offload_optimizer
+    device = update_threads(config, topology, share.cpus, asked=config.threads)
+    asked = (offload and offload.threads) or config.threads
+    away = update_threads(config, topology, share.cpus, asked=asked, beside_gpu=beside_gpu)
+    used = None if beside_gpu and offload is None else device if offload is None else away
+    return CpuUse(share, device, away, used and used.on(share))
+
 
 def update_threads(
-    config: Config, topology: Topology, cpus: list[int], *, asked: int | None, beside_gpu: bool = False
+    config: Config, topology: Topology, cpus: Sequence[int], *, asked: int | None, beside_gpu: bool = False
 ) -> UpdateThreads:
     """As many as were asked for, else one for each of the rank's ``cpus``, but no more than its share of the time that
     control groups allow: the kernel stops all threads of a group that has used up its time."""
@@ -222,7 +249,7 @@ def update_threads(
         is_pinned = is_pinned and config.cpus is not None
     # Beside a GPU, whoever starts its work needs a core too.
     threads = asked or (share - 1 if beside_gpu and share > 2 else share)
-    return UpdateThreads(threads, cpus if is_pinned and threads <= len(cpus) else [])
+    return UpdateThreads(threads, list(cpus) if is_pinned and threads <= len(cpus) else [])
 
 
 def choose(model: nn.Module, config: Config, topology: Topology) -> Place:
@@ -230,6 +257,7 @@ def choose(model: nn.Module, config: Config, topology: Topology) -> Place:
 
     Parameters on the meta device go to CUDA where torch sees a device. Raises ConfigError.
     """
+    expect_usable(config)
     kind = config.device
     devices = {parameter.device for parameter in model.parameters()}
     on_cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
@@ -237,7 +265,7 @@ def choose(model: nn.Module, config: Config, topology: Topology) -> Place:
         only_meta = all(device.type == "meta" for device in devices)
         kind = "cuda" if on_cuda or (only_meta and torch.cuda.is_available()) else "cpu"
     if kind == "cpu":
-        return CpuPlace(config, topology)
+        return CpuPlace(topology)
     if not torch.cuda.is_available():
         raise ConfigError(
             "device 'cuda' was asked for and torch sees no CUDA device; leave device out to train on CPU"

@@ -42,6 +42,7 @@ def test_state_on_disk_changes_no_result(swapped) -> None:
 def test_the_row_shows_what_was_moved_and_where_state_lies(swapped) -> None:
     moved = swapped["nvme"]["transfers"]
     assert re.match(r"\w+, blocks of \d+ KiB, depth \d+", moved["io_engine"])
+    assert moved["chunk_numel"] == 4 << 20
     assert {"nvme_read_bytes", "nvme_written_bytes"} <= moved.keys()
     assert moved["limit_gb_s"].keys() == {"nvme_read", "nvme_write", "nvme_both"}
     # Outgoing buffers, frames and the whole begin on pages.

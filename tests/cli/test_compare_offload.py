@@ -72,6 +72,10 @@ def test_ranks_are_bound_and_the_row_says_where(placed) -> None:
     if row["settings"]["bind"] == "none":
         pytest.skip("the kernel lists no NUMA nodes here")
     assert len(row["binding"]) == 2 and all(text.startswith("node ") for text in row["binding"])
+    assert row["update_cpus"] is None  # not ours
+    row = rows["zero3", "none"]
+    for bound, updates in zip(row["binding"], row["update_cpus"], strict=True):
+        assert f" {bound} (as configured)" in updates and "thread" in updates
 
 
 def test_what_needs_more_than_the_device_limit_is_oom(command) -> None:

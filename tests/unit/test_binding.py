@@ -8,58 +8,31 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_numa import two_sockets
 
+from zerobench import cpu_shares, numa
 from zerobench.bench import binding
 from zerobench.errors import ConfigError
 
 
-def write(root: Path, **files: str) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def two_sockets(root: Path) -> Path:
-    """16 hardware threads, two a core: 0-3 and 8-11 on node 0; a GPU on node 1; node 2 is memory without CPUs."""
-    siblings = {
-        f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 8},{cpu % 8 + 8}\n"
-        for cpu in range(16)
-    }
-    return write(
-        root,
-        **{
-            "devices/system/node/node0/cpulist": "0-3,8-11\n",
-            "devices/system/node/node1/cpulist": "4-7,12-15\n",
-            "devices/system/node/node2/cpulist": "\n",
-            "bus/pci/devices/0000:1b:00.0/numa_node": "1\n",
-            "bus/pci/devices/0000:2c:00.0/numa_node": "-1\n",
-        },
-        **siblings,
-    )
-
-
-def test_nodes_and_cores_are_read(tmp_path) -> None:
+def test_a_machine_that_does_not_say_what_is_near_is_an_error(tmp_path) -> None:
     sysfs = two_sockets(tmp_path)
-    nodes = binding.read_nodes(sysfs)
-    assert nodes == {0: [0, 1, 2, 3, 8, 9, 10, 11], 1: [4, 5, 6, 7, 12, 13, 14, 15]}
-    assert binding.cores_together(range(16), sysfs)[:4] == [0, 8, 1, 9]
-    assert binding.node_of_pci_device("00000000:1B:00.0", nodes, sysfs) == 1
+    nodes = binding.known_nodes(sysfs)
+    assert binding.known_node("00000000:1B:00.0", nodes, sysfs) == 1
     for bus in ("00000000:2C:00.0", "00000000:3D:00.0", None):
         with pytest.raises(ConfigError, match="which node"):
-            binding.node_of_pci_device(bus, nodes, sysfs)
+            binding.known_node(bus, nodes, sysfs)
     with pytest.raises(ConfigError, match="lists no NUMA nodes"):
-        binding.read_nodes(tmp_path / "nothing")
+        binding.known_nodes(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("rank_num", range(1, 9))
 def test_ranks_fill_nodes_evenly_and_share_no_core(tmp_path, rank_num) -> None:
     sysfs = two_sockets(tmp_path)
-    nodes = binding.read_nodes(sysfs)
-    places = binding.spread(nodes, rank_num)
+    nodes = numa.read_nodes(sysfs)
+    places = cpu_shares.spread(nodes, rank_num)
     assert abs(places.count(0) - places.count(1)) <= 1 and places == sorted(places)
-    allowed = binding.cores_together(range(16), sysfs)
+    allowed = numa.cores_together(range(16), sysfs)
     shares = [binding.share_of(rank, places, nodes, allowed) for rank in range(rank_num)]
     cores = [{cpu % 8 for cpu in share.cpus} for share in shares]
     if rank_num > 1:
@@ -72,16 +45,11 @@ def test_ranks_fill_nodes_evenly_and_share_no_core(tmp_path, rank_num) -> None:
 
 
 def test_more_ranks_than_cpus_share_and_a_node_out_of_reach_is_an_error(tmp_path) -> None:
-    nodes = binding.read_nodes(two_sockets(tmp_path))
+    nodes = numa.read_nodes(two_sockets(tmp_path))
     shares = [binding.share_of(rank, [0] * 5, nodes, [0, 1]) for rank in range(5)]
     assert all(len(share.cpus) == 1 for share in shares)
     with pytest.raises(ConfigError, match="any core of node 1"):
         binding.share_of(0, [1], nodes, [0, 1])
-
-
-@pytest.mark.parametrize(("text", "numbers"), [("", []), ("5", [5]), ("0-2,7,9-10\n", [0, 1, 2, 7, 9, 10])])
-def test_lists_as_the_kernel_writes_them(text, numbers) -> None:
-    assert binding.parse_list(text) == numbers
 
 
 @pytest.mark.skipif(

@@ -34,7 +34,7 @@ CUDA_FILES = re.compile(r".*\.cu|\w+/(cuda|nccl)_\w+\.h|kernels/fill\.h|bindings
 
 # A module of python/zerobench imports its own layer and the layers above it in this list; estimate stands aside.
 PYTHON_ORDER = [
-    {"cgroups", "consoles", "errors", "interrupts", "locked_folder"},
+    {"cgroups", "consoles", "cpu_shares", "errors", "interrupts", "locked_folder", "numa"},
     {"_build_info", "_core", "_cuda"},
     {
         "_native",
@@ -43,6 +43,7 @@ PYTHON_ORDER = [
         "topology",
         "units",
         "placement",
+        "rank_cpus",
         "parameters",
         "hooks",
         "agreement",

@@ -11,6 +11,7 @@ import torch
 import zerobench
 from zerobench import placement
 from zerobench.config import parse
+from zerobench.cpu_shares import CpuShare
 from zerobench.topology import Topology
 
 CPUS = list(range(8, 24))
@@ -68,3 +69,19 @@ def test_an_engine_on_the_cpu_and_off_the_device_goes_by_the_quota(monkeypatch) 
     cpu_num = len(os.sched_getaffinity(0))
     more = threads_made({}) - by_quota[0], threads_made(section) - by_quota[1]
     assert more == (cpu_num - 1, 2 * (cpu_num - 1))
+
+
+def test_what_updates_where_is_said_in_words(monkeypatch) -> None:
+    share = CpuShare(tuple(CPUS), (1,), "node of its GPU")
+
+    def text(quota: float | None, *, beside_gpu: bool = False, **config) -> str | None:
+        monkeypatch.setattr(placement, "cpu_quota", lambda: quota)
+        return placement.cpu_use(parse(config), Topology(0, 1, 0, 1), share, beside_gpu=beside_gpu).text
+
+    offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    assert text(None) == "16 pinned threads on node 1: 8-23 (node of its GPU)"
+    assert text(1.0, **offload) == "1 thread for node 1: 8-23 (node of its GPU)"
+    assert text(None, beside_gpu=True, **offload) == "15 pinned threads on node 1: 8-23 (node of its GPU)"
+    own = {"stage": 1, "offload_optimizer": {"device": "cpu", "threads": 3}}
+    assert text(None, beside_gpu=True, **own) == "3 pinned threads on node 1: 8-23 (node of its GPU)"
+    assert text(None, beside_gpu=True) is None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from plan_samples import SMALL
 
 import zerobench
@@ -14,7 +18,9 @@ from zerobench import models
 from zerobench.bench import swap_plan
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import Configuration, make_plan
-from zerobench.bench.swap_plan import Frames, locked_bytes
+from zerobench.bench.swap_frames import CHUNK_NUMEL, Frames, Swapping
+from zerobench.bench.swap_plan import locked_bytes
+from zerobench.io_settings import IoChoice
 
 MIB = 1 << 20
 
@@ -38,6 +44,10 @@ def row(folder: Path, **options: Any) -> Configuration:
         (256, "nvme_full", None, {"chunk_numel": 1 << 16, "io_depth": 4}),
         (256, "nvme_full", 0.045, {"chunk_numel": 1 << 16, "io_depth": 4}),
         (256, "nvme_full", 0.07, {"chunk_numel": 1 << 16, "io_depth": 4}),
+        (256, "nvme", 0.03, {"io_depth": 4}),
+        (256, "nvme", 0.04, {"io_depth": 4, "io_block_bytes": 1 << 16}),
+        (256, "nvme_full", 0.04, {"io_depth": 4}),
+        (256, "nvme_full", 0.07, {"io_depth": 2}),
     ],
 )
 def test_frames_are_those_that_the_engine_takes(
@@ -50,6 +60,12 @@ def test_frames_are_those_that_the_engine_takes(
         found.update(frames=frames, pool_bytes=pool_bytes)
         return 0
 
+    def chosen(swapping: Swapping) -> int:
+        found["chunk_numel"] = choose(swapping)
+        return found["chunk_numel"]
+
+    choose = Swapping.chosen_chunk_numel
+    monkeypatch.setattr(Swapping, "chosen_chunk_numel", chosen)
     monkeypatch.setattr(swap_plan, "locked_bytes", noted)
     configuration = row(tmp_path, hidden_sizes=(hidden,), offloads=(offload,), host_memory_gib=memory_gib)
     configuration.options["offload_optimizer"] = own
@@ -70,14 +86,59 @@ def test_frames_are_those_that_the_engine_takes(
         },
     )
     taken, held = engine.offload_pinned()["requested_bytes"], engine.memory_bytes()
+    chunk_numel = engine.offload_chunk_numel
     engine.close()
     slack_bytes = 8192 * len(found["frames"]) + 64 * 16
     assert found["pool_bytes"] == pytest.approx(taken, abs=slack_bytes)
+    assert found.get("chunk_numel", own.get("chunk_numel")) == chunk_numel
     assert swap is not None
     numel = configuration.settings.parameter_count or 0
     swapped = held.get("nvme") or {}
     assert swap.written_bytes == pytest.approx(
         3 * swapped.get("master", 0) + swapped.get("parameters", 0), abs=0.05 * 12 * numel
+    )
+
+
+def swapping(
+    budget_bytes: float | None, *, shards: Sequence[int], path_num: int, pages_parameters: bool
+) -> Swapping:
+    return Swapping(
+        shards=shards,
+        io=IoChoice("threads", 1 << 16, 8),
+        path_num=path_num,
+        element_bytes=2,
+        pages_parameters=pages_parameters,
+        budget_bytes=budget_bytes,
+    )
+
+
+@given(
+    st.lists(st.integers(1, 40_000).map(lambda lines: 64 * lines), min_size=1, max_size=6),
+    st.integers(0, 64 * MIB),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_chunks_are_the_largest_that_fit_and_move_little_more_than_any(
+    shards, budget_bytes, path_num, pages_parameters
+) -> None:
+    of = partial(swapping, shards=shards, path_num=path_num, pages_parameters=pages_parameters)
+    assert of(None).chosen_chunk_numel() == CHUNK_NUMEL
+    assert of(1 << 40).chosen_chunk_numel() == CHUNK_NUMEL
+    rank = of(budget_bytes)
+    chosen, least = rank.chosen_chunk_numel(), rank.least_chunk_numel(4096)
+    assert chosen % 64 == 0 and least <= chosen <= CHUNK_NUMEL
+    sizes = [CHUNK_NUMEL >> power for power in range(17) if CHUNK_NUMEL >> power >= least]
+    fitting = {size: rank.moved_bytes(size) for size in sizes if rank.least_bytes(size) <= budget_bytes}
+    request = rank.least_chunk_numel(1 << 16)
+    whole = {size: moved for size, moved in fitting.items() if size >= request}
+    if not whole:
+        assert chosen == max(fitting, default=least)
+        return
+    fitting = whole
+    whole_bytes = sum(shards) * (24 + 6 * pages_parameters)
+    assert fitting[chosen] <= min(fitting.values()) + whole_bytes / 20
+    assert all(
+        moved > min(fitting.values()) + whole_bytes / 20 for size, moved in fitting.items() if size > chosen
     )
 
 

@@ -236,8 +236,9 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     }
     settings.threads_per_rank = windows[0].threads
     settings.communicator = windows[0].communicator
-    bindings = [window.binding for window in windows if window.binding is not None]
-    row.binding = bindings or None
+    for name in ("binding", "update_cpus"):
+        known = [value for window in windows if (value := getattr(window, name)) is not None]
+        setattr(row, name, known or None)
 
 
 def apply_energy(row: Row, windows: Sequence[Window]) -> None:
@@ -264,7 +265,10 @@ def transfers_of(windows: Sequence[Window], *, step_s: float) -> Transfers | Non
     found = [window.transfers for window in windows if window.transfers is not None]
     if not found:
         return None
-    row = Transfers(offload_ratio=found[0].offload_ratio, io_engine=found[0].io_engine)
+    first = found[0]
+    row = Transfers(
+        offload_ratio=first.offload_ratio, io_engine=first.io_engine, chunk_numel=first.chunk_numel
+    )
     for name in (*_MOVED.values(), "pinned_bytes", "pinned_requested_bytes"):
         setattr(row, name, largest([getattr(one, name) for one in found]))
     row.achieved_gb_s = achieved_gb_s(row, step_s=step_s)

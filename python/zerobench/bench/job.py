@@ -113,6 +113,7 @@ class WindowTransfers(_Message):
     pinned_requested_bytes: int | None = None
     offload_ratio: float | None = None
     io_engine: str | None = None
+    chunk_numel: int | None = None
     limit_gb_s: dict[str, float] = Field(default_factory=dict)  # by direction
     limit_note: str | None = None  # why those of files are not there
 
@@ -141,6 +142,7 @@ class Window(_Message):
     threads: int
     communicator: str | None = None
     binding: str | None = None  # the node and the cores that the rank was bound to
+    update_cpus: str | None = None  # what updates on CPUs, and why there
 
 
 class Report(_Message):

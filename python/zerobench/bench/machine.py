@@ -14,6 +14,7 @@ from typing import Any
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.nvml import Nvml
 from zerobench.cgroups import HOST_FILES, HostFiles, MemoryLimit, cpu_quota, memory_limits
+from zerobench.numa import ranges_text
 
 ENVIRONMENT_NAMES = (
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES",
@@ -177,17 +178,6 @@ def _cpu_model_and_flags() -> tuple[str, set[str]]:
 def _numa_nodes() -> dict[str, str]:
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
     return {node.name: _read(node / "cpulist") for node in nodes}
-
-
-def ranges_text(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as 0-2,5."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)
 
 
 def _meminfo_bytes(key: str, files: HostFiles) -> int:

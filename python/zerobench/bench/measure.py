@@ -89,6 +89,7 @@ def measure(
         skipped_steps=None if applied is None else steps_since_settle(len(warmup), len(window)) - applied,
         threads=torch.get_num_threads(),
         communicator=strategy.communicator(),
+        update_cpus=strategy.update_cpus(),
     )
 
 

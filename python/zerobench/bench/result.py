@@ -149,6 +149,7 @@ class Transfers(_Model):
     pinned_requested_bytes: int | None = None
     offload_ratio: float | None = None  # share of the optimizer state that is off the device
     io_engine: str | None = None
+    chunk_numel: int | None = None  # elements that one stage of the pipeline works on, on rank 0
     achieved_gb_s: dict[str, float] | None = None  # bytes over the median step, by direction
     limit_gb_s: dict[str, float] | None = None  # what link and files give alone, in this run, by direction
     limit_note: str | None = None  # why those of files are not there
@@ -213,6 +214,7 @@ class Row(_Model):
     transfers: Transfers | None = None  # where state is offloaded
     offload_practicality: float | None = None  # step time of the row that offloads nothing over this row's
     binding: list[str] | None = None  # by rank: the node and the cores that it was bound to
+    update_cpus: list[str] | None = None  # by rank: what updates on CPUs, and why there
     started: str | None = None  # ISO 8601 UTC
     duration_s: float | None = None
     log: str | None = None  # path relative to the output folder

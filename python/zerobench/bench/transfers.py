@@ -36,6 +36,7 @@ def of_window(found: Transfers | None, *, step_num: int) -> WindowTransfers | No
         pinned_requested_bytes=found.pinned_requested_bytes,
         offload_ratio=found.offload_ratio,
         io_engine=found.io_engine,
+        chunk_numel=found.chunk_numel,
         limit_gb_s={name: value for name, value in limits.items() if value is not None},
     )
 

@@ -113,6 +113,7 @@ class Transfers:
     pinned_requested_bytes: int | None = None
     offload_ratio: float | None = None  # share of the optimizer state that is off the device
     io_engine: str | None = None  # what reads and writes files, and how
+    chunk_numel: int | None = None  # elements that one stage of the pipeline works on
     nvme_read_limit_gb_s: float | None = None  # of the same files without the store, in this run
     nvme_write_limit_gb_s: float | None = None
 
@@ -188,6 +189,11 @@ class Strategy(ABC):
 
     def communicator(self) -> str | None:
         """What moves this strategy's data between ranks ("shm", "gloo", "nccl", ...), None where nothing is moved."""
+        return None
+
+    def update_cpus(self) -> str | None:
+        """The threads and CPUs that update optimizer state, and why it is these; None where there are none or it cannot
+        be told."""
         return None
 
     def communication_bytes(self) -> dict[str, int] | None:

@@ -180,6 +180,9 @@ class ZeroStrategy(Strategy):
             return None
         return "; ".join(filter(None, (self._engine.communicator, self._engine.communicator_note)))
 
+    def update_cpus(self) -> str | None:
+        return self._engine.update_cpus
+
     def communication_bytes(self) -> dict[str, int] | None:
         return self._engine.communication_by_collective()
 
@@ -200,6 +203,7 @@ class ZeroStrategy(Strategy):
             pinned_bytes=pinned["mapped_bytes"],
             pinned_requested_bytes=pinned["requested_bytes"],
             offload_ratio=self._engine.offload_ratio,
+            chunk_numel=self._engine.offload_chunk_numel,
         )
 
     def _io_text(self, engine: str) -> str:
