@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobench import models
@@ -62,17 +61,6 @@ class Frames:
         return replace(self, frame_num=self.frame_num + num)
 
 
-def io_of(paths: Sequence[str], options: Mapping[str, Any]) -> IoChoice:
-    """How a row swaps; ``options`` are its own beside its settings."""
-    own = options.get("offload_optimizer") or {}
-    return io_choice(
-        Path(paths[0]),
-        engine=own.get("io_engine"),
-        block_bytes=own.get("io_block_bytes"),
-        depth=own.get("io_depth"),
-    )
-
-
 def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> Swap | None:
     """``host_ranks``: of this host, where others have some too. None where the row itself finds out (ratio auto)."""
     settings = configuration.settings
@@ -94,7 +82,7 @@ def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> S
         return Swap()
     budget_gib = settings.host_memory_gib
     own = configuration.options.get("offload_optimizer") or {}
-    io = io_of(settings.nvme_paths, configuration.options)
+    io = io_choice(settings.nvme_paths, own)
     state, parameters = frames_of(
         shards,
         own=own,
