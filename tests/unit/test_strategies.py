@@ -77,7 +77,8 @@ def test_an_evaluation_is_held_against_the_rows_own_parameters() -> None:
     own = [row.evaluate([batch]) for batch in batches]
     ticks: list[None] = []
     expected = verify.evaluate_parameters(
-        SingleStrategy(make_settings()),
+        SingleStrategy,
+        make_settings(rank=1, world_size=2, compile="block", checkpointing=True),
         make_model,
         row.full_parameters(),
         batches,
