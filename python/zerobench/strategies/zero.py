@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +43,7 @@ def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
             "eps": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
         },
+        "loss_scale": asdict(settings.loss_scale),
         "timeout_s": settings.timeout_s,
         "rendezvous": settings.rendezvous,
         "rank": settings.rank,
