@@ -41,6 +41,7 @@ from zerobench.bench.micro.output import (
     machine_line,
     new_progress,
     print_comment,
+    print_table,
     ratio_cell,
     ratio_json,
 )
@@ -105,7 +106,7 @@ def run_adam(options: AdamOptions, *, output: OutputFile, console: Console, note
         for thread_num, numel, mix in cases:
             rows.append(measure(numel, mix, thread_num, options.repeats, tick, peer=peer))
     table = adam_table(rows)
-    console.print(table)
+    print_table(console, table)
     print_comment(console, NOTES)
     settings = {"repeats": options.repeats, "threads": list(options.thread_nums)}
     output.write(

@@ -20,7 +20,14 @@ from zerobench.bench.micro.io_disk import (
     largest_block_bytes,
     usable,
 )
-from zerobench.bench.micro.output import TextTable, machine_line, new_progress, print_comment, size_text
+from zerobench.bench.micro.output import (
+    TextTable,
+    machine_line,
+    new_progress,
+    print_comment,
+    print_table,
+    size_text,
+)
 from zerobench.bench.storage import check_directories, device_facts, device_line, free_bytes
 from zerobench.errors import ConfigError
 from zerobench.io_settings import ENGINES, IoSettings, slow_path_warning, write_settings
@@ -179,7 +186,7 @@ def show(
             for setting in ranked[:10]
         ]
     )
-    console.print(table)
+    print_table(console, table)
     console.print(
         f"{len(rates)} of {candidate_num} settings tried on {size_text(file_bytes)}; chosen for {options.path}: "
         f"{settings.text}; read {settings.read_bytes_per_s / 1e9:.2f}, write "

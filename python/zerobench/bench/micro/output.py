@@ -39,12 +39,25 @@ class TextTable:
     sections: list[list[Sequence[str]]] = field(default_factory=list)
 
     def __rich__(self) -> Table:
+        """Columns without a figure are left to files."""
         table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for index, name in enumerate(self.columns):
-            table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+        rows = [cells for section in self.sections for cells in section]
+        shown = [
+            index for index in range(len(self.columns)) if {cells[index] for cells in rows} - {"", "n/a"}
+        ]
+        for index in shown:
+            widest = max(len(cells[index]) for cells in rows)
+            name = self.columns[index]
+            lines = [name] if len(name) <= widest else name.split()
+            table.add_column(
+                "\n".join(lines),
+                justify="left" if index == 0 else "right",
+                no_wrap=True,
+                min_width=max(widest, *map(len, lines)),
+            )
         for section in self.sections:
             for cells in section:
-                table.add_row(*cells)
+                table.add_row(*(cells[index] for index in shown))
             table.add_section()
         return table
 
@@ -173,6 +186,11 @@ def size_text(size_bytes: int) -> str:
                 else f"{size_bytes / unit:.2f} {name}"
             )
     return f"{size_bytes} B"
+
+
+def print_table(console: Console, table: TextTable) -> None:
+    """Every figure whole: where the terminal is narrower than the table, its lines go on below."""
+    console.print(table, soft_wrap=True)
 
 
 def print_comment(console: Console, text: str) -> None:
