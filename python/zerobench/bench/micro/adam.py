@@ -6,7 +6,9 @@ torch is imported when measuring starts.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,7 +154,8 @@ def deepspeed_peer() -> tuple[Callable[[Arrays], Call] | None, str | None]:
         return None, why_not
     make_architectures_readable()
     try:
-        deepspeed_step(Arrays(64, MIXES[0]))()
+        with contextlib.redirect_stdout(sys.stderr):  # which its log writes to ever after
+            deepspeed_step(Arrays(64, MIXES[0]))()
     except (ImportError, RuntimeError) as error:
         return None, f"its operator could not be built: {error}"
     return deepspeed_step, None
