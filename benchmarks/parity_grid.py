@@ -144,10 +144,8 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
     }
     strategy.close()
     if not alone:
-        place = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
-        reference = strategies.get("single")(dataclasses.replace(settings, checkpointing=False, **place))
         (expected,) = evaluate_parameters(
-            reference, build, evidence.parameters, [held_out], tick=lambda: None
+            strategies.get("single"), settings, build, evidence.parameters, [held_out]
         )
         result["evaluation"] = abs(evidence.evaluation / expected - 1)
     return result

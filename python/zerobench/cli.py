@@ -93,7 +93,7 @@ def info(
 
 
 def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
-    """Nested facts as dotted lines, bytes in GiB."""
+    """Nested facts as dotted lines, bytes in GiB, lists with commas."""
     lines = []
     for key, value in facts.items():
         if isinstance(value, dict):
@@ -103,6 +103,10 @@ def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
                 lines += fact_lines(item, f"{prefix}{key}.{index}.")
         elif key.endswith("_bytes") and isinstance(value, int):
             lines.append(f"{prefix}{key.removesuffix('_bytes')}: {value / (1 << 30):.1f} GiB")
+        elif value is None or value in ([], ()):
+            lines.append(f"{prefix}{key.removesuffix('_bytes')}: none")
+        elif isinstance(value, list | tuple):
+            lines.append(f"{prefix}{key}: {', '.join(map(str, value))}")
         else:
             lines.append(f"{prefix}{key}: {value}")
     return lines

@@ -38,12 +38,10 @@ def share_of_rank(
     """A rank's part of the CPUs ``allowed`` to it, in an order that keeps cores together: of its GPU's node, or of the
     node that is its turn, or else of all of them. ``ranks``: of the host, by local rank.
 
-    Ranks that a launcher has bound to CPUs of their own share only with those of the same CPUs. On one node the share
-    is an even one, whoever may run where.
+    Ranks that a launcher has bound to CPUs of their own share only with those of the same CPUs. Where nodes would be
+    left to nobody, ranks share all of them: an update takes what memory bandwidth there is.
     """
-    group = list(range(len(ranks)))
-    if len(nodes) > 1:
-        group = [rank for rank in group if ranks[rank].allowed == ranks[local_rank].allowed]
+    group = [rank for rank in range(len(ranks)) if ranks[rank].allowed == ranks[local_rank].allowed]
     index = group.index(local_rank)
     if len(group) < len(ranks) and len(group) == 1:
         return made(allowed, nodes, "bound to them by its launcher")
@@ -53,9 +51,15 @@ def share_of_rank(
     members = [ranks[rank] for rank in group]
     if all(member.has_gpu for member in members):
         places = [-1 if member.gpu_node is None else member.gpu_node for member in members]
-        if all(place in usable for place in places):
+        if set(places) == set(usable):
             return made(part_of_node(index, places, usable), nodes, "node of its GPU")
-        reason = "even share: not every GPU's node is known and has CPUs for ranks"
+        unknown = not all(place in usable for place in places)
+        why = (
+            "not every GPU's node is known and has CPUs for ranks"
+            if unknown
+            else "some nodes have no rank's GPU"
+        )
+        reason = f"even share: {why}"
     elif not any(member.has_gpu for member in members) and are_spread(len(members), usable):
         return made(part_of_node(index, spread(usable, len(members)), usable), nodes, "node that is its turn")
     else:

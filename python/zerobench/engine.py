@@ -130,8 +130,10 @@ class Engine(EngineFacts):
             ),
         )
         self._share_buffers()
-        self._parameters = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
-        for _, parameter, _ in self._parameters:
+        named = list(model.named_parameters())
+        self._trained = {parameter: name for name, parameter in named if parameter.requires_grad}
+        self._frozen = {parameter: name for name, parameter in named if not parameter.requires_grad}
+        for _, parameter in named:
             parameter.grad = None  # of another training
         self.optimizer.attach(self)
         self._parameter_units = self._units.unit_of_parameters()
@@ -475,27 +477,26 @@ class Engine(EngineFacts):
 
     def _expect_known_parameters(self) -> None:
         """Before the first step: scripts change models between ``initialize`` and training."""
-        known = {id(parameter) for _, parameter, _ in self._parameters}
         for name, parameter in self.module.named_parameters():
-            if id(parameter) not in known and parameter.requires_grad:
+            if parameter.requires_grad and parameter not in self._trained and parameter not in self._frozen:
                 raise StateError(
                     f"parameter '{name}' came into the model after zerobench.initialize, and no engine trains it; make "
                     "the model whole before"
                 )
 
     def _check_requires_grad(self) -> None:
-        for name, parameter, is_trained in self._parameters:
-            if is_trained and not parameter.requires_grad:
-                raise StateError(
-                    f"parameter '{name}' is trained since the engine was made and needs no gradient now; set "
-                    "requires_grad before zerobench.initialize, and train with a new engine after a change"
-                )
-            if not is_trained and parameter.grad is not None:
-                parameter.grad = None
-                raise StateError(
-                    f"parameter '{name}' was frozen when the engine was made and got a gradient now; set requires_grad "
-                    "before zerobench.initialize"
-                )
+        """In every step, so by comprehensions, which take least beside what reaching each tensor takes."""
+        for parameter in [each for each in self._trained if not each.requires_grad]:
+            raise StateError(
+                f"parameter '{self._trained[parameter]}' is trained since the engine was made and needs no gradient "
+                "now; set requires_grad before zerobench.initialize, and train with a new engine after a change"
+            )
+        for parameter in [each for each in self._frozen if each.grad is not None]:
+            parameter.grad = None
+            raise StateError(
+                f"parameter '{self._frozen[parameter]}' was frozen when the engine was made and got a gradient now; "
+                "set requires_grad before zerobench.initialize"
+            )
 
     def _units_of(
         self, parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | Engine | None

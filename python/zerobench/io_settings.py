@@ -8,9 +8,9 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -132,9 +132,12 @@ def io_text(engine: str, block_bytes: int, depth: int) -> str:
     return f"{engine}, blocks of {block_bytes >> 10} KiB, depth {depth}"
 
 
-def io_choice(path: Path, *, engine: str | None, block_bytes: int | None, depth: int | None) -> IoChoice:
-    """What is given, else what the path was tuned to, else the defaults."""
-    tuned = settings_for(path)
+def io_choice(paths: Sequence[str | Path], section: Mapping[str, Any] | None) -> IoChoice:
+    """How state swaps to ``paths``, which are used alike: what a configuration's section ``offload_optimizer`` says,
+    else what the first path was tuned to, else the defaults."""
+    own = section or {}
+    engine, block_bytes, depth = (own.get(key) for key in ("io_engine", "io_block_bytes", "io_depth"))
+    tuned = settings_for(Path(paths[0]))
     usual = (
         IoChoice(tuned.engine, tuned.block_bytes, tuned.depth) if tuned else IoChoice("io_uring", 1 << 20, 32)
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -163,12 +162,7 @@ def parameter_home(config: Config) -> str:
 
 def paged_options(offload: OffloadOptimizerConfig, topology: Topology) -> Any:
     """How the state lies in files; what the configuration leaves open is what `tune io` found."""
-    io = io_choice(
-        Path(offload.nvme_path[0]),
-        engine=offload.io_engine,
-        block_bytes=offload.io_block_bytes,
-        depth=offload.io_depth,
-    )
+    io = io_choice(offload.nvme_path, dict(offload))
     return _native.load().PagedStateOptions(
         directories=offload.nvme_path,
         owner=f"rank{topology.rank}",

@@ -62,7 +62,7 @@ def rank_cpus(config: Config, topology: Topology, communicator: Any, *, gpu_bus_
     if config.cpus:
         return made(config.cpus, nodes, "as configured")
     ranks = ranks_of_host(everyone, mine)
-    if ranks is None or len(nodes) < 2:  # as contiguous numbers divide it
+    if ranks is None:
         cpus = core.cpus_of_rank(topology.local_rank, topology.local_world_size)
         return made(cpus, nodes, "even share")
     return share_of_rank(topology.local_rank, ranks, nodes, cores_together(allowed))

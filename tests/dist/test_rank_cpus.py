@@ -97,8 +97,9 @@ def test_ranks_that_see_their_own_gpu_alone_share_its_node() -> None:
     nodes = {node: tuple(cpus) for node, cpus in two_nodes().items()}
     crossed = ranks.run(with_gpus, [1, 0], world_size=2)
     assert crossed == [(nodes[1], "node of its GPU"), (nodes[0], "node of its GPU")]
-    together = [cpus for cpus, _ in ranks.run(with_gpus, [1, 1], world_size=2)]
-    assert set(together[0] + together[1]) == set(nodes[1])
+    together = ranks.run(with_gpus, [1, 1], world_size=2)
+    assert {cpu for cpus, _ in together for cpu in cpus} == {cpu for cpus in nodes.values() for cpu in cpus}
+    assert all("some nodes have no rank's GPU" in reason for _, reason in together)
     unknown = ranks.run(with_gpus, [1, None], world_size=2)
     assert all("not every GPU" in reason for _, reason in unknown)
     assert not set(unknown[0][0]) & set(unknown[1][0])

@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from zerobench.bench.micro import link, output, pinned_ready
-from zerobench.bench.micro.output import MicroReport, OutputFile, csv_text, ratio_cell, ratio_json
+from zerobench.bench.micro.output import (
+    MicroReport,
+    OutputFile,
+    TextTable,
+    csv_text,
+    print_table,
+    ratio_cell,
+    ratio_json,
+)
 from zerobench.errors import Error
 from zerobench.report.stats import Ratio
 
@@ -78,6 +87,17 @@ def test_a_ratio_without_an_interval_has_no_brackets() -> None:
     assert ratio_cell(Ratio(1.5, None, None)) == "1.50"
     assert ratio_cell(Ratio(1.5, 1.0, 2.0)) == "1.50 [1.00, 2.00]"
     assert ratio_json(Ratio(1.5, None, None)) == {"value": 1.5, "low": None, "high": None}
+
+
+def test_figures_are_whole_on_a_narrow_terminal_and_columns_without_any_are_left_out() -> None:
+    table = TextTable(title="Adam", columns=("dtypes", "vs torch long", "vs deepspeed", "wrong"))
+    table.sections.append([("fp32 / none", "5.44 [2.19, 13.15]", "n/a", "0"), ("", "n/a", "n/a", "10")])
+    text = io.StringIO()
+    print_table(Console(file=text, width=20), table)
+    _, header, *lines = (line.split("  ") for line in text.getvalue().splitlines() if line.strip())
+    assert [cell.strip() for cell in header if cell.strip()] == ["dtypes", "vs torch long", "wrong"]
+    assert "5.44 [2.19, 13.15]" in [cell.strip() for cell in lines[1]]
+    assert "deepspeed" not in text.getvalue() and "…" not in text.getvalue()
 
 
 def test_a_process_that_does_not_answer_is_named_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,16 @@ def shares(ranks, nodes=NODES, allowed=TOGETHER) -> list[tuple[int, ...]]:
 def test_ranks_share_the_node_of_their_gpus() -> None:
     ranks = [on_gpu(1), on_gpu(0), on_gpu(1), on_gpu(1), on_gpu(1)]
     assert shares(ranks) == [(4, 12), tuple(NODES[0]), (5, 13), (6, 14), (7, 15)]
-    assert shares([on_gpu(1)]) == [tuple(NODES[1])]
     found = share_of_rank(0, ranks, NODES, TOGETHER)
     assert (found.nodes, str(found)) == ((1,), "node 1: 4,12 (node of its GPU)")
+
+
+def test_nodes_without_a_gpu_are_not_left_to_nobody() -> None:
+    assert shares([on_gpu(1)]) == [tuple(range(16))]
+    assert shares([on_gpu(1)] * 2) == [tuple(range(8)), tuple(range(8, 16))]
+    assert "some nodes have no rank's GPU" in str(share_of_rank(0, [on_gpu(1)], NODES, TOGETHER))
+    # The launcher leaves them out.
+    assert shares([on_gpu(1)] * 2, allowed=NODES[1]) == [(4, 5, 6, 7), (12, 13, 14, 15)]
 
 
 @pytest.mark.parametrize("unknown", [None, 7])
@@ -108,10 +115,10 @@ def test_shares_are_of_what_is_allowed_and_share_no_cpu(data, nodes) -> None:
 
 @given(st.data(), st.lists(st.integers(0, 63), min_size=1, unique=True), st.integers(1, 9))
 def test_one_node_is_divided_as_it_always_was(data, allowed, rank_num) -> None:
-    """By contiguous numbers, whatever GPUs and masks say."""
+    """By contiguous numbers, whatever GPUs say, among ranks of one mask."""
     nodes = data.draw(st.sampled_from([{}, {0: list(range(64))}]))
     kinds = st.builds(
-        RankFacts, st.sampled_from("ab"), has_gpu=st.booleans(), gpu_node=st.sampled_from([None, 0, 1])
+        RankFacts, st.just("all"), has_gpu=st.booleans(), gpu_node=st.sampled_from([None, 0, 1])
     )
     ranks = data.draw(st.lists(kinds, min_size=rank_num, max_size=rank_num))
     for rank in range(rank_num):
@@ -130,8 +137,8 @@ def test_even_parts_are_those_of_the_core(rank_num) -> None:
 @given(st.data(), machines())
 def test_masks_of_their_own_keep_ranks_apart(data, nodes) -> None:
     """Ranks whose masks differ take no CPU of each other's, and leave none of their own unused."""
-    assume(len(nodes) > 1)
     cpus = sorted(cpu for its in nodes.values() for cpu in its)
+    assume(len(cpus) > 1)
     rank_num = data.draw(st.integers(2, len(cpus)))
     masks = [part_of(cpus, rank, rank_num) for rank in range(rank_num)]
     ranks = [on_gpu(data.draw(st.sampled_from([*nodes, None])), str(rank)) for rank in range(rank_num)]

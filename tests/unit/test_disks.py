@@ -18,7 +18,7 @@ from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import Configuration, make_plan
 from zerobench.bench.storage import lockable_bytes
 from zerobench.errors import ConfigError, Error
-from zerobench.io_settings import IoChoice, IoSettings, Rates, default_file, write_settings
+from zerobench.io_settings import IoChoice, IoSettings, Rates, default_file, io_choice, write_settings
 
 IO = IoChoice("io_uring", 1 << 20, 8)
 
@@ -137,7 +137,7 @@ def test_what_was_tuned_is_told_with_what_it_is(tmp_path) -> None:
     assert "with io_uring, blocks of 4096 KiB, depth 4, tuned" in note
     assert disks.tuned_notes(swapping(offloads=("none",))) == []
     own = {"io_engine": "threads", "io_block_bytes": 1 << 20, "io_depth": 8}
-    assert swap_plan.io_of([str(tmp_path)], {"offload_optimizer": own}) == IoChoice("threads", 1 << 20, 8)
+    assert io_choice([tmp_path], own) == IoChoice("threads", 1 << 20, 8)
 
 
 def test_rows_whose_ring_may_not_lock_its_memory_are_known_before_they_start(tmp_path, monkeypatch) -> None:

@@ -68,6 +68,27 @@ def test_bars_end_at_the_median_and_the_peak() -> None:
     assert ends == pytest.approx(peaks)
 
 
+def test_what_is_too_small_to_be_seen_is_not_in_the_legend() -> None:
+    from zerobench.report.plots import memory_figure
+
+    results = sample()
+    for staging_bytes, is_named in ((176, False), (1 << 20, True)):
+        for row in results.rows:
+            row.peak_device_bytes = 12 << 20
+            row.memory_bytes = {"device": {"parameters": 1 << 20, "staging": staging_bytes}}
+        figure = memory_figure(results)
+        assert figure is not None
+        assert ("staging" in [text.get_text() for text in figure.legends[0].get_texts()]) is is_named
+
+
+def test_a_subtitle_names_all_numbers_of_ranks() -> None:
+    from zerobench.report.plots import subtitle
+
+    results = sample()
+    assert {row.settings.world_size for row in results.rows} == {1, 2}
+    assert ", 1 and 2 ranks, " in subtitle(results.rows)
+
+
 @pytest.mark.parametrize(
     ("device", "phases_ms", "expected"),
     [

@@ -13,11 +13,13 @@ import torch
 from zerobench import models, strategies
 from zerobench.bench import verify
 from zerobench.bench.environments import free_ports
+from zerobench.config import parse
 from zerobench.errors import ConfigError
 from zerobench.models.materialise import materialise
 from zerobench.strategies import clock, shared
 from zerobench.strategies.autocast import AutocastStrategy
-from zerobench.strategies.base import OptimizerSettings, Strategy, StrategySettings
+from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, Strategy, StrategySettings
+from zerobench.strategies.deepspeed_config import loss_scaling
 from zerobench.strategies.single import SingleStrategy
 from zerobench.strategies.zero import engine_config
 
@@ -77,7 +79,8 @@ def test_an_evaluation_is_held_against_the_rows_own_parameters() -> None:
     own = [row.evaluate([batch]) for batch in batches]
     ticks: list[None] = []
     expected = verify.evaluate_parameters(
-        SingleStrategy(make_settings()),
+        SingleStrategy,
+        make_settings(rank=1, world_size=2, compile="block", checkpointing=True),
         make_model,
         row.full_parameters(),
         batches,
@@ -176,9 +179,8 @@ def test_single_in_low_precision_updates_fp32_masters(precision):
     assert not torch.equal(masters["wte.weight"], masters["wte.weight"].to(dtype).float())
 
 
-def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(monkeypatch):
-    monkeypatch.setitem(shared.LOSS_SCALE, "init_scale", 2.0**40)
-    strategy = built_single(precision="fp16")
+def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale():
+    strategy = built_single(precision="fp16", loss_scale=LossScaleSettings(initial_scale=2.0**40))
     before = strategy.full_parameters()
     assert strategy.applied_steps() == 0
     result = strategy.step(make_batches(), norm=True)
@@ -195,6 +197,21 @@ def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(monkeypatch):
 def test_fp16_starts_from_a_scale_of_two_to_the_sixteenth_and_other_precisions_have_none():
     assert shared.make_grad_scaler(make_settings(precision="fp16")).get_scale() == 2.0**16
     assert shared.make_grad_scaler(make_settings(precision="bf16")) is None
+
+
+def test_one_setting_of_the_loss_scale_is_every_strategys():
+    asked = LossScaleSettings(initial_scale=2.0**9, growth_interval_steps=7)
+    scaler = shared.make_grad_scaler(make_settings(precision="fp16", loss_scale=asked)).state_dict()
+    ours = parse(engine_config(make_settings(precision="fp16", loss_scale=asked), stage=1)).loss_scale
+    for mine, of_torch in {"initial_scale": "scale", "growth_interval_steps": "growth_interval"}.items():
+        assert getattr(ours, mine) == scaler[of_torch] == getattr(asked, mine)
+    for factor in ("growth_factor", "backoff_factor"):
+        assert getattr(ours, factor) == scaler[factor] == getattr(asked, factor)
+    of_deepspeed = loss_scaling(asked)
+    assert (of_deepspeed["initial_scale_power"], of_deepspeed["loss_scale_window"]) == (9, 7)
+    for unsaid in ({"backoff_factor": 0.25}, {"initial_scale": 1000.0}):
+        with pytest.raises(ConfigError, match="leave DeepSpeed's strategies out"):
+            loss_scaling(LossScaleSettings(**unsaid))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from zerobench.bench.mfu import likely_compute_s
 from zerobench.bench.names import OURS
 from zerobench.bench.storage import free_bytes, lockable_bytes
-from zerobench.bench.swap_plan import Swap, io_of, swap_of
+from zerobench.bench.swap_plan import Swap, swap_of
 from zerobench.errors import Error
-from zerobench.io_settings import IoChoice, Rates, default_file, settings_for, slow_path_warning
+from zerobench.io_settings import IoChoice, Rates, default_file, io_choice, settings_for, slow_path_warning
 from zerobench.strategies.base import NVME_OFFLOADS
 
 if TYPE_CHECKING:
@@ -102,7 +102,9 @@ def disk_warnings(
             if not is_moving:
                 continue
             try:
-                rates = settings_for(Path(group[0])) or probe(group, io_of(group, rows[0].options))
+                rates = settings_for(Path(group[0])) or probe(
+                    group, io_choice(group, rows[0].options.get("offload_optimizer"))
+                )
             except (OSError, Error):
                 continue  # rows will say it
             share = len(group) / len(set(paths))
@@ -124,7 +126,10 @@ def disk_warnings(
 def tuned_notes(configurations: Sequence[Configuration]) -> list[str]:
     """Of rows that swap as `tune io` found best: with what, and which file has that."""
     swapping = [c for c in configurations if c.settings.offload in NVME_OFFLOADS and c.strategy in OURS]
-    used = [(c.settings.nvme_paths[0], io_of(c.settings.nvme_paths, c.options)) for c in swapping]
+    used = [
+        (c.settings.nvme_paths[0], io_choice(c.settings.nvme_paths, c.options.get("offload_optimizer")))
+        for c in swapping
+    ]
     return list(
         dict.fromkeys(
             f"{path}: state is swapped with {io.text} (settings of {default_file()})"
@@ -140,7 +145,7 @@ def why_not_lockable(configuration: Configuration, *, host_ranks: int | None = N
     if configuration.strategy not in OURS or settings.offload not in NVME_OFFLOADS:
         return None
     swap = swap_of(configuration, host_ranks=host_ranks)
-    io = io_of(settings.nvme_paths, configuration.options)
+    io = io_choice(settings.nvme_paths, own)
     if io.engine != "io_uring" or own.get("io_allow_fallback") or swap is None:
         return None
     lockable = lockable_bytes()

@@ -65,13 +65,13 @@ def _smallest_limit(files: HostFiles) -> MemoryLimit | None:
 
 
 def busy_warning() -> str | None:
-    """A sentence when other work seems to run: step times will suffer."""
+    """A sentence when other work seems to run: timings will suffer."""
     load, cpus = os.getloadavg()[0], cpus_usable()
     if load <= BUSY_LOAD_PER_CORE * cpus:
         return None
     return (
         f"the machine is busy (load average {load:.1f} on {cpus} cores): "
-        "step times will vary; stop other work or add --repeats"
+        "timings will vary; stop other work or add --repeats"
     )
 
 

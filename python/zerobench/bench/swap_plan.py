@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zerobench import models
 from zerobench.bench.fit import GIB, with_layers
 from zerobench.bench.names import OURS
 from zerobench.bench.swap_frames import STATE_BYTES, Frames, Swapping, round_up
-from zerobench.io_settings import IoChoice, io_choice
+from zerobench.io_settings import io_choice
 
 if TYPE_CHECKING:
     from zerobench.bench.plan import Configuration
@@ -29,17 +28,6 @@ class Swap:
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     locked_bytes: float = 0.0
-
-
-def io_of(paths: Sequence[str], options: Mapping[str, Any]) -> IoChoice:
-    """How a row swaps; ``options`` are its own beside its settings."""
-    own = options.get("offload_optimizer") or {}
-    return io_choice(
-        Path(paths[0]),
-        engine=own.get("io_engine"),
-        block_bytes=own.get("io_block_bytes"),
-        depth=own.get("io_depth"),
-    )
 
 
 def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> Swap | None:
@@ -63,7 +51,7 @@ def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> S
         return Swap()
     budget_gib = settings.host_memory_gib
     own = configuration.options.get("offload_optimizer") or {}
-    io = io_of(settings.nvme_paths, configuration.options)
+    io = io_choice(settings.nvme_paths, own)
     swapping = Swapping(
         shards=shards,
         io=io,

@@ -9,7 +9,7 @@ import torch
 
 from zerobench.bench.disks import probe
 from zerobench.bench.job import WindowTransfers
-from zerobench.bench.swap_plan import io_of
+from zerobench.io_settings import io_choice
 from zerobench.strategies.base import Transfers
 
 TO_HOST, TO_DEVICE, BOTH = "to_host", "to_device", "both_ways"
@@ -62,7 +62,7 @@ def file_limits(paths: Sequence[str], *, options: Mapping[str, Any], rank_num: i
     time, as they train. Error or OSError where they cannot."""
     if not paths:
         return {}
-    rates = probe(paths, io_of(paths, options), rank_num=rank_num)
+    rates = probe(paths, io_choice(paths, options.get("offload_optimizer")), rank_num=rank_num)
     return {
         NVME_READ: rates.read_bytes_per_s / 1e9,
         NVME_WRITE: rates.write_bytes_per_s / 1e9,

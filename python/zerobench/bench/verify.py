@@ -162,15 +162,20 @@ def evaluate(
 
 
 def evaluate_parameters(
-    reference: Strategy,
+    reference_class: type[Strategy],
+    row_settings: StrategySettings,
     model_factory: ModelFactory,
     parameters: Tensors,
     batches: Sequence[Batch],
     *,
-    tick: Callable[[], None],
+    tick: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """What a row's evaluation should have been: the losses of ``batches`` by a reference, not built yet, whose
-    ``parameters`` are the row's own."""
+    """What a row's evaluation should have been: the losses of ``batches`` by a reference whose ``parameters`` are the
+    row's own. It stands alone on the row's device, and neither checkpoints nor compiles."""
+    settings = replace(
+        row_settings, rank=0, world_size=1, local_world_size=1, checkpointing=False, compile="none"
+    )
+    reference = reference_class(settings)
 
     def trained_model(*, device: str | None = None) -> nn.Module:
         model = model_factory(device=device)

@@ -9,7 +9,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -261,9 +261,8 @@ def verified(
     if place.rank == 0 and job.reference_strategy is not None and evidence.evaluation is not None:
         gc.collect()  # what the strategy left in reference cycles
         verification.expected_evaluations = verify.evaluate_parameters(
-            strategies.get(job.reference_strategy)(
-                replace(settings, world_size=1, local_world_size=1, checkpointing=False, compile="none")
-            ),
+            strategies.get(job.reference_strategy),
+            settings,
             build,
             evidence.parameters,
             [held_out(rank) for rank in range(place.world_size)],

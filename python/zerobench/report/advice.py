@@ -24,7 +24,7 @@ from .rows import (
     varying_settings,
 )
 from .stats import median
-from .words import bytes_text, count_text, join_words, memory_unit, ms_text
+from .words import all_ranks_text, bytes_text, count_text, join_words, memory_unit, ms_text
 
 NEAR_FASTEST = 1.10  # memory is worth giving up this much time
 NOTABLE_SAVING_PCT = 2.0
@@ -236,10 +236,7 @@ def _basis_text(rows: Sequence[Row]) -> str:
     parts = [settings.model]
     if settings.parameter_count is not None:
         parts[0] += f" ({count_text(settings.parameter_count)} parameters)"
-    sizes = sorted({row.settings.world_size for row in rows})
-    word = "GPU" if settings.device == "cuda" else "rank"
-    parts.append(f"{join_words([str(size) for size in sizes])} {word}{'s' if sizes != [1] else ''}")
-    parts.append(settings.precision)
+    parts += [all_ranks_text(rows), settings.precision]
     batches = [setting_text(size) for size in sorted({row.settings.batch_size for row in rows})]
     parts.append(f"batch {join_words(batches)} x sequence {settings.seq_length}")
     times = [row.step_time_ms for row in rows if row.step_time_ms is not None]

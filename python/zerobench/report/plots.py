@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from zerobench.bench.result import Results, Row
 
 from .frame import replace_file
-from .rows import flat_settings, ranks_text, row_labels, setting_text, setting_word, varying_settings
-from .words import count_text, memory_unit
+from .rows import flat_settings, row_labels, setting_text, setting_word, varying_settings
+from .words import all_ranks_text, count_text, memory_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,6 +49,7 @@ NOT_SPLIT = "phases not measured"
 # What a profiler that delays the host makes longer on a GPU, also where other ranks wait for that host. First the one
 # that is an upper bound anyway.
 WAITS = ("host_bound", "exposed_communication")
+_VISIBLE_SHARE = 0.002  # of the longest bar: what is less everywhere has no place in the legend
 REST_COLOUR = "#d0d0d0"
 UNKNOWN_COLOURS = ("#882255", "#999933", "#332288", "#44AA99", "#AA4499", "#661100")
 TIERS = {"device": "device memory", "host": "host memory", "nvme": "NVMe"}
@@ -240,12 +241,15 @@ def draw_bars(
     style_axes(axes)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.tick_params(axis="y", length=0)
+    longest = max((sum(length for _, length in bar) for bar in bars), default=0.0) or 1.0
     named: set[str] = set()
     for index, bar in enumerate(bars):
         left = 0.0
         for name, length in bar:
-            label = "_" if name in named else name if name.startswith("exp_") else name.replace("_", " ")
-            named.add(name)
+            is_new = name not in named and length >= _VISIBLE_SHARE * longest
+            label = "_" if not is_new else name if name.startswith("exp_") else name.replace("_", " ")
+            if is_new:
+                named.add(name)
             axes.barh(
                 index,
                 length,
@@ -257,7 +261,6 @@ def draw_bars(
                 linewidth=0.5,
             )
             left += length
-    longest = max((sum(length for _, length in bar) for bar in bars), default=0.0) or 1.0
     for index, (row, bar, end) in enumerate(zip(rows, bars, ends, strict=True)):
         if bar:
             gap = (overhang[index] if overhang else 0.0) + 0.01 * longest
@@ -342,8 +345,7 @@ def subtitle(rows: Sequence[Row]) -> str:
                 f"{value} ({count_text(counts.pop())} parameters)" if len(counts) == 1 else str(value)
             )
         elif key == "world_size":
-            most = max(row.settings.world_size for row in rows)
-            words.append(ranks_text(most, rows[0].settings))
+            words.append(all_ranks_text(rows))
         elif key == "precision":
             words.append(str(value))
         elif key != "grad_accum" or value != 1:

@@ -48,6 +48,12 @@ def ms_text(value: float) -> str:
     return f"{value:.0f} ms" if value >= 1000 else f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
 
 
+def all_ranks_text(rows: Sequence[Row]) -> str:
+    """Such as "1 and 2 ranks"."""
+    *fewer, most = sorted({row.settings.world_size for row in rows})
+    return join_words([*map(str, fewer), ranks_text(most, rows[0].settings)])
+
+
 def join_words(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 

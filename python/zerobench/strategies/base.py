@@ -56,6 +56,16 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaleSettings:
+    """The dynamic loss scale of fp16, equal for every strategy of a comparison."""
+
+    initial_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval_steps: int = 1000  # good steps until the scale grows
+
+
+@dataclass(frozen=True, kw_only=True)
 class StrategySettings:
     """What a strategy is asked to run. Resolved: no "auto" is left."""
 
@@ -71,6 +81,7 @@ class StrategySettings:
     clip: float | None = None  # maximum global gradient norm
     checkpointing: bool = False  # gradient checkpointing of every block
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
     timeout_s: float = 300.0
     deterministic: bool = False  # verification runs under deterministic algorithms
     device: str = "cpu"  # "cpu", or "cuda": cuda:{local_rank}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from zerobench.errors import ConfigError
 from zerobench.strategies.auto_values import without_auto
-from zerobench.strategies.base import OptimizerSettings, StrategySettings
+from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, StrategySettings
 from zerobench.strategies.deepspeed_offload import offload_options
-from zerobench.strategies.shared import INITIAL_LOSS_SCALE_POWER, LOSS_SCALE_GROWTH_STEPS, merge
+from zerobench.strategies.shared import merge
 
 _NEVER = 10**9  # steps between lines of progress
 # The optimizer of a file is read into the settings; the global batch is the product of the other two and the ranks.
@@ -44,12 +45,7 @@ def deepspeed_config(
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False, "synchronized": False}},
         "bf16": {"enabled": settings.precision == "bf16"},
-        "fp16": {
-            "enabled": settings.precision == "fp16",
-            "initial_scale_power": INITIAL_LOSS_SCALE_POWER,
-            "loss_scale_window": LOSS_SCALE_GROWTH_STEPS,
-            "hysteresis": 1,
-        },
+        "fp16": {"enabled": settings.precision == "fp16", **loss_scaling(settings.loss_scale)},
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": True,
@@ -89,6 +85,21 @@ def fuses_with_torch(settings: StrategySettings, *, stage: int) -> bool:
     """Whether torch's fused AdamW is used, which needs no compiler. DeepSpeed's stage 0 flattens its masters, and fuses
     over them, only for its own optimizer, and offloaded masters are updated by its own on the CPU."""
     return settings.offload == "none" and (stage > 0 or settings.precision == "fp32")
+
+
+def loss_scaling(asked: LossScaleSettings) -> dict[str, Any]:
+    """Raises ConfigError for what DeepSpeed cannot say: it doubles, halves, and starts from a power of two."""
+    power = math.log2(asked.initial_scale)
+    if (asked.growth_factor, asked.backoff_factor) != (2.0, 0.5) or not power.is_integer():
+        raise ConfigError(
+            f"DeepSpeed's loss scale doubles, halves and starts from a power of two, and {asked} was asked for: leave "
+            "DeepSpeed's strategies out"
+        )
+    return {
+        "initial_scale_power": int(power),
+        "loss_scale_window": asked.growth_interval_steps,
+        "hysteresis": 1,
+    }
 
 
 def adamw_parameters(optimizer: OptimizerSettings) -> dict[str, Any]:

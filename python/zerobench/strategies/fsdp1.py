@@ -15,7 +15,7 @@ from zerobench.strategies.base import Dtypes, StrategySettings
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.pieces import Pieces
-from zerobench.strategies.shared import LOSS_SCALE, precision_dtype, torch_device
+from zerobench.strategies.shared import make_grad_scaler, precision_dtype, torch_device
 
 
 class FSDP1Strategy(PeerStrategy):
@@ -52,9 +52,7 @@ class FSDP1Strategy(PeerStrategy):
             )
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
-        if precision_dtype(self.settings) != torch.float16:
-            return None
-        return _FusedShardedGradScaler(device="cuda", **LOSS_SCALE)
+        return make_grad_scaler(self.settings, _FusedShardedGradScaler)
 
     def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
         # One rank has nothing to save, and no_sync would leave gradients in low precision, which a tied parameter does

@@ -21,14 +21,7 @@ from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, St
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-INITIAL_LOSS_SCALE_POWER = 16
-LOSS_SCALE_GROWTH_STEPS = 1000
 _NORM_PIECE_NUMEL = 1 << 16
-LOSS_SCALE: dict[str, Any] = {
-    "init_scale": 2.0**INITIAL_LOSS_SCALE_POWER,
-    "backoff_factor": 0.5,
-    "growth_interval": LOSS_SCALE_GROWTH_STEPS,
-}
 
 
 def precision_dtype(settings: StrategySettings) -> torch.dtype:
@@ -134,11 +127,20 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return squares.sqrt().float()
 
 
-def make_grad_scaler(settings: StrategySettings) -> torch.amp.GradScaler | None:
+def make_grad_scaler(
+    settings: StrategySettings, kind: type[torch.amp.GradScaler] = torch.amp.GradScaler
+) -> torch.amp.GradScaler | None:
     """The dynamic loss scale that fp16 needs; it stays on the device, so that no step waits for it."""
     if precision_dtype(settings) != torch.float16:
         return None
-    return torch.amp.GradScaler(settings.device, **LOSS_SCALE)
+    asked = settings.loss_scale
+    return kind(
+        device=settings.device,
+        init_scale=asked.initial_scale,
+        growth_factor=asked.growth_factor,
+        backoff_factor=asked.backoff_factor,
+        growth_interval=asked.growth_interval_steps,
+    )
 
 
 def scaled_step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +43,7 @@ def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
             "eps": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
         },
+        "loss_scale": asdict(settings.loss_scale),
         "timeout_s": settings.timeout_s,
         "rendezvous": settings.rendezvous,
         "rank": settings.rank,
@@ -208,14 +209,9 @@ class ZeroStrategy(Strategy):
 
     def _io_text(self, engine: str) -> str:
         """All that files are read and written with; the engine is the one that does it."""
-        section = engine_config(self.settings, stage=self.stage)["offload_optimizer"]
-        choice = io_choice(
-            Path(self.settings.nvme_paths[0]),
-            engine=section.get("io_engine"),
-            block_bytes=section.get("io_block_bytes"),
-            depth=section.get("io_depth"),
-        )
-        return choice._replace(engine=engine).text
+        offload = self._engine.config.offload_optimizer
+        assert offload is not None
+        return io_choice(offload.nvme_path, dict(offload))._replace(engine=engine).text
 
     def _moved_bytes(self) -> dict[str, int]:
         """Over the link and of files since the engine was made, once no update is under way and what can be read ahead

@@ -3,7 +3,6 @@ module imports no torch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
@@ -35,12 +33,6 @@ def bench() -> None:
     """Micro-benchmarks of the core, beside its peers and the machine's limit."""
 
 
-def result_console() -> Console:
-    """As wide as the table where the output is no terminal and the environment gives no width."""
-    console = plain_console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else plain_console(width=150)
-
-
 @contextmanager
 def results_in(path: Path | None) -> Iterator[OutputFile]:
     """The file for the results; Ctrl-C becomes the command line's own way of saying so."""
@@ -49,7 +41,7 @@ def results_in(path: Path | None) -> Iterator[OutputFile]:
 
     with OutputFile(path) as file:
         if warning := busy_warning():
-            result_console().print(f"# {warning}", highlight=False, soft_wrap=True)
+            plain_console().print(f"# {warning}", highlight=False, soft_wrap=True)
         try:
             yield file
         except KeyboardInterrupt:
@@ -133,9 +125,7 @@ def comm(
     options.check()
     run: Any = run_comm_gpu if gpus else run_comm
     with results_in(output) as file:
-        raise typer.Exit(
-            run(options, output=file, console=result_console(), notes=plain_console(stderr=True))
-        )
+        raise typer.Exit(run(options, output=file, console=plain_console(), notes=plain_console(stderr=True)))
 
 
 def gpus_for(device: str, *, at_least: int) -> tuple[Gpu, ...]:
@@ -208,7 +198,7 @@ def adam(
         run = partial(run_adam, options)
     with results_in(output) as file:
         import_torch()
-        raise typer.Exit(run(output=file, console=result_console(), notes=plain_console(stderr=True)))
+        raise typer.Exit(run(output=file, console=plain_console(), notes=plain_console(stderr=True)))
 
 
 @app.command()
@@ -251,5 +241,5 @@ def pinned(
     options.check()
     with results_in(output) as file:
         raise typer.Exit(
-            run_pinned(options, output=file, console=result_console(), notes=plain_console(stderr=True))
+            run_pinned(options, output=file, console=plain_console(), notes=plain_console(stderr=True))
         )

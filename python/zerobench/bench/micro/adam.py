@@ -6,7 +6,9 @@ torch is imported when measuring starts.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ from zerobench.bench.micro.output import (
     machine_line,
     new_progress,
     print_comment,
+    print_table,
     ratio_cell,
     ratio_json,
 )
@@ -105,7 +108,7 @@ def run_adam(options: AdamOptions, *, output: OutputFile, console: Console, note
         for thread_num, numel, mix in cases:
             rows.append(measure(numel, mix, thread_num, options.repeats, tick, peer=peer))
     table = adam_table(rows)
-    console.print(table)
+    print_table(console, table)
     print_comment(console, NOTES)
     settings = {"repeats": options.repeats, "threads": list(options.thread_nums)}
     output.write(
@@ -151,7 +154,8 @@ def deepspeed_peer() -> tuple[Callable[[Arrays], Call] | None, str | None]:
         return None, why_not
     make_architectures_readable()
     try:
-        deepspeed_step(Arrays(64, MIXES[0]))()
+        with contextlib.redirect_stdout(sys.stderr):  # which its log writes to ever after
+            deepspeed_step(Arrays(64, MIXES[0]))()
     except (ImportError, RuntimeError) as error:
         return None, f"its operator could not be built: {error}"
     return deepspeed_step, None

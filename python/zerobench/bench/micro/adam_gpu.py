@@ -39,6 +39,7 @@ from zerobench.bench.micro.output import (
     machine_line,
     new_progress,
     print_comment,
+    print_table,
     ratio_cell,
     ratio_json,
 )
@@ -98,7 +99,7 @@ def run_adam_gpu(options: AdamGpuOptions, *, output: OutputFile, console: Consol
             rows.append(measure(cuda, device, numel, mix, options, tick))
             torch.cuda.empty_cache()
     table = adam_table(rows, options.gpu)
-    console.print(table)
+    print_table(console, table)
     print_comment(console, NOTES)
     output.write(
         MicroReport(

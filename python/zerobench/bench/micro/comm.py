@@ -24,6 +24,8 @@ from zerobench.bench.micro.output import (
     TextTable,
     machine_line,
     new_progress,
+    print_comment,
+    print_table,
     ratio_cell,
     ratio_json,
     size_text,
@@ -115,7 +117,7 @@ NOTES = (
 def run_comm(options: CommOptions, *, output: OutputFile, console: Console, notes: Console) -> int:
     """Measure, show and write; the exit code: 1 where a result was wrong."""
     machine = machine_line()
-    console.print(f"# {machine}", highlight=False, soft_wrap=True)
+    print_comment(console, machine)
     rows: list[dict[str, Any]] = []
     tables = []
     with tempfile.TemporaryDirectory(prefix="zerobench-") as scratch:
@@ -123,8 +125,8 @@ def run_comm(options: CommOptions, *, output: OutputFile, console: Console, note
             found = measure_world(options, world_size, scratch, notes)
             rows += found
             tables.append(comm_table(found, world_size))
-            console.print(tables[-1])
-    console.print(f"# {NOTES}", highlight=False, soft_wrap=True)
+            print_table(console, tables[-1])
+    print_comment(console, NOTES)
     settings = {"repeats": options.repeats, "world_sizes": list(options.world_sizes)}
     output.write(
         MicroReport(

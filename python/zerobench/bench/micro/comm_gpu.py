@@ -24,6 +24,8 @@ from zerobench.bench.micro.output import (
     TextTable,
     machine_line,
     new_progress,
+    print_comment,
+    print_table,
     ratio_cell,
     ratio_json,
     size_text,
@@ -95,9 +97,9 @@ class CommGpuOptions(CommOptions):
 def run_comm_gpu(options: CommGpuOptions, *, output: OutputFile, console: Console, notes: Console) -> int:
     """Measure, show and write; the exit code: 1 where a result was wrong."""
     machine = machine_line(options.gpus)
-    console.print(f"# {machine}", highlight=False, soft_wrap=True)
+    print_comment(console, machine)
     link = measure_link()
-    console.print(f"# {link_text(link)}", highlight=False, soft_wrap=True)
+    print_comment(console, link_text(link))
     rows: list[dict[str, Any]] = []
     tables = []
     with tempfile.TemporaryDirectory(prefix="zerobench-") as scratch:
@@ -105,8 +107,8 @@ def run_comm_gpu(options: CommGpuOptions, *, output: OutputFile, console: Consol
             found = measure_world(options, world_size, link, scratch, notes)
             rows += found
             tables.append(comm_table(found, world_size, options.side))
-            console.print(tables[-1])
-    console.print(f"# {NOTES}", highlight=False, soft_wrap=True)
+            print_table(console, tables[-1])
+    print_comment(console, NOTES)
     settings = {
         "repeats": options.repeats,
         "world_sizes": list(options.world_sizes),

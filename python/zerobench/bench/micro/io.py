@@ -31,6 +31,7 @@ from zerobench.bench.micro.output import (
     machine_line,
     new_progress,
     print_comment,
+    print_table,
     ratio_cell,
     ratio_json,
     size_text,
@@ -129,7 +130,7 @@ def run_io(options: IoOptions, *, output: OutputFile, console: Console, notes: C
             )
     files = f"{size_text(disk.file_bytes)} in {len(options.paths)} file(s)"
     table = io_table(rows, title=f"I/O, {files}")
-    console.print(table)
+    print_table(console, table)
     print_comment(console, NOTES)
     output.write(
         MicroReport(

@@ -12,7 +12,6 @@ from zerobench.bench.micro import (
     Repeats,
     app,
     names,
-    result_console,
     results_in,
     whole_bytes,
     whole_numbers,
@@ -80,7 +79,7 @@ def io(
 
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError(f"{', '.join(map(str, paths))}: a folder is named twice: name each once")
-    console = result_console()
+    console = plain_console()
     if engines is None and block_bytes is None and depth is None:
         known = settings or default_file()
         if tuned := settings_for(paths[0], file=known):
@@ -146,6 +145,6 @@ def tune_io(
     options.check()
     check_settings_file(options.settings_file)  # what cannot be added to is found before time is spent
     try:
-        raise typer.Exit(run_tune_io(options, console=result_console(), notes=plain_console(stderr=True)))
+        raise typer.Exit(run_tune_io(options, console=plain_console(), notes=plain_console(stderr=True)))
     except KeyboardInterrupt:
         raise typer.Abort from None

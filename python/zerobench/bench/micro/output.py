@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -27,6 +27,7 @@ from zerobench.errors import ConfigError, Error
 from zerobench.report.stats import Ratio
 
 SCHEMA_VERSION = 1
+_WIDEST = 10_000
 _RAW = ("samples", "outliers")  # lists of these names are for JSON alone
 
 
@@ -38,13 +39,24 @@ class TextTable:
     columns: Sequence[str]
     sections: list[list[Sequence[str]]] = field(default_factory=list)
 
-    def __rich__(self) -> Table:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Every figure is whole, however narrow the terminal; columns without one are left to files."""
+        return console.render(self._shown(), options.update(max_width=_WIDEST))
+
+    def _shown(self) -> Table:
         table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for index, name in enumerate(self.columns):
-            table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+        rows = [cells for section in self.sections for cells in section]
+        shown = [
+            index for index in range(len(self.columns)) if {cells[index] for cells in rows} - {"", "n/a"}
+        ]
+        for index in shown:
+            widest = max(len(cells[index]) for cells in rows)
+            name = self.columns[index]
+            lines = [name] if len(name) <= widest else name.split()
+            table.add_column("\n".join(lines), justify="left" if index == 0 else "right", no_wrap=True)
         for section in self.sections:
             for cells in section:
-                table.add_row(*cells)
+                table.add_row(*(cells[index] for index in shown))
             table.add_section()
         return table
 
@@ -173,6 +185,11 @@ def size_text(size_bytes: int) -> str:
                 else f"{size_bytes / unit:.2f} {name}"
             )
     return f"{size_bytes} B"
+
+
+def print_table(console: Console, table: TextTable) -> None:
+    """Where the terminal is narrower than the table, lines go on below."""
+    console.print(table, soft_wrap=True)
 
 
 def print_comment(console: Console, text: str) -> None:

@@ -21,6 +21,7 @@ from zerobench.bench.micro.output import (
     machine_line,
     new_progress,
     print_comment,
+    print_table,
     ratio_cell,
     ratio_json,
     size_text,
@@ -97,7 +98,7 @@ def run_pinned(options: PinnedOptions, *, output: OutputFile, console: Console, 
         rows = [ready, *measure_copies(options, copies, tick)]
     tables = [ready_table(ready), copy_table(rows[1:])]
     for table in tables:
-        console.print(table)
+        print_table(console, table)
     text = NOTES if options.gpus else NOTES_WITHOUT_GPU
     print_comment(console, text)
     settings = {
