@@ -34,6 +34,7 @@ from zerobench.parameters import (
     param_groups,
 )
 from zerobench.rank_cpus import rank_cpus
+from zerobench.swap_watch import SwapWatch
 from zerobench.units import find_units
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -147,6 +148,9 @@ class Engine(EngineFacts):
         self._offload_ratio: float | None = None
         if offload := config.offload_optimizer:
             self._offload_ratio = None if offload.ratio == "auto" else offload.ratio
+        self._swap_watch: SwapWatch | None = None
+        if offload and offload.device == "nvme" and self.topology.local_rank == 0:
+            self._swap_watch = SwapWatch(offload.nvme_path)
         if self._core.awaits_share:
             self._place.begin_trial()
 
@@ -228,6 +232,8 @@ class Engine(EngineFacts):
             raise
         self._micro_step = 0
         self._stepped = True
+        if self._swap_watch is not None and not self._swap_watch.step_ended(self):
+            self._swap_watch = None
 
     def compile(self, **options: Any) -> None:
         """Compile the model's forward as a whole; ``options`` are those of torch.compile. Call it between steps.

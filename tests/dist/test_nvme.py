@@ -6,6 +6,7 @@ All cases of a world size run in one group of processes.
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import zoo
 
 import zerobench
 from zerobench.errors import CommunicationError, OutOfMemoryError
+from zerobench.swap_watch import SwapWatch
 
 SWAP = zoo.SWAP | {"io_checksums": True}
 PLACEMENTS = {
@@ -121,6 +123,27 @@ def swapped(rank: ranks.Rank, path: str, budget_bytes: int | None) -> dict:
         "nvme": sum(held.get("nvme", {}).values()),
         "host": sum(held["host"].values()),
     }
+
+
+def watched(rank: ranks.Rank, path: str) -> list[str]:
+    case = CASES["bf16"]
+    SwapWatch.least_share = 0.0  # whatever the disk is like
+    engine = zerobench.initialize(
+        zoo.make(case),
+        config=rank.config(stage=2, precision="bf16", offload_optimizer=SWAP | {"nvme_path": path}),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(SwapWatch.first_steps + SwapWatch.watched_steps + 1):
+            zoo.run_plan(engine, case, step, rank.rank, [])
+    engine.close()
+    return [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+
+
+def test_waits_for_files_are_told_of_once_on_a_host(disk: Path):
+    first, second = ranks.run(watched, str(disk), world_size=2)
+    assert not second
+    assert len(first) == 1 and f"waits for files in {disk} for" in first[0], first
 
 
 def test_a_budget_keeps_state_in_memory(disk: Path):
