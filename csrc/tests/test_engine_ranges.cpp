@@ -64,6 +64,32 @@ TEST(EngineRanges, NameAStepOfStage1) {
   expect_names(ZeroStage::kZero1, 2, expected);
 }
 
+// Units are updated and published as forwards use them, however they were registered.
+TEST(EngineRanges, UpdatesGoByTheOrderOfForwards) {
+  for (const ZeroStage stage : {ZeroStage::kZero1, ZeroStage::kZero2, ZeroStage::kZero3}) {
+    ToyOptions with;
+    with.stage = stage;
+    with.world_size = 2;
+    for (std::uint32_t number = 0; number < test::kLaneScheduleNum; ++number) {
+      test::run_in_lanes(with, number, [&](ToyRank& toy) {
+        for (int step = 0; step < 3; ++step) toy.train({3, 1, 4, 2});
+        ranges_of(toy).keep();
+        toy.train({3, 1, 4, 2});
+        Names updates;
+        for (const std::string& name : ranges_of(toy).take()) {
+          if (name.starts_with("update ") || name.starts_with("  publish ")) updates.push_back(name);
+        }
+        Names expected;
+        for (const std::string unit : {"root", "c", "a", "d", "b"}) {
+          expected.push_back("update " + unit);
+          if (stage != ZeroStage::kZero3) expected.push_back("  publish " + unit);
+        }
+        EXPECT_EQ(updates, expected);
+      });
+    }
+  }
+}
+
 TEST(EngineRanges, NameAStepOfStage3) {
   const Names expected = listed(
       "begin forward, gather root, gather a, gather b, wait for gather root, begin forward root, "

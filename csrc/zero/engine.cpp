@@ -24,7 +24,7 @@ void Engine::begin_forward(bool train) {
 void Engine::end_forward() {
   enter([&] {
     const ScopeExit over([this] { end_pass_ranges(); });
-    publish_through(units_.size());  // peers may use what this rank did not
+    publish_all();  // peers may use what this rank did not
     gathers_->end_pass();
   });
 }
@@ -34,7 +34,7 @@ void Engine::abandon_forward() {
     if (!gathers_->in_pass() || gathers_->pass_kind() == PassKind::kBackward) return;
     const ScopeExit over([this] { end_pass_ranges(); });
     if (gathers_->pass_kind() == PassKind::kTrainForward) reduces_->abandon_forward();
-    publish_through(units_.size());
+    publish_all();
     gathers_->end_pass();
   });
 }

@@ -271,6 +271,9 @@ class Engine {
   void finish_where_nothing_runs_beside();
   void publish_small_together(std::size_t end);
   void publish_through(std::size_t unit);
+  void publish_all();
+  void publish_as_far(std::size_t end);
+  void take_update_order();
   void publish_before(std::size_t end);
   void wait_updated(Unit& unit);
   void await_updates(std::size_t unit);
@@ -364,8 +367,9 @@ class Engine {
   std::unique_ptr<GatherScheduler> gathers_;
   std::unique_ptr<ReduceScheduler> reduces_;
   LossScaler scaler_;
-  bool has_offered_ = false;        // gradients that the store has and no update follows on yet
-  std::size_t unpublished_ = 0;     // stages 1 and 2: the first unit whose updated parameters have yet to be published
+  bool has_offered_ = false;               // gradients that the store has and no update follows on yet
+  std::vector<std::size_t> update_order_;  // units, as the last step updated them
+  std::size_t unpublished_ = 0;     // stages 1 and 2: the first turn whose updated parameters have yet to be published
   std::vector<WorkPtr> published_;  // all-gathers of the last step, whose sources peers may still read
   // Device memory (docs/decisions/engine.md, The norm): the sums of squares of this rank and of all, and what comes of
   // them, which is also copied to the host: scalars, then a double a flat.

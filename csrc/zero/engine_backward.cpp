@@ -108,9 +108,10 @@ void Engine::tear() {
 void Engine::publish_updates() {
   backward_updates_.updated.clear();
   published_.clear();
+  take_update_order();
   if (publishes()) unpublished_ = 0;
   if (store_->issues_at_once()) {
-    for (std::size_t index = 0; index < units_.size(); ++index) publish_small_together(index + 1);
+    for (std::size_t turn = 0; turn < units_.size(); ++turn) publish_small_together(turn + 1);
     // Parameters that every rank updates are readable behind a step.
     for (Unit& unit : units_) {
       if (!state_sharded()) wait_updated(unit);

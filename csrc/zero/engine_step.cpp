@@ -189,12 +189,21 @@ void Engine::drop_offers() {
   if (std::exchange(has_offered_, false)) store_->drop_gradients(Lane::kCompute);
 }
 
-// In the order in which units are registered. The forwards of most models go by it, so what they need first is there
-// first.
+// The reverse of the order in which backward completes units, which is everybody's: about that of the next forward, so
+// that what it needs first is there first. Before a backward was recorded it is that of registration.
+void Engine::take_update_order() {
+  const std::vector<std::size_t>& reduced = reduces_->order();
+  update_order_.assign(reduced.rbegin(), reduced.rend());
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    if (!units_[unit].has_trainable()) update_order_.push_back(unit);
+  }
+}
+
 void Engine::update(std::span<const AdamHyperparameters> groups) {
   std::vector<AdamScalars> rows;
   for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, 1.0F));
   published_.clear();
+  take_update_order();
   // Behind the norm, and behind all that reads the parameters that are about to change.
   device().wait(update_lane(), pending_.arrived);
   device().wait(update_lane(), device().mark(Lane::kCompute));
@@ -207,9 +216,9 @@ void Engine::update(std::span<const AdamHyperparameters> groups) {
     update_units(units_, update_lane(), rows, step);
     for (Unit& unit : units_) release_gradients(unit);  // in the compute lane, whose memory they are
   } else {
-    for (std::size_t index = 0; index < units_.size(); ++index) {
-      update_units({&units_[index], 1}, update_lane(), rows, step);
-      if (store_->issues_at_once()) publish_small_together(index + 1);
+    for (std::size_t turn = 0; turn < units_.size(); ++turn) {
+      update_units({&units_[update_order_[turn]], 1}, update_lane(), rows, step);
+      if (store_->issues_at_once()) publish_small_together(turn + 1);
     }
   }
   if (gathers_->settles() && store_->issues_at_once()) meet_behind_updates();
@@ -260,19 +269,31 @@ void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const Adam
   }
 }
 
-// Units before `end` are updated: they are published, small ones together.
+// Units whose turn is before `end` are updated: they are published, small ones together.
 void Engine::publish_small_together(std::size_t end) {
   std::size_t bytes = 0;
-  for (std::size_t index = unpublished_; index < end; ++index) bytes += units_[index].gather_bytes;
+  for (std::size_t turn = unpublished_; turn < end; ++turn) bytes += units_[update_order_[turn]].gather_bytes;
   if (bytes >= options_.publish_bytes || end == units_.size()) publish_before(end);
 }
 
 // Up to this unit, in the same order on all ranks; and what lies behind it as far as it costs no wait.
 void Engine::publish_through(std::size_t unit) {
+  const auto first = update_order_.begin() + static_cast<std::ptrdiff_t>(unpublished_);
+  const auto found = std::find(first, update_order_.end(), unit);
+  // Nothing has to be published for one that is.
+  const std::size_t end =
+      found == update_order_.end() ? unpublished_ : static_cast<std::size_t>(found - update_order_.begin()) + 1;
+  publish_as_far(end);
+}
+
+void Engine::publish_all() { publish_as_far(units_.size()); }
+
+// Up to `end`, and behind it what costs no wait.
+void Engine::publish_as_far(std::size_t end) {
   const auto is_issued = [&](const FlatBuffer& flat) { return !flat.trainable || store_->is_issued(flat.store_shard); };
   while (unpublished_ < units_.size()) {
-    const std::vector<FlatBuffer>& flats = units_[unpublished_].flats;
-    if (unpublished_ > unit && !std::all_of(flats.begin(), flats.end(), is_issued)) return;
+    const std::vector<FlatBuffer>& flats = units_[update_order_[unpublished_]].flats;
+    if (unpublished_ >= end && !std::all_of(flats.begin(), flats.end(), is_issued)) return;
     publish_before(unpublished_ + 1);
   }
 }
@@ -281,18 +302,18 @@ void Engine::publish_through(std::size_t unit) {
 void Engine::publish_before(std::size_t end) {
   if (unpublished_ >= end) return;
   Communicator& communicator = *gather_communicator_;
-  const CommunicationClock::Scope timed(clock_, "all-gather of parameters", units_[unpublished_].name);
+  const CommunicationClock::Scope timed(clock_, "all-gather of parameters", units_[update_order_[unpublished_]].name);
   const RangeScope together(device(), "publish");
   const std::size_t begin = std::exchange(unpublished_, end);
-  for (std::size_t index = begin; index < end; ++index) {
+  for (std::size_t turn = begin; turn < end; ++turn) {
     const CommunicationClock::Pause updating(clock_);
-    for (const FlatBuffer& flat : units_[index].flats) {
+    for (const FlatBuffer& flat : units_[update_order_[turn]].flats) {
       if (flat.trainable) store_->wait_update(flat.store_shard, communicator.lane());
     }
   }
   const CollectiveGroup group(communicator);
-  for (std::size_t index = begin; index < end; ++index) {
-    Unit& unit = units_[index];
+  for (std::size_t turn = begin; turn < end; ++turn) {
+    Unit& unit = units_[update_order_[turn]];
     const RangeScope range(device(), unit.ranges.publish.c_str());
     for (const FlatBuffer& flat : unit.flats) {
       if (!flat.trainable) continue;
@@ -328,7 +349,7 @@ void Engine::await_updates(std::size_t unit) {
 }
 
 void Engine::finish_updates() {
-  publish_through(units_.size());
+  publish_all();
   for (Unit& unit : units_) wait_updated(unit);
 }
 

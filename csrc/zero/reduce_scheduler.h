@@ -79,6 +79,7 @@ class ReduceScheduler {
 
   // Order of completion in the last backward, and the agreed order.
   const std::vector<std::size_t>& completion_order() const noexcept { return completed_; }
+  const std::vector<std::size_t>& order() const noexcept { return order_; }
   void adopt_order(const std::vector<std::size_t>& order);
   std::size_t reduced_unit_num() const noexcept { return order_.size(); }
 
