@@ -26,6 +26,8 @@ SMALL = [
 # A shell's background jobs ignore Ctrl-C and pass that on to all that they start; the commands tested here must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @dataclass
