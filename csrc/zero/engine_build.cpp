@@ -1,6 +1,5 @@
 // What an engine makes once: flat buffers from rank 0's values, the store's shards, and memory for the norm.
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "common/error.h"
@@ -51,8 +50,6 @@ void Engine::build(EngineModel& model) {
   reduce_communicator_->serve_while_blocked(*gather_communicator_);
   units_ = make_units(model.unit_names, model.root_unit, model.parameters, world_size(), parameters_);
   prefetch_bytes_ = options.default_prefetch ? largest_unit_bytes(units_) : options.prefetch_bytes;
-  update_order_.resize(units_.size());
-  std::iota(update_order_.begin(), update_order_.end(), 0);
   unpublished_ = units_.size();
   if (parameters_sharded() && !options.keep_parameter_shards) {
     const auto keeps_master = [this](DType param_dtype) { return store_->keeps_master(param_dtype); };
@@ -85,6 +82,7 @@ void Engine::build(EngineModel& model) {
   build_norms();
   gathers_->reserve_slots();
   reduces_->reserve_slots(options.accumulation_steps);
+  take_update_order();
 }
 
 Engine::~Engine() {
@@ -94,7 +92,7 @@ Engine::~Engine() {
   store_.reset();  // ends what its threads have under way
   // Slots go with the engine; parameters must not point there any more, and units give theirs back before the pools go.
   for (Unit& unit : units_) {
-    for (FlatBuffer& flat : unit.flats) flat.gathered = {};
+    unit.gathered.clear();
     unit.gather_slot.reset();
     unit.gradient_slot.reset();
     if (!parameters_sharded()) continue;

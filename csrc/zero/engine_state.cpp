@@ -257,9 +257,10 @@ void Engine::end_gather(const std::vector<std::size_t>& units, int modifier_rank
 
 void Engine::write_back(Unit& unit, int modifier_rank) {
   Communicator& communicator = *reduce_communicator_;
-  for (FlatBuffer& flat : unit.flats) {
+  for (std::size_t index = 0; index < unit.flats.size(); ++index) {
+    FlatBuffer& flat = unit.flats[index];
     const std::size_t bytes = flat.full_parameter_bytes();
-    std::byte* current = (parameters_sharded() ? flat.gathered : flat.full_parameters).data();
+    std::byte* current = (parameters_sharded() ? unit.gathered[index] : flat.full_parameters).data();
     if (world_size() == 1) {
       write_back_flat(flat, current);
       continue;

@@ -27,59 +27,12 @@ GatherScheduler::GatherScheduler(Device& device, Communicator& communicator, Sto
       parameters_(parameters),
       options_(options),
       ledger_(ledger),
-      slots_(device, communicator, ledger, BufferRole::kPrivate, Category::kGatherSlots,
-             {.first = communicator.lane(), .last = Lane::kCompute}),
-      spliced_slots_(device, communicator, ledger, BufferRole::kPrivate, Category::kGatherSlots,
-                     {.first = communicator.lane(), .last = Lane::kCompute}, SlotKind::kSpliced),
-      slot_bytes_(units.size(), 0),
-      preferred_slot_(units.size(), 0) {}
+      slots_(device, communicator, ledger, units) {}
 
 void GatherScheduler::reserve_slots() {
   if (!options_.sharded) return;
-  reserve_slots(slots_, false);
-  reserve_slots(spliced_slots_, true);
-  // Spliced slots get their memory when they are first used for a unit.
-  for (std::size_t index = 0; index < units_.size(); ++index) {
-    if (!units_[index].is_spliced()) continue;
-    const SlotLease slot = take_slot(index, true);
-    destinations_in(slot, units_[index]);
-  }
+  slots_.reserve(options_.prefetch_bytes, options_.reshard);
   reserve_staging();
-}
-
-// One unit at work and as many ahead as the budget admits (docs/memory.md). Units of other sizes take slots of a larger
-// size class where that has as many as can be live at once. Not the root, which stays gathered beside the others.
-void GatherScheduler::reserve_slots(SlotPool& pool, bool spliced) {
-  struct SizeClass {
-    std::size_t unit_num = 0;
-    bool has_root = false;
-    std::size_t slot_bytes = 0;
-  };
-  std::map<std::size_t, SizeClass, std::greater<>> classes;  // the largest first
-  for (const Unit& unit : units_) {
-    if (unit.gather_bytes == 0 || unit.is_spliced() != spliced) continue;
-    SizeClass& found = classes[unit.gather_bytes];
-    ++found.unit_num;
-    found.has_root = found.has_root || unit.is_root;
-  }
-  std::size_t shared_bytes = 0;  // the last class whose slots others may take
-  for (auto& [bytes, found] : classes) {
-    const std::size_t live_num = 1 + options_.prefetch_bytes / bytes;
-    const bool may_share = options_.reshard && !found.has_root;
-    if (may_share && pool.slot_num(shared_bytes) >= live_num) {
-      found.slot_bytes = shared_bytes;
-      continue;
-    }
-    found.slot_bytes = bytes;
-    pool.reserve(bytes, options_.reshard ? std::min(found.unit_num, live_num) : found.unit_num);
-    if (may_share) shared_bytes = bytes;
-  }
-  std::map<std::size_t, std::size_t> seen;
-  for (std::size_t index = 0; index < units_.size(); ++index) {
-    if (units_[index].gather_bytes == 0 || units_[index].is_spliced() != spliced) continue;
-    const std::size_t bytes = slot_bytes_[index] = classes[units_[index].gather_bytes].slot_bytes;
-    preferred_slot_[index] = seen[bytes]++ % pool.slot_num(bytes);
-  }
 }
 
 // In a lane one shard is read before the next is fetched. Elsewhere peers read it when they come to wait for the unit:
@@ -224,29 +177,15 @@ void GatherScheduler::settle_updated(const MarkPtr& met) {
   }
 }
 
-SlotLease GatherScheduler::take_slot(std::size_t unit_index, bool spliced) {
-  const Unit& unit = units_[unit_index];
-  const bool copies = !spliced || !std::all_of(unit.flats.begin(), unit.flats.end(),
-                                               [](const FlatBuffer& flat) { return flat.is_spliced; });
-  const std::optional<Lane> beside = is_settled(unit) && copies ? own_part_lane_of(unit) : std::nullopt;
-  if (unit.is_spliced() == spliced) {
-    SlotPool& pool = spliced ? spliced_slots_ : slots_;
-    return pool.acquire(slot_bytes_[unit_index], preferred_slot_[unit_index], beside);
-  }
-  return slots_.acquire(unit.gather_bytes, 0, beside);
+bool GatherScheduler::lacks_own_parts(const Unit& unit, bool spliced) {
+  return std::any_of(unit.flats.begin(), unit.flats.end(),
+                     [&](const FlatBuffer& flat) { return lacks_own_part(flat, spliced); });
 }
 
-std::vector<Region> GatherScheduler::destinations_in(const SlotLease& slot, const Unit& unit) const {
-  if (slot.is_spliced()) {
-    std::vector<SplicedPart> parts;
-    for (const FlatBuffer& flat : unit.flats) {
-      parts.push_back({flat.is_spliced ? flat.shard_parameters : Region{}, flat.shard_parameter_bytes()});
-    }
-    return slot.destinations(static_cast<std::size_t>(&unit - units_.data()), parts);
-  }
-  std::vector<Region> regions;
-  for (const FlatBuffer& flat : unit.flats) regions.push_back(slot.region().at(flat.gather_offset_bytes));
-  return regions;
+SlotLease GatherScheduler::take_slot(std::size_t unit_index, bool spliced) {
+  const Unit& unit = units_[unit_index];
+  const bool copies = is_settled(unit) && lacks_own_parts(unit, spliced);
+  return slots_.take(unit_index, spliced, copies ? own_part_lane_of(unit) : std::nullopt);
 }
 
 std::optional<Lane> GatherScheduler::own_part_lane_of(const Unit& unit) const {
@@ -254,19 +193,18 @@ std::optional<Lane> GatherScheduler::own_part_lane_of(const Unit& unit) const {
   return bytes >= options_.own_part_beside_bytes ? options_.own_part_lane : std::nullopt;
 }
 
-void GatherScheduler::copy_own_parts(const Unit& unit, const SlotLease& slot, Lane lane) {
+void GatherScheduler::copy_own_parts(const Unit& unit, const Destinations& into, Lane lane) {
   const auto rank = static_cast<std::size_t>(communicator_.rank());
-  const std::vector<Region> destinations = destinations_in(slot, unit);
   for (std::size_t index = 0; index < unit.flats.size(); ++index) {
     const FlatBuffer& flat = unit.flats[index];
-    if (!lacks_own_part(slot, flat)) continue;
+    if (!lacks_own_part(flat, into.spliced)) continue;
     const std::size_t bytes = flat.shard_parameter_bytes();
-    device_.copy(lane, destinations[index].data() + rank * bytes, flat.shard_parameters.data(), bytes);
+    device_.copy(lane, into.regions[index].data() + rank * bytes, flat.shard_parameters.data(), bytes);
   }
 }
 
 void GatherScheduler::wait_own_parts(Unit& unit) {
-  if (std::exchange(unit.lacks_own_parts, false)) copy_own_parts(unit, unit.gather_slot, Lane::kCompute);
+  if (std::exchange(unit.lacks_own_parts, false)) copy_own_parts(unit, destinations_of(unit), Lane::kCompute);
   if (unit.own_parts_copied == nullptr) return;
   while (!own_parts_.empty() && device_.has_passed(own_parts_.front().copied)) own_parts_.pop_front();
   own_parts_.push_back({device_.mark(Lane::kCompute), std::exchange(unit.own_parts_copied, nullptr)});
@@ -278,21 +216,19 @@ bool GatherScheduler::awaits_own_part() {
   return !own_parts_.empty() && device_.has_passed(own_parts_.front().awaited);
 }
 
-std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& slot) {
+std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const Destinations& into) {
   const RangeScope range(device_, unit.ranges.gather.c_str());
   std::vector<WorkPtr> works;
   const bool settled = is_settled(unit);
-  const bool copies = std::any_of(unit.flats.begin(), unit.flats.end(),
-                                  [&](const FlatBuffer& flat) { return lacks_own_part(slot, flat); });
   if (settled) {
     for (const FlatBuffer& flat : unit.flats) device_.wait(communicator_.lane(), flat.settled_behind);
   }
-  if (settled && copies) {
+  if (settled && lacks_own_parts(unit, into.spliced)) {
     const std::optional<Lane> beside = own_part_lane_of(unit);
     unit.lacks_own_parts = !beside;
     if (beside) {
       for (const FlatBuffer& flat : unit.flats) device_.wait(*beside, flat.settled_behind);
-      copy_own_parts(unit, slot, *beside);
+      copy_own_parts(unit, into, *beside);
       unit.own_parts_copied = device_.mark(*beside);
     }
   }
@@ -303,17 +239,16 @@ std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const SlotLease& sl
     if (flat.trainable) store_.wait_update(flat.store_shard, communicator_.lane());
   }
   {
-    const std::vector<Region> destinations = destinations_in(slot, unit);
     const CollectiveGroup group(communicator_);
     for (std::size_t index = 0; index < unit.flats.size(); ++index) {
       const FlatBuffer& flat = unit.flats[index];
       works.push_back(communicator_.start_all_gather(
           {.source = flat.is_fetched ? staging->region.at(flat.fetch_offset_bytes) : flat.shard_parameters,
-           .destination = destinations[index],
+           .destination = into.regions[index],
            .shard_bytes = flat.shard_parameter_bytes(),
            .label = flat.label,
            .is_settled = settled,
-           .holds_own_part = !lacks_own_part(slot, flat)}));
+           .holds_own_part = !lacks_own_part(flat, into.spliced)}));
       if (flat.is_fetched) staging->readers.push_back(works.back());
     }
   }
@@ -336,9 +271,8 @@ void GatherScheduler::start_gather(std::size_t unit_index, bool spliced) {
   }
   unit.set_parameter_state(ParameterState::kGathering);
   unit.gather_slot = take_slot(unit_index, spliced && unit.is_spliced());
-  const std::vector<Region> destinations = destinations_in(unit.gather_slot, unit);
-  for (std::size_t index = 0; index < unit.flats.size(); ++index) unit.flats[index].gathered = destinations[index];
-  unit.gathering = start_into(unit, unit.gather_slot);
+  unit.gathered = slots_.destinations(unit.gather_slot, unit_index);
+  unit.gathering = start_into(unit, destinations_of(unit));
 }
 
 void GatherScheduler::serve(std::size_t unit_index) {
@@ -346,12 +280,15 @@ void GatherScheduler::serve(std::size_t unit_index) {
   if (is_settled(unit)) return;
   // An unsharded unit receives the bytes that it already holds, but for those that a user is changing.
   const bool holds = unit.parameter_state == ParameterState::kUnsharded && unit.pins == 0;
-  const SlotLease scratch = holds ? SlotLease() : take_slot(unit_index, unit.is_spliced());
-  if (holds) {  // until then they may be read there
-    const MarkPtr read = device_.mark(Lane::kCompute);
+  if (holds) {
+    const MarkPtr read = device_.mark(Lane::kCompute);  // until then they may be read there
     device_.wait(communicator_.lane(), read);
+    wait_works(unit, start_into(unit, destinations_of(unit)));
+    return;
   }
-  wait_works(unit, start_into(unit, holds ? unit.gather_slot : scratch));
+  const SlotLease scratch = take_slot(unit_index, unit.is_spliced());
+  const std::vector<Region> regions = slots_.destinations(scratch, unit_index);
+  wait_works(unit, start_into(unit, {regions, scratch.is_spliced()}));
 }
 
 void GatherScheduler::wait_gather(std::size_t unit_index) {
@@ -374,8 +311,9 @@ void GatherScheduler::wait_works(const Unit& unit, std::span<const WorkPtr> work
 
 void GatherScheduler::attach(std::size_t unit_index) {
   Unit& unit = units_[unit_index];
-  for (const FlatBuffer& flat : unit.flats) {
-    std::byte* const base = flat.gathered.data();
+  for (std::size_t position = 0; position < unit.flats.size(); ++position) {
+    const FlatBuffer& flat = unit.flats[position];
+    std::byte* const base = unit.gathered[position].data();
     for (const std::size_t index : flat.parameters) {
       const Parameter& parameter = parameters_[index];
       parameter.binding->attach(base + parameter.offset_numel * dtype_bytes(flat.param_dtype));
@@ -477,7 +415,6 @@ void GatherScheduler::unpin(const std::vector<std::size_t>& units) {
     if (!units_[unit].needed_for_backward) release(unit);
   }
   slots_.drop_spares();  // a whole model's, perhaps
-  spliced_slots_.drop_spares();
 }
 
 void GatherScheduler::release(std::size_t unit_index) {
@@ -487,7 +424,7 @@ void GatherScheduler::release(std::size_t unit_index) {
     for (const std::size_t index : flat.parameters)
       parameters_[index].binding->detach(parameters_[index].sharded_message);
   }
-  for (FlatBuffer& flat : unit.flats) flat.gathered = {};
+  unit.gathered.clear();
   unit.gather_slot.reset();
   unit.needed_for_backward = false;
   unit.set_parameter_state(ParameterState::kSharded);

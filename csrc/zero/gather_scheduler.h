@@ -29,7 +29,7 @@
 #include "stores/store.h"
 #include "zero/clock.h"
 #include "zero/gather_agreement.h"
-#include "zero/slot_pool.h"
+#include "zero/gather_slots.h"
 #include "zero/unit.h"
 
 namespace zb {
@@ -56,8 +56,7 @@ struct GatherOptions {
 // reductions, which waits anyway. That stands behind meetings with the peers, which a host that is the limit would come
 // to feel in every unit: so small ones, which cost the compute lane a few microseconds, are copied there.
 
-// [Note: spliced slots] (spliced_slot.h) needs no copies of own parts at all. Explicit gathers do without: what is
-// changed in them is lost, so it must not be the shard that is changed.
+// [Note: spliced slots] (spliced_slot.h) needs no copies of own parts at all.
 
 // [Note: staging shards]
 // Where the store keeps a master of low-precision parameters, their shard is not kept beside it: it is fetched from the
@@ -134,16 +133,18 @@ class GatherScheduler {
   void reserve_staging();
   StagingShard* fetch(const Unit& unit);
   bool is_settled(const Unit& unit) const;
-  void reserve_slots(SlotPool& pool, bool spliced);
+  // Where a unit's flats are gathered to, in a spliced slot or in another.
+  struct Destinations {
+    std::span<const Region> regions;
+    bool spliced;
+  };
+  static Destinations destinations_of(const Unit& unit) { return {unit.gathered, unit.gather_slot.is_spliced()}; }
+  static bool lacks_own_part(const FlatBuffer& flat, bool spliced) { return !spliced || !flat.is_spliced; }
+  static bool lacks_own_parts(const Unit& unit, bool spliced);
   SlotLease take_slot(std::size_t unit, bool spliced);
-  // Of its flats.
-  std::vector<Region> destinations_in(const SlotLease& slot, const Unit& unit) const;
-  static bool lacks_own_part(const SlotLease& slot, const FlatBuffer& flat) {
-    return !slot.is_spliced() || !flat.is_spliced;
-  }
-  std::vector<WorkPtr> start_into(Unit& unit, const SlotLease& slot);
+  std::vector<WorkPtr> start_into(Unit& unit, const Destinations& into);
   std::optional<Lane> own_part_lane_of(const Unit& unit) const;  // where not the compute lane copies them
-  void copy_own_parts(const Unit& unit, const SlotLease& slot, Lane lane);
+  void copy_own_parts(const Unit& unit, const Destinations& into, Lane lane);
   void wait_own_parts(Unit& unit);
   // Into a spliced slot, where the unit is and the caller does not mind.
   void start_gather(std::size_t unit, bool spliced = true);
@@ -169,10 +170,7 @@ class GatherScheduler {
   std::vector<Parameter>& parameters_;
   GatherOptions options_;
   Ledger* ledger_;
-  SlotPool slots_;
-  SlotPool spliced_slots_;
-  std::vector<std::size_t> slot_bytes_;          // by unit: of the slots that it takes
-  std::vector<std::size_t> preferred_slot_;      // by unit
+  GatherSlots slots_;
   std::map<std::size_t, StagingClass> staging_;  // by size
 
   std::vector<std::vector<std::size_t>> sequences_{kPassKindNum};

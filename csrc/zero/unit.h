@@ -85,7 +85,6 @@ struct FlatBuffer {
   Region shard_parameters;  // this rank's piece: a slice of full_parameters, or a buffer of its own; or none:
   bool is_fetched = false;  // the store gives this rank's piece before each gather
   bool is_spliced = false;  // gathers find this rank's piece in place ([Note: spliced slots] in spliced_slot.h)
-  Region gathered;          // where gathers put it for now, at stage 3
   Region full_gradients;    // where full gradients persist
   Region shard_gradients;   // this rank's reduced piece; none between update and reduction where it is made for a step
   std::vector<FlatPiece> lent_gradients;  // instead of both, of a unit whose gradients are lent: in span order
@@ -132,6 +131,7 @@ struct Unit {
 
   ParameterState parameter_state = ParameterState::kUnsharded;
   SlotLease gather_slot;
+  std::vector<Region> gathered;  // where its flats are in that slot; empty without one
   std::vector<WorkPtr> gathering;
   MarkPtr own_parts_copied;          // of a settled gather, until the compute lane waits for it
   bool lacks_own_parts = false;      // a settled gather's, which the compute lane is to copy itself
