@@ -114,7 +114,12 @@ class FSDP2Strategy(PeerStrategy):
         return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
 
     def communication_bytes(self) -> dict[str, int] | None:
-        return dict(self._meter.moved_bytes) if self._meter else None
+        """Of FSDP's own collectives and, on GPUs, what torch recorded of others: norms and overflow flags of sharded
+        tensors are all-reduced. (Not on CPU, where gloo's reduce_scatter is recorded as an all_reduce.)"""
+        if self._meter is None:
+            return super().communication_bytes()
+        recorded = super().communication_bytes() if self.settings.device == "cuda" else None
+        return {**(recorded or {}), **self._meter.moved_bytes}
 
     def reset_counters(self) -> None:
         super().reset_counters()
