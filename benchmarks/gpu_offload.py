@@ -52,6 +52,7 @@ import torch
 import torch.distributed as dist
 
 import zerobench
+from zerobench.cpu_shares import part_of
 from zerobench.strategies.shared import checksum
 
 Step = Callable[[], object]
@@ -232,7 +233,8 @@ def limits(
 
     core = _native.load()
     ranks = dist.get_world_size()
-    cpus = core.cpus_of_rank(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    allowed = sorted(os.sched_getaffinity(0))
+    cpus = part_of(allowed, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     pool = core.ThreadPool(len(cpus), cpus=cpus)
     arrays = Arrays(numel_of_adam, MIXES[-1])
     hyperparameters = core.AdamHyperparameters(

@@ -19,8 +19,6 @@ void bind_common(py::module_& m) {
       "Vector instruction sets that this machine and build have, worst first.");
   m.def("best_isa", [] { return std::string(isa_name(best_isa())); }, "The instruction set that kernels use.");
   m.def("allowed_cpus", &allowed_cpus, "CPUs that this process may run on.");
-  m.def("cpus_of_rank", &cpus_of_rank, py::arg("local_rank"), py::arg("local_world_size"),
-        "This rank's contiguous share of the allowed CPUs.");
   py::class_<ThreadPool>(m, "ThreadPool", "Pinned threads for loops over memory; the caller counts as one.")
       .def(py::init<std::size_t, std::vector<int>>(), py::arg("thread_num"), py::arg("cpus") = std::vector<int>{})
       .def_property_readonly("thread_num", &ThreadPool::thread_num);

@@ -43,9 +43,6 @@ void bind_pinned(py::module_& m) {
       "numa_node_of_cpus", [](const std::vector<int>& cpus) { return node_of_cpus(cpus, numa_nodes()); },
       py::arg("cpus"), "The NUMA node that most of these CPUs belong to; -1 where the machine lists none.");
   m.def(
-      "numa_node_of_pci_device", [](const std::string& bus_id) { return node_of_pci_device(bus_id); },
-      py::arg("bus_id"), "The NUMA node of a PCI device; -1 where the machine does not say.");
-  m.def(
       "cpus_of_numa_node",
       [](int node) {
         for (const NumaNode& listed : numa_nodes()) {

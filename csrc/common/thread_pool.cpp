@@ -231,16 +231,4 @@ std::vector<int> allowed_cpus() {
   }
 }
 
-std::vector<int> cpus_of_rank(int local_rank, int local_world_size) {
-  ZB_EXPECT(local_world_size > 0, "local_world_size must be positive, got " + std::to_string(local_world_size));
-  ZB_EXPECT(local_rank >= 0 && local_rank < local_world_size,
-            "local_rank must be in [0, " + std::to_string(local_world_size) + "), got " + std::to_string(local_rank));
-  const std::vector<int> cpus = allowed_cpus();
-  const auto rank = static_cast<std::size_t>(local_rank);
-  const auto world = static_cast<std::size_t>(local_world_size);
-  const std::size_t begin = cpus.size() * rank / world;
-  const std::size_t end = std::max(begin + 1, cpus.size() * (rank + 1) / world);
-  return {cpus.begin() + static_cast<std::ptrdiff_t>(begin), cpus.begin() + static_cast<std::ptrdiff_t>(end)};
-}
-
 }  // namespace zb

@@ -33,8 +33,5 @@ class ThreadPool {
 
 // CPUs this process may run on (sched_getaffinity), in order.
 std::vector<int> allowed_cpus();
-// The share of allowed_cpus() that belongs to `local_rank` of `local_world_size` ranks on this host: contiguous, at
-// least one (shared when there are more ranks than CPUs).
-std::vector<int> cpus_of_rank(int local_rank, int local_world_size);
 
 }  // namespace zb

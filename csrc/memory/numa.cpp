@@ -4,12 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cerrno>
 #include <charconv>
 #include <climits>
 #include <fstream>
-#include <iterator>
 
 #include "common/error.h"
 
@@ -71,14 +69,6 @@ int node_of_cpus(std::span<const int> cpus, const std::vector<NumaNode>& nodes) 
     }
   }
   return best;
-}
-
-int node_of_pci_device(const std::string& bus_id, const std::string& sysfs) {
-  std::string name;
-  std::transform(bus_id.begin(), bus_id.end(), std::back_inserter(name),
-                 [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
-  const std::string line = read_line(sysfs + "/bus/pci/devices/" + name + "/numa_node");
-  return line.empty() || line.front() == '-' ? kAnyNode : parse_number(line, line);
 }
 
 bool prefer_node(std::byte* data, std::size_t bytes, int node) {

@@ -25,9 +25,6 @@ std::vector<NumaNode> numa_nodes(const std::string& sysfs = "/sys");
 // The node that most of these CPUs belong to; kAnyNode where there are no nodes.
 int node_of_cpus(std::span<const int> cpus, const std::vector<NumaNode>& nodes);
 
-// The node of a PCI device ("0000:1b:00.0", in any case); kAnyNode where the machine does not say.
-int node_of_pci_device(const std::string& bus_id, const std::string& sysfs = "/sys");
-
 // Pages of the range that are not there yet will come from `node`, or from another where it is full. Returns false
 // where the kernel does not let this process choose (containers often forbid it); then pages come from the node of the
 // thread that touches them first. Throws IoError for other errors.

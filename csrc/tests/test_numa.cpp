@@ -50,14 +50,6 @@ TEST_F(Numa, ANodeIsWhereMostCpusAre) {
   EXPECT_EQ(node_of_cpus(std::vector<int>{99}, nodes), kAnyNode);
 }
 
-TEST_F(Numa, APciDeviceNamesItsNodeOrNone) {
-  write("/bus/pci/devices/0000:1b:00.0/numa_node", "1\n");
-  write("/bus/pci/devices/0000:1c:00.0/numa_node", "-1\n");
-  EXPECT_EQ(node_of_pci_device("0000:1B:00.0", root_), 1);
-  EXPECT_EQ(node_of_pci_device("0000:1c:00.0", root_), kAnyNode);
-  EXPECT_EQ(node_of_pci_device("0000:1d:00.0", root_), kAnyNode);
-}
-
 TEST_F(Numa, AMachineWithoutSysfsHasNoNodes) { EXPECT_TRUE(numa_nodes(root_).empty()); }
 
 TEST(NumaOfThisMachine, CpusOfThisProcessBelongToAListedNode) {

@@ -154,28 +154,6 @@ TEST(ThreadPool, AForkedChildGetsAnErrorNotAHang) {
 }
 #endif
 
-TEST(CpusOfRank, SharesAreContiguousAndCoverAllCpus) {
-  const std::vector<int> all = allowed_cpus();
-  ASSERT_FALSE(all.empty());
-  for (int world = 1; world <= 9; ++world) {
-    std::vector<int> joined;
-    for (int rank = 0; rank < world; ++rank) {
-      const std::vector<int> cpus = cpus_of_rank(rank, world);
-      ASSERT_FALSE(cpus.empty());
-      joined.insert(joined.end(), cpus.begin(), cpus.end());
-    }
-    EXPECT_TRUE(std::is_sorted(joined.begin(), joined.end()));
-    if (static_cast<std::size_t>(world) <= all.size()) {
-      EXPECT_EQ(joined, all);
-    } else {
-      EXPECT_EQ(joined.size(), static_cast<std::size_t>(world));
-    }
-  }
-  EXPECT_THROW(cpus_of_rank(0, 0), ArgumentError);
-  EXPECT_THROW(cpus_of_rank(2, 2), ArgumentError);
-  EXPECT_THROW(cpus_of_rank(-1, 2), ArgumentError);
-}
-
 TEST(CpuFeatures, TheEnvironmentNamesTheInstructionSet) {
   const char* set_before = getenv("ZEROBENCH_ISA");
   const std::string before = set_before == nullptr ? "" : set_before;

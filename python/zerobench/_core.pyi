@@ -495,11 +495,6 @@ def cpus_of_numa_node(node: int) -> list[int]:
     CPUs of a NUMA node, whether this process may run there or not; none for an unknown one.
     """
 
-def cpus_of_rank(local_rank: int, local_world_size: int) -> list[int]:
-    """
-    This rank's contiguous share of the allowed CPUs.
-    """
-
 def install_counting_allocator() -> None:
     """
     Counts torch's CPU tensors from now on, so that process_usage_peak_bytes covers them.
@@ -537,11 +532,6 @@ def memcpy_each(
 def numa_node_of_cpus(cpus: Sequence[int]) -> int:
     """
     The NUMA node that most of these CPUs belong to; -1 where the machine lists none.
-    """
-
-def numa_node_of_pci_device(bus_id: str) -> int:
-    """
-    The NUMA node of a PCI device; -1 where the machine does not say.
     """
 
 def process_usage_bytes() -> int:

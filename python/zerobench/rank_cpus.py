@@ -10,11 +10,10 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerobench import _native
 from zerobench.config import Config
-from zerobench.cpu_shares import CpuShare, RankFacts, made, share_of_rank
+from zerobench.cpu_shares import CpuShare, RankFacts, made, part_of, share_of_rank
 from zerobench.errors import ConfigError
-from zerobench.numa import cores_together, read_nodes
+from zerobench.numa import cores_together, node_of_pci_device, read_nodes
 from zerobench.topology import Topology
 
 _UNKNOWN_NODE = -1
@@ -46,16 +45,15 @@ def expect_usable(config: Config) -> None:
 
 def rank_cpus(config: Config, topology: Topology, communicator: Any, *, gpu_bus_id: str | None) -> CpuShare:
     """This rank's CPUs, on the node of its GPU where the host's ranks can be divided by nodes. Collective."""
-    core = _native.load()
-    allowed: list[int] = core.allowed_cpus()
-    node = _UNKNOWN_NODE if gpu_bus_id is None else core.numa_node_of_pci_device(gpu_bus_id)
+    allowed = sorted(os.sched_getaffinity(0))
+    node = node_of_pci_device(gpu_bus_id)
     mine = Told(
         host=_digest(f"{platform.node()} {_boot_id()}"),
         allowed=_digest(str(sorted(config.cpus or allowed))),
         local_rank=topology.local_rank,
         local_world_size=topology.local_world_size,
         has_gpu=gpu_bus_id is not None,
-        gpu_node=node,
+        gpu_node=_UNKNOWN_NODE if node is None else node,
     )
     everyone = [mine] if topology.world_size == 1 else tell(communicator, mine)
     nodes = read_nodes()
@@ -63,7 +61,7 @@ def rank_cpus(config: Config, topology: Topology, communicator: Any, *, gpu_bus_
         return made(config.cpus, nodes, "as configured")
     ranks = ranks_of_host(everyone, mine)
     if ranks is None:
-        cpus = core.cpus_of_rank(topology.local_rank, topology.local_world_size)
+        cpus = part_of(allowed, topology.local_rank, topology.local_world_size)
         return made(cpus, nodes, "even share")
     return share_of_rank(topology.local_rank, ranks, nodes, cores_together(allowed))
 

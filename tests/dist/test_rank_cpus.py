@@ -17,6 +17,7 @@ import ranks
 
 import zerobench
 from zerobench import _native, rank_cpus
+from zerobench.cpu_shares import part_of
 from zerobench.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU is no node of several")
@@ -73,21 +74,11 @@ def with_gpus(rank: ranks.Rank, gpu_nodes: list[int | None]) -> tuple[tuple[int,
     os.sched_setaffinity(0, {cpu for cpus in nodes.values() for cpu in cpus})
     rank_cpus.read_nodes = lambda: nodes
     rank_cpus.cores_together = sorted
-
-    class Core:
-        """Which says where GPUs are."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(_native.load(), name)
-
-        def numa_node_of_pci_device(self, bus_id: str) -> int:
-            node = gpu_nodes[int(bus_id)]
-            return -1 if node is None else node
+    rank_cpus.node_of_pci_device = lambda bus_id: gpu_nodes[int(bus_id)]
 
     config = parse(rank.config())
     place = topology.resolve(config)
     communicators = topology.make_communicators(_native.load(), config, place)
-    rank_cpus._native = type("Native", (), {"load": staticmethod(Core)})
     share = rank_cpus.rank_cpus(config, place, communicators.reduce, gpu_bus_id=str(rank.rank))
     communicators.close()
     return share.cpus, share.reason
@@ -118,12 +109,11 @@ def test_a_rank_takes_all_of_what_its_launcher_gave_it_alone() -> None:
 
 
 def test_a_host_with_one_node_is_divided_by_contiguous_numbers() -> None:
-    core = _native.load()
     nodes = rank_cpus.read_nodes()
     if len(nodes) > 1:
         pytest.skip("this machine has several nodes")
     for rank, found in enumerate(ranks.run(started, world_size=2)):
-        cpus = core.cpus_of_rank(rank, 2)
+        cpus = part_of(sorted(os.sched_getaffinity(0)), rank, 2)
         assert found["text"].endswith("(even share)")
         assert {(cpu,) for cpu in cpus[1:]} <= found["threads"]
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zerobench import _native
 from zerobench.cpu_shares import RankFacts, part_of, share_of_rank
 
 NODES = {0: [0, 1, 2, 3, 8, 9, 10, 11], 1: [4, 5, 6, 7, 12, 13, 14, 15]}
@@ -125,13 +122,6 @@ def test_one_node_is_divided_as_it_always_was(data, allowed, rank_num) -> None:
         assert share_of_rank(rank, ranks, nodes, allowed).cpus == tuple(
             part_of(sorted(allowed), rank, rank_num)
         )
-
-
-@given(st.integers(1, 9))
-def test_even_parts_are_those_of_the_core(rank_num) -> None:
-    core, allowed = _native.load(), sorted(os.sched_getaffinity(0))
-    for rank in range(rank_num):
-        assert core.cpus_of_rank(rank, rank_num) == part_of(allowed, rank, rank_num)
 
 
 @given(st.data(), machines())
