@@ -202,12 +202,13 @@ class C10dCommunicator final : public Communicator {
   void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) override {
     check_exchange(caller_, mine.size(), all.size(), label);
     count(Collective::kExchange, all.size());
-    const auto gather = [&] {
-      at::Tensor in = tensor_at(nullptr, mine.data(), mine.size(), at::kByte);
-      at::Tensor out = tensor_at(nullptr, all.data(), all.size(), at::kByte);
-      return backend_->_allgather_base(out, in, c10d::AllgatherOptions());
-    };
+    // Their memory is the tensors' own: where the wait ends by an error, the backend may still be at work on it.
+    at::Tensor in = at::empty({static_cast<std::int64_t>(mine.size())}, at::kByte);
+    at::Tensor out = at::empty({static_cast<std::int64_t>(all.size())}, at::kByte);
+    std::memcpy(in.data_ptr(), mine.data(), mine.size());
+    const auto gather = [&] { return backend_->_allgather_base(out, in, c10d::AllgatherOptions()); };
     start(make("exchange", label), mine.size(), gather)->wait();
+    std::memcpy(all.data(), out.data_ptr(), all.size());
   }
 
   void progress() override { line_->progress(); }

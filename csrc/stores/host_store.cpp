@@ -26,6 +26,7 @@ struct Shard {
   PinnedBlock gradient;
   std::vector<MarkPtr> arrived;  // by chunk: behind which its gradient is in `gradient`
   bool is_offered = false;
+  std::size_t turn = 0;                // of its last update
   UpdateThread::Ticket ticket = 0;     // of the last work on it
   MarkPtr sent;                        // behind which the device has what that work sent
   std::array<bool, kLaneNum> knows{};  // lanes that stand behind it
@@ -153,16 +154,16 @@ class HostStore final : public Store {
       device_->wait(Lane::kToHost, started);
       fetch_gradient(shard, update.gradient, update.gradient_dtype);
     }
-    queue(shard, index,
-          [this, task = Update{.shard = &shard,
-                               .index = index,
-                               .parameters = static_cast<std::byte*>(update.parameters),
-                               .gradient_dtype = update.gradient_dtype,
-                               .rows = {update.rows.begin(), update.rows.end()},
-                               .step = update.step_on_host,
-                               .step_arrived = update.step_arrived,
-                               .started = started,
-                               .fetches = take_fetches(index)}] { run(task); });
+    shard.turn = update.turn;
+    queue(shard, [this, task = Update{.shard = &shard,
+                                      .index = index,
+                                      .parameters = static_cast<std::byte*>(update.parameters),
+                                      .gradient_dtype = update.gradient_dtype,
+                                      .rows = {update.rows.begin(), update.rows.end()},
+                                      .step = update.step_on_host,
+                                      .step_arrived = update.step_arrived,
+                                      .started = started,
+                                      .fetches = take_fetches(index)}] { run(task); });
   }
   bool is_issued(std::size_t index) const override {
     return thread_->is_done(shards_.at(index)->ticket) && (!home_ || home_->is_read(index));
@@ -191,26 +192,25 @@ class HostStore final : public Store {
   void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
     Shard& shard = at(index);
     expect_numel(index, source.size());
-    queue(shard, index,
-          [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute), fetches = take_fetches(index)] {
-            device_->bind_thread();
-            if (home_) home_->end_fetches(index, fetches);
-            device_->wait(Lane::kFromHost, ready);
-            for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
-              Outgoing& buffer = next_outgoing();
-              link_.to_host(Lane::kFromHost, buffer.memory.data(), source.data() + begin,
-                            (end - begin) * sizeof(float));
-              device_->synchronize(device_->mark_for_host(Lane::kFromHost));
-              const StateChunk chunk = states_->borrow(index, begin, end);
-              cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
-              if (kind == StateKind::kMaster && home_) {
-                home_->write(index, begin, [&](std::byte* parameters) {
-                  cpu_kernels().cast(parameters, shard.spec.param_dtype, chunk.master, DType::kFloat32, end - begin);
-                });
-              }
-              states_->give_back(index, begin, end, ChunkUse::kWritten);
-            });
+    queue(shard, [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute),
+                  fetches = take_fetches(index)] {
+      device_->bind_thread();
+      if (home_) home_->end_fetches(index, fetches);
+      device_->wait(Lane::kFromHost, ready);
+      for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
+        Outgoing& buffer = next_outgoing();
+        link_.to_host(Lane::kFromHost, buffer.memory.data(), source.data() + begin, (end - begin) * sizeof(float));
+        device_->synchronize(device_->mark_for_host(Lane::kFromHost));
+        const StateChunk chunk = states_->borrow(index, begin, end);
+        cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
+        if (kind == StateKind::kMaster && home_) {
+          home_->write(index, begin, [&](std::byte* parameters) {
+            cpu_kernels().cast(parameters, shard.spec.param_dtype, chunk.master, DType::kFloat32, end - begin);
           });
+        }
+        states_->give_back(index, begin, end, ChunkUse::kWritten);
+      });
+    });
     thread_->wait(shard.ticket);  // the source may change now
   }
 
@@ -292,10 +292,9 @@ class HostStore final : public Store {
     }
   }
 
-  // Shards are numbered in the order of units, as they are registered: that of most models' forwards.
-  void queue(Shard& shard, std::size_t index, std::function<void()> work) {
+  void queue(Shard& shard, std::function<void()> work) {
     shard.knows = {};
-    shard.ticket = thread_->queue(index, std::move(work));
+    shard.ticket = thread_->queue(shard.turn, std::move(work));
   }
 
   // The lane to the host has been told what to wait for.
@@ -403,7 +402,7 @@ class HostStore final : public Store {
 
   // A state to device memory, for what is put into `lane` later.
   void send(Shard& shard, std::size_t index, Lane lane, void* destination, DType dtype, StateKind kind) {
-    queue(shard, index, [this, &shard, index, destination, dtype, kind, ready = device_->mark(lane)] {
+    queue(shard, [this, &shard, index, destination, dtype, kind, ready = device_->mark(lane)] {
       device_->bind_thread();
       device_->wait(Lane::kFromHost, ready);
       for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {

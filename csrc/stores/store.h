@@ -59,6 +59,7 @@ struct ShardUpdate {
   const StepScalars* step = nullptr;
   const StepScalars* step_on_host = nullptr;  // the same in pinned memory
   MarkPtr step_arrived = nullptr;             // behind which they are there
+  std::size_t turn = 0;  // smaller: its parameters are expected to be awaited earlier in the next forward
 };
 
 // What a store in files has moved since it was made.

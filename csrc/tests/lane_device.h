@@ -166,7 +166,11 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
     freed_.clear();
   }
 
+  // From now on nothing more can be allocated, or again.
+  void set_full(bool is_full) { is_full_ = is_full; }
+
   std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override {
+    if (is_full_) throw OutOfMemoryError("no memory is left for " + std::string(what));
     std::shared_ptr<std::byte> memory = make_memory(bytes);
     races_.allocated(memory.get(), bytes, what);
     std::byte* const data = memory.get();
@@ -380,6 +384,7 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
 
   const CpuKernels& kernels_ = cpu_kernels();
   std::thread::id owner_ = std::this_thread::get_id();
+  bool is_full_ = false;
   LaneSchedule schedule_;
   std::mt19937 random_;
   std::shared_ptr<Peers> peers_;

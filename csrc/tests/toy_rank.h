@@ -113,6 +113,7 @@ class ToyRank {
   }
 
   Engine& engine() { return *engine_; }
+  LaneDevice& lanes() { return *lanes_; }
   int rank() const { return engine_->rank(); }
   ToyTensor& tensor(std::size_t parameter) { return *tensors_[parameter]; }
   void close() { engine_.reset(); }

@@ -49,8 +49,8 @@ void Engine::pre_forward(std::size_t unit) {
       reduces_->count_use(unit);
     }
     gathers_->use(unit);
-    // Elsewhere no hook tells when the module is done.
-    if (parameters_sharded()) units_[unit].in_forward.start(device(), units_[unit].ranges.forward.c_str());
+    if (!parameters_sharded()) return;  // no hook tells when the module is done
+    if (units_[unit].open_forwards++ == 0) units_[unit].in_forward.start(device(), units_[unit].ranges.forward.c_str());
   });
 }
 
@@ -70,6 +70,7 @@ void Engine::expect_settled(const Unit& unit) const {
 
 void Engine::post_forward(std::size_t unit) {
   enter([&] {
+    if (units_[unit].open_forwards > 0 && --units_[unit].open_forwards > 0) return;  // a module that calls itself
     units_[unit].in_forward.end();
     gathers_->finish_forward(unit);
   });
@@ -79,7 +80,9 @@ void Engine::pre_backward(std::size_t unit) {
   enter([&] {
     ZB_EXPECT_STATE(reduces_->in_backward(),
                     "backward reached unit '" + units_[unit].name +
-                        "' outside engine.backward(); call engine.backward(loss), not loss.backward()");
+                        "' outside engine.backward(); call engine.backward(loss), not loss.backward(). At stage 3 "
+                        "neither torch.autograd.grad nor another engine's backward can pass through this model: "
+                        "stages 0 to 2 allow both");
     expect_not_updated(units_[unit]);
     gathers_->use(unit);
     start_backward_range(units_[unit]);
@@ -117,6 +120,7 @@ void Engine::finish_backward_if_done(std::size_t index) {
 // they begin and end does not nest.
 void Engine::end_pass_ranges() noexcept {
   for (Unit& unit : units_) {
+    unit.open_forwards = 0;
     unit.in_forward.end();
     unit.in_backward.end();
   }
@@ -127,6 +131,7 @@ void Engine::end_pass_ranges() noexcept {
 void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> groups) {
   enter([&] {
     expect_no_updates();
+    if (updates_in_backward(last)) expect_possible(groups);
     await_gathers_of_forward();
     gathers_->begin_pass(PassKind::kBackward);
     try {

@@ -245,15 +245,17 @@ class Engine {
   void finish_backward_if_done(std::size_t unit);
   void check_bindings() const;
   void check_communicators() const;
-  void exchange_reports();
+  void exchange_reports(std::span<const AdamHyperparameters> groups);
   void finish_reports();
   void combine_norm();
   void settle_step();
+  void expect_possible(std::span<const AdamHyperparameters> groups) const;
   [[noreturn]] void throw_torn() const;
   void expect_no_updates() const;
   void expect_not_updated(const Unit& unit) const;
   void expect_settled(const Unit& unit) const;
   [[noreturn]] static void throw_missed(const Unit& unit);
+  bool updates_in_backward(bool last) const;
   void begin_updates(bool last, std::span<const AdamHyperparameters> groups);
   void on_reduced(Unit& unit);
   void start_updates_behind_peers();
@@ -368,7 +370,9 @@ class Engine {
   std::unique_ptr<ReduceScheduler> reduces_;
   LossScaler scaler_;
   bool has_offered_ = false;               // gradients that the store has and no update follows on yet
+  std::size_t param_group_num_ = 0;        // that trainable parameters are of
   std::vector<std::size_t> update_order_;  // units, as the last step updated them
+  std::vector<std::size_t> update_turns_;  // by unit: its place there
   std::size_t unpublished_ = 0;     // stages 1 and 2: the first turn whose updated parameters have yet to be published
   std::vector<WorkPtr> published_;  // all-gathers of the last step, whose sources peers may still read
   // Device memory (docs/decisions/engine.md, The norm): the sums of squares of this rank and of all, and what comes of

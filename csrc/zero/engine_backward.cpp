@@ -31,12 +31,16 @@ void Engine::expect_not_updated(const Unit& unit) const {
 }
 
 // Hyperparameters and scalars of the step that this backward ends are known when it begins.
+// The trial step that precedes the choice of a place updates behind its backward.
+bool Engine::updates_in_backward(bool last) const {
+  return options_.optimizer_in_backward && last && !store_->awaits_share();
+}
+
 void Engine::begin_updates(bool last, std::span<const AdamHyperparameters> groups) {
   BackwardUpdates& updates = backward_updates_;
   updates.has_begun = false;
-  // The trial step that precedes the choice of a place updates behind its backward.
-  if (!options_.optimizer_in_backward || !last || store_->awaits_share()) return;
-  ZB_EXPECT(!groups.empty(), "a backward with updates needs hyperparameters");
+  if (!updates_in_backward(last)) return;
+  take_update_order();
   updates.rows.clear();
   const long step = steps_applied_ + (pending_.is_pending ? 2 : 1);  // one that is not finite tears the engine
   for (const AdamHyperparameters& group : groups) updates.rows.push_back(make_adam_scalars(group, step, 1.0F));

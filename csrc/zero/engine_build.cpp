@@ -48,6 +48,9 @@ void Engine::build(EngineModel& model) {
   // A rank that blocks in one of the two still serves its peers in the other.
   gather_communicator_->serve_while_blocked(*reduce_communicator_);
   reduce_communicator_->serve_while_blocked(*gather_communicator_);
+  for (const ParameterSpec& spec : model.parameters) {
+    if (spec.trainable) param_group_num_ = std::max(param_group_num_, static_cast<std::size_t>(spec.param_group) + 1);
+  }
   units_ = make_units(model.unit_names, model.root_unit, model.parameters, world_size(), parameters_);
   prefetch_bytes_ = options.default_prefetch ? largest_unit_bytes(units_) : options.prefetch_bytes;
   unpublished_ = units_.size();

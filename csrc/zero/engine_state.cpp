@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "common/error.h"
+#include "common/scope_exit.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/drain.h"
 #include "zero/engine.h"
@@ -241,17 +242,30 @@ void Engine::gather(const std::vector<std::size_t>& units) {
     finish_updates();
   });
   quiesce();  // the caller may write
-  enter([&] { gathers_->gather(units); });
+  enter([&] {
+    try {
+      gathers_->gather(units);
+    } catch (const StateError&) {
+      throw;  // every rank's own, in front of any gather or behind all of them
+    } catch (const std::exception& error) {
+      if (world_size() > 1 && parameters_sharded()) abort(error.what());  // the peers wait for this rank's part
+      throw;
+    }
+  });
 }
 
 void Engine::end_gather(const std::vector<std::size_t>& units, int modifier_rank) {
   enter([&] {
-    if (modifier_rank >= 0) {
-      ZB_EXPECT(modifier_rank < world_size(), "modifier_rank " + std::to_string(modifier_rank) +
-                                                  " is not below the world size " + std::to_string(world_size()));
+    ZB_EXPECT(modifier_rank < world_size(), "modifier_rank " + std::to_string(modifier_rank) +
+                                                " is not below the world size " + std::to_string(world_size()));
+    const ScopeExit over([&] { gathers_->unpin(units); });
+    if (modifier_rank < 0) return;
+    try {
       for (const std::size_t unit : units) write_back(units_[unit], modifier_rank);
+    } catch (const std::exception& error) {
+      if (world_size() > 1) abort(error.what());  // the peers wait for this rank's part
+      throw;
     }
-    gathers_->unpin(units);
   });
 }
 
@@ -278,26 +292,29 @@ void Engine::write_back(Unit& unit, int modifier_rank) {
   }
 }
 
-// Brings shard and master up to new full values. A master whose rounding already equals the new value keeps its bits.
+// Brings shard and master up to new full values: both, or where memory is short neither. A master whose rounding
+// already equals the new value keeps its bits.
 void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
   const std::size_t element_bytes = dtype_bytes(flat.param_dtype);
   const std::size_t shard_begin = static_cast<std::size_t>(rank()) * flat.layout.shard_numel();
+  const bool has_master = flat.trainable && store_->keeps_master(flat.param_dtype);
+  const std::size_t kept_numel = state_sharded() ? flat.layout.shard_numel() : flat.layout.padded_numel();
+  const std::size_t numel = has_master ? kept_numel : 0;
+  const DeviceBuffer state(device(), numel * sizeof(float), &ledger_, Category::kStaging);
+  const DeviceBuffer rounded(device(), numel * element_bytes, &ledger_, Category::kStaging);
+  std::vector<float> master(numel);
+  std::vector<std::byte> before(numel * element_bytes);
+  std::vector<std::byte> fresh(numel * element_bytes);
+  const Drain drain(device());
   if (parameters_sharded() && !flat.is_fetched) {
     device().copy(Lane::kCompute, flat.shard_parameters.data(), values + shard_begin * element_bytes,
                   flat.shard_parameter_bytes());
     flat.is_settled = false;
     flat.written = device().mark(Lane::kCompute);
   }
-  if (!flat.trainable || !store_->keeps_master(flat.param_dtype)) return;
-  const std::size_t numel = state_sharded() ? flat.layout.shard_numel() : flat.layout.padded_numel();
-  const DeviceBuffer state(device(), numel * sizeof(float), &ledger_, Category::kStaging);
-  const DeviceBuffer rounded(device(), numel * element_bytes, &ledger_, Category::kStaging);
-  const Drain drain(device());
+  if (!has_master) return;
   store_->read_state(flat.store_shard, StateKind::kMaster, {state.as<float>(), numel});
   device().cast(Lane::kCompute, rounded.data(), flat.param_dtype, state.data(), DType::kFloat32, numel);
-  std::vector<float> master(numel);
-  std::vector<std::byte> before(numel * element_bytes);
-  std::vector<std::byte> fresh(numel * element_bytes);
   device().download(master.data(), state.data(), numel * sizeof(float));
   device().download(before.data(), rounded.data(), before.size());
   device().download(fresh.data(), values + (state_sharded() ? shard_begin : 0) * element_bytes, fresh.size());

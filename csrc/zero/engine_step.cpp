@@ -1,5 +1,6 @@
 // The step: what ranks tell each other, the norm, the updates, and how updated parameters reach those who use them.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -14,15 +15,35 @@ namespace zb {
 struct Engine::RankReport {
   std::int64_t steps_tried;
   std::int64_t window_backwards;
+  std::uint64_t hyperparameters;  // hashed
 };
 
+namespace {
+
+// FNV-1a, of their values.
+std::uint64_t hash_of(std::span<const AdamHyperparameters> groups) {
+  std::uint64_t hash = 0xcbf29ce484222325U;
+  const auto add = [&](std::uint64_t value) {
+    for (int byte = 0; byte < 8; ++byte) hash = (hash ^ (value >> (8 * byte) & 0xffU)) * 0x100000001b3U;
+  };
+  for (const AdamHyperparameters& group : groups) {
+    for (const double value : {group.lr, group.beta1, group.beta2, group.eps, group.weight_decay}) {
+      add(std::bit_cast<std::uint64_t>(value));
+    }
+    add(static_cast<std::uint64_t>(group.kind));
+  }
+  return hash;
+}
+
+}  // namespace
+
 // Tells the others about this step.
-void Engine::exchange_reports() {
+void Engine::exchange_reports(std::span<const AdamHyperparameters> groups) {
   finish_reports();
   std::vector<std::uint32_t> order(reduces_->completion_order().begin(), reduces_->completion_order().end());
   order.resize(reduces_->reduced_unit_num(), 0);
   const std::size_t order_bytes = order.size() * sizeof(std::uint32_t);
-  const RankReport header{steps_tried_, reduces_->window_backwards()};
+  const RankReport header{steps_tried_, reduces_->window_backwards(), hash_of(groups)};
   reports_.mine.resize(sizeof(header) + order_bytes);
   std::memcpy(reports_.mine.data(), &header, sizeof(header));
   std::memcpy(reports_.mine.data() + sizeof(header), order.data(), order_bytes);
@@ -43,12 +64,20 @@ void Engine::finish_reports() {
   for (int other = 0; other < world_size(); ++other) {
     RankReport report;
     std::memcpy(&report, reports_.all.data() + static_cast<std::size_t>(other) * reports_.mine.size(), sizeof(report));
-    if (report.steps_tried == header.steps_tried && report.window_backwards == header.window_backwards) continue;
+    const bool is_same_step =
+        report.steps_tried == header.steps_tried && report.window_backwards == header.window_backwards;
+    if (is_same_step && report.hyperparameters == header.hyperparameters) continue;
     const std::string reason =
-        "rank " + std::to_string(other) + " brings gradients of " + std::to_string(report.window_backwards) +
-        " backwards to its step " + std::to_string(report.steps_tried + 1) + " and rank " + std::to_string(rank()) +
-        " of " + std::to_string(header.window_backwards) + " to its step " + std::to_string(header.steps_tried + 1) +
-        "; a rank that lost its gradients to an exception cannot step with the others";
+        is_same_step
+            ? "ranks " + std::to_string(rank()) + " and " + std::to_string(other) + " made step " +
+                  std::to_string(header.steps_tried + 1) +
+                  " with different hyperparameters, so their parameters differ now; "
+                  "set the learning rate from what is equal on all ranks, such as a loss averaged over them"
+            : "rank " + std::to_string(other) + " brings gradients of " + std::to_string(report.window_backwards) +
+                  " backwards to its step " + std::to_string(report.steps_tried + 1) + " and rank " +
+                  std::to_string(rank()) + " of " + std::to_string(header.window_backwards) + " to its step " +
+                  std::to_string(header.steps_tried + 1) +
+                  "; a rank that lost its gradients to an exception cannot step with the others";
     reduce_communicator_->abort(reason);
     throw CommunicationError(reason, other);
   }
@@ -130,6 +159,7 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
                     "step() was called without gradients; call engine.backward(loss) first (after an exception, "
                     "repeat forward and backward)");
     check_bindings();
+    if (!backward_updates_.is_on) expect_possible(groups);
     {
       const ScopeExit clear([this] {
         reduces_->clear_window();
@@ -138,7 +168,7 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
       });
       settle_step();
       if (!backward_updates_.is_on) finish_updates();
-      exchange_reports();
+      exchange_reports(groups);
       combine_norm();
       gathers_->release_all();
       if (backward_updates_.is_on) {
@@ -149,6 +179,14 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
     }
     if (!device().is_async()) settle_step();
   });
+}
+
+// Before anything is begun that a refusal would leave behind.
+void Engine::expect_possible(std::span<const AdamHyperparameters> groups) const {
+  for (const AdamHyperparameters& group : groups) static_cast<void>(make_adam_scalars(group, 1, 1.0F));
+  ZB_EXPECT(groups.size() >= param_group_num_, "parameters are of " + std::to_string(param_group_num_) +
+                                                   " param groups, and there are hyperparameters of " +
+                                                   std::to_string(groups.size()));
 }
 
 StepOutcome Engine::outcome() {
@@ -197,6 +235,8 @@ void Engine::take_update_order() {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     if (!units_[unit].has_trainable()) update_order_.push_back(unit);
   }
+  update_turns_.resize(units_.size());
+  for (std::size_t turn = 0; turn < update_order_.size(); ++turn) update_turns_[update_order_[turn]] = turn;
 }
 
 void Engine::update(std::span<const AdamHyperparameters> groups) {
@@ -258,7 +298,8 @@ void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const Adam
                                        .rows = rows,
                                        .step = step.on_device,
                                        .step_on_host = step.on_host,
-                                       .step_arrived = step.arrived});
+                                       .step_arrived = step.arrived,
+                                       .turn = update_turns_[static_cast<std::size_t>(&unit - units_.data())]});
       flat.is_settled = false;
     }
   }

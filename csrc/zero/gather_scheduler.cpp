@@ -269,10 +269,13 @@ void GatherScheduler::start_gather(std::size_t unit_index, bool spliced) {
     serve(unit_index);
     return;
   }
+  // Any of it may fail for want of memory, and then the unit is as it was.
+  SlotLease slot = take_slot(unit_index, spliced && unit.is_spliced());
+  std::vector<Region> regions = slots_.destinations(slot, unit_index);
+  unit.gathering = start_into(unit, {regions, slot.is_spliced()});
+  unit.gather_slot = std::move(slot);
+  unit.gathered = std::move(regions);
   unit.set_parameter_state(ParameterState::kGathering);
-  unit.gather_slot = take_slot(unit_index, spliced && unit.is_spliced());
-  unit.gathered = slots_.destinations(unit.gather_slot, unit_index);
-  unit.gathering = start_into(unit, destinations_of(unit));
 }
 
 void GatherScheduler::serve(std::size_t unit_index) {
@@ -403,10 +406,43 @@ void GatherScheduler::serve_wishes(const std::vector<GatherMessage>& messages) {
 void GatherScheduler::gather(const std::vector<std::size_t>& units) {
   ZB_EXPECT_STATE(!in_pass_, "engine.gather() cannot be called inside a " + std::string(pass_kind_name(pass_.kind)));
   if (options_.sharded) {
-    for (const std::size_t unit : units) start_gather(unit, false);
-    for (const std::size_t unit : units) wait_gather(unit);
+    try {
+      for (const std::size_t unit : units) {
+        const bool is_needed = leave_spliced_slot(unit);
+        start_gather(unit, false);
+        units_[unit].needed_for_backward = is_needed;
+      }
+      for (const std::size_t unit : units) wait_gather(unit);
+    } catch (...) {
+      for (const std::size_t unit : units) drop_gather(units_[unit]);
+      throw;
+    }
   }
   for (const std::size_t unit : units) ++units_[unit].pins;
+}
+
+// There the shard itself would be changed. Returns whether a backward needs the unit that is gathered anew.
+bool GatherScheduler::leave_spliced_slot(std::size_t unit_index) {
+  const Unit& unit = units_[unit_index];
+  const bool is_needed = unit.needed_for_backward;
+  if (unit.gather_slot.is_spliced()) release(unit_index);
+  return is_needed;
+}
+
+// Ends a gather that nobody will use.
+void GatherScheduler::drop_gather(Unit& unit) noexcept {
+  if (unit.parameter_state != ParameterState::kGathering) return;
+  try {
+    wait_works(unit, unit.gathering);
+    wait_own_parts(unit);
+  } catch (const std::exception&) {
+    // The communicator has failed, and the engine ends with it.
+  }
+  unit.gathering.clear();
+  unit.gathered.clear();
+  unit.gather_slot.reset();
+  unit.set_parameter_state(ParameterState::kUnsharded);
+  unit.set_parameter_state(ParameterState::kSharded);
 }
 
 void GatherScheduler::unpin(const std::vector<std::size_t>& units) {

@@ -146,6 +146,8 @@ class GatherScheduler {
   std::optional<Lane> own_part_lane_of(const Unit& unit) const;  // where not the compute lane copies them
   void copy_own_parts(const Unit& unit, const Destinations& into, Lane lane);
   void wait_own_parts(Unit& unit);
+  bool leave_spliced_slot(std::size_t unit);
+  void drop_gather(Unit& unit) noexcept;
   // Into a spliced slot, where the unit is and the caller does not mind.
   void start_gather(std::size_t unit, bool spliced = true);
   void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need, if others need it to

@@ -142,6 +142,7 @@ struct Unit {
   bool is_awaited_early = false;     // a forward used it before any hook told; forwards wait for it at their beginning
   bool missed_update = false;        // nothing in the forwards of the running backward has waited for its updates
   int pins = 0;                      // explicit gathers that hold it
+  std::uint32_t open_forwards = 0;   // calls of its module that have not returned, where parameters are sharded
   OpenRange in_forward;              // open while its module computes
   OpenRange in_backward;             // from when backward reaches it until its gradients are there
   std::uint32_t awaited_inputs = 0;  // uses whose gradients towards the unit's inputs are still to come
