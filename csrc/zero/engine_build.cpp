@@ -119,7 +119,8 @@ void Engine::build_unit(Unit& unit, EngineModel& model) {
           "' is sharded (ZeRO stage 3): most of it is on other ranks now; read or change it inside "
           "`with engine.gather():`, or, where a forward needs it though the module that holds it is not called itself "
           "(module.forward(), or a use of its weight by another), name a class whose forward holds that use in the "
-          "configuration's units";
+          "configuration's units; where a backward needs it, which came there by a tensor that no module returned, set "
+          "reshard_after_forward to false";
     }
     build_flat(flat);
   }
