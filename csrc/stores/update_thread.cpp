@@ -83,7 +83,7 @@ UpdateThread::~UpdateThread() {
 }
 
 UpdateThread::Ticket UpdateThread::queue(Urgency urgency, std::function<void()> work) {
-  ZB_EXPECT_STATE(runs_ == UpdatesRun::kInCaller || state_.is_own(), kForked);
+  ZB_EXPECT_STATE(!is_forked(), kForked);
   const std::lock_guard lock(state_->mutex);
   const Ticket ticket = ++state_->last;
   state_->works.emplace(std::pair{urgency, ticket}, std::move(work));
@@ -92,29 +92,35 @@ UpdateThread::Ticket UpdateThread::queue(Urgency urgency, std::function<void()> 
   return ticket;
 }
 
+// What the thread had locked when the process forked stays locked in the child, so there nothing is asked.
+bool UpdateThread::is_forked() const noexcept { return runs_ == UpdatesRun::kInThread && !state_.is_own(); }
+
 bool UpdateThread::is_done(Ticket ticket) const {
+  if (is_forked()) return true;
   const std::lock_guard lock(state_->mutex);
   return state_->has_run(ticket) || state_->failure != nullptr;  // neither makes a wait block
 }
 
 std::size_t UpdateThread::waiting_num() const {
+  if (is_forked()) return 0;
   const std::lock_guard lock(state_->mutex);
   return state_->works.size();
 }
 
 std::exception_ptr UpdateThread::failure() const {
+  if (is_forked()) return std::make_exception_ptr(StateError(kForked));
   const std::lock_guard lock(state_->mutex);
   return state_->failure;
 }
 
 void UpdateThread::wait(Ticket ticket) {
+  ZB_EXPECT_STATE(!is_forked(), kForked);
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   const auto is_over = [&] { return state.has_run(ticket) || state.failure != nullptr; };
   if (runs_ == UpdatesRun::kInCaller) {
     while (!is_over()) state.run_first(lock);
-  } else if (!is_over()) {
-    ZB_EXPECT_STATE(state_.is_own(), kForked);
+  } else {
     state.done_changed.wait(lock, is_over);
   }
   if (!state.has_run(ticket)) std::rethrow_exception(state.failure);

@@ -1,7 +1,7 @@
 // Runs a store's updates one after the other, beside the engine's thread: of what is queued, the most urgent first.
 //
 // Work that throws ends it: later work is not run, and every wait rethrows. The destructor ends the work that runs,
-// drops what waits behind it, and returns. A forked child may drop its copy, but not give it work.
+// drops what waits behind it, and returns. A forked child may drop its copy; every wait there throws at once.
 #pragma once
 
 #include <cstddef>
@@ -37,6 +37,8 @@ class UpdateThread {
 
  private:
   struct State;
+
+  bool is_forked() const noexcept;
 
   UpdatesRun runs_;
   ProcessOwned<State> state_;

@@ -132,6 +132,7 @@ TEST(UpdateThread, AForkedChildLetsGoOfItAndItsParentGoesOn) {
   EXPECT_TRUE(test::holds_in_child([&] {
     bool refused = false;
     try {
+      EXPECT_TRUE(thread->is_done(ticket) && thread->failure());
       thread->wait(ticket);
     } catch (const StateError&) {
       refused = true;
