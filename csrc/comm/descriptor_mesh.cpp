@@ -33,15 +33,11 @@ struct Hello {
   std::int64_t rank = -1;
 };
 
-FileDescriptor make_socket() {
-  return FileDescriptor(ZB_SYS(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)));
-}
-
 }  // namespace
 
 DescriptorMesh::DescriptorMesh(Communicator& control, std::chrono::milliseconds timeout)
     : control_(control), timeout_(timeout), sockets_(static_cast<std::size_t>(control.world_size())) {
-  const FileDescriptor listener = make_socket();
+  const FileDescriptor listener = shm::make_socket();
   const sockaddr_un any{.sun_family = AF_UNIX, .sun_path = {}};
   ZB_SYS(::bind(listener.get(), reinterpret_cast<const sockaddr*>(&any), sizeof(any.sun_family)));
   ZB_SYS(::listen(listener.get(), control.world_size()));
@@ -63,7 +59,7 @@ void DescriptorMesh::connect(const FileDescriptor& listener) {
   for (int peer = 0; peer < rank; ++peer) {
     const Address& address = addresses[static_cast<std::size_t>(peer)];
     FileDescriptor& socket = sockets_[static_cast<std::size_t>(peer)];
-    socket = make_socket();
+    socket = shm::make_socket();
     while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address.name), address.length) != 0) {
       if (errno != EAGAIN && errno != EINTR) {
         throw CommunicationError(rank_text(rank) + " cannot reach " + rank_text(peer) +

@@ -67,10 +67,6 @@ Address address_of(const std::string& rendezvous) {
   return address;
 }
 
-FileDescriptor make_socket() {
-  return FileDescriptor(ZB_SYS(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)));
-}
-
 FileDescriptor open_process(pid_t pid) {
   const auto number = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));  // always close-on-exec
   if (number < 0) throw IoError(errno, "pidfd_open (the shm communicator needs Linux 5.3 or newer; use gloo instead)");

@@ -33,6 +33,10 @@ struct alignas(cmsghdr) ControlBuffer {
 
 }  // namespace
 
+FileDescriptor make_socket() {
+  return FileDescriptor(ZB_SYS(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)));
+}
+
 void send_message(const FileDescriptor& socket, std::span<const std::byte> message, std::span<const int> descriptors,
                   const std::function<void()>& keep_waiting) {
   iovec data{const_cast<std::byte*>(message.data()), message.size()};

@@ -19,6 +19,8 @@ struct Message {
   std::vector<FileDescriptor> descriptors;
 };
 
+FileDescriptor make_socket();  // not blocking, not yet bound or connected
+
 // `keep_waiting` is called once a slice while the socket is not ready and throws to give up.
 void send_message(const FileDescriptor& socket, std::span<const std::byte> message, std::span<const int> descriptors,
                   const std::function<void()>& keep_waiting);

@@ -1,7 +1,5 @@
 #include "comm/watchdog.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -86,9 +84,7 @@ class Watchdog::Round {
 };
 
 Watchdog::Watchdog(std::shared_ptr<WatchedLane> lane)
-    : lane_(std::move(lane)),
-      process_(::getpid()),
-      thread_([held = lane_, signals = signals_] { run(*held, *signals); }) {}
+    : lane_(std::move(lane)), thread_([held = lane_, signals = signals_] { run(*held, *signals); }) {}
 
 void Watchdog::run(WatchedLane& lane, Signals& signals) noexcept {
   Round round(lane);
@@ -132,11 +128,7 @@ void Watchdog::wake() noexcept {
 }
 
 void Watchdog::close() noexcept {
-  if (!thread_.joinable()) return;
-  if (process_ != ::getpid()) {  // a forked child has the memory and not the thread
-    thread_.detach();
-    return;
-  }
+  if (!thread_.is_own() || !thread_->joinable()) return;
   bool is_done = false;
   {
     std::unique_lock lock(signals_->mutex);
@@ -145,9 +137,9 @@ void Watchdog::close() noexcept {
     is_done = signals_->changed.wait_for(lock, lane_->timeout + kCloseGrace, [&] { return signals_->is_done; });
   }
   if (is_done) {
-    thread_.join();
+    thread_->join();
   } else {
-    thread_.detach();
+    thread_->detach();
   }
 }
 

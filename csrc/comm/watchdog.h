@@ -18,6 +18,7 @@
 #include "comm/lane_transport.h"
 #include "comm/operation_log.h"
 #include "comm/peer_processes.h"
+#include "common/process_owned.h"
 
 namespace zb {
 
@@ -66,8 +67,7 @@ class Watchdog {
 
   std::shared_ptr<WatchedLane> lane_;
   std::shared_ptr<Signals> signals_ = std::make_shared<Signals>();
-  int process_;
-  std::thread thread_;
+  ProcessOwned<std::thread> thread_;
 };
 
 }  // namespace zb

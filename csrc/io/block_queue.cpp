@@ -63,52 +63,53 @@ IoTicket BlockQueue::push(std::span<const IoTransfer> transfers, IoCallback on_e
     operation->block_num += (transfer.bytes + block_bytes_ - 1) / block_bytes_;
   }
   ZB_EXPECT(operation->block_num > 0, "an I/O operation needs at least one byte");
+  ZB_EXPECT_STATE(shared_.is_own(), "an I/O engine does not survive fork(); make a new one in the child");
   {
-    const std::lock_guard lock(mutex_);
-    if (failure_) failure_->raise();
-    ZB_EXPECT_STATE(!stopped_, "the I/O engine is closed");
+    const std::lock_guard lock(shared_->mutex);
+    if (shared_->failure) shared_->failure->raise();
+    ZB_EXPECT_STATE(!shared_->stopped, "the I/O engine is closed");
     for (const IoTransfer& transfer : transfers) {
       for (std::size_t done = 0; done < transfer.bytes; done += block_bytes_) {
-        blocks_.push_back({{.direction = transfer.direction,
-                            .file = transfer.file,
-                            .offset = transfer.offset + done,
-                            .memory = transfer.memory + done,
-                            .bytes = std::min(block_bytes_, transfer.bytes - done)},
-                           operation,
-                           0});
+        shared_->blocks.push_back({{.direction = transfer.direction,
+                                    .file = transfer.file,
+                                    .offset = transfer.offset + done,
+                                    .memory = transfer.memory + done,
+                                    .bytes = std::min(block_bytes_, transfer.bytes - done)},
+                                   operation,
+                                   0});
       }
     }
   }
-  pushed_.notify_all();
+  shared_->pushed.notify_all();
   return operation;
 }
 
 void BlockQueue::wait(const IoTicket& ticket) {
-  std::unique_lock lock(mutex_);
-  ended_.wait(lock, [&] { return ticket->ended; });
+  std::unique_lock lock(shared_->mutex);
+  shared_->ended.wait(lock, [&] { return ticket->ended; });
   if (ticket->failure) ticket->failure->raise();
 }
 
 bool BlockQueue::ended(const IoTicket& ticket) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(shared_->mutex);
   return ticket->ended;
 }
 
 std::optional<Block> BlockQueue::pop() {
-  if (blocks_.empty()) return std::nullopt;
-  Block block = std::move(blocks_.front());
-  blocks_.pop_front();
+  if (shared_->blocks.empty()) return std::nullopt;
+  Block block = std::move(shared_->blocks.front());
+  shared_->blocks.pop_front();
   return block;
 }
 
 std::optional<Block> BlockQueue::try_take() {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(shared_->mutex);
   return pop();
 }
 
 std::optional<Block> BlockQueue::take() {
-  std::unique_lock lock(mutex_);
-  pushed_.wait(lock, [&] { return stopped_ || !blocks_.empty(); });
+  std::unique_lock lock(shared_->mutex);
+  shared_->pushed.wait(lock, [&] { return shared_->stopped || !shared_->blocks.empty(); });
   return pop();
 }
 
@@ -145,41 +146,41 @@ std::optional<Block> BlockQueue::finish(Block block, ssize_t result) {
 void BlockQueue::end_block(const Block& block, const IoFailurePtr& failure) {
   IoOperation& operation = *block.operation;
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(shared_->mutex);
     if (failure && !operation.failure) {
       operation.failure = failure;
       operation.block_num -= static_cast<std::size_t>(
-          std::erase_if(blocks_, [&](const Block& other) { return other.operation == block.operation; }));
+          std::erase_if(shared_->blocks, [&](const Block& other) { return other.operation == block.operation; }));
     }
     if (--operation.block_num > 0) return;
   }
   if (operation.on_end) operation.on_end(operation.failure);
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(shared_->mutex);
     operation.ended = true;
   }
-  ended_.notify_all();
+  shared_->ended.notify_all();
 }
 
 void BlockQueue::stop() {
   {
-    const std::lock_guard lock(mutex_);
-    stopped_ = true;
+    const std::lock_guard lock(shared_->mutex);
+    shared_->stopped = true;
   }
-  pushed_.notify_all();
+  shared_->pushed.notify_all();
 }
 
 bool BlockQueue::stopped() {
-  const std::lock_guard lock(mutex_);
-  return stopped_ && blocks_.empty();
+  const std::lock_guard lock(shared_->mutex);
+  return shared_->stopped && shared_->blocks.empty();
 }
 
 void BlockQueue::fail(const IoFailurePtr& failure, std::span<Block> taken) {
   std::deque<Block> waiting;
   {
-    const std::lock_guard lock(mutex_);
-    failure_ = failure;
-    waiting.swap(blocks_);
+    const std::lock_guard lock(shared_->mutex);
+    shared_->failure = failure;
+    waiting.swap(shared_->blocks);
   }
   for (const Block& block : waiting) end_block(block, failure);
   for (const Block& block : taken) end_block(block, failure);

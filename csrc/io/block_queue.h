@@ -1,7 +1,7 @@
 // Between those who start transfers and the threads that make the system calls: transfers come in, blocks go out.
 //
 // A transfer is cut into blocks of one system call each; its operation ends when its last block has ended, well or
-// not. A failed operation's remaining blocks are not begun. Thread-safe.
+// not. A failed operation's remaining blocks are not begun. Thread-safe. A forked child may drop its copy, no more.
 #pragma once
 
 #include <sys/types.h>
@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "common/process_owned.h"
 #include "io/ring.h"
 
 namespace zb {
@@ -88,14 +89,19 @@ class BlockQueue {
   void end_block(const Block& block, const IoFailurePtr& failure);
   IoFailurePtr failure_of_call(const Block& block, ssize_t result) const;
 
+  // What threads lock and wait on, and what they change.
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable pushed;
+    std::condition_variable ended;
+    std::deque<Block> blocks;
+    bool stopped = false;
+    IoFailurePtr failure;
+  };
+
   std::vector<IoFile> files_;
   std::size_t block_bytes_;
-  std::mutex mutex_;
-  std::condition_variable pushed_;
-  std::condition_variable ended_;
-  std::deque<Block> blocks_;
-  bool stopped_ = false;
-  IoFailurePtr failure_;
+  ProcessOwned<Shared> shared_;
 };
 
 }  // namespace zb

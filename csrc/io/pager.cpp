@@ -63,13 +63,14 @@ Pager::Pager(const PagerPlan& plan, std::vector<std::size_t> chunk_bytes, const 
 }
 
 Pager::~Pager() {
-  Lock lock(mutex_);
+  if (!sync_.is_own()) return;
+  Lock lock(sync_->mutex);
   order_.clear();
-  changed_.wait(lock, [this] { return in_flight_num_ == 0; });
+  sync_->changed.wait(lock, [this] { return in_flight_num_ == 0; });
 }
 
 void Pager::set_order(const std::vector<std::size_t>& order) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(sync_->mutex);
   for (const std::size_t chunk : order) {
     ZB_EXPECT(chunk < chunks_.size(),
               "an order names chunk " + std::to_string(chunk) + " of " + std::to_string(chunks_.size()));
@@ -82,7 +83,7 @@ void Pager::set_order(const std::vector<std::size_t>& order) {
 }
 
 std::span<std::byte> Pager::acquire(std::size_t index, Content content) {
-  Lock lock(mutex_);
+  Lock lock(sync_->mutex);
   ZB_EXPECT(index < chunks_.size(), "chunk " + std::to_string(index) + " is none of " + std::to_string(chunks_.size()));
   Chunk& chunk = chunks_[index];
   ZB_EXPECT_STATE(chunk.frame == kNone || frames_[chunk.frame].state != State::kHeld,
@@ -139,13 +140,13 @@ bool Pager::bring_in(Lock& lock, std::size_t index, Content content) {
 
 void Pager::wait_change(Lock& lock) {
   if (waiter_num_++ == 0) wait_begin_ = std::chrono::steady_clock::now();
-  changed_.wait(lock);
+  sync_->changed.wait(lock);
   if (--waiter_num_ == 0) stats_.wait_s += seconds_since(wait_begin_);
 }
 
 bool Pager::check(std::size_t index, std::span<std::byte> memory) {
   if (checksum(memory) == chunks_[index].checksum) return true;
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(sync_->mutex);
   const Chunk& chunk = chunks_[index];
   const IoTransfer first =
       space_.transfers(Direction::kRead, chunk.slot, {memory.data(), space_.aligned(chunk.bytes)})[0];
@@ -159,7 +160,7 @@ bool Pager::check(std::size_t index, std::span<std::byte> memory) {
 }
 
 void Pager::release(std::size_t index, Change change) {
-  Lock lock(mutex_);
+  Lock lock(sync_->mutex);
   ZB_EXPECT(index < chunks_.size(), "chunk " + std::to_string(index) + " is none of " + std::to_string(chunks_.size()));
   Chunk& chunk = chunks_[index];
   ZB_EXPECT_STATE(chunk.frame != kNone && frames_[chunk.frame].state == State::kHeld,
@@ -176,18 +177,18 @@ void Pager::release(std::size_t index, Change change) {
   }
   frames_[chunk.frame].state = writes ? State::kWriting : State::kReady;
   if (writes) transfer(Direction::kWrite, chunk.frame);
-  changed_.notify_all();
+  sync_->changed.notify_all();
   read_ahead();
 }
 
 void Pager::flush() {
-  Lock lock(mutex_);
+  Lock lock(sync_->mutex);
   while (in_flight_num_ > 0) wait_change(lock);
   if (failure_) failure_->raise();
 }
 
 bool Pager::is_in_memory(std::size_t index) const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(sync_->mutex);
   const Chunk& chunk = chunks_.at(index);
   if (failure_) return true;
   if (chunk.frame == kNone) return !chunk.on_disk;
@@ -195,7 +196,7 @@ bool Pager::is_in_memory(std::size_t index) const {
 }
 
 PagerStats Pager::stats() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(sync_->mutex);
   PagerStats stats = stats_;
   if (waiter_num_ > 0) stats.wait_s += seconds_since(wait_begin_);
   return stats;
@@ -243,7 +244,7 @@ void Pager::transfer(Direction direction, std::size_t frame) {
   try {
     engine_.start(space_.transfers(direction, chunk.slot, {frames_[frame].memory, bytes}),
                   [this, direction, frame](const IoFailurePtr& failure) {
-                    const std::lock_guard lock(mutex_);
+                    const std::lock_guard lock(sync_->mutex);
                     on_end(direction, frame, failure);
                   });
     (direction == Direction::kRead ? stats_.read_bytes : stats_.written_bytes) += bytes;
@@ -268,7 +269,7 @@ void Pager::on_end(Direction direction, std::size_t frame, const IoFailurePtr& f
     chunk.on_disk = true;
     chunk.unchecked = direction == Direction::kRead && checksums_;
   }
-  changed_.notify_all();
+  sync_->changed.notify_all();
   read_ahead();
 }
 

@@ -14,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "common/process_owned.h"
 #include "io/engine.h"
 #include "io/swap_space.h"
 
@@ -66,7 +67,7 @@ class Pager {
   // space.slot_bytes(), aligned as the space says. Space, engine and memory outlive the pager.
   Pager(const PagerPlan& plan, std::vector<std::size_t> chunk_bytes, const SwapSpace& space, IoEngine& engine,
         std::span<std::byte> memory, const PagerOptions& options = {});
-  ~Pager();  // waits for transfers in flight
+  ~Pager();  // waits for transfers in flight, but in a forked child, where they never end
 
   // The order in which chunks will be acquired to be read (Content::kKept), again and again; empty: nothing is read
   // ahead. A chunk may come several times.
@@ -99,6 +100,10 @@ class Pager {
     bool unchecked = false;  // read since, and not yet compared with the checksum
     std::uint64_t checksum = 0;
   };
+  struct Sync {
+    std::mutex mutex;
+    std::condition_variable changed;
+  };
   using Lock = std::unique_lock<std::mutex>;
 
   std::span<std::byte> memory_of(const Chunk& chunk) const { return {frames_[chunk.frame].memory, chunk.bytes}; }
@@ -118,8 +123,7 @@ class Pager {
   IoEngine& engine_;
   const bool checksums_;
   const PagerOptions::OnTransfer on_transfer_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  ProcessOwned<Sync> sync_;
   std::vector<Chunk> chunks_;
   std::vector<Frame> frames_;  // those of swapping chunks first
   std::size_t swap_frame_num_ = 0;

@@ -9,8 +9,9 @@
 #include <thread>
 #include <vector>
 
-#include "common/blocked_signals.h"
 #include "common/error.h"
+#include "common/scope_exit.h"
+#include "io/io_thread.h"
 #include "io/ring.h"
 
 namespace zb {
@@ -89,10 +90,19 @@ void run_threads(const RawOptions& options, const Requests& requests, std::span<
   };
   std::vector<std::thread> threads;
   {
-    const BlockedSignals blocked;
-    for (std::size_t i = 0; i < options.depth; ++i) threads.emplace_back(work, memory.data() + i * options.block_bytes);
+    const ScopeExit join([&] {
+      for (std::thread& thread : threads) thread.join();
+    });
+    threads.reserve(options.depth);
+    try {
+      for (std::size_t i = 0; i < options.depth; ++i) {
+        threads.push_back(start_io_thread([&work, block = memory.data() + i * options.block_bytes] { work(block); }));
+      }
+    } catch (...) {
+      next = requests.num();  // those that run need not go on
+      throw;
+    }
   }
-  for (std::thread& thread : threads) thread.join();
   if (error) std::rethrow_exception(error);
 }
 

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,7 +29,7 @@ std::string refusal(int error_number) {
 
 }  // namespace
 
-Ring::Ring(System& system, std::size_t depth) : system_(system) {
+Ring::Ring(System& system, std::size_t depth) : system_(system), process_(::getpid()) {
   io_uring_params params{};
   fd_ = system_.ring_setup(static_cast<unsigned>(depth), &params);
   if (fd_ < 0) throw_io(-fd_, refusal(-fd_), {});
@@ -65,10 +66,12 @@ void Ring::map(const io_uring_params& params) {
   completions_ = reinterpret_cast<io_uring_cqe*>(rings_ + params.cq_off.cqes);
 }
 
-// What was registered is given back here, since the kernel closes a ring some time after close().
+// What was registered is given back here, since the kernel closes a ring some time after close(). A forked child's ring
+// is its parent's, who still needs that.
 void Ring::unmap() noexcept {
-  if (has_files_) system_.ring_register(fd_, IORING_UNREGISTER_FILES, nullptr, 0);
-  if (!pieces_.empty()) system_.ring_register(fd_, IORING_UNREGISTER_BUFFERS, nullptr, 0);
+  const bool is_own = process_ == ::getpid();
+  if (is_own && has_files_) system_.ring_register(fd_, IORING_UNREGISTER_FILES, nullptr, 0);
+  if (is_own && !pieces_.empty()) system_.ring_register(fd_, IORING_UNREGISTER_BUFFERS, nullptr, 0);
   if (requests_ != nullptr) system_.ring_unmap(requests_, requests_bytes_);
   if (rings_ != nullptr) system_.ring_unmap(rings_, rings_bytes_);
   system_.close(fd_);

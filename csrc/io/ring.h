@@ -53,6 +53,7 @@ class Ring {
   io_uring_sqe& next_request();
 
   System& system_;
+  int process_;
   int fd_ = -1;
   std::byte* rings_ = nullptr;
   std::size_t rings_bytes_ = 0;

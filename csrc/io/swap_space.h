@@ -30,8 +30,7 @@ class SwapSpace {
   static std::size_t slot_bytes_for(std::size_t chunk_bytes, std::size_t path_num) noexcept;
 
   std::size_t slot_num() const noexcept { return slot_num_; }
-  // Of memory, and of the bytes that a transfer of a chunk moves.
-  std::size_t alignment_bytes() const noexcept { return alignment_bytes_; }
+  // What a transfer of a chunk of so many bytes moves.
   std::size_t aligned(std::size_t bytes) const noexcept;
   std::size_t slot_bytes() const noexcept { return slot_bytes_; }               // aligned
   std::size_t file_bytes() const noexcept { return slot_num_ * piece_bytes_; }  // of each file
@@ -44,7 +43,7 @@ class SwapSpace {
 
  private:
   std::vector<SwapFile> files_;
-  std::size_t alignment_bytes_ = 0;
+  std::size_t alignment_bytes_ = 0;  // of memory, and of the bytes that a transfer moves
   std::size_t slot_num_ = 0;
   std::size_t slot_bytes_ = 0;
   std::size_t piece_bytes_ = 0;  // of a slot, in each file

@@ -4,8 +4,9 @@
 #include <utility>
 #include <vector>
 
-#include "common/blocked_signals.h"
+#include "common/process_owned.h"
 #include "io/engines.h"
+#include "io/io_thread.h"
 
 namespace zb {
 namespace {
@@ -14,16 +15,17 @@ class ThreadEngine final : public IoEngine {
  public:
   ThreadEngine(const IoEngineOptions& options, std::vector<IoFile> files, System& system)
       : IoEngine(IoEngineKind::kThreads, std::move(files), options), system_(system) {
-    threads_.reserve(options.depth);
-    const BlockedSignals blocked;
+    threads_->reserve(options.depth);
     try {
-      for (std::size_t i = 0; i < options.depth; ++i) threads_.emplace_back([this] { work(); });
+      for (std::size_t i = 0; i < options.depth; ++i) threads_->push_back(start_io_thread([this] { work(); }));
     } catch (...) {
       end();
       throw;
     }
   }
-  ~ThreadEngine() override { end(); }
+  ~ThreadEngine() override {
+    if (threads_.is_own()) end();
+  }
 
  private:
   void work() {
@@ -43,11 +45,11 @@ class ThreadEngine final : public IoEngine {
 
   void end() {
     queue_.stop();
-    for (std::thread& thread : threads_) thread.join();
+    for (std::thread& thread : *threads_) thread.join();
   }
 
   System& system_;
-  std::vector<std::thread> threads_;
+  ProcessOwned<std::vector<std::thread>> threads_;
 };
 
 }  // namespace

@@ -14,10 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include "common/blocked_signals.h"
 #include "common/error.h"
 #include "common/page.h"
+#include "common/process_owned.h"
 #include "io/engines.h"
+#include "io/io_thread.h"
 #include "io/ring.h"
 #include "memory/host_limits.h"
 
@@ -59,41 +60,47 @@ std::string lock_cure(std::span<const std::span<std::byte>> memory) {
          " KiB more than the user's other rings hold, or choose io_engine threads";
 }
 
-class UringEngine final : public IoEngine {
+// What wakes the ring's thread: a descriptor that is readable once somebody rang.
+class Bell {
  public:
-  UringEngine(const IoEngineOptions& options, std::vector<IoFile> files, std::span<const std::span<std::byte>> memory,
-              System& system)
-      : IoEngine(IoEngineKind::kIoUring, std::move(files), options), ring_(system, options.depth + 1) {
-    std::vector<int> fds;
-    for (const IoFile& file : queue_.files()) fds.push_back(file.fd);
-    ring_.register_files(fds);
-    if (!ring_.register_memory(memory)) {
-      if (!options.allow_fallback) throw_io(ENOMEM, lock_refusal(memory) + "; " + lock_cure(memory), {});
-      note_ = lock_refusal(memory) + ": plain memory instead";
-    }
-    slots_.resize(options.depth);
-    for (std::size_t i = options.depth; i > 0; --i) free_.push_back(i - 1);
-    wake_fd_ = ZB_SYS(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    const BlockedSignals blocked;
-    thread_ = std::thread([this] { work(); });
-  }
+  Bell() : fd_(ZB_SYS(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))) {}
+  ~Bell() { ::close(fd_); }
+  Bell(const Bell&) = delete;
+  Bell& operator=(const Bell&) = delete;
 
-  ~UringEngine() override {
-    queue_.stop();
-    wake();
-    thread_.join();
-    ::close(wake_fd_);
+  int fd() const noexcept { return fd_; }
+  void ring() noexcept {
+    const std::uint64_t one = 1;
+    static_cast<void>(!::write(fd_, &one, sizeof(one)));  // fails only where it is readable anyway
+  }
+  void silence() noexcept {
+    std::uint64_t count = 0;
+    static_cast<void>(!::read(fd_, &count, sizeof(count)));
   }
 
  private:
-  void wake() override {
-    const std::uint64_t one = 1;
-    static_cast<void>(!::write(wake_fd_, &one, sizeof(one)));  // fails only where it is readable anyway
+  int fd_;
+};
+
+// The ring with its thread and what that alone uses, once it runs.
+class RingThread {
+ public:
+  RingThread(System& system, std::size_t depth, BlockQueue& queue) : queue_(queue), ring_(system, depth + 1) {
+    slots_.resize(depth);
+    for (std::size_t i = depth; i > 0; --i) free_.push_back(i - 1);
   }
 
+  Ring& ring() noexcept { return ring_; }
+  void wake() noexcept { bell_.ring(); }
+  void start() {
+    thread_ = start_io_thread([this] { work(); });
+  }
+  void join() { thread_.join(); }
+
+ private:
   void work() {
     try {
-      ring_.prepare_poll(wake_fd_, kWakeTag);
+      ring_.prepare_poll(bell_.fd(), kWakeTag);
       while (fill() || !queue_.stopped()) {
         ring_.submit(1);
         reap();
@@ -132,9 +139,8 @@ class UringEngine final : public IoEngine {
     std::int32_t result = 0;
     while (ring_.next(tag, result)) {
       if (tag == kWakeTag) {
-        std::uint64_t count = 0;
-        static_cast<void>(!::read(wake_fd_, &count, sizeof(count)));
-        ring_.prepare_poll(wake_fd_, kWakeTag);
+        bell_.silence();
+        ring_.prepare_poll(bell_.fd(), kWakeTag);
         continue;
       }
       const auto slot = static_cast<std::size_t>(tag);
@@ -144,12 +150,41 @@ class UringEngine final : public IoEngine {
     }
   }
 
+  BlockQueue& queue_;
   Ring ring_;
   std::vector<std::optional<Block>> slots_;  // in flight, by tag
   std::vector<std::size_t> free_;
   std::vector<Block> continued_;  // what short transfers left
-  int wake_fd_ = -1;
+  Bell bell_;
   std::thread thread_;
+};
+
+class UringEngine final : public IoEngine {
+ public:
+  UringEngine(const IoEngineOptions& options, std::vector<IoFile> files, std::span<const std::span<std::byte>> memory,
+              System& system)
+      : IoEngine(IoEngineKind::kIoUring, std::move(files), options), thread_(system, options.depth, queue_) {
+    std::vector<int> fds;
+    for (const IoFile& file : queue_.files()) fds.push_back(file.fd);
+    thread_->ring().register_files(fds);
+    if (!thread_->ring().register_memory(memory)) {
+      if (!options.allow_fallback) throw_io(ENOMEM, lock_refusal(memory) + "; " + lock_cure(memory), {});
+      note_ = lock_refusal(memory) + ": plain memory instead";
+    }
+    thread_->start();
+  }
+
+  ~UringEngine() override {
+    if (!thread_.is_own()) return;
+    queue_.stop();
+    wake();
+    thread_->join();
+  }
+
+ private:
+  void wake() override { thread_->wake(); }
+
+  ProcessOwned<RingThread> thread_;
 };
 
 }  // namespace

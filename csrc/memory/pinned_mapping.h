@@ -57,6 +57,7 @@ class PinnedMapping {
   void fill(const PinnedOptions& options);
   void unmap() noexcept;
 
+  int process_;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
   bool is_on_node_ = false;  // the kernel took the wish for a node

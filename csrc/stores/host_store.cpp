@@ -327,7 +327,6 @@ class HostStore final : public Store {
     if (!home_) device_->wait(Lane::kFromHost, update.started);
     const DType dtype = shard.spec.param_dtype;
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
-      states_->expect(update.index, end, std::min(end + chunk_numel(), shard.spec.numel));
       Outgoing* outgoing = nullptr;
       {
         const TimelineScope recorded(timeline_, kThread, "wait for the device", unit);

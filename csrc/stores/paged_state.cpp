@@ -81,8 +81,6 @@ class PagedStateImpl final : public PagedState {
     count(ledger, Tier::kNvme, swapped_numel_, space_.file_bytes() * options.directories.size());
   }
 
-  Tier tier() const noexcept override { return Tier::kNvme; }
-
   void add_shard(std::size_t numel) override {
     ZB_EXPECT_STATE(added_num_ < table_.shards.size() && table_.shards[added_num_] == numel,
                     "shard " + std::to_string(added_num_) + " of " + std::to_string(numel) +

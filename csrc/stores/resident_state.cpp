@@ -13,8 +13,6 @@ class ResidentState final : public StateSpace {
  public:
   explicit ResidentState(std::shared_ptr<PinnedPool> pool) : pool_(std::move(pool)) {}
 
-  Tier tier() const noexcept override { return Tier::kHost; }
-
   void add_shard(std::size_t numel) override {
     Shard shard;  // zeros: the pool is new, and no shard ever goes
     for (std::size_t i = 0; i < kCategories.size(); ++i) {

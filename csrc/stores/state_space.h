@@ -2,7 +2,7 @@
 // brought there in chunks.
 //
 // A store borrows a chunk, works on it in host memory and gives it back. Chunks of one shard are borrowed in order,
-// from one thread; `expect` says which one comes after, so that it can be on its way.
+// from one thread.
 #pragma once
 
 #include <cstddef>
@@ -25,14 +25,8 @@ enum class ChunkUse : std::uint8_t { kRead, kWritten };
 class StateSpace {
  public:
   virtual ~StateSpace() = default;
-  virtual Tier tier() const noexcept = 0;
   // A new shard of zeros; shards count from 0.
   virtual void add_shard(std::size_t numel) = 0;
-  virtual void expect(std::size_t shard, std::size_t begin, std::size_t end) {
-    static_cast<void>(shard);
-    static_cast<void>(begin);
-    static_cast<void>(end);
-  }
   virtual StateChunk borrow(std::size_t shard, std::size_t begin, std::size_t end) = 0;  // may block
   virtual void give_back(std::size_t shard, std::size_t begin, std::size_t end, ChunkUse use) = 0;
 };

@@ -1,99 +1,129 @@
 #include "stores/update_thread.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
 #include <utility>
 
 #include "common/blocked_signals.h"
+#include "common/error.h"
 
 namespace zb {
+namespace {
 
-UpdateThread::UpdateThread(UpdatesRun runs) : runs_(runs), owner_(getpid()) {
+constexpr const char* kForked = "an update thread does not survive fork(); make a new engine in the child";
+
+}  // namespace
+
+struct UpdateThread::State {
+  mutable std::mutex mutex;
+  std::condition_variable queued;
+  std::condition_variable done_changed;
+  std::map<std::pair<Urgency, Ticket>, std::function<void()>> works;
+  std::set<Ticket> undone;  // queued or running, or never to be run
+  Ticket last = 0;
+  std::exception_ptr failure;
+  bool stopping = false;
+  std::thread thread;
+
+  bool has_run(Ticket ticket) const { return !undone.contains(ticket); }
+
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      queued.wait(lock, [&] { return stopping || !works.empty(); });
+      if (stopping) return;
+      run_first(lock);
+    }
+  }
+
+  void run_first(std::unique_lock<std::mutex>& lock) {
+    const auto first = works.begin();
+    const Ticket ticket = first->first.second;
+    std::function<void()> work = std::move(first->second);
+    works.erase(first);
+    if (failure) return;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      work();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    work = nullptr;  // what it holds goes before anybody learns that it is done
+    lock.lock();
+    if (error) {
+      failure = error;
+    } else {
+      undone.erase(ticket);
+    }
+    done_changed.notify_all();
+  }
+};
+
+UpdateThread::UpdateThread(UpdatesRun runs) : runs_(runs) {
   if (runs_ == UpdatesRun::kInCaller) return;
   const BlockedSignals blocked;
-  thread_ = std::make_unique<std::thread>([this] { run(); });
-  pthread_setname_np(thread_->native_handle(), "zb-update");
+  state_->thread = std::thread([state = &*state_] { state->run(); });
+  pthread_setname_np(state_->thread.native_handle(), "zb-update");
 }
 
 UpdateThread::~UpdateThread() {
-  if (!thread_) return;
-  if (owner_ != getpid()) {
-    static_cast<void>(thread_.release());
-    return;
-  }
+  if (runs_ == UpdatesRun::kInCaller || !state_.is_own()) return;
   {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
+    const std::lock_guard lock(state_->mutex);
+    state_->stopping = true;
   }
-  queued_.notify_one();
-  thread_->join();
+  state_->queued.notify_one();
+  state_->thread.join();
 }
 
 UpdateThread::Ticket UpdateThread::queue(Urgency urgency, std::function<void()> work) {
-  const std::lock_guard lock(mutex_);
-  const Ticket ticket = ++last_;
-  works_.emplace(std::pair{urgency, ticket}, std::move(work));
-  undone_.insert(ticket);
-  queued_.notify_one();
+  ZB_EXPECT_STATE(!is_forked(), kForked);
+  const std::lock_guard lock(state_->mutex);
+  const Ticket ticket = ++state_->last;
+  state_->works.emplace(std::pair{urgency, ticket}, std::move(work));
+  state_->undone.insert(ticket);
+  state_->queued.notify_one();
   return ticket;
 }
 
+// What the thread had locked when the process forked stays locked in the child, so there nothing is asked.
+bool UpdateThread::is_forked() const noexcept { return runs_ == UpdatesRun::kInThread && !state_.is_own(); }
+
 bool UpdateThread::is_done(Ticket ticket) const {
-  const std::lock_guard lock(mutex_);
-  return has_run(ticket) || failure_ != nullptr;  // neither makes a wait block
+  if (is_forked()) return true;
+  const std::lock_guard lock(state_->mutex);
+  return state_->has_run(ticket) || state_->failure != nullptr;  // neither makes a wait block
 }
 
 std::size_t UpdateThread::waiting_num() const {
-  const std::lock_guard lock(mutex_);
-  return works_.size();
+  if (is_forked()) return 0;
+  const std::lock_guard lock(state_->mutex);
+  return state_->works.size();
 }
 
 std::exception_ptr UpdateThread::failure() const {
-  const std::lock_guard lock(mutex_);
-  return failure_;
+  if (is_forked()) return std::make_exception_ptr(StateError(kForked));
+  const std::lock_guard lock(state_->mutex);
+  return state_->failure;
 }
 
 void UpdateThread::wait(Ticket ticket) {
-  std::unique_lock lock(mutex_);
+  ZB_EXPECT_STATE(!is_forked(), kForked);
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  const auto is_over = [&] { return state.has_run(ticket) || state.failure != nullptr; };
   if (runs_ == UpdatesRun::kInCaller) {
-    while (!has_run(ticket) && !failure_) run_first(lock);
+    while (!is_over()) state.run_first(lock);
   } else {
-    done_changed_.wait(lock, [&] { return has_run(ticket) || failure_ != nullptr; });
+    state.done_changed.wait(lock, is_over);
   }
-  if (!has_run(ticket)) std::rethrow_exception(failure_);
-}
-
-void UpdateThread::run() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    queued_.wait(lock, [&] { return stopping_ || !works_.empty(); });
-    if (stopping_) return;
-    run_first(lock);
-  }
-}
-
-void UpdateThread::run_first(std::unique_lock<std::mutex>& lock) {
-  const auto first = works_.begin();
-  const Ticket ticket = first->first.second;
-  std::function<void()> work = std::move(first->second);
-  works_.erase(first);
-  if (failure_) return;
-  lock.unlock();
-  std::exception_ptr error;
-  try {
-    work();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  work = nullptr;  // what it holds goes before anybody learns that it is done
-  lock.lock();
-  if (error) {
-    failure_ = error;
-  } else {
-    undone_.erase(ticket);
-  }
-  done_changed_.notify_all();
+  if (!state.has_run(ticket)) std::rethrow_exception(state.failure);
 }
 
 }  // namespace zb

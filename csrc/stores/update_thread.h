@@ -1,22 +1,15 @@
 // Runs a store's updates one after the other, beside the engine's thread: of what is queued, the most urgent first.
 //
 // Work that throws ends it: later work is not run, and every wait rethrows. The destructor ends the work that runs,
-// drops what waits behind it, and returns. A copy in a forked child has no thread and is left alone.
+// drops what waits behind it, and returns. A forked child may drop its copy; every wait there throws at once.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <set>
-#include <thread>
-#include <utility>
 
-#include <sys/types.h>
+#include "common/process_owned.h"
 
 namespace zb {
 
@@ -43,21 +36,12 @@ class UpdateThread {
   void wait(Ticket ticket);
 
  private:
-  void run();
-  void run_first(std::unique_lock<std::mutex>& lock);
-  bool has_run(Ticket ticket) const { return !undone_.contains(ticket); }
+  struct State;
+
+  bool is_forked() const noexcept;
 
   UpdatesRun runs_;
-  pid_t owner_;
-  mutable std::mutex mutex_;
-  std::condition_variable queued_;
-  std::condition_variable done_changed_;
-  std::map<std::pair<Urgency, Ticket>, std::function<void()>> works_;
-  std::set<Ticket> undone_;  // queued or running, or never to be run
-  Ticket last_ = 0;
-  std::exception_ptr failure_;
-  bool stopping_ = false;
-  std::unique_ptr<std::thread> thread_;
+  ProcessOwned<State> state_;
 };
 
 }  // namespace zb

@@ -3,8 +3,10 @@
 #include <fcntl.h>
 
 #include <array>
+#include <chrono>
 #include <thread>
 
+#include "fork_support.h"
 #include "io_support.h"
 
 namespace zb {
@@ -321,6 +323,57 @@ TEST(UringEngine, MemoryBeyondOneRegisteredPieceIsReached) {
   engine->wait(engine->start({&read, 1}));
   EXPECT_EQ(std::memcmp(memory.data(), memory.data() + (1 << 16), 1 << 16), 0);
 }
+
+#if !defined(__SANITIZE_THREAD__)
+TEST_P(IoEngineTest, AForkedChildLetsGoOfItAndItsParentGoesOn) {
+  constexpr std::size_t kBytes = 1 << 16;
+  const File file(folder_.path(), "forked", kBytes);
+  const HostBuffer memory(2 * kBytes, "a test");
+  const std::span<std::byte> out{memory.data(), kBytes};
+  const std::span<std::byte> in{memory.data() + kBytes, kBytes};
+  auto engine = make({file.handle()}, 4096, 4, {memory.data(), memory.bytes()});
+  const IoTransfer write{Direction::kWrite, 0, 0, out.data(), kBytes};
+  const IoTransfer read{Direction::kRead, 0, 0, in.data(), kBytes};
+  for (std::uint64_t round = 0; round < 3; ++round) {
+    fill_random(out, round);
+    engine->wait(engine->start({&write, 1}));
+    engine->wait(engine->start({&read, 1}));
+    EXPECT_EQ(std::memcmp(in.data(), out.data(), kBytes), 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // now the threads wait for transfers
+    EXPECT_TRUE(test::holds_in_child([&] {
+      const bool refused = !error_text([&] { engine->start({&write, 1}); }).empty();
+      engine.reset();
+      return refused;
+    }));
+  }
+}
+
+TEST(Ring, AForkedChildUnregistersNothingOfItsParent) {
+  if (!test::kernel_has_io_uring()) GTEST_SKIP() << "no io_uring here";
+  const Folder folder;
+  const File file(folder.path(), "forked", 8192);
+  const HostBuffer memory(8192, "a test");
+  fill_random({memory.data(), 4096}, 3);
+  auto ring = std::make_unique<Ring>(kernel_system(), 2);
+  ring->register_files(std::array{file.handle().fd});
+  ASSERT_TRUE(ring->register_memory(std::array{std::span(memory.data(), memory.bytes())}));
+  EXPECT_TRUE(test::holds_in_child([&] {
+    ring.reset();
+    return true;
+  }));
+  const auto result_of = [&](Direction direction, std::byte* at) {
+    ring->prepare(direction, 0, 0, at, 4096, 7);
+    ring->submit(1);
+    std::uint64_t tag = 0;
+    std::int32_t result = 0;
+    while (!ring->next(tag, result)) ring->submit(1);
+    return result;
+  };
+  EXPECT_EQ(result_of(Direction::kWrite, memory.data()), 4096);
+  EXPECT_EQ(result_of(Direction::kRead, memory.data() + 4096), 4096);
+  EXPECT_EQ(std::memcmp(memory.data(), memory.data() + 4096, 4096), 0);
+}
+#endif
 
 }  // namespace
 }  // namespace zb

@@ -1,7 +1,10 @@
 // The pager against a plain model in memory, with every engine; what it reads and writes; what stays resident.
+#include <chrono>
 #include <numeric>
 #include <optional>
+#include <thread>
 
+#include "fork_support.h"
 #include "io/pager.h"
 #include "io_support.h"
 
@@ -318,6 +321,58 @@ TEST(Pager, ACorruptedSlotIsFoundByItsChecksum) {
     EXPECT_EQ(error_text([&] { paged->flush(); }).empty(), !checksums);
   }
 }
+
+#if !defined(__SANITIZE_THREAD__)
+TEST(Pager, AForkedChildLetsGoOfItAndItsParentGoesOn) {
+  for (const IoEngineKind kind : {IoEngineKind::kIoUring, IoEngineKind::kThreads}) {
+    const Folder folder;
+    EmulatedRings system;
+    std::atomic<bool> blocks{false};
+    system.transfer_fault = [&](Direction, std::uint64_t, std::size_t) -> ssize_t {
+      while (blocks) std::this_thread::yield();
+      return 0;
+    };
+    const Layout layout{.engine = {.kind = kind, .block_bytes = 8192, .depth = 4}};
+    auto paged = std::make_unique<Paged>(layout, std::vector{folder.path()}, system);
+    const auto fill = [&](std::uint64_t seed) {
+      for (std::size_t chunk = 0; chunk < layout.chunk_num; ++chunk) {
+        fill_random((*paged)->acquire(chunk), seed + chunk);
+        (*paged)->release(chunk, Change::kDirty);
+      }
+      (*paged)->flush();
+    };
+    const auto expect_filled = [&](std::uint64_t seed) {
+      std::vector<std::byte> expected(layout.chunk_bytes);
+      for (std::size_t chunk = 0; chunk < layout.chunk_num; ++chunk) {
+        fill_random(expected, seed + chunk);
+        EXPECT_EQ(std::memcmp((*paged)->acquire(chunk).data(), expected.data(), expected.size()), 0) << chunk;
+        (*paged)->release(chunk, Change::kClean);
+      }
+    };
+    const auto let_go = [&] {
+      paged.reset();
+      return true;
+    };
+    fill(1);
+    EXPECT_TRUE(test::holds_in_child(let_go));
+    expect_filled(1);
+    // A write is under way, and a thread waits for its end.
+    fill_random((*paged)->acquire(0), 1);
+    blocks = true;
+    (*paged)->release(0, Change::kDirty);
+    std::thread waiter([&] { (*paged)->flush(); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    EXPECT_TRUE(test::holds_in_child(let_go));
+    blocks = false;
+    waiter.join();
+    expect_filled(1);
+    fill(100);
+    EXPECT_TRUE(test::holds_in_child(let_go));
+    expect_filled(100);
+    EXPECT_EQ(folder.file_num(), 1U);
+  }
+}
+#endif
 
 }  // namespace
 }  // namespace zb

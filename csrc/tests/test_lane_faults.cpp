@@ -6,11 +6,13 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <span>
 #include <thread>
 
+#include "fork_support.h"
 #include "lane_communicators.h"
 
 namespace zb {
@@ -142,6 +144,33 @@ TEST(LaneProcesses, ADeadRankIsNamedWithTheOperationThatWaitsForIt) {
         ::raise(SIGKILL);
       });
 }
+
+#if !defined(__SANITIZE_THREAD__)
+// In the child a new thread may have the stack, and so the handle, that the watchdog has in the parent.
+TEST(LaneProcesses, AForkedChildLeavesItsThreadsAndItsParentAlone) {
+  run_processes(
+      [](std::unique_ptr<Communicator> control, PeerProcesses processes) {
+        auto comm = stuck(std::move(control), 60s, "", std::move(processes));
+        EXPECT_TRUE(test::holds_in_child([&] {
+          std::atomic<bool> go = false;
+          std::thread own([&] {
+            while (!go) std::this_thread::yield();
+          });
+          comm.reset();
+          go = true;
+          own.join();
+          return true;
+        }));
+        const Region full = region(*comm, 8);
+        const WorkPtr work = comm->start_all_gather(gather_of(full, 0, 4, "h.3"));
+        EXPECT_EQ(raised_by(*comm), "rank 1 died during all_gather of 'h.3' (noticed by rank 0)");
+      },
+      [](std::unique_ptr<Communicator>) {
+        std::this_thread::sleep_for(300ms);
+        ::raise(SIGKILL);
+      });
+}
+#endif
 
 // What NCCL is where a peer has broken its connections.
 class BrokenTransport final : public LaneTransport {

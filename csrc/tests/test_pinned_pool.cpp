@@ -10,12 +10,14 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "common/error.h"
 #include "common/thread_pool.h"
+#include "fork_support.h"
 #include "memory/host_limits.h"
 
 namespace zb {
@@ -130,6 +132,19 @@ TEST(PinnedMapping, IsNoPartOfAForkedChild) {
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+TEST(PinnedMapping, AForkedChildThatDropsItUnmapsNothingOfItsOwn) {
+  auto mapping = std::make_unique<PinnedMapping>(kMib, PinnedOptions{});
+  EXPECT_TRUE(test::holds_in_child([&] {
+    auto* const own = static_cast<char*>(
+        mmap(mapping->data(), kMib, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0));
+    if (own == MAP_FAILED) return false;
+    mapping.reset();
+    unsigned char page = 0;
+    return mincore(own, 4096, &page) == 0;
+  }));
+  mapping->data()[0] = std::byte{1};
 }
 
 TEST(PinnedMapping, TakesANodesMemoryWhereTheKernelAllows) {

@@ -1,6 +1,9 @@
 // The raw loops move every byte they claim, and say where a transfer failed.
+#include <sys/resource.h>
+
 #include <set>
 
+#include "fork_support.h"
 #include "io/raw_io.h"
 #include "io/swap_file.h"
 #include "io_support.h"
@@ -9,6 +12,7 @@ namespace zb {
 namespace {
 
 using test::EmulatedRings;
+using test::error_text;
 using test::Folder;
 
 TEST(RawIo, TouchesEveryBlockOnceInEachDirection) {
@@ -55,6 +59,28 @@ TEST(RawIo, AFailedTransferIsAnErrorWithItsPath) {
     }
   }
 }
+
+#if !defined(__SANITIZE_THREAD__)
+// In a child, whose limit may be lowered and which gives up what root may do beyond it.
+TEST(RawIo, AThreadThatCannotBeStartedIsAnError) {
+  const Folder folder;
+  const SwapFile file({.directory = folder.path(), .owner = "a", .bytes = 40960});
+  const IoFile files[] = {{file.fd(), file.path()}};
+  const HostBuffer memory(8 * 4096, "a test");
+  EXPECT_TRUE(test::holds_in_child([&] {
+    constexpr uid_t kNobody = 65534;
+    const rlimit few{3, 3};  // this thread and, of a user with no others, two more
+    if (setrlimit(RLIMIT_NPROC, &few) != 0 || (geteuid() == 0 && setuid(kNobody) != 0)) return false;
+    const std::string raw = error_text([&] {
+      time_raw_io({IoEngineKind::kThreads, 4096, 8}, IoMode::kWrite, files, 0, 40960, {memory.data(), memory.bytes()},
+                  kernel_system());
+    });
+    const std::string engine = error_text(
+        [&] { make_io_engine({.kind = IoEngineKind::kThreads, .block_bytes = 4096, .depth = 8}, {files[0]}); });
+    return raw.starts_with("a thread for I/O could not be started") && engine == raw;
+  }));
+}
+#endif
 
 }  // namespace
 }  // namespace zb

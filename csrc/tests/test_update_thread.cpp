@@ -4,10 +4,14 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "common/error.h"
+#include "fork_support.h"
 
 namespace zb {
 namespace {
@@ -102,6 +106,47 @@ TEST(UpdateThread, RunsBesideTheCaller) {
   go = true;
   thread.wait(ticket);
 }
+
+#if !defined(__SANITIZE_THREAD__)
+TEST(UpdateThread, AForkedChildLetsGoOfItAndItsParentGoesOn) {
+  auto thread = std::make_unique<UpdateThread>(UpdatesRun::kInThread);
+  thread->wait(thread->queue(0, [] {}));
+  std::this_thread::sleep_for(50ms);  // now it waits for work
+  EXPECT_TRUE(test::holds_in_child([&] {
+    bool refused = false;
+    try {
+      thread->queue(0, [] {});
+    } catch (const StateError&) {
+      refused = true;
+    }
+    thread.reset();
+    return refused;
+  }));
+  std::atomic<bool> go = false;
+  const auto ticket = thread->queue(0, [&] {
+    while (!go) std::this_thread::yield();
+  });
+  thread->queue(0, [] {});
+  std::thread waiter([&] { thread->wait(ticket); });
+  std::this_thread::sleep_for(50ms);
+  EXPECT_TRUE(test::holds_in_child([&] {
+    const bool says_so = thread->is_done(ticket) && thread->failure();
+    bool refused = false;
+    try {
+      thread->wait(ticket);
+    } catch (const StateError&) {
+      refused = true;
+    }
+    thread.reset();
+    return says_so && refused;
+  }));
+  go = true;
+  waiter.join();
+  bool ran = false;
+  thread->wait(thread->queue(0, [&] { ran = true; }));
+  EXPECT_TRUE(ran);
+}
+#endif
 
 }  // namespace
 }  // namespace zb
