@@ -103,6 +103,12 @@ def is_ranked(row: Row) -> bool:
     return row.status == "ok" and row.comparable and row.strategy != FLOOR and step_rate(row) is not None
 
 
+def saw_all_state(row: Row) -> bool:
+    """Whether the window holds more than the first of all steps, at whose end some strategies only make their moments:
+    after that step's peak, while others have them from the start."""
+    return row.settings.warmup_steps + row.settings.num_steps > 1
+
+
 def fastest(rows: Sequence[Row]) -> Row | None:
     """The ranked row with the highest rate; equal ones by name, so that row order does not matter."""
     ranked = [row for row in rows if is_ranked(row)]
