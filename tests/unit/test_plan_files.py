@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from plan_samples import SMALL
@@ -131,11 +132,43 @@ def test_a_file_that_swaps_takes_its_own_folder_or_the_options(tmp_path) -> None
         return make_plan(CompareOptions(**options)).configurations[0].settings.nvme_paths
 
     assert paths(tmp_path) == [str(tmp_path)]
-    assert paths(nvme_path="/disk") == ["/disk"]
+    disk = str(tmp_path / "disk")
+    Path(disk).mkdir()
+    assert paths(nvme_path=disk) == [disk]
     with pytest.raises(ConfigError, match="or --nvme-path"):
         paths()
     with pytest.raises(ConfigError, match=r"--nvme-path .* reaches no row"):
-        paths(tmp_path, nvme_path="/disk")
+        paths(tmp_path, nvme_path=disk)
+
+
+@pytest.mark.parametrize("of_deepspeed", [False, True])
+@pytest.mark.parametrize("given", ["no/such", "file", "\0"])
+def test_a_file_that_swaps_where_nothing_can_be_written_is_refused(tmp_path, given, of_deepspeed) -> None:
+    (tmp_path / "file").touch()
+    section = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / given)}}
+    keys = {"zero_optimization": {"stage": 1, **section}} if of_deepspeed else {"stage": 1, **section}
+    path = write_config(tmp_path, **keys)
+    with pytest.raises(ConfigError, match=rf"{path}: nvme_path .*{given} cannot take files"):
+        make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
+
+
+def test_a_folder_is_named_once_however_it_is_written(tmp_path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    folders = (tmp_path, tmp_path / "link")
+    with pytest.raises(ConfigError, match=r"^--nvme-path .* names a folder twice"):
+        make_plan(CompareOptions(**{**SMALL, "offloads": ("nvme",), "nvme_paths": folders}))
+    section = {"device": "nvme", "nvme_path": [str(folder) for folder in folders]}
+    path = write_config(tmp_path, stage=1, offload_optimizer=section)
+    with pytest.raises(ConfigError, match=rf"^{path}: nvme_path .* names a folder twice"):
+        make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
+    # DeepSpeed has a path for each of two sections, which may be the same folder.
+    sections = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+        "offload_param": {"device": "nvme", "nvme_path": f"{tmp_path}/link/.."},
+    }
+    path = write_config(tmp_path, zero_optimization={"stage": 3, **sections})
+    (row,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)})).configurations
+    assert len(row.settings.nvme_paths) == 1
 
 
 def test_numbers_that_tell_rows_apart_give_way_to_names_of_files(tmp_path) -> None:

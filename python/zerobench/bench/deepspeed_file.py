@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -138,9 +139,9 @@ def _placement(path: Path, zero: _Zero) -> dict[str, Any]:
                 "the device nvme, or offload_param the device cpu"
             )
         decided["offload"] = "nvme_full" if parameters.device == "nvme" else "nvme"
-        paths = {part.nvme_path for part in (optimizer, parameters) if part.nvme_path}
-        if paths:
-            decided["nvme_paths"] = sorted(paths)
+        given = [part.nvme_path for part in (optimizer, parameters) if part.nvme_path]
+        if given:  # of one folder, however it is written, one
+            decided["nvme_paths"] = sorted({os.path.abspath(path): path for path in given}.values())
     elif parameters.device != "none":
         decided["offload"] = "cpu_full"
     elif optimizer.device != "none":
