@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from plan_samples import SMALL
+from plan_samples import ON_GPUS, SMALL
 
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
@@ -46,6 +46,16 @@ def test_a_configuration_file_is_a_row(tmp_path) -> None:
         ({"rank": 0}, "leave it out"),
         ({"optimizer": {"type": "adam"}}, "adamw"),
         ({"stage": 4}, "stage"),
+        (
+            {"stage": 1, "communicator": "nccl"},
+            "communicator nccl is none on cpu: use one of auto, shm, c10d",
+        ),
+        ({"stage": 1, "device": "cuda"}, "device cuda is not that of the comparison, cpu"),
+        ({"optimizer": {"lr": 0}}, "optimizer.lr 0 trains nothing"),
+        (
+            {"zero_optimization": {}, "optimizer": {"params": {"lr": 0}}},
+            "optimizer.params.lr 0 trains nothing",
+        ),
     ],
 )
 def test_a_wrong_configuration_file_is_named(tmp_path, keys, said) -> None:
@@ -53,6 +63,38 @@ def test_a_wrong_configuration_file_is_named(tmp_path, keys, said) -> None:
     with pytest.raises(ConfigError) as caught:
         make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
     assert str(path) in str(caught.value) and said in str(caught.value)
+
+
+def test_what_a_file_says_of_its_device_is_that_of_the_comparison(tmp_path) -> None:
+    on_gpus = {**SMALL, **ON_GPUS, "precisions": ("fp32",)}
+    path = write_config(tmp_path, stage=1, device="cuda", communicator="nccl")
+    (row,) = make_plan(CompareOptions(**{**on_gpus, "config_files": (path,)})).configurations
+    assert row.options["communicator"] == "nccl"
+    path = write_config(tmp_path, stage=1, device="cpu")
+    with pytest.raises(ConfigError, match="device cpu is not that of the comparison, cuda"):
+        make_plan(CompareOptions(**{**on_gpus, "config_files": (path,)}))
+    path = write_config(tmp_path, stage=1, communicator="shm")
+    with pytest.raises(ConfigError, match="communicator shm is none on cuda: use one of auto, nccl, peer"):
+        make_plan(CompareOptions(**{**on_gpus, "config_files": (path,)}))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff", "is not JSON"),
+        (b'{"zero_optimization": ' + b"[" * 100_000, "is not JSON"),
+        (b'{"zero_optimization": {}, "x": ' + b'{"x": ' * 900 + b"0" + b"}" * 901, "nested too deeply"),
+        (b'{"zero_optimization": {"stage": 1, "stage": 2}}', "the key 'stage' more than once"),
+        (b'{"zero_optimization": {"stage": true}}', "zero_optimization.stage"),
+    ],
+    ids=["bytes", "brackets", "braces", "twice", "true"],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content, said) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_what_a_file_leaves_open_of_its_offload_the_options_decide(tmp_path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from zerobench import strategies
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.tolerances import TOLERANCES
+from zerobench.config import MIN_TIMEOUT_S
 from zerobench.errors import ConfigError
 from zerobench.io_settings import ENGINES
 from zerobench.strategies.base import NVME_OFFLOADS, OFFLOADS, OptimizerSettings
@@ -95,6 +96,10 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
     for option, values in positive.items():
         for wrong in (value for value in values if not 0 < value < math.inf):
             raise ConfigError(f"{option} {wrong:g} is impossible: use a finite value above zero")
+    if options.timeout_s < MIN_TIMEOUT_S:
+        raise ConfigError(
+            f"--timeout {options.timeout_s:g} is impossible: use at least {MIN_TIMEOUT_S:g} seconds"
+        )
     if not _MIN_SEED <= options.seed <= _MAX_SEED:
         raise ConfigError(f"--seed {options.seed} is impossible: use one from {_MIN_SEED} to {_MAX_SEED}")
     if options.warmup_steps < 0:

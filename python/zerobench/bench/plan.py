@@ -245,7 +245,9 @@ def from_files(options: CompareOptions) -> list[Draft]:
     """A row a file at every point of the grid that the file leaves open."""
     drafts: list[Draft] = []
     for path in options.config_files:
-        strategy, decided, own = read_row(path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)))
+        strategy, decided, own = read_row(
+            path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)), device=options.device
+        )
         for _, settings, chosen in grid(replace(options, strategies=[strategy]), decided=decided):
             extra = with_io_engine(options, strategy, settings, {**chosen, **own})
             draft: Draft = (strategy, settings, extra)
