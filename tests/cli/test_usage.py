@@ -53,6 +53,8 @@ def refuses(command, *arguments: str) -> str:
         (["--output-dir", "file"], "--output-dir"),
         (["--output-dir", "/sys/zerobench"], "/sys/zerobench"),
         (["--output-dir", "has_results"], "already holds results"),
+        (["--output-dir", ""], "--output-dir names nothing"),
+        (["--nvme-path", ""], "--nvme-path names nothing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
