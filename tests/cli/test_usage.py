@@ -92,6 +92,14 @@ def test_an_unknown_command_is_refused(command) -> None:
     assert "compere" in refuses(command, "compere")
 
 
+@pytest.mark.parametrize("columns", ["0", "00", ""])
+def test_a_terminal_that_does_not_know_its_width_is_told_everything(command, monkeypatch, columns) -> None:
+    environment = {**command.environment(), "COLUMNS": columns, "LINES": "0"}
+    monkeypatch.setattr(command, "environment", lambda: environment)
+    assert "did you mean 'tiny'" in refuses(command, "compare", "--model", "tinny")
+    assert "--strategies" in command.run("compare", "--help").stdout
+
+
 def test_info_and_help_need_no_torch(command) -> None:
     code = (
         "import sys\n"
