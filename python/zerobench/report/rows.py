@@ -42,7 +42,7 @@ SETTING_WORDS = {
     "seed": "seed",
     "data": "data",
     "communicator": "communicator",
-    "threads_per_rank": "threads/rank",
+    "threads_per_rank": "torch threads/rank",
     "config_file": "config",
 }
 _FOLLOWING = ("parameter_count", "nvme_paths", "host_memory_gib")  # from the model, from offload
