@@ -16,7 +16,7 @@ import typer
 
 from zerobench import interrupts
 from zerobench.cli_compare import COMPARE_HELP, compare
-from zerobench.consoles import drop_stdout, plain_console
+from zerobench.consoles import drop_stdout, forget_unknown_size, plain_console
 from zerobench.errors import ConfigError, DataError, Error
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer brings under its own name
@@ -132,6 +132,7 @@ def gather_files(arguments: Sequence[str]) -> list[str]:
 def main() -> None:
     """Every error that a user can cause ends in one line on stderr, and no traceback."""
     open_standard_descriptors()
+    forget_unknown_size()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it was closed
             stream.reconfigure(errors="replace")  # whatever the locale can write

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from zerobench.cli_values import clip_norm, model_options, name, on_or_off, share, split, stage_name
+from zerobench.cli_values import clip_norm, folder, model_options, name, on_or_off, share, split, stage_name
 from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
 
@@ -88,7 +88,7 @@ def compare(
         ),
     ] = None,
     nvme_path: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             metavar="FOLDER...", help="Where --offload nvme and nvme_full put files; several are striped."
         ),
@@ -191,7 +191,8 @@ def compare(
         ),
     ] = None,
     output_dir: Annotated[
-        Path | None, typer.Option(help="Where results go. Default: a new results/compare_<time>.")
+        str | None,
+        typer.Option(metavar="FOLDER", help="Where results go. Default: a new results/compare_<time>."),
     ] = None,
 ) -> None:
     from zerobench import _native
@@ -242,7 +243,7 @@ def compare(
         compiles=split("--compile", compile, name),
         offloads=split("--offload", offload, name),
         offload_ratios=[None] if offload_ratio is None else split("--offload-ratio", offload_ratio, share),
-        nvme_paths=nvme_path or (),
+        nvme_paths=[folder("--nvme-path", path) for path in nvme_path or ()],
         io_engine=io_engine,
         host_memory_gib=host_memory_gib,
         optimizer_in_backward=split("--optimizer-in-backward", optimizer_in_backward, on_or_off),
@@ -265,6 +266,7 @@ def compare(
         learning_rate=lr,
         given=named_options(context),
     )
+    results_in = None if output_dir is None else folder("--output-dir", output_dir)
     plan = make_plan(options, given_world_size=given.world_size if given else None)
     plan.warnings.extend(tuned_notes(plan.configurations))
     gpu_name = options.gpus[0].name if options.gpus else None
@@ -273,7 +275,7 @@ def compare(
     raise typer.Exit(
         run_comparison(
             plan,
-            output_dir=output_dir,
+            output_dir=results_in,
             launcher=launcher,
             console=plain_console(),
             notes=plain_console(stderr=True),

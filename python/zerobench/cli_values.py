@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from zerobench.errors import ConfigError
@@ -30,6 +31,12 @@ def name(text: str) -> str:
     if not text:
         raise ValueError
     return text
+
+
+def folder(option: str, text: str) -> Path:
+    if not text:  # which Path takes for the working folder
+        raise ConfigError(f"{option} names nothing: give it a folder")
+    return Path(text)
 
 
 def clip_norm(text: str) -> float | None:

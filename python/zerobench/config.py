@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from zerobench.errors import ConfigError
 
@@ -16,9 +25,29 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPE_OF_PRECISION: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
+MIN_TIMEOUT_S = 0.001  # the core counts whole milliseconds
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic takes it for 1."""
+        if info.field_name is not None and _is_number(cls.model_fields[info.field_name].annotation):
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(one, bool):
+                    raise ValueError(f"give a number, not {json.dumps(one)}")
+        return value
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether a field takes a number, or several, and not true or false."""
+    parts = get_args(annotation)
+    if not parts:
+        return annotation in (int, float) or type(annotation) is int  # the last: of a Literal
+    return bool not in parts and any(map(_is_number, parts))
 
 
 class OptimizerConfig(_Section):
@@ -229,7 +258,7 @@ class Config(_Section):
     rendezvous: str | None = Field(
         None, min_length=1, description="unique text by which ranks of one host meet"
     )
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: float = Field(default=300.0, ge=MIN_TIMEOUT_S)
     threads: int | None = Field(
         None, ge=1, description="optimizer threads of this rank; null is its share of CPUs"
     )
@@ -328,20 +357,39 @@ def parse(values: Mapping[str, Any] | Config | str | Path | None) -> Config:
 
 def load(path: str | Path) -> Config:
     """Read a JSON configuration file. Raises ConfigError naming the file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from None
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error.msg} in line {error.lineno}") from None
+    values = read_json(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold one JSON object, not a {type(values).__name__}")
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_sentence(error)}") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """What the file holds. Raises ConfigError naming the file."""
+
+    def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, count in Counter(key for key, _ in pairs).items():
+            if count > 1:
+                raise ConfigError(f"{path} has the key '{key}' more than once: give it once")
+        return dict(pairs)
+
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=each_key_once)
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start + 1} is not UTF-8"
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} in line {error.lineno}"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError:  # of int(), which takes no more
+        reason = "a number has too many digits"
+    raise ConfigError(f"{path} is not JSON: {reason}")
 
 
 def _sentence(error: ValidationError) -> str:

@@ -16,6 +16,13 @@ def plain_console(*, stderr: bool = False, width: int | None = None) -> Console:
     return _Console(stderr=stderr, file=file, width=width, markup=False, emoji=False)
 
 
+def forget_unknown_size() -> None:
+    """COLUMNS=0 is that of a terminal that does not know its size; rich would show nothing at all."""
+    for name in ("COLUMNS", "LINES"):
+        if os.environ.get(name, "").strip("0") == "":
+            os.environ.pop(name, None)
+
+
 def drop_stdout() -> None:
     """What is still to be printed goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

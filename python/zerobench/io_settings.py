@@ -84,7 +84,7 @@ def read_settings(file: Path) -> SettingsFile:
             f"{file} cannot be read ({error.strerror or error}): settings need a file that you may read, here or under "
             "another name"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file} cannot be read ({error}): remove it and run `zerobench tune io` again"
         ) from None

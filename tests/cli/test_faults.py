@@ -110,6 +110,27 @@ def test_interrupting_keeps_what_is_finished(command, temporary, signum) -> None
     assert command.leaves_nothing() and not list(temporary.glob("*zerobench-*"))
 
 
+def test_interrupting_says_how_many_repeats_rows_have(command) -> None:
+    process = command.start(
+        "compare", *SMALL, "--strategies", "single,troubles:Slow", "--num-steps", "4", "--repeats", "3",
+        "--output-dir", "out",
+    )  # fmt: skip
+    path, deadline = command.folder / "out" / "results.json", time.monotonic() + 120
+    while not path.exists() or len(json.loads(path.read_text())["rows"]) < 2:  # the second repeat begins
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail("the second row did not end")
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    rows = json.loads(path.read_text())["rows"]
+    done = {len(row["step_time_ms"]["samples"]) // 4 for row in rows}
+    assert max(done) < 3
+    text = " to ".join(map(str, sorted(done)))
+    assert f"interrupted: 2 of 2 rows are kept, with {text} of 3 repeats" in stderr
+    assert f"repeats {text} of 3" in " ".join(stdout.split())
+
+
 def test_nothing_outlives_a_killed_command(command, temporary) -> None:
     process = start_slow(command)
     process.kill()

@@ -53,6 +53,8 @@ def refuses(command, *arguments: str) -> str:
         (["--output-dir", "file"], "--output-dir"),
         (["--output-dir", "/sys/zerobench"], "/sys/zerobench"),
         (["--output-dir", "has_results"], "already holds results"),
+        (["--output-dir", ""], "--output-dir names nothing"),
+        (["--nvme-path", ""], "--nvme-path names nothing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -88,6 +90,14 @@ def test_show_says_what_is_not_a_result_file(command) -> None:
 
 def test_an_unknown_command_is_refused(command) -> None:
     assert "compere" in refuses(command, "compere")
+
+
+@pytest.mark.parametrize("columns", ["0", "00", ""])
+def test_a_terminal_that_does_not_know_its_width_is_told_everything(command, monkeypatch, columns) -> None:
+    environment = {**command.environment(), "COLUMNS": columns, "LINES": "0"}
+    monkeypatch.setattr(command, "environment", lambda: environment)
+    assert "did you mean 'tiny'" in refuses(command, "compare", "--model", "tinny")
+    assert "--strategies" in command.run("compare", "--help").stdout
 
 
 def test_info_and_help_need_no_torch(command) -> None:

@@ -61,6 +61,7 @@ def test_the_documentation_has_every_key_with_its_default():
         ({"optimizer": {"lr": float("inf")}}, "'optimizer.lr'"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "each beta must be at least 0 and below 1"),
         ({"timeout_s": 0}, "'timeout_s'"),
+        ({"timeout_s": 0.0009}, "greater than or equal to 0.001"),
         ({"timeout_s": float("inf")}, "'timeout_s'"),
         ({"rank": 2, "world_size": 2}, "rank 2 is not below its world size 2"),
         ({"local_rank": 1, "local_world_size": 1}, "local_rank 1 is not below its world size 1"),
@@ -95,6 +96,11 @@ def test_the_documentation_has_every_key_with_its_default():
             "'offload_optimizer.io_block_bytes'",
         ),
         ({"offload_optimizer": {"device": "nvme", "nvme_path": "/d"}}, "stage 0"),
+        ({"stage": True}, "'stage': give a number, not true"),
+        ({"threads": True}, "'threads': give a number, not true"),
+        ({"cpus": [0, False]}, "'cpus': give a number, not false"),
+        ({"optimizer": {"lr": True}}, "'optimizer.lr': give a number, not true"),
+        ({"optimizer": {"betas": [False, 0.9]}}, "'optimizer.betas': give a number, not false"),
     ],
 )
 def test_an_error_is_one_sentence_that_names_the_key(values, sentence):
@@ -143,6 +149,9 @@ def test_files(tmp_path):
     path.write_text('{"stage": 3,}', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"config\.json is not JSON: .* in line 1"):
         config_module.load(path)
+    path.write_text('{"optimizer": {"lr": 0.1, "lr": 0.2}}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json has the key 'lr' more than once"):
+        config_module.load(path)
     path.write_text("[1]", encoding="utf-8")
     with pytest.raises(ConfigError, match="must hold one JSON object, not a list"):
         config_module.load(path)
@@ -151,6 +160,21 @@ def test_files(tmp_path):
         config_module.load(path)
     with pytest.raises(ConfigError, match=r"cannot read configuration .*No such file"):
         config_module.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"stage": 1}\xff', "byte 13 is not UTF-8"),
+        (b'{"stage": ' + b"1" * 5000 + b"}", "a number has too many digits"),
+        (b"[" * 100_000, "it is nested too deeply"),
+    ],
+)
+def test_what_no_parser_takes_is_one_sentence(tmp_path, content, reason):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"config\.json is not JSON: {reason}$"):
+        config_module.load(path)
 
 
 def test_ranks_come_from_the_configuration_then_the_environment():

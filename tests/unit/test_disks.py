@@ -102,12 +102,12 @@ def test_folders_on_one_disk_are_told_and_count_once(tmp_path, monkeypatch) -> N
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "a").mkdir()
-    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "b").mkdir()
     probed = []
     monkeypatch.setattr(disks, "probe", lambda paths, io: (probed.append(paths), rates(1e9))[1])
-    rows = swapping(tmp_path / "a", tmp_path / "link")
+    rows = swapping(tmp_path / "a", tmp_path / "b")
     one, slow = disks.disk_warnings(rows)
-    both = f"{tmp_path / 'a'} and {tmp_path / 'link'}"
+    both = f"{tmp_path / 'a'} and {tmp_path / 'b'}"
     assert one.startswith(f"{both} are on one disk")
     count = rows[0].settings.parameter_count or 0
     assert slow.startswith(both) and f"take about {24 * count / 1e9:.2g} s" in slow

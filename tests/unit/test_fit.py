@@ -19,6 +19,31 @@ def test_what_cannot_fit_is_found_before_it_starts() -> None:
     assert fit.why_too_large(configuration(), rank_memory_bytes=1 << 30) is None
 
 
+@pytest.mark.parametrize(
+    ("more_bytes", "fewer_bytes", "expected"),
+    [
+        (23 << 30, 4 << 30, ("23.00 GiB", "4.00")),
+        (3 << 30, 51 << 20, ("3072.00 MiB", "51.00")),
+        (200 << 10, 100 << 10, ("0.20 MiB", "0.10")),
+        ((4 << 30) + (1 << 20), 4 << 30, ("4097.00 MiB", "4096.00")),
+        (20 << 10, 10 << 10, ("20.00 KiB", "10.00")),
+        (500, 1, ("500 bytes", "1")),
+    ],
+)
+def test_amounts_are_told_apart(more_bytes, fewer_bytes, expected) -> None:
+    assert fit.two_amounts(more_bytes, fewer_bytes) == expected
+
+
+def test_a_small_model_that_cannot_fit_has_figures() -> None:
+    row = configuration(num_layers=(1,), hidden_sizes=(16,), strategies=("ddp",))
+    reason = fit.why_too_large(row, rank_memory_bytes=100 << 10)
+    assert (
+        reason is not None
+        and "need 0.18 MiB on each rank" in reason.reason
+        and "allows 0.10: not" in reason.reason
+    )
+
+
 def test_a_model_too_large_for_the_reference_is_verified_with_fewer_layers() -> None:
     row = configuration(models=("gpt2",))
     found = fit.verification_model(row.model, rank_memory_bytes=3 << 30)

@@ -81,6 +81,7 @@ def test_the_default_file_follows_the_environment(monkeypatch: pytest.MonkeyPatc
         '{"paths": {"/x": {"engine": "threads"}}}',
         '{"schema_version": 2}',
         '{"other": 1}',
+        "[" * 100_000,
         json.dumps({"paths": {"/x": {**settings().model_dump(), "engine": "foo"}}}),
         json.dumps({"paths": {"/x": {**settings().model_dump(), "depth": 1025}}}),
     ],

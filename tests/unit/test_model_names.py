@@ -200,6 +200,10 @@ def test_a_folder_without_a_readable_config(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff{}")
     with pytest.raises(ConfigError, match="is not text in UTF-8"):
         models.find(str(tmp_path))
+    for text in ("[" * 100_000, "1" * 5000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"is not JSON \(too deep"):
+            models.find(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_settings_are_resolved() -> None:
         ({"warmup_steps": -1}, "--warmup-steps -1"),
         ({"repeats": 0}, "--repeats 0"),
         ({"timeout_s": 0}, "--timeout 0"),
+        ({"timeout_s": 0.0001}, "--timeout 0.0001 is impossible: use at least 0.001 seconds"),
         ({"clips": (0.0,)}, "--clip 0"),
         ({"clips": (float("nan"),)}, "--clip nan"),
         ({"learning_rate": -1.0}, "--lr -1"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
-from plan_samples import SMALL
+from plan_samples import ON_GPUS, SMALL
 
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
@@ -45,6 +46,16 @@ def test_a_configuration_file_is_a_row(tmp_path) -> None:
         ({"rank": 0}, "leave it out"),
         ({"optimizer": {"type": "adam"}}, "adamw"),
         ({"stage": 4}, "stage"),
+        (
+            {"stage": 1, "communicator": "nccl"},
+            "communicator nccl is none on cpu: use one of auto, shm, c10d",
+        ),
+        ({"stage": 1, "device": "cuda"}, "device cuda is not that of the comparison, cpu"),
+        ({"optimizer": {"lr": 0}}, "optimizer.lr 0 trains nothing"),
+        (
+            {"zero_optimization": {}, "optimizer": {"params": {"lr": 0}}},
+            "optimizer.params.lr 0 trains nothing",
+        ),
     ],
 )
 def test_a_wrong_configuration_file_is_named(tmp_path, keys, said) -> None:
@@ -52,6 +63,38 @@ def test_a_wrong_configuration_file_is_named(tmp_path, keys, said) -> None:
     with pytest.raises(ConfigError) as caught:
         make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
     assert str(path) in str(caught.value) and said in str(caught.value)
+
+
+def test_what_a_file_says_of_its_device_is_that_of_the_comparison(tmp_path) -> None:
+    on_gpus = {**SMALL, **ON_GPUS, "precisions": ("fp32",)}
+    path = write_config(tmp_path, stage=1, device="cuda", communicator="nccl")
+    (row,) = make_plan(CompareOptions(**{**on_gpus, "config_files": (path,)})).configurations
+    assert row.options["communicator"] == "nccl"
+    path = write_config(tmp_path, stage=1, device="cpu")
+    with pytest.raises(ConfigError, match="device cpu is not that of the comparison, cuda"):
+        make_plan(CompareOptions(**{**on_gpus, "config_files": (path,)}))
+    path = write_config(tmp_path, stage=1, communicator="shm")
+    with pytest.raises(ConfigError, match="communicator shm is none on cuda: use one of auto, nccl, peer"):
+        make_plan(CompareOptions(**{**on_gpus, "config_files": (path,)}))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff", "is not JSON"),
+        (b'{"zero_optimization": ' + b"[" * 100_000, "is not JSON"),
+        (b'{"zero_optimization": {}, "x": ' + b'{"x": ' * 900 + b"0" + b"}" * 901, "nested too deeply"),
+        (b'{"zero_optimization": {"stage": 1, "stage": 2}}', "the key 'stage' more than once"),
+        (b'{"zero_optimization": {"stage": true}}', "zero_optimization.stage"),
+    ],
+    ids=["bytes", "brackets", "braces", "twice", "true"],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content, said) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_what_a_file_leaves_open_of_its_offload_the_options_decide(tmp_path) -> None:
@@ -131,11 +174,43 @@ def test_a_file_that_swaps_takes_its_own_folder_or_the_options(tmp_path) -> None
         return make_plan(CompareOptions(**options)).configurations[0].settings.nvme_paths
 
     assert paths(tmp_path) == [str(tmp_path)]
-    assert paths(nvme_path="/disk") == ["/disk"]
+    disk = str(tmp_path / "disk")
+    Path(disk).mkdir()
+    assert paths(nvme_path=disk) == [disk]
     with pytest.raises(ConfigError, match="or --nvme-path"):
         paths()
     with pytest.raises(ConfigError, match=r"--nvme-path .* reaches no row"):
-        paths(tmp_path, nvme_path="/disk")
+        paths(tmp_path, nvme_path=disk)
+
+
+@pytest.mark.parametrize("of_deepspeed", [False, True])
+@pytest.mark.parametrize("given", ["no/such", "file", "\0"])
+def test_a_file_that_swaps_where_nothing_can_be_written_is_refused(tmp_path, given, of_deepspeed) -> None:
+    (tmp_path / "file").touch()
+    section = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / given)}}
+    keys = {"zero_optimization": {"stage": 1, **section}} if of_deepspeed else {"stage": 1, **section}
+    path = write_config(tmp_path, **keys)
+    with pytest.raises(ConfigError, match=rf"{path}: nvme_path .*{given} cannot take files"):
+        make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
+
+
+def test_a_folder_is_named_once_however_it_is_written(tmp_path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    folders = (tmp_path, tmp_path / "link")
+    with pytest.raises(ConfigError, match=r"^--nvme-path .* names a folder twice"):
+        make_plan(CompareOptions(**{**SMALL, "offloads": ("nvme",), "nvme_paths": folders}))
+    section = {"device": "nvme", "nvme_path": [str(folder) for folder in folders]}
+    path = write_config(tmp_path, stage=1, offload_optimizer=section)
+    with pytest.raises(ConfigError, match=rf"^{path}: nvme_path .* names a folder twice"):
+        make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
+    # DeepSpeed has a path for each of two sections, which may be the same folder.
+    sections = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+        "offload_param": {"device": "nvme", "nvme_path": f"{tmp_path}/link/.."},
+    }
+    path = write_config(tmp_path, zero_optimization={"stage": 3, **sections})
+    (row,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)})).configurations
+    assert len(row.settings.nvme_paths) == 1
 
 
 def test_numbers_that_tell_rows_apart_give_way_to_names_of_files(tmp_path) -> None:

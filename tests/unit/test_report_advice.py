@@ -34,6 +34,23 @@ def test_advice_names_one_where_the_difference_is_clear() -> None:
     )
 
 
+def test_peaks_of_the_very_first_step_are_not_compared() -> None:
+    """Some strategies only make their moments at its end."""
+    results = sample()
+    for row in results.rows:
+        row.settings.warmup_steps, row.settings.num_steps = 0, 1
+    finish_rows(results)
+    assert all(row.memory_change_pct is row.tokens_per_s_per_peak_gb is None for row in results.rows)
+    assert any(row.speedup for row in results.rows)
+    assert not any("memory" in text or "peak" in text for text in advise(results))
+    assert "very first step alone" in table_text(results)
+    for row in results.rows:
+        row.settings.num_steps = 2
+    finish_rows(results)
+    assert any(row.memory_change_pct for row in results.rows)
+    assert "very first step alone" not in table_text(results)
+
+
 def noisy(*medians_ms: float, spread: float) -> list[str]:
     results = sample()
     results.rows = results.rows[1:][: len(medians_ms)]

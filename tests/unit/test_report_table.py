@@ -12,6 +12,7 @@ from zerobench.report import (
     advise,
     finish_rows,
     render_table,
+    summarise,
     table_text,
 )
 
@@ -34,6 +35,22 @@ def test_the_settings_name_dtypes_also_beside_a_floor_that_has_no_masters() -> N
     assert "dtypes bf16/bf16/bf16/fp32/fp32 (param/compute/reduce/master/state)" in table_text(
         results, width=400
     )
+
+
+@pytest.mark.parametrize(
+    ("repeats", "text"),
+    [([3, 3, 3], "repeats 3 ·"), ([1, 1, 1], "repeats 1 of 3 ·"), ([2, 1, 1], "repeats 1 to 2 of 3 ·")],
+)
+def test_the_settings_say_how_many_repeats_rows_have(repeats: list[int], text: str) -> None:
+    results = sample()
+    results.rows = results.rows[:3]
+    for row, number in zip(results.rows, repeats, strict=True):
+        assert row.step_time_ms is not None
+        row.settings.repeats = 3
+        row.step_time_ms = summarise(row.step_time_ms.samples * number)
+    assert text in table_text(results, width=400)
+    results.rows[2].status, results.rows[2].step_time_ms = "failed", None  # which is not repeated
+    assert text in table_text(results, width=400)
 
 
 @pytest.mark.parametrize("width", range(60, 200, 7))

@@ -42,6 +42,20 @@ def test_earlier_results_are_never_overwritten(tmp_path) -> None:
     assert (tmp_path / "results.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["results.csv", "summary.txt", "samples.jsonl", "plots", "plots/memory.png", "logs", "logs/zs1_fp32.log"],
+)
+def test_files_of_others_are_never_overwritten(tmp_path, name) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="exists and results would overwrite it: give another --output-dir"):
+        OutputFolder(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before and path.read_text() == "mine"
+
+
 def test_two_comparisons_never_share_a_folder(tmp_path) -> None:
     first = OutputFolder(tmp_path)  # nothing is written yet
     with pytest.raises(ConfigError, match="another comparison that runs: give another --output-dir"):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 
 import pytest
 from rich.console import Console
 
 from zerobench.bench.assess import ReferenceRun, apply_outcome, first_row
+from zerobench.bench.channel import describe_error
 from zerobench.bench.environments import environment_of
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.job import DeviceMemory, Report, Window
@@ -199,6 +201,17 @@ def test_memory_that_ran_out_says_whose(comparison) -> None:
     outcome = Outcome(status="oom", error="rank 0: OutOfMemoryError: no", oom_tier="device")
     assert apply_outcome(row, outcome, found.plan.configurations[2], None) == []
     assert (row.status, row.oom_tier) == ("oom", "device")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), MemoryError("std::bad_alloc")])
+def test_memory_that_ran_out_without_a_word_has_a_reason(error) -> None:
+    limited = describe_error(error, "load", device="cpu", rank_memory_bytes=round(0.01 * 2**30))
+    assert limited.message == "the 0.01 GiB that --rank-memory-gib allows a rank are used up"
+    assert limited.out_of_memory == "host"
+    free = describe_error(error, "load", device="cpu", rank_memory_bytes=None)
+    assert re.fullmatch(r"the host refused memory, with [\d.e+]+ GiB available", free.message)
+    told = describe_error(MemoryError("of what"), "load", device="cpu", rank_memory_bytes=None)
+    assert told.message == "of what"
 
 
 def test_results_say_what_ranks_were_told(comparison) -> None:

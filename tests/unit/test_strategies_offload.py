@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from zerobench.strategies import requirements
 from zerobench.strategies.deepspeed_config import deepspeed_config
 
 PLACED = {"host": {"exp_avg": 3, "master": 2}, "device": {"parameters": 100}}
+DISK = tempfile.gettempdir()  # a folder that takes files
 EVERYWHERE = [name for name in strategies.available() if not name.startswith("zero")]
 
 
@@ -156,17 +158,17 @@ def test_deepspeed_swaps_parameters_through_buffers_that_hold_the_largest():
             ("cpu_full", None, []),
         ),
         (
-            {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}},
+            {"offload_optimizer": {"device": "nvme", "nvme_path": DISK}},
             "deepspeed3",
-            ("nvme", None, ["/disk"]),
+            ("nvme", None, [DISK]),
         ),
         (
             {
-                "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
-                "offload_param": {"device": "nvme", "nvme_path": "/disk"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": DISK},
+                "offload_param": {"device": "nvme", "nvme_path": DISK},
             },
             "deepspeed3",
-            ("nvme_full", None, ["/disk"]),
+            ("nvme_full", None, [DISK]),
         ),
         (
             {"offload_optimizer": {"device": "cpu", "super_offload": True}},

@@ -144,7 +144,7 @@ def test_a_deepspeed_file_is_a_row(tmp_path):
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.99], "eps": "auto"}},
     }
     path.write_text(json.dumps(values))
-    strategy, decided, own = read_row(path, optimizer=DEFAULTS)
+    strategy, decided, own = read_row(path, optimizer=DEFAULTS, device="cpu")
     assert (strategy, own) == ("deepspeed2", values)
     assert decided == {
         "config_file": str(path),
@@ -154,7 +154,10 @@ def test_a_deepspeed_file_is_a_row(tmp_path):
         "optimizer": {**DEFAULTS, "lr": 0.01, "beta1": 0.8, "beta2": 0.99, "weight_decay": 0.0},
     }
     path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "compile": {"deepcompile": True}}))
-    assert read_row(path, optimizer=DEFAULTS)[:2] == ("deepcompile3_both", {"config_file": str(path)})
+    assert read_row(path, optimizer=DEFAULTS, device="cpu")[:2] == (
+        "deepcompile3_both",
+        {"config_file": str(path)},
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,7 @@ def test_a_deepspeed_file_is_a_row(tmp_path):
 def test_a_deepspeed_file_decides_what_it_answers_and_leaves_auto_to_the_options(tmp_path, sections, decided):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}, **sections}))
-    found = read_row(path, optimizer=DEFAULTS)[1]
+    found = read_row(path, optimizer=DEFAULTS, device="cpu")[1]
     answers = ("precision", "clip", "offload", "batch_size", "grad_accum")
     assert {key: value for key, value in found.items() if key in answers} == decided
 
@@ -202,7 +205,7 @@ def test_deepspeed_files_that_cannot_be_compared_are_one_clear_line(tmp_path, va
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=words):
-        read_row(path, optimizer=DEFAULTS)
+        read_row(path, optimizer=DEFAULTS, device="cpu")
 
 
 def test_devices_are_named_and_checked():

@@ -11,6 +11,8 @@ import torch
 from pydantic import BaseModel
 
 from zerobench.bench.job import Progress, RankError
+from zerobench.bench.limits import GIB
+from zerobench.bench.machine import memory_available_bytes
 from zerobench.errors import CommunicationError, OutOfMemoryError
 
 TICK_INTERVAL_S = 0.5
@@ -20,9 +22,10 @@ _CUDA_ERROR_MEMORY_ALLOCATION = 2
 class Channel:
     """The pipe to the command."""
 
-    def __init__(self, fd: int, *, device: str) -> None:
+    def __init__(self, fd: int, *, device: str, rank_memory_bytes: int | None = None) -> None:
         self._fd = fd
         self._device = device
+        self._rank_memory_bytes = rank_memory_bytes
         self._next_tick_s = 0.0
         self.phase = "start"
         self._failed = False
@@ -36,7 +39,10 @@ class Channel:
         """Say what ended this rank, once and at once: closing comes after, and peers that notice it complain too."""
         if not self._failed:
             self._failed = True
-            self.send("error", describe_error(error, self.phase, device=self._device))
+            described = describe_error(
+                error, self.phase, device=self._device, rank_memory_bytes=self._rank_memory_bytes
+            )
+            self.send("error", described)
 
     def tick(self, phase: str, step: int) -> None:
         """A sign of life, at most two a second within a phase so that no step notices."""
@@ -47,8 +53,14 @@ class Channel:
         self.send("progress", Progress(phase=phase, step=step))
 
 
-def describe_error(error: BaseException, phase: str, *, device: str) -> RankError:
-    lines = str(error).strip().splitlines() or ["no message"]
+def describe_error(
+    error: BaseException, phase: str, *, device: str, rank_memory_bytes: int | None
+) -> RankError:
+    """``rank_memory_bytes``: --rank-memory-gib, where it was given."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, MemoryError) and lines in ([], ["std::bad_alloc"]):  # Python's and C++'s say nothing
+        lines = [whose_memory(rank_memory_bytes)]
+    lines = lines or ["no message"]
     return RankError(
         type=type(error).__name__,
         message=lines[0],
@@ -57,6 +69,12 @@ def describe_error(error: BaseException, phase: str, *, device: str) -> RankErro
         communication=isinstance(error, CommunicationError | torch.distributed.DistError),
         at_s=time.time(),
     )
+
+
+def whose_memory(rank_memory_bytes: int | None) -> str:
+    if rank_memory_bytes is not None:
+        return f"the {rank_memory_bytes / GIB:.3g} GiB that --rank-memory-gib allows a rank are used up"
+    return f"the host refused memory, with {memory_available_bytes() / GIB:.3g} GiB available"
 
 
 def exhausted_tier(error: BaseException, *, device: str) -> Literal["device", "host"] | None:

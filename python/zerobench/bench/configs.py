@@ -9,14 +9,18 @@ from typing import Any
 
 from zerobench import config as configuration
 from zerobench.bench import deepspeed_file
+from zerobench.bench.options import COMMUNICATORS
 from zerobench.errors import ConfigError
 
 _FROM_THE_LAUNCHER = ("rank", "world_size", "local_rank", "local_world_size", "rendezvous", "cpus")
 _PRECISION_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def read_row(path: Path, *, optimizer: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """(strategy, settings that the file decides, its own keys). ``optimizer`` holds the comparison's defaults."""
+def read_row(
+    path: Path, *, optimizer: Mapping[str, Any], device: str
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """(strategy, settings that the file decides, its own keys). ``optimizer`` holds the comparison's defaults,
+    ``device`` is where it runs."""
     values = deepspeed_file.read(path)
     if values is not None:
         return deepspeed_file.row(path, values, optimizer=optimizer)
@@ -25,6 +29,7 @@ def read_row(path: Path, *, optimizer: Mapping[str, Any]) -> tuple[str, dict[str
     for key in _FROM_THE_LAUNCHER:
         if key in own:
             raise ConfigError(f"{path}: {key} is decided by the comparison: leave it out")
+    check_device(path, config, device)
     decided: dict[str, Any] = {"config_file": str(path)}
     if {"precision", "param_dtype"} & own.keys():
         decided["precision"] = _PRECISION_OF_DTYPE[config.effective_dtypes()["param"]]
@@ -35,6 +40,19 @@ def read_row(path: Path, *, optimizer: Mapping[str, Any]) -> tuple[str, dict[str
     if "optimizer" in own:
         decided["optimizer"] = {**optimizer, **hyperparameters(path, config, own["optimizer"])}
     return f"zero{config.stage}", decided | placement(own), own
+
+
+def check_device(path: Path, config: configuration.Config, device: str) -> None:
+    if config.device not in ("auto", device):
+        raise ConfigError(
+            f"{path}: device {config.device} is not that of the comparison, {device}: leave it out, and choose by "
+            "--device"
+        )
+    choices = COMMUNICATORS[device]
+    if config.communicator not in choices:
+        raise ConfigError(
+            f"{path}: communicator {config.communicator} is none on {device}: use one of {', '.join(choices)}"
+        )
 
 
 def placement(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,6 +81,8 @@ def hyperparameters(path: Path, config: configuration.Config, own: Mapping[str, 
         raise ConfigError(
             f"{path}: the reference that rows are verified against runs adamw, not {config.optimizer.type}"
         )
+    if config.optimizer.lr == 0:
+        raise ConfigError(f"{path}: optimizer.lr 0 trains nothing: use a value above zero")
     values = {key: own[key] for key in ("lr", "eps", "weight_decay") if key in own}
     if "betas" in own:
         values["beta1"], values["beta2"] = own["betas"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from zerobench.config import read_json
 from zerobench.errors import ConfigError
 from zerobench.models.config import first_problem
 from zerobench.strategies.auto_values import without_auto
@@ -37,6 +38,14 @@ class _Zero(_Keys):
     stage: Literal[0, 1, 2, 3] = 0
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
+
+    @field_validator("stage", mode="before")
+    @classmethod
+    def _true_is_no_stage(cls, stage: Any) -> Any:
+        """A choice of numbers takes it for 1, also a strict one."""
+        if isinstance(stage, bool):
+            raise ValueError("should be 0, 1, 2 or 3")
+        return stage
 
 
 class _Hyperparameters(_Keys):
@@ -70,10 +79,7 @@ class _File(_Keys):
 
 def read(path: Path) -> dict[str, Any] | None:
     """The file's contents where they are DeepSpeed's; None for what is left to zerobench's own reader."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # that reader says what is wrong
+    values = read_json(path)
     return values if isinstance(values, dict) and any(mark in values for mark in _MARKS) else None
 
 
@@ -87,6 +93,8 @@ def row(
         file = _File.model_validate(without_auto(values, keep=("stage",)))  # no option gives a stage
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_problem(error)}") from None
+    except RecursionError:  # what json reads may still be deeper than what is made of it
+        raise ConfigError(f"{path} is nested too deeply") from None
     decided: dict[str, Any] = {"config_file": str(path), **_precision(values)}
     for setting, value in (
         ("batch_size", file.train_micro_batch_size_per_gpu),
@@ -138,9 +146,9 @@ def _placement(path: Path, zero: _Zero) -> dict[str, Any]:
                 "the device nvme, or offload_param the device cpu"
             )
         decided["offload"] = "nvme_full" if parameters.device == "nvme" else "nvme"
-        paths = {part.nvme_path for part in (optimizer, parameters) if part.nvme_path}
-        if paths:
-            decided["nvme_paths"] = sorted(paths)
+        given = [part.nvme_path for part in (optimizer, parameters) if part.nvme_path]
+        if given:  # of one folder, however it is written, one
+            decided["nvme_paths"] = sorted({os.path.abspath(path): path for path in given}.values())
     elif parameters.device != "none":
         decided["offload"] = "cpu_full"
     elif optimizer.device != "none":
@@ -156,6 +164,8 @@ def _hyperparameters(path: Path, optimizer: _Optimizer) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: the reference that rows are verified against runs AdamW, not {optimizer.type}"
         )
+    if "lr" in optimizer.params.model_fields_set and optimizer.params.lr == 0:
+        raise ConfigError(f"{path}: optimizer.params.lr 0 trains nothing: use a value above zero")
     values = optimizer.params.model_dump(include={"lr", "eps"}, exclude_unset=True)
     if optimizer.params.betas:
         values["beta1"], values["beta2"] = optimizer.params.betas

@@ -119,9 +119,19 @@ def why_too_large(
     )
     for needed, limit, sentence, tier in limits:
         if needed > limit:
-            text = f"{what} alone need {needed / GIB:.2f} GiB {sentence} {limit / GIB:.2f}: not started"
+            needs, allowed = two_amounts(needed, limit)
+            text = f"{what} alone need {needs} {sentence} {allowed}: not started"
             return TooLarge(text, tier)
     return None
+
+
+def two_amounts(more_bytes: float, fewer_bytes: float) -> tuple[str, str]:
+    """In the largest unit that tells them apart, and shows of each two digits or more."""
+    for unit, unit_bytes in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        more, fewer = f"{more_bytes / unit_bytes:.2f}", f"{fewer_bytes / unit_bytes:.2f}"
+        if more != fewer and fewer_bytes >= 0.095 * unit_bytes:
+            return f"{more} {unit}", fewer
+    return f"{more_bytes:.0f} bytes", f"{fewer_bytes:.0f}"
 
 
 def _tier(on_gpus: bool) -> Literal["device", "host"]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from zerobench import strategies
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.tolerances import TOLERANCES
+from zerobench.config import MIN_TIMEOUT_S
 from zerobench.errors import ConfigError
 from zerobench.io_settings import ENGINES
 from zerobench.strategies.base import NVME_OFFLOADS, OFFLOADS, OptimizerSettings
@@ -95,6 +96,10 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
     for option, values in positive.items():
         for wrong in (value for value in values if not 0 < value < math.inf):
             raise ConfigError(f"{option} {wrong:g} is impossible: use a finite value above zero")
+    if options.timeout_s < MIN_TIMEOUT_S:
+        raise ConfigError(
+            f"--timeout {options.timeout_s:g} is impossible: use at least {MIN_TIMEOUT_S:g} seconds"
+        )
     if not _MIN_SEED <= options.seed <= _MAX_SEED:
         raise ConfigError(f"--seed {options.seed} is impossible: use one from {_MIN_SEED} to {_MAX_SEED}")
     if options.warmup_steps < 0:
@@ -148,8 +153,7 @@ def check_offload(options: CompareOptions) -> None:
     for ratio in options.offload_ratios:
         if isinstance(ratio, float) and not 0 <= ratio <= 1:
             raise ConfigError(f"--offload-ratio {ratio:g} is impossible: use a share from 0 to 1, or auto")
-    for path in options.nvme_paths:
-        check_folder(path)
+    check_folders("--nvme-path", options.nvme_paths)
     if options.config_files:
         return  # they may offload: the plan knows
     if set(options.offloads) == {"none"}:
@@ -168,11 +172,16 @@ def check_offload(options: CompareOptions) -> None:
         raise ConfigError("--io-engine is about state on NVMe: add --offload nvme, or leave it out")
 
 
-def check_folder(path: Path) -> None:
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--nvme-path {path} cannot take files ({error.strerror or error}): give a folder to write to"
-        ) from None
+def check_folders(source: str, paths: Sequence[Path]) -> None:
+    """``source``: what names them, in an error."""
+    for path in paths:
+        try:
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except (OSError, ValueError) as error:  # a null byte in a file's text is a ValueError
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"{source} {path} cannot take files ({reason}): give a folder to write to"
+            ) from None
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError(f"{source} {' '.join(map(str, paths))} names a folder twice: name each once")

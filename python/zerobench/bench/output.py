@@ -34,6 +34,7 @@ class OutputFolder:
                     f"{chosen} already holds results: give another --output-dir, "
                     f"or look at them with `zerobench show {chosen}`"
                 )
+            check_new(chosen)
             (chosen / "logs").mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=chosen) as probe:
                 probe.write(b"\0" * 4096)
@@ -111,6 +112,17 @@ def make_default_folder() -> Path:
             path.mkdir(parents=True)
             return path
     raise ConfigError(f"results/{stem} and its 98 successors exist: give --output-dir")
+
+
+def check_new(folder: Path) -> None:
+    """ConfigError where somebody's files have names of those to be written."""
+    for name in ("results.csv", "summary.txt", "samples.jsonl", "plots", "logs"):
+        path = folder / name
+        is_empty = name in ("plots", "logs") and path.is_dir() and not any(path.iterdir())
+        if os.path.lexists(path) and not is_empty:
+            raise ConfigError(
+                f"{path} exists and results would overwrite it: give another --output-dir, or move it away"
+            )
 
 
 def write_atomically(path: Path, content: bytes) -> None:

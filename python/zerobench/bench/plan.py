@@ -17,7 +17,7 @@ from zerobench import data, models
 from zerobench.bench.configs import read_row
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.names import AUTOCAST, OURS, stage_of, unique_names
-from zerobench.bench.options import OWN_ATTENTION, CompareOptions, check_options
+from zerobench.bench.options import OWN_ATTENTION, CompareOptions, check_folders, check_options
 from zerobench.bench.reach import check_reach
 from zerobench.bench.result import Settings
 from zerobench.bench.tolerances import VERIFY_STEPS
@@ -119,6 +119,9 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
     if not drafts:
         raise ConfigError("nothing to compare: name at least one strategy")
     check_reach(options, drafts)
+    for _, settings, _ in drafts:
+        if settings.nvme_paths and settings.config_file:  # those of the options are known to be good
+            check_folders(f"{settings.config_file}: nvme_path", [Path(path) for path in settings.nvme_paths])
     check_data(options, [settings for _, settings, _ in drafts])
     configurations = [
         Configuration(
@@ -242,7 +245,9 @@ def from_files(options: CompareOptions) -> list[Draft]:
     """A row a file at every point of the grid that the file leaves open."""
     drafts: list[Draft] = []
     for path in options.config_files:
-        strategy, decided, own = read_row(path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)))
+        strategy, decided, own = read_row(
+            path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)), device=options.device
+        )
         for _, settings, chosen in grid(replace(options, strategies=[strategy]), decided=decided):
             extra = with_io_engine(options, strategy, settings, {**chosen, **own})
             draft: Draft = (strategy, settings, extra)

@@ -42,7 +42,7 @@ from zerobench.bench.sampler import Sampler, shared_warning, summarise
 from zerobench.consoles import drop_stdout
 from zerobench.errors import Error
 from zerobench.report import advise, finish_rows, render_table
-from zerobench.report.rows import FLOOR
+from zerobench.report.rows import FLOOR, repeats_text
 
 GIB = 1 << 30
 SAMPLER_START_S = 10.0
@@ -86,15 +86,20 @@ def run_comparison(
     finally:
         print_results(comparison.results, output.path, console)
     if interrupted:
-        done, total = len(comparison.results.rows), len(plan.configurations)
         notes.print(
-            f"interrupted: {done} of {total} rows are complete and kept; "
+            f"interrupted: {kept_text(comparison.results.rows, len(plan.configurations))}; "
             f"see them again with `zerobench show {output.path}`",
             style="yellow",
             soft_wrap=True,
         )
         return interrupts.exit_code()
     return exit_code(comparison.results.rows)
+
+
+def kept_text(rows: Sequence[Row], total: int) -> str:
+    if not rows or rows[0].settings.repeats == 1:
+        return f"{len(rows)} of {total} rows are complete and kept"
+    return f"{len(rows)} of {total} rows are kept, with {repeats_text(rows)} repeats of those that are ok"
 
 
 def exit_code(rows: list[Row]) -> int:

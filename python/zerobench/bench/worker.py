@@ -57,7 +57,9 @@ class Place:
 
 def run_rank(request: dict[str, Any], *, report_fd: int) -> int:
     """Run a job's part of this rank and say how it went; the exit code."""
-    channel = Channel(report_fd, device=request["settings"]["device"])
+    channel = Channel(
+        report_fd, device=request["settings"]["device"], rank_memory_bytes=request["rank_memory_bytes"]
+    )
     place = Place.from_environment(os.environ)
     scratch = Path(request.pop("scratch"))
     stack = (scratch / f"stack.{place.rank}").open("w")

@@ -74,6 +74,8 @@ def _of_folder(name: str, folder: Path, overrides: Mapping[str, Any]) -> HFConfi
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"model {name!r}: {path} is not text in UTF-8") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"model {name!r}: {path} is not JSON (too deep, or a number too long)") from None
     if not isinstance(published, dict):
         raise ConfigError(f"model {name!r}: {path} holds no JSON object: give a model's config.json")
     weights = str(folder) if has_weights(folder) else RANDOM_WEIGHTS

@@ -18,6 +18,7 @@ from .rows import (
     labelled_setting,
     noise,
     row_labels,
+    saw_all_state,
     setting_text,
     step_rate,
     ties_with_fastest,
@@ -66,6 +67,11 @@ def _advise_on(rows: Sequence[Row]) -> list[str]:
     return [text for text in texts if text]
 
 
+def _has_peak(row: Row) -> bool:
+    """One that may be held against others'."""
+    return bool(row.peak_device_bytes) and saw_all_state(row)
+
+
 def _time_text(row: Row) -> str:
     assert row.step_time_ms is not None
     return f"{step_rate(row):,.0f} tokens/s ({ms_text(row.step_time_ms.median)} a step)"
@@ -111,9 +117,7 @@ def _memory_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     best = fastest(rows)
     assert best is not None
     near = [
-        row
-        for row in rows
-        if row.peak_device_bytes and row.relative is not None and row.relative <= NEAR_FASTEST
+        row for row in rows if _has_peak(row) and row.relative is not None and row.relative <= NEAR_FASTEST
     ]
     if not near or len(rows) == 1 or _too_noisy(_tied_with(best, rows)):
         return ""
@@ -137,8 +141,8 @@ def _sharding_texts(rows: Sequence[Row], labels: dict[int, str]) -> list[str]:
     if sharded and not spread:
         return ["All rows ran on one rank: there is nothing to shard, so no ZeRO stage can save memory here."]
     texts = []
-    replicated = [row for row in spread if row.strategy in _REPLICATED and row.peak_device_bytes]
-    measured = [row for row in sharded if row.settings.world_size > 1 and row.peak_device_bytes]
+    replicated = [row for row in spread if row.strategy in _REPLICATED and _has_peak(row)]
+    measured = [row for row in sharded if row.settings.world_size > 1 and _has_peak(row)]
     if replicated and measured:
         plain = min(replicated, key=lambda row: (row.peak_device_bytes or 0, row.name))
         least = min(measured, key=lambda row: (row.peak_device_bytes or 0, row.name))
@@ -162,9 +166,7 @@ def _sharding_texts(rows: Sequence[Row], labels: dict[int, str]) -> list[str]:
 
 def _offload_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     """What the smallest offloaded row saves and costs against itself without offload; or that nothing else fits."""
-    moved = [
-        row for row in rows if is_ranked(row) and row.settings.offload != "none" and row.peak_device_bytes
-    ]
+    moved = [row for row in rows if is_ranked(row) and row.settings.offload != "none" and _has_peak(row)]
     if not moved:
         return ""
     least = min(moved, key=lambda row: (row.peak_device_bytes or 0, row.relative or 0.0, row.name))
@@ -176,7 +178,7 @@ def _offload_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
         if refused and all(refused):
             return f"{labels[id(least)]} fits, with a peak of {peak}, where {least.strategy} without offload does not."
         return ""
-    if not kept.peak_device_bytes or not kept.step_time_ms or not is_ranked(kept):
+    if not kept.peak_device_bytes or not _has_peak(kept) or not kept.step_time_ms or not is_ranked(kept):
         return ""
     saved = 100.0 * (1.0 - least.peak_device_bytes / kept.peak_device_bytes)
     times = least.step_time_ms.median / kept.step_time_ms.median

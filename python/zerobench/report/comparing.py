@@ -14,6 +14,7 @@ from .rows import (
     by_workload,
     fastest,
     is_ranked,
+    saw_all_state,
     step_rate,
     tokens_per_step,
 )
@@ -91,7 +92,7 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
             rate = step_rate(row)
             if row.status != "ok" or rate is None:
                 continue
-            if row.peak_device_bytes:
+            if row.peak_device_bytes and saw_all_state(row):
                 row.tokens_per_s_per_peak_gb = rate / (row.peak_device_bytes / GB)
             floor = _floor_of(row, rows)
             row.of_compute_only = _share_of_floor(row, floor)
@@ -233,5 +234,5 @@ def _fill_against_baseline(row: Row, base: Row | None) -> None:
     assert row_rate is not None and base_rate is not None
     row.baseline = base.name
     row.speedup = row_rate / base_rate
-    if row.peak_device_bytes and base.peak_device_bytes:
+    if row.peak_device_bytes and base.peak_device_bytes and saw_all_state(row) and saw_all_state(base):
         row.memory_change_pct = 100.0 * (row.peak_device_bytes / base.peak_device_bytes - 1.0)

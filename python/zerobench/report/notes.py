@@ -16,6 +16,7 @@ from .rows import (
     dtype_text,
     is_ranked,
     row_labels,
+    saw_all_state,
     workload,
 )
 from .words import DTYPE_ROLES, join_words
@@ -43,6 +44,7 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
         *_clock_notes(rows, labels),
         *_idle_disk_notes(rows, labels),
         *_skipped_notes(rows, labels),
+        *_first_step_notes(rows, labels),
         *_far_loss_notes(rows, labels),
     )
     notes += [(text, "yellow") for text in read_first]
@@ -131,6 +133,20 @@ def _skipped_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     return [
         f"fp16 overflow skipped updates in measured steps of {join_words(names)}, which are too short by them: give "
         "more --warmup-steps."
+    ]
+
+
+def _first_step_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    names = [
+        label
+        for row, label in zip(rows, labels, strict=True)
+        if row.status == "ok" and row.strategy != FLOOR and not saw_all_state(row)
+    ]
+    if not names:
+        return []
+    return [
+        f"Peaks of {join_words(names)} are of the very first step alone, at whose end some strategies only make their "
+        "optimizer state, so memory is not compared: give --warmup-steps or more --num-steps."
     ]
 
 

@@ -42,7 +42,7 @@ SETTING_WORDS = {
     "seed": "seed",
     "data": "data",
     "communicator": "communicator",
-    "threads_per_rank": "threads/rank",
+    "threads_per_rank": "torch threads/rank",
     "config_file": "config",
 }
 _FOLLOWING = ("parameter_count", "nvme_paths", "host_memory_gib")  # from the model, from offload
@@ -101,6 +101,26 @@ def step_rate(row: Row) -> float | None:
 def is_ranked(row: Row) -> bool:
     """Right, comparable and measured: may be called fastest and be recommended."""
     return row.status == "ok" and row.comparable and row.strategy != FLOOR and step_rate(row) is not None
+
+
+def repeats_text(rows: Sequence[Row]) -> str:
+    """Such as "3", or "1 to 2 of 3" where ok rows have fewer than were asked for: a comparison cut short."""
+    asked = rows[0].settings.repeats
+    done = {
+        len(row.step_time_ms.samples) // row.settings.num_steps
+        for row in rows
+        if row.status == "ok" and row.step_time_ms is not None
+    }
+    if done <= {asked}:
+        return str(asked)
+    least, most = min(done), max(done)
+    return f"{least if least == most else f'{least} to {most}'} of {asked}"
+
+
+def saw_all_state(row: Row) -> bool:
+    """Whether the window holds more than the first of all steps, at whose end some strategies only make their moments:
+    after that step's peak, while others have them from the start."""
+    return row.settings.warmup_steps + row.settings.num_steps > 1
 
 
 def fastest(rows: Sequence[Row]) -> Row | None:

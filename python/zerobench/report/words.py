@@ -14,6 +14,7 @@ from .rows import (
     flat_settings,
     is_known,
     ranks_text,
+    repeats_text,
     setting_text,
     setting_word,
     varying_settings,
@@ -162,6 +163,8 @@ def _setting_part(key: str, value: Any, rows: Sequence[Row]) -> str:
         return str(value)
     if key == "world_size":
         return ranks_text(value, rows[0].settings)
+    if key == "repeats":
+        return f"{setting_word(key)} {repeats_text(rows)}"
     return f"{setting_word(key)} {setting_text(value)}"
 
 

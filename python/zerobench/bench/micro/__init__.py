@@ -217,7 +217,7 @@ def pinned(
     ready_repeats: Annotated[
         int, typer.Option(help="Fresh processes of every side, in turn; at least 6.")
     ] = 6,
-    repeats: Repeats = 15,
+    repeats: Annotated[int, typer.Option(help="Interleaved samples of every side; at least 6.")] = 15,
     output: Output = None,
 ) -> None:
     """Pinned host memory beside torch's: the time until it is ready, and copies each way, both ways, on all GPUs.
