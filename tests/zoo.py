@@ -15,16 +15,20 @@ from typing import Any
 import torch
 from small_models import (
     Bare,
+    Carrying,
     Chain,
+    ChangedViews,
     ExpertBlock,
     Handing,
     NormBlock,
     Odd,
+    RecursiveBlock,
     Structured,
     Tied,
     Twice,
     Unused,
     frozen_parts,
+    hooked,
     lora,
 )
 from torch import nn
@@ -128,6 +132,11 @@ CASES: dict[str, Case] = {
     "structured outputs": Case(Structured),
     "tensors handed on": Case(Handing),
     "inputs changed in place": Case(lambda: Handing(in_place=True)),
+    "handed on in tuples": Case(lambda: Carrying()),
+    "handed on in objects": Case(lambda: Carrying(by_object=True)),
+    "views changed in place": Case(ChangedViews),
+    "blocks that call themselves": Case(lambda: Carrying(block=RecursiveBlock)),
+    "hooks that read parameters": Case(hooked),
     "only a root": Case(Bare),
     "nested units": Case(Chain, config={"units": ["Block", "Linear"]}),
     "no parameter left for the root": Case(Chain, config={"units": ["Linear", "LayerNorm"]}),
