@@ -23,7 +23,7 @@ from zerobench import topology as topology_module
 from zerobench.agreement import expect_same_setup, setup_facts
 from zerobench.config import Config
 from zerobench.engine_facts import EngineFacts
-from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientError, StateError
+from zerobench.errors import ConfigError, StateError
 from zerobench.hooks import ModuleHooks, expect_no_hooks, expect_settled
 from zerobench.optimizer import ZeroOptimizer
 from zerobench.parameters import (
@@ -175,6 +175,11 @@ class Engine(EngineFacts):
         Raises whatever backward raises; the gradients of all micro-batches since the last step are dropped then and the
         engine stays usable.
         """
+        if not isinstance(loss, torch.Tensor):
+            raise StateError(
+                f"backward needs the loss as a tensor, not a {type(loss).__name__}; pass what the forward returned "
+                "(loss, not loss.item())"
+            )
         if loss.numel() != 1:
             raise StateError(
                 f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean()"
@@ -191,7 +196,9 @@ class Engine(EngineFacts):
         scale = self._core.loss_scale
         last = self.is_gradient_accumulation_boundary()
         updates = last and self.config.optimizer_in_backward
-        self._core.begin_backward(last=last, groups=self._hyperparameters() if updates else [])
+        groups = self._hyperparameters() if updates else []
+        with self._following_the_core():
+            self._core.begin_backward(last=last, groups=groups)
         try:
             (loss.float() * scale if scale != 1.0 else loss).backward()
         except BaseException as error:
@@ -216,7 +223,8 @@ class Engine(EngineFacts):
 
         In fp16 a step whose gradients overflow is skipped and the loss scale lowered. Raises NonFiniteGradientError
         for them in other precisions, and in fp16 once a dynamic scale is at its floor (nothing is updated; on CUDA it
-        is the next step, or whoever asks for the step's outcome, that raises), StateError without gradients.
+        is the next step, or whoever asks for the step's outcome, that raises), StateError without gradients,
+        ConfigError for hyperparameters that no update can have, which leaves the gradients for another call.
         """
         if 0 < self._micro_step < self.config.gradient_accumulation_steps:
             return
@@ -225,11 +233,9 @@ class Engine(EngineFacts):
         self._enter_stream()
         if self._micro_step and self._core.awaits_share:
             self._place_state()
-        try:
-            self._core.step(self._hyperparameters())
-        except (NonFiniteGradientError, CommunicationError):
-            self._micro_step = 0  # the gradients are gone
-            raise
+        groups = self._hyperparameters()
+        with self._following_the_core():
+            self._core.step(groups)
         self._micro_step = 0
         self._stepped = True
         if self._swap_watch is not None and not self._swap_watch.step_ended(self):
@@ -438,6 +444,17 @@ class Engine(EngineFacts):
         return value
 
     # --- internals ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _following_the_core(self) -> Iterator[None]:
+        """The core refuses a call before it touches gradients; whatever else comes out of one has dropped them all."""
+        try:
+            yield
+        except (StateError, ValueError):
+            raise
+        except BaseException:
+            self._micro_step = 0
+            raise
 
     def _hyperparameters(self) -> list[Any]:
         return [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
