@@ -29,9 +29,11 @@ from zerobench.optimizer import ZeroOptimizer
 from zerobench.parameters import (
     Materialise,
     core_arguments,
+    expect_same_tensors,
     hyperparameters_of,
     materialise_unit,
     param_groups,
+    unheld_tensors,
 )
 from zerobench.rank_cpus import rank_cpus
 from zerobench.swap_watch import SwapWatch
@@ -51,8 +53,9 @@ def initialize(
 
     ``model_parameters`` are torch-style param groups (dicts with ``params`` and own ``lr``, ``betas``, ``eps``,
     ``weight_decay``) or parameters; by default every parameter of the model in one group. Parameters that need no
-    gradient are kept and gathered but not updated. Rank 0's values become every rank's, those of buffers too.
-    Buffers keep their dtype, but for statistics of normalisation layers, which torch wants in the parameters' dtype.
+    gradient are kept and gathered but not updated. Rank 0's values become every rank's, those of buffers and of integer
+    and complex parameters too. Buffers keep their dtype, but for statistics of normalisation layers, which torch wants
+    in the parameters' dtype.
 
     Parameters on the meta device are given memory and values by ``materialise(model, names, device=...)``
     (``zerobench.models.materialise.materialise``, or one's own), unit by unit, and sharded at once: a model larger than
@@ -130,7 +133,7 @@ class Engine(EngineFacts):
                 materialise_unit, materialise=materialise, units=self._units, device=self._place.name
             ),
         )
-        self._share_buffers()
+        self._share_rest()
         named = list(model.named_parameters())
         self._trained = {parameter: name for name, parameter in named if parameter.requires_grad}
         self._frozen = {parameter: name for name, parameter in named if not parameter.requires_grad}
@@ -350,10 +353,16 @@ class Engine(EngineFacts):
             with self.gather(modifier_rank=0):
                 return self.module.load_state_dict(state_dict, strict=strict)
         finally:
-            self._share_buffers()
+            self._share_rest()
 
     def full_state(self) -> dict[str, Any]:
         """All that ``load_full_state`` takes, on the host: ``torch.save`` it on rank 0. Collective, between steps."""
+        rest = {
+            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in unheld_tensors(self.module).items()
+        }
+        for values in rest.values():
+            self._core.broadcast(values)  # rank 0's, since ranks have statistics of their own
         return {
             "parameters": self.full_parameters(),
             "exp_avg": self.full_optimizer_state("exp_avg"),
@@ -361,6 +370,7 @@ class Engine(EngineFacts):
             "step": self.global_steps,
             "loss_scale": self.loss_scale_state(),
             "param_groups": [hyperparameters_of(group) for group in self.optimizer.param_groups],
+            "buffers": rest,
         }
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
@@ -381,12 +391,14 @@ class Engine(EngineFacts):
         step: int,
         loss_scale: Mapping[str, float] | None = None,
         param_groups: Sequence[Mapping[str, Any]] | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Go on from a state as ``full_state`` gave it: rank 0's becomes everybody's. Collective, between steps.
 
         Also what takes an engine further that an error behind ``optimizer_in_backward`` left torn: from here on it is
         as a new engine with this state. A loss scale that is not given stays, and so do the hyperparameters of param
-        groups, learning rates among them; each rank takes its own, which must be the same.
+        groups, learning rates among them; each rank takes its own, which must be the same. ``buffers`` are persistent
+        ones and parameters that are no floating-point numbers; where they are not given, rank 0's stay.
 
         Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks,
         for a loss scale that this precision has no use for, and for another number of groups.
@@ -396,15 +408,11 @@ class Engine(EngineFacts):
         states: dict[str, dict[str, torch.Tensor]] = {}
         for kind, tensors in given.items():
             wanted = named if kind == "parameters" else {n: p for n, p in named.items() if p.requires_grad}
-            if missing := sorted(wanted.keys() - tensors.keys()):
-                raise ConfigError(f"the {kind} to load have no '{missing[0]}', which the model has")
-            for name, parameter in wanted.items():
-                if tensors[name].shape != parameter.shape:
-                    raise ConfigError(
-                        f"{kind} of '{name}' to load have shape {tuple(tensors[name].shape)}, the model's have "
-                        f"{tuple(parameter.shape)}"
-                    )
+            expect_same_tensors(kind, given=tensors, wanted=wanted, known=named)
             states[kind] = {name: tensors[name].detach().float().cpu().contiguous() for name in wanted}
+        rest = unheld_tensors(self.module)
+        if buffers is not None:
+            expect_same_tensors("buffers", given=buffers, wanted=rest, known=rest)
         if loss_scale is not None and self._core.loss_scale_state is None:
             raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")
         groups = self.optimizer.param_groups
@@ -416,6 +424,9 @@ class Engine(EngineFacts):
         scale = None if loss_scale is None else (loss_scale["scale"], int(loss_scale["good_steps"]))
         self._enter_stream()
         self._core.load_full_state(states, step=step, loss_scale=scale)
+        for name, value in (buffers or {}).items():
+            rest[name].data.copy_(value)
+        self._share_rest()
         for group, given_group in zip(groups, param_groups or groups, strict=True):
             group.update(given_group)
         self._micro_step = 0
@@ -481,7 +492,8 @@ class Engine(EngineFacts):
         share = placement.fitting_share(units, free_bytes=free_bytes)
         self._offload_ratio = self._core.place_state(share)
 
-    def _share_buffers(self) -> None:
+    def _share_rest(self) -> None:
+        """Give every rank what rank 0 has and the core does not hold: buffers, integer and complex parameters."""
         dtype = _TORCH_DTYPES[self._dtypes["param"]]
         for module in self.module.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -494,9 +506,15 @@ class Engine(EngineFacts):
                 module._buffers[name] = buffer
                 if isinstance(module, _NormBase) and buffer.is_floating_point():
                     module._buffers[name] = buffer = buffer.to(dtype)
-                values = buffer.detach().cpu().contiguous()
-                self._core.broadcast(values)
-                buffer.copy_(values)
+                self._share(buffer)
+        for parameter in self.module.parameters():
+            if not parameter.is_floating_point() and not parameter.is_meta:
+                self._share(parameter.data)
+
+    def _share(self, tensor: torch.Tensor) -> None:
+        values = tensor.detach().cpu().contiguous()
+        self._core.broadcast(values)
+        tensor.copy_(values)
 
     def _expect_known_parameters(self) -> None:
         """Before the first step: scripts change models between ``initialize`` and training."""
