@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class ModuleHooks:
         except BaseException:
             self._core.abandon_forward()
             raise
-        return None if self._input_dtype is None else self._cast_inputs((args, kwargs))
+        return None if self._input_dtype is None else _cast((args, kwargs), self._input_dtype)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._begin_failed:
@@ -124,16 +125,6 @@ class ModuleHooks:
             return
         with contextlib.suppress(Exception):  # the error that ends this forward is the one to report
             self._core.abandon_forward()
-
-    def _cast_inputs(self, inputs: Any) -> Any:
-        return pytree.tree_map(
-            lambda leaf: (
-                leaf.to(self._input_dtype)
-                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-                else leaf
-            ),
-            inputs,
-        )
 
 
 class _UnitHooks:
@@ -218,6 +209,42 @@ def expect_no_hooks(model: nn.Module) -> None:
             raise ConfigError(
                 f"an engine trains this {type(module).__name__} already; call that engine's close() first"
             )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """With its floating-point tensors in ``dtype``. What holds none that changes is left as it is, so that a forward
+    fills the caller's own list; what holds one is copied, without what it holds itself."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        changed = _changed(value.items(), dtype)
+        if not changed or not isinstance(value, MutableMapping):
+            return value
+        mapping = copy.copy(value)
+        for key, held in changed.items():  # transformers' outputs have no update()
+            mapping[key] = held
+        return mapping
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        changed = _changed([(name, getattr(value, name)) for name in names], dtype)
+        if not changed:
+            return value
+        copied = copy.copy(value)
+        for name, held in changed.items():
+            object.__setattr__(copied, name, held)  # frozen ones, too
+        return copied
+    leaves, structure = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value
+    cast = [_cast(leaf, dtype) for leaf in leaves]
+    if all(new is old for new, old in zip(cast, leaves, strict=True)):
+        return value
+    return pytree.tree_unflatten(cast, structure)
+
+
+def _changed(items: Iterable[tuple[Any, Any]], dtype: torch.dtype) -> dict[Any, Any]:
+    cast = [(key, old, _cast(old, dtype)) for key, old in items]
+    return {key: new for key, old, new in cast if new is not old}
 
 
 def _were_given(base: torch.Tensor, inputs: dict[int, tuple[torch.Tensor, int]]) -> bool:
