@@ -113,6 +113,20 @@ def test_inputs_are_cast_where_they_are_and_other_containers_stay():
     assert kwargs["facts"] is facts and kwargs["same"] is same
 
 
+def test_a_late_change_in_place_is_seen_at_the_next_hundredth_step():
+    model = small_models.Bare()
+    engine = zerobench.initialize(model, config={"world_size": 1})
+    with pytest.raises(StateError, match=r"'second\.bias' was changed in place"):
+        for step in range(200):
+            engine.backward(engine(**zoo.points(0, 0)))
+            engine.step()
+            if step == 5:
+                with torch.no_grad():
+                    model.second.bias.add_(1.0)
+    assert engine.global_steps == 100
+    engine.close()
+
+
 def test_integer_parameters_stay_as_they_are():
     model = small_models.Bare()
     model.table = torch.nn.Parameter(torch.arange(5), requires_grad=False)
