@@ -287,6 +287,30 @@ class Carrying(Chain):
         return F.mse_loss(self.outlet(h + kept).float(), y.float())
 
 
+class AsideBlock(Block):
+    """Keeps a loss on the side, whose backward needs parameters and may come before that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.aside = torch.softmax(self.gate(x), dim=-1).square().mean()
+        return x
+
+
+class Aside(Chain):
+    def __init__(self) -> None:
+        super().__init__(3, block=AsideBlock)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x, y) + 0.1 * sum(block.aside for block in self.blocks)
+        for block in self.blocks:
+            block.aside = None
+        return loss
+
+
 class ViewBlock(Block):
     """Returns a view of what it made."""
 

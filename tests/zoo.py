@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from small_models import (
+    Aside,
     Bare,
     Carrying,
     Chain,
@@ -134,6 +135,8 @@ CASES: dict[str, Case] = {
     "inputs changed in place": Case(lambda: Handing(in_place=True)),
     "handed on in tuples": Case(lambda: Carrying()),
     "handed on in objects": Case(lambda: Carrying(by_object=True)),
+    "losses kept aside by gathered blocks": Case(Aside, config={"reshard_after_forward": False}),
+    "losses kept aside by one unit": Case(Aside, config={"units": []}),
     "views changed in place": Case(ChangedViews),
     "blocks that call themselves": Case(lambda: Carrying(block=RecursiveBlock)),
     "hooks that read parameters": Case(hooked),
