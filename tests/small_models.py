@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -253,6 +254,101 @@ class Handing(Chain):
         for block in self.blocks:
             h, bias = block(h, bias)
         return F.mse_loss(self.outlet(h + bias).float(), y.float())
+
+
+class Carrier:
+    """Two tensors in an object that torch knows nothing of."""
+
+    def __init__(self, h: torch.Tensor, kept: torch.Tensor) -> None:
+        self.h = h
+        self.kept = kept
+
+
+class CarryingBlock(Block):
+    """Takes and returns two tensors in one thing, the second of them as it came."""
+
+    def forward(self, given: Carrier | tuple[torch.Tensor, torch.Tensor]) -> Any:
+        h, kept = vars(given).values() if isinstance(given, Carrier) else given
+        h = super().forward(h) + kept
+        return Carrier(h, kept) if isinstance(given, Carrier) else (h, kept)
+
+
+class Carrying(Chain):
+    def __init__(self, *, by_object: bool = False, block: Callable[[], nn.Module] = CarryingBlock) -> None:
+        super().__init__(4, block=block)
+        self.by_object = by_object
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.inlet(x)
+        given = Carrier(h, torch.sin(h)) if self.by_object else (h, torch.sin(h))
+        for block in self.blocks:
+            given = block(given)
+        h, kept = vars(given).values() if self.by_object else given
+        return F.mse_loss(self.outlet(h + kept).float(), y.float())
+
+
+class AsideBlock(Block):
+    """Keeps a loss on the side, whose backward needs parameters and may come before that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.aside = torch.softmax(self.gate(x), dim=-1).square().mean()
+        return x
+
+
+class Aside(Chain):
+    def __init__(self) -> None:
+        super().__init__(3, block=AsideBlock)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x, y) + 0.1 * sum(block.aside for block in self.blocks)
+        for block in self.blocks:
+            block.aside = None
+        return loss
+
+
+class ViewBlock(Block):
+    """Returns a view of what it made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(-1, WIDTH)
+
+
+class ChangedViews(Chain):
+    """Changes in place what its blocks return."""
+
+    def __init__(self) -> None:
+        super().__init__(4, block=ViewBlock)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.inlet(x)
+        for block in self.blocks:
+            h = block(h)
+            h += 1
+            h[:, 0] *= 0.5
+        return F.mse_loss(self.outlet(h).float(), y.float())
+
+
+class RecursiveBlock(CarryingBlock):
+    """Calls itself once before it returns."""
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor], depth: int = 1) -> Any:
+        h, kept = super().forward(given)
+        if depth:
+            h = h + self((torch.tanh(h), torch.cos(kept)), depth - 1)[0]
+        return h, kept
+
+
+def hooked() -> Chain:
+    """With forward pre-hooks that read parameters of the modules that they are on, as older weight norms do."""
+    model = Chain(3)
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: (args[0] * module.up.weight.norm(),))
+    return model
 
 
 class Bare(nn.Module):

@@ -14,17 +14,22 @@ from typing import Any
 
 import torch
 from small_models import (
+    Aside,
     Bare,
+    Carrying,
     Chain,
+    ChangedViews,
     ExpertBlock,
     Handing,
     NormBlock,
     Odd,
+    RecursiveBlock,
     Structured,
     Tied,
     Twice,
     Unused,
     frozen_parts,
+    hooked,
     lora,
 )
 from torch import nn
@@ -128,6 +133,13 @@ CASES: dict[str, Case] = {
     "structured outputs": Case(Structured),
     "tensors handed on": Case(Handing),
     "inputs changed in place": Case(lambda: Handing(in_place=True)),
+    "handed on in tuples": Case(lambda: Carrying()),
+    "handed on in objects": Case(lambda: Carrying(by_object=True)),
+    "losses kept aside by gathered blocks": Case(Aside, config={"reshard_after_forward": False}),
+    "losses kept aside by one unit": Case(Aside, config={"units": []}),
+    "views changed in place": Case(ChangedViews),
+    "blocks that call themselves": Case(lambda: Carrying(block=RecursiveBlock)),
+    "hooks that read parameters": Case(hooked),
     "only a root": Case(Bare),
     "nested units": Case(Chain, config={"units": ["Block", "Linear"]}),
     "no parameter left for the root": Case(Chain, config={"units": ["Linear", "LayerNorm"]}),

@@ -42,9 +42,12 @@ def setup_facts(config: Config, units: UnitModules, groups: list[dict[str, Any]]
     group_of = {id(p): f"param group {index}" for index, group in enumerate(groups) for p in group["params"]}
     unit_of = units.unit_of_parameters()
     for name, parameter in units.modules[0].named_parameters():
+        # Floating-point ones become of one dtype; others are shared as they are.
+        dtype = "" if parameter.is_floating_point() else f" and {parameter.dtype}"
+        owner = group_of.get(id(parameter), "no param group")
         facts.append(
-            f"parameter '{name}' of shape {tuple(parameter.shape)} in {group_of.get(id(parameter), 'no param group')} "
-            f"and unit '{units.names[unit_of[name]]}'"
+            f"parameter '{name}' of shape {tuple(parameter.shape)}{dtype} in {owner} and unit "
+            f"'{units.names[unit_of[name]]}'"
         )
     for name, buffer in units.modules[0].named_buffers():
         facts.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")

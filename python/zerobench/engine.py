@@ -23,21 +23,26 @@ from zerobench import topology as topology_module
 from zerobench.agreement import expect_same_setup, setup_facts
 from zerobench.config import Config
 from zerobench.engine_facts import EngineFacts
-from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientError, StateError
+from zerobench.errors import ConfigError, StateError
 from zerobench.hooks import ModuleHooks, expect_no_hooks, expect_settled
 from zerobench.optimizer import ZeroOptimizer
 from zerobench.parameters import (
     Materialise,
     core_arguments,
+    expect_same_tensors,
     hyperparameters_of,
     materialise_unit,
     param_groups,
+    unheld_tensors,
 )
 from zerobench.rank_cpus import rank_cpus
 from zerobench.swap_watch import SwapWatch
 from zerobench.units import find_units
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_CHECKED_STEPS = 3
+_STEPS_A_CHECK = 100
 
 
 def initialize(
@@ -51,8 +56,9 @@ def initialize(
 
     ``model_parameters`` are torch-style param groups (dicts with ``params`` and own ``lr``, ``betas``, ``eps``,
     ``weight_decay``) or parameters; by default every parameter of the model in one group. Parameters that need no
-    gradient are kept and gathered but not updated. Rank 0's values become every rank's, those of buffers too.
-    Buffers keep their dtype, but for statistics of normalisation layers, which torch wants in the parameters' dtype.
+    gradient are kept and gathered but not updated. Rank 0's values become every rank's, those of buffers and of integer
+    and complex parameters too. Buffers keep their dtype, but for statistics of normalisation layers, which torch wants
+    in the parameters' dtype.
 
     Parameters on the meta device are given memory and values by ``materialise(model, names, device=...)``
     (``zerobench.models.materialise.materialise``, or one's own), unit by unit, and sharded at once: a model larger than
@@ -130,12 +136,16 @@ class Engine(EngineFacts):
                 materialise_unit, materialise=materialise, units=self._units, device=self._place.name
             ),
         )
-        self._share_buffers()
+        self._share_rest()
         named = list(model.named_parameters())
         self._trained = {parameter: name for name, parameter in named if parameter.requires_grad}
         self._frozen = {parameter: name for name, parameter in named if not parameter.requires_grad}
         for _, parameter in named:
             parameter.grad = None  # of another training
+        # Of the parameters that do not keep what others write: frozen ones do where they are not sharded.
+        self._versions: dict[nn.Parameter, int] = {}
+        self._steps_ended = 0
+        self._note_versions(p for _, p in named if p.requires_grad or self._core.parameters_sharded)
         self.optimizer.attach(self)
         self._parameter_units = self._units.unit_of_parameters()
         casts = config.cast_forward_inputs and self._dtypes["param"] != "float32"
@@ -173,8 +183,14 @@ class Engine(EngineFacts):
         """Backward of a micro-batch's mean loss. Averaging over micro-batches and ranks is the engine's.
 
         Raises whatever backward raises; the gradients of all micro-batches since the last step are dropped then and the
-        engine stays usable.
+        engine stays usable. Raises StateError, soon if not at once, where a parameter was changed in place outside of
+        ``gather(modifier_rank=...)``.
         """
+        if not isinstance(loss, torch.Tensor):
+            raise StateError(
+                f"backward needs the loss as a tensor, not a {type(loss).__name__}; pass what the forward returned "
+                "(loss, not loss.item())"
+            )
         if loss.numel() != 1:
             raise StateError(
                 f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean()"
@@ -190,8 +206,12 @@ class Engine(EngineFacts):
         self._enter_stream()
         scale = self._core.loss_scale
         last = self.is_gradient_accumulation_boundary()
+        if last:
+            self._check_versions()
         updates = last and self.config.optimizer_in_backward
-        self._core.begin_backward(last=last, groups=self._hyperparameters() if updates else [])
+        groups = self._hyperparameters() if updates else []
+        with self._following_the_core():
+            self._core.begin_backward(last=last, groups=groups)
         try:
             (loss.float() * scale if scale != 1.0 else loss).backward()
         except BaseException as error:
@@ -216,7 +236,8 @@ class Engine(EngineFacts):
 
         In fp16 a step whose gradients overflow is skipped and the loss scale lowered. Raises NonFiniteGradientError
         for them in other precisions, and in fp16 once a dynamic scale is at its floor (nothing is updated; on CUDA it
-        is the next step, or whoever asks for the step's outcome, that raises), StateError without gradients.
+        is the next step, or whoever asks for the step's outcome, that raises), StateError without gradients,
+        ConfigError for hyperparameters that no update can have, which leaves the gradients for another call.
         """
         if 0 < self._micro_step < self.config.gradient_accumulation_steps:
             return
@@ -225,13 +246,12 @@ class Engine(EngineFacts):
         self._enter_stream()
         if self._micro_step and self._core.awaits_share:
             self._place_state()
-        try:
-            self._core.step(self._hyperparameters())
-        except (NonFiniteGradientError, CommunicationError):
-            self._micro_step = 0  # the gradients are gone
-            raise
+        groups = self._hyperparameters()
+        with self._following_the_core():
+            self._core.step(groups)
         self._micro_step = 0
         self._stepped = True
+        self._steps_ended += 1
         if self._swap_watch is not None and not self._swap_watch.step_ended(self):
             self._swap_watch = None
 
@@ -328,6 +348,13 @@ class Engine(EngineFacts):
         finally:
             self._hooks.may_load = may_load
             self._core.end_gather(units, modifier_rank=-1 if modifier_rank is None else modifier_rank)
+            if modifier_rank is not None or self._core.parameters_sharded:  # there other changes are gone
+                gathered = set(units)
+                self._note_versions(
+                    parameter
+                    for parameter, name in (self._trained | self._frozen).items()
+                    if self._parameter_units[name] in gathered and parameter in self._versions
+                )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The module's full state dict (parameters in param_dtype, buffers) as copies. Collective."""
@@ -344,10 +371,16 @@ class Engine(EngineFacts):
             with self.gather(modifier_rank=0):
                 return self.module.load_state_dict(state_dict, strict=strict)
         finally:
-            self._share_buffers()
+            self._share_rest()
 
     def full_state(self) -> dict[str, Any]:
         """All that ``load_full_state`` takes, on the host: ``torch.save`` it on rank 0. Collective, between steps."""
+        rest = {
+            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in unheld_tensors(self.module).items()
+        }
+        for values in rest.values():
+            self._core.broadcast(values)  # rank 0's, since ranks have statistics of their own
         return {
             "parameters": self.full_parameters(),
             "exp_avg": self.full_optimizer_state("exp_avg"),
@@ -355,6 +388,7 @@ class Engine(EngineFacts):
             "step": self.global_steps,
             "loss_scale": self.loss_scale_state(),
             "param_groups": [hyperparameters_of(group) for group in self.optimizer.param_groups],
+            "buffers": rest,
         }
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
@@ -375,12 +409,14 @@ class Engine(EngineFacts):
         step: int,
         loss_scale: Mapping[str, float] | None = None,
         param_groups: Sequence[Mapping[str, Any]] | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Go on from a state as ``full_state`` gave it: rank 0's becomes everybody's. Collective, between steps.
 
         Also what takes an engine further that an error behind ``optimizer_in_backward`` left torn: from here on it is
         as a new engine with this state. A loss scale that is not given stays, and so do the hyperparameters of param
-        groups, learning rates among them; each rank takes its own, which must be the same.
+        groups, learning rates among them; each rank takes its own, which must be the same. ``buffers`` are persistent
+        ones and parameters that are no floating-point numbers; where they are not given, rank 0's stay.
 
         Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks,
         for a loss scale that this precision has no use for, and for another number of groups.
@@ -390,15 +426,11 @@ class Engine(EngineFacts):
         states: dict[str, dict[str, torch.Tensor]] = {}
         for kind, tensors in given.items():
             wanted = named if kind == "parameters" else {n: p for n, p in named.items() if p.requires_grad}
-            if missing := sorted(wanted.keys() - tensors.keys()):
-                raise ConfigError(f"the {kind} to load have no '{missing[0]}', which the model has")
-            for name, parameter in wanted.items():
-                if tensors[name].shape != parameter.shape:
-                    raise ConfigError(
-                        f"{kind} of '{name}' to load have shape {tuple(tensors[name].shape)}, the model's have "
-                        f"{tuple(parameter.shape)}"
-                    )
+            expect_same_tensors(kind, given=tensors, wanted=wanted, known=named)
             states[kind] = {name: tensors[name].detach().float().cpu().contiguous() for name in wanted}
+        rest = unheld_tensors(self.module)
+        if buffers is not None:
+            expect_same_tensors("buffers", given=buffers, wanted=rest, known=rest)
         if loss_scale is not None and self._core.loss_scale_state is None:
             raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")
         groups = self.optimizer.param_groups
@@ -410,6 +442,10 @@ class Engine(EngineFacts):
         scale = None if loss_scale is None else (loss_scale["scale"], int(loss_scale["good_steps"]))
         self._enter_stream()
         self._core.load_full_state(states, step=step, loss_scale=scale)
+        for name, value in (buffers or {}).items():
+            rest[name].data.copy_(value)
+        self._share_rest()
+        self._note_versions(self._versions)
         for group, given_group in zip(groups, param_groups or groups, strict=True):
             group.update(given_group)
         self._micro_step = 0
@@ -439,6 +475,17 @@ class Engine(EngineFacts):
 
     # --- internals ----------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _following_the_core(self) -> Iterator[None]:
+        """The core refuses a call before it touches gradients; whatever else comes out of one has dropped them all."""
+        try:
+            yield
+        except (StateError, ValueError):
+            raise
+        except BaseException:
+            self._micro_step = 0
+            raise
+
     def _hyperparameters(self) -> list[Any]:
         return [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
 
@@ -464,7 +511,8 @@ class Engine(EngineFacts):
         share = placement.fitting_share(units, free_bytes=free_bytes)
         self._offload_ratio = self._core.place_state(share)
 
-    def _share_buffers(self) -> None:
+    def _share_rest(self) -> None:
+        """Give every rank what rank 0 has and the core does not hold: buffers, integer and complex parameters."""
         dtype = _TORCH_DTYPES[self._dtypes["param"]]
         for module in self.module.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -477,9 +525,15 @@ class Engine(EngineFacts):
                 module._buffers[name] = buffer
                 if isinstance(module, _NormBase) and buffer.is_floating_point():
                     module._buffers[name] = buffer = buffer.to(dtype)
-                values = buffer.detach().cpu().contiguous()
-                self._core.broadcast(values)
-                buffer.copy_(values)
+                self._share(buffer)
+        for parameter in self.module.parameters():
+            if not parameter.is_floating_point() and not parameter.is_meta:
+                self._share(parameter.data)
+
+    def _share(self, tensor: torch.Tensor) -> None:
+        values = tensor.detach().cpu().contiguous()
+        self._core.broadcast(values)
+        tensor.copy_(values)
 
     def _expect_known_parameters(self) -> None:
         """Before the first step: scripts change models between ``initialize`` and training."""
@@ -502,6 +556,24 @@ class Engine(EngineFacts):
             raise StateError(
                 f"parameter '{self._frozen[parameter]}' was frozen when the engine was made and got a gradient now; "
                 "set requires_grad before zerobench.initialize"
+            )
+
+    def _note_versions(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._versions |= {
+            p: p._version for p in parameters if p.is_floating_point() and not p.is_inference()
+        }
+
+    def _check_versions(self) -> None:
+        """The core writes parameters behind torch's back, so a new version is somebody else's change. Looked at in the
+        first steps, in which models set what a forward sets, and then seldom, since reaching each tensor takes long."""
+        if self._steps_ended >= _CHECKED_STEPS and self._steps_ended % _STEPS_A_CHECK:
+            return
+        for parameter in [each for each, version in self._versions.items() if each._version != version]:
+            name = self._trained.get(parameter) or self._frozen[parameter]
+            raise StateError(
+                f"parameter '{name}' was changed in place behind the engine, which keeps values of its own: change it "
+                "inside `with engine.gather(modifier_rank=0):`, on every rank; a module that sets parameters in its "
+                "first forward has that forward there, before training"
             )
 
     def _units_of(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ class ModuleHooks:
         self._unit_handles: list[Any] = []
         root = units.modules[0]
         begin = root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
-        for unit, module in enumerate(units.modules[1:], start=1):
-            self._install(unit, module)
+        self._of_units = [_UnitHooks(core, unit) for unit in range(1, self._unit_num)]
+        for hooks, module in zip(self._of_units, units.modules[1:], strict=True):
+            self._install(hooks, module)
         self._handles = [
             begin,
             root.register_forward_hook(self._end_forward, always_call=True),
@@ -84,14 +86,13 @@ class ModuleHooks:
                 "call engine.load_state_dict(), or load inside `with engine.gather(modifier_rank=0):`, on every rank"
             )
 
-    def _install(self, unit: int, module: nn.Module) -> None:
-        sharded = self._core.parameters_sharded
-        hooks = _UnitHooks(self._core, unit)
-        if not sharded:  # then nothing happens behind a unit's forward
-            self._unit_handles.append(module.register_forward_pre_hook(hooks.before))
+    def _install(self, hooks: _UnitHooks, module: nn.Module) -> None:
+        # Before the hooks that are there: those of torch.nn.utils.weight_norm, say, read the module's parameters.
+        if not self._core.parameters_sharded:  # then nothing happens behind a unit's forward
+            self._unit_handles.append(module.register_forward_pre_hook(hooks.before, prepend=True))
             return
         self._unit_handles += [
-            module.register_forward_pre_hook(hooks.before_sharded, with_kwargs=True),
+            module.register_forward_pre_hook(hooks.before_sharded, with_kwargs=True, prepend=True),
             module.register_forward_hook(hooks.after_sharded, always_call=True),
         ]
 
@@ -103,6 +104,8 @@ class ModuleHooks:
         except BaseException:
             self._begin_failed = True  # the hook that ends forwards must leave the running one alone
             raise
+        for hooks in self._of_units:
+            hooks.forget_inputs()
         try:
             self._core.pre_forward(0)
             for unit in self._awaited_at_once:
@@ -110,7 +113,7 @@ class ModuleHooks:
         except BaseException:
             self._core.abandon_forward()
             raise
-        return None if self._input_dtype is None else self._cast_inputs((args, kwargs))
+        return None if self._input_dtype is None else _cast((args, kwargs), self._input_dtype)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._begin_failed:
@@ -123,16 +126,6 @@ class ModuleHooks:
         with contextlib.suppress(Exception):  # the error that ends this forward is the one to report
             self._core.abandon_forward()
 
-    def _cast_inputs(self, inputs: Any) -> Any:
-        return pytree.tree_map(
-            lambda leaf: (
-                leaf.to(self._input_dtype)
-                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-                else leaf
-            ),
-            inputs,
-        )
-
 
 class _UnitHooks:
     """The hooks of one unit."""
@@ -141,44 +134,52 @@ class _UnitHooks:
         self._core = core
         self._unit = unit
         self._is_frozen = core.has_frozen(unit)
-        self._inputs: list[tuple[torch.Tensor, int]] = []  # with their versions, while the unit computes
+        # By unit forward under way, since a unit may call itself: what was given, by id, with its version.
+        self._inputs: list[dict[int, tuple[torch.Tensor, int]]] = []
 
     def __reduce__(self) -> Any:
         raise _no_copies()
+
+    def forget_inputs(self) -> None:
+        """Of forwards that Ctrl-C ended, for which torch calls no hooks."""
+        self._inputs.clear()
 
     def before(self, module: nn.Module, args: Any) -> None:
         self._core.pre_forward(self._unit)
 
     def before_sharded(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs: dict[int, tuple[torch.Tensor, int]] = {}
+        self._inputs.append(inputs)  # whatever comes: torch calls the other hook after an error, too
         self._core.pre_forward(self._unit)
         if not torch.is_grad_enabled():
             return
-        self._inputs = [
-            (value, value._version)
-            for value in (*args, *kwargs.values())
-            if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
-        if self._is_frozen:
-            inputs = [x for x in _tensors((args, kwargs)) if x.requires_grad]
-            if inputs:
-                self._core.await_inputs(self._unit)
-                torch.autograd.graph.register_multi_grad_hook(
-                    inputs, lambda _: self._core.inputs_done(self._unit)
-                )
+        for tensor in _tensors((args, kwargs)):
+            if tensor.requires_grad:
+                inputs[id(tensor)] = (tensor, tensor._version)
+        if self._is_frozen and inputs:
+            self._core.await_inputs(self._unit)
+            torch.autograd.graph.register_multi_grad_hook(
+                [tensor for tensor, _ in inputs.values()], lambda _: self._core.inputs_done(self._unit)
+            )
 
     def after_sharded(self, module: nn.Module, args: Any, output: Any) -> None:
+        inputs = self._inputs.pop() if self._inputs else {}
         self._core.post_forward(self._unit)
         if not torch.is_grad_enabled():
             return
-        inputs, self._inputs = self._inputs, []
         for tensor in _tensors(output):
-            if any(tensor is given and tensor._version == version for given, version in inputs):
-                continue  # passed through: its gradient may be complete long after backward has left this unit
+            # What was passed through may have its gradient complete long after backward has left this unit.
+            if id(tensor) in inputs and inputs[id(tensor)][1] == tensor._version:
+                continue
             # Nodes' hooks run after tensors' hooks, so a frozen unit behind this one is resharded before.
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._before_backward)
             elif tensor.requires_grad:
                 tensor.register_hook(self._before_backward)
+            # A view that the model changes in place gets another node, behind which backward comes to its base's.
+            base = tensor._base
+            if base is not None and base.grad_fn is not None and not _were_given(base, inputs):
+                base.grad_fn.register_prehook(self._before_backward)
 
     def _before_backward(self, _: Any) -> None:
         self._core.pre_backward(self._unit)
@@ -210,11 +211,59 @@ def expect_no_hooks(model: nn.Module) -> None:
             )
 
 
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """With its floating-point tensors in ``dtype``. What holds none that changes is left as it is, so that a forward
+    fills the caller's own list; what holds one is copied, without what it holds itself."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        changed = _changed(value.items(), dtype)
+        if not changed or not isinstance(value, MutableMapping):
+            return value
+        mapping = copy.copy(value)
+        for key, held in changed.items():  # transformers' outputs have no update()
+            mapping[key] = held
+        return mapping
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        changed = _changed([(name, getattr(value, name)) for name in names], dtype)
+        if not changed:
+            return value
+        copied = copy.copy(value)
+        for name, held in changed.items():
+            object.__setattr__(copied, name, held)  # frozen ones, too
+        return copied
+    leaves, structure = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value
+    cast = [_cast(leaf, dtype) for leaf in leaves]
+    if all(new is old for new, old in zip(cast, leaves, strict=True)):
+        return value
+    return pytree.tree_unflatten(cast, structure)
+
+
+def _changed(items: Iterable[tuple[Any, Any]], dtype: torch.dtype) -> dict[Any, Any]:
+    cast = [(key, old, _cast(old, dtype)) for key, old in items]
+    return {key: new for key, old, new in cast if new is not old}
+
+
+def _were_given(base: torch.Tensor, inputs: dict[int, tuple[torch.Tensor, int]]) -> bool:
+    """Whether it or a view of it is among the inputs and has not changed since."""
+    return any(
+        (given is base or given._base is base) and version == base._version
+        for given, version in inputs.values()
+    )
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested containers and dataclasses."""
+    """Tensors in nested containers and dataclasses, and those that objects of other classes hold themselves."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        elif isinstance(leaf, (type, nn.Module)):
+            continue
+        elif dataclasses.is_dataclass(leaf):
             for field in dataclasses.fields(leaf):
                 yield from _tensors(getattr(leaf, field.name))
+        elif hasattr(leaf, "__dict__"):
+            yield from (held for held in pytree.tree_leaves(vars(leaf)) if isinstance(held, torch.Tensor))

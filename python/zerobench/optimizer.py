@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ``zero_grad`` does nothing: gradients live in the engine's flat buffers and end with each step.
     """
 
+    _engine: Engine | None = None  # torch adds the first groups before there is one
+
     def __init__(self, param_groups: Iterable[dict[str, Any]], defaults: OptimizerConfig) -> None:
         super().__init__(
             list(param_groups),
@@ -33,7 +36,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             },
         )
         self.decoupled = defaults.type == "adamw"
-        self._engine: Engine | None = None
         for index, group in enumerate(self.param_groups):
             unknown = set(group) - {"params", "param_names", "name", "initial_lr", *_KEYS}
             if unknown:
@@ -51,8 +53,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._engine is not None and self._engine.was_step_skipped()
 
     def hyperparameters(self) -> list[dict[str, float | bool]]:
-        """Hyperparameters by group, as they are now."""
-        return [
+        """Hyperparameters by group, as they are now. Raises ConfigError for what no update can have."""
+        found: list[dict[str, float | bool]] = [
             {
                 "lr": float(group["lr"]),
                 "beta1": float(group["betas"][0]),
@@ -63,6 +65,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             }
             for group in self.param_groups
         ]
+        for index, hyperparameters in enumerate(found):
+            _expect_possible(index, hyperparameters)
+        return found
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """For torch's own constructor. Raises StateError once an engine updates the groups."""
+        if self._engine is not None:
+            raise StateError(
+                "an engine's param groups are those of zerobench.initialize(model_parameters=...), where it lays out "
+                "their state; give it this group there, with a new engine"
+            )
+        super().add_param_group(param_group)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One engine step. Closures are not supported."""
@@ -93,3 +107,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: see the class."""
+
+
+def _expect_possible(index: int, hyperparameters: dict[str, float | bool]) -> None:
+    """Before the core is asked for anything, so that gathered gradients wait for what is put right."""
+    for key, value in hyperparameters.items():
+        limit = 1.0 if key in ("beta1", "beta2") else math.inf
+        if not 0.0 <= value < limit:
+            raise ConfigError(
+                f"param group {index} has {key} {value}, which must be at least 0 and "
+                f"{'below 1' if limit == 1.0 else 'finite'}; set it in engine.optimizer.param_groups and repeat the "
+                "call"
+            )

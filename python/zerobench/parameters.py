@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zerobench.errors import ConfigError
 from zerobench.units import UnitModules
+
+_HELD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Materialise = Callable[..., Any]
 """``materialise(model, names, device=...)`` gives parameters on the meta device memory and values."""
@@ -21,12 +24,19 @@ def param_groups(
     """Torch-style param groups of what is to be trained: by default every parameter of the model in one group.
 
     Parameters that need no gradient are left out. Raises ConfigError for what is no parameter of the model, for complex
-    ones that need a gradient, and where nothing is left to train.
+    ones that need a gradient, for those that have no shape yet, and where nothing is left to train.
     """
+    _expect_shapes(model)
     given: list[Any] = list(model.parameters()) if model_parameters is None else list(model_parameters)
     if not given:
         raise ConfigError("the model has no parameters to train")
-    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    are_groups = isinstance(given[0], dict)
+    if any(isinstance(each, dict) != are_groups for each in given):
+        raise ConfigError(
+            "model_parameters mixes param groups (dicts) with parameters; put the parameters into a group of their "
+            "own, {'params': [...]}"
+        )
+    groups = given if are_groups else [{"params": given}]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ConfigError(
@@ -73,7 +83,8 @@ def core_arguments(
 ) -> list[Any]:
     """The core's ParameterArgument of every floating-point parameter, in the model's order.
 
-    ``dtypes`` by role: param, reduce. Raises ConfigError for a parameter that needs a gradient and is in no group.
+    ``dtypes`` by role: param, reduce. Raises ConfigError for a parameter that needs a gradient and is in no group, and
+    for one that no engine can hold.
     """
     unit_of = units.unit_of_parameters()
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
@@ -84,6 +95,11 @@ def core_arguments(
             raise ConfigError(
                 f"parameter '{name}' needs a gradient but is in no param group; add it to model_parameters or call "
                 "requires_grad_(False)"
+            )
+        if parameter.dtype not in _HELD_DTYPES:
+            raise ConfigError(
+                f"parameter '{name}' is {str(parameter.dtype).removeprefix('torch.')}, and engines hold float32, "
+                "bfloat16 and float16, frozen parameters too; convert it first (model.float()) or make it a buffer"
             )
         arguments.append(
             core.ParameterArgument(
@@ -116,6 +132,50 @@ def materialise_unit(
     return {index: made[name] for name, index in indices.items()}
 
 
+def unheld_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What belongs to a state beside the engine's parameters: persistent buffers, integer and complex parameters."""
+    tensors: dict[str, torch.Tensor] = {
+        n: p for n, p in model.named_parameters() if not p.is_floating_point()
+    }
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return tensors
+
+
+def expect_same_tensors(
+    kind: str,
+    *,
+    given: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, torch.Tensor],
+    known: Mapping[str, torch.Tensor],
+) -> None:
+    """Raise ConfigError where ``given`` lacks what is ``wanted``, has what is not ``known``, or another shape."""
+    if missing := sorted(wanted.keys() - given.keys()):
+        raise ConfigError(f"the {kind} to load have no '{missing[0]}', which the model has")
+    if unknown := sorted(given.keys() - known.keys()):
+        raise ConfigError(
+            f"the {kind} to load have '{unknown[0]}', which the model lacks; load them into the model that they were "
+            "saved from"
+        )
+    for name, tensor in wanted.items():
+        if given[name].shape != tensor.shape:
+            raise ConfigError(
+                f"{kind} of '{name}' to load have shape {tuple(given[name].shape)}, the model's have "
+                f"{tuple(tensor.shape)}"
+            )
+
+
 def _floating(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Quantised and integer parameters stay where they are."""
     return [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+
+
+def _expect_shapes(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"'{name}' has no shape before the model's first forward, as in torch.nn.LazyLinear; run one forward "
+                "before zerobench.initialize"
+            )

@@ -183,8 +183,37 @@ def backwards_without_a_step(rank, stage):
         goes_on(engine, rank, stage, done=1)
 
 
+def hyperparameters_that_cannot_be(rank, stage):
+    """The gradients wait for others."""
+    case = zoo.Case(fused, plan="FBFB", steps=3, config={"gradient_accumulation_steps": 2})
+    for in_backward in (False, True):
+        config = {"optimizer_in_backward": in_backward}
+        with training(rank, stage, case=case, **config) as engine:
+            group = engine.optimizer.param_groups[0]
+            for micro in range(2):
+                loss = engine(**zoo.points(0, rank.rank, micro))
+                group["lr"] = -1.0 if micro and in_backward else zoo.LR
+                if micro and in_backward:
+                    with pytest.raises(errors.ConfigError, match=r"param group 0 has lr -1\.0"):
+                        engine.backward(loss)
+                    group["lr"] = zoo.LR
+                engine.backward(loss)
+            for key, value in (
+                () if in_backward else (("lr", float("nan")), ("betas", (0.9, 1.0)), ("eps", -1.0))
+            ):
+                right = group[key]
+                group[key] = value
+                with pytest.raises(errors.ConfigError, match=r"engine\.optimizer\.param_groups and repeat"):
+                    engine.step()
+                group[key] = right
+            engine.step()
+            goes_on(engine, rank, stage, done=1, case=case, **config)
+
+
 def backward_of_a_vector(rank, stage):
     with training(rank, stage) as engine:
+        with pytest.raises(errors.StateError, match=r"not loss\.item"):
+            engine.backward(1.0)
         with pytest.raises(errors.StateError, match=r"reduce it with \.mean"):
             engine.backward(torch.ones(3, requires_grad=True))
         goes_on(engine, rank, stage)
@@ -293,8 +322,10 @@ def dropped_without_close(rank, stage):
 def cannot_be_trained(rank, stage):
     model = zoo.make(CASE)
     model.blocks[1].down.double()
-    with pytest.raises(ValueError, match=r"'blocks\.1\.down\.weight' is Double"):
-        zerobench.initialize(model, config=rank.config(stage=stage))
+    for needs_gradient in (True, False):
+        model.blocks[1].down.requires_grad_(needs_gradient)
+        with pytest.raises(errors.ConfigError, match=r"'blocks\.1\.down\.weight' is float64.*model\.float"):
+            zerobench.initialize(model, config=rank.config(stage=stage))
     assert torch.equal(model.inlet.weight, zoo.make(CASE).inlet.weight)
 
 
@@ -310,6 +341,7 @@ CHECKS = [
     (plain_backward, ()),
     (step_without_backward, ()),
     (backwards_without_a_step, ()),
+    (hyperparameters_that_cannot_be, ()),
     (backward_of_a_vector, ()),
     (engine_faults.not_a_number, ("fp32",)),
     (engine_faults.not_a_number, ("bf16",)),

@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ranks
+import small_models
 import zoo
 
 import zerobench
@@ -168,6 +169,9 @@ def load_wrongly(rank: ranks.Rank) -> dict[str, str]:
 
     refuse("missing", ConfigError, kept | {"exp_avg": {}})
     refuse("scale", ConfigError, kept | {"loss_scale": {"scale": 2.0, "good_steps": 0}})
+    more = {"more.weight": torch.zeros(3)}
+    for kind in ("parameters", "exp_avg", "buffers"):
+        refuse(f"more {kind}", ConfigError, kept | {kind: kept.get(kind, {}) | more})
     refuse("shape", ConfigError, kept | {"parameters": kept["parameters"] | {name: torch.zeros(3)}})
     engine.backward(engine(**case.batch(1, rank.rank, 0)))
     refuse("in a step", StateError, kept)
@@ -183,6 +187,8 @@ def load_wrongly(rank: ranks.Rank) -> dict[str, str]:
 def test_what_cannot_be_loaded_is_refused():
     for said in ranks.run(load_wrongly):
         assert "exp_avg" in said["missing"] and "shape (3,)" in said["shape"]
+        for kind in ("parameters", "exp_avg", "buffers"):
+            assert f"the {kind} to load have 'more.weight', which the model lacks" in said[f"more {kind}"]
         assert "between steps" in said["in a step"] and "leave the block" in said["in a gather"]
         assert said["steps"] == "1" and "fp16" in said["scale"]
 
@@ -206,3 +212,69 @@ def load_without_scale(rank: ranks.Rank) -> tuple[dict, dict]:
 def test_a_scale_that_is_not_given_stays():
     for before, after in ranks.run(load_without_scale):
         assert before == after == {"scale": 2.0**8, "good_steps": 2}
+
+
+class WithRest(small_models.Chain):
+    """Has all that the core does not hold, other values on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(2, block=small_models.NormBlock)
+        table = torch.full((3,), rank + 1, dtype=torch.int8)
+        self.table = torch.nn.Parameter(table, requires_grad=False)
+        self.phase = torch.nn.Parameter(torch.full((2,), rank + 1j), requires_grad=False)
+        self.register_buffer("scratch", torch.full((2,), float(rank)), persistent=False)
+        self.inlet.register_buffer("turned", torch.arange(6).view(2, 3).t() + rank)
+
+
+def evaluate(engine) -> float:
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(**zoo.points(99, 0)).item()
+    engine.train()
+    return loss
+
+
+def go_on_with_the_rest(rank: ranks.Rank) -> list[dict]:
+    """By stage: what the model evaluates to before and after, and what has become everybody's."""
+    ends = []
+    case = zoo.Case(lambda: WithRest(rank.rank))
+    for stage in STAGES:
+        engine = start(rank, case, stage)
+        assert engine.module.table.tolist() == [1] * 3 and engine.module.phase.tolist() == [1j] * 2
+        for step in range(3):
+            zoo.run_plan(engine, case, step, rank.rank, [])
+        given = engine.state_dict() | {"table": torch.full((3,), 7 + rank.rank, dtype=torch.int8)}
+        kept_norm = given["blocks.1.norm.running_mean"]
+        engine.load_state_dict(given)
+        assert engine.module.table.tolist() == [7] * 3
+        kept = engine.full_state()
+        assert kept["buffers"].keys() == {
+            *(
+                f"blocks.{i}.norm.{n}"
+                for i in range(2)
+                for n in ("running_mean", "running_var", "num_batches_tracked")
+            ),
+            *("inlet.turned", "table", "phase"),
+        }
+        before = evaluate(engine)
+        engine.close()
+        engine = start(rank, case, stage)
+        engine.load_full_state(**{name: value for name, value in kept.items() if name != "buffers"})
+        old = evaluate(engine)
+        given = kept["buffers"] if rank.rank == 0 else {n: t * 0 for n, t in kept["buffers"].items()}
+        engine.load_full_state(**kept | {"buffers": given})
+        found = {name: tensor for name, tensor in engine.state_dict().items() if name in kept["buffers"]}
+        assert zoo.digest(found) == zoo.digest(kept["buffers"])
+        assert engine.module.scratch.tolist() == [0.0] * 2
+        assert rank.rank > 0 or torch.equal(kept_norm, found["blocks.1.norm.running_mean"])
+        ends.append({"before": before, "old": old, "after": evaluate(engine), "rest": zoo.digest(found)})
+        engine.close()
+    return ends
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_buffers_and_other_parameters_are_part_of_a_state(world_size: int):
+    by_rank = ranks.run(go_on_with_the_rest, world_size=world_size)
+    assert all(ends == by_rank[0] for ends in by_rank)
+    for end in by_rank[0]:
+        assert end["before"] == end["after"] != end["old"]

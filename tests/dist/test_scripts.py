@@ -212,6 +212,62 @@ def changing_the_model(rank, place):
     engine.close()
 
 
+def changing_in_a_forward(rank, place):
+    """A model that sets parameters in its first forward: an error, and what it says helps."""
+    for name in ("outlet.bias", "blocks.1.up.bias"):
+        engine = start(rank, place, forward_that_sets)
+        engine.module.to_set = engine.module.get_submodule(name.removesuffix(".bias"))
+        with pytest.raises(StateError, match=rf"'{name}' was changed in place.*modifier_rank=0"):
+            train(engine, rank, 1)
+        with engine.gather(modifier_rank=0):  # the value is set already and everybody's, if it is not gone
+            pass
+        train(engine, rank, 1)
+        engine.close()
+        engine = start(rank, place, forward_that_sets, precision="bf16")
+        engine.module.to_set = engine.module.get_submodule(name.removesuffix(".bias"))
+        with engine.gather(modifier_rank=0), torch.no_grad():
+            engine(**CASE.batch(0, rank.rank, 0))
+        engine.load_state_dict(engine.state_dict())
+        engine.load_full_state(**engine.full_state())
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        train(engine, rank, 2)
+        with engine.gather():
+            pass
+        train(engine, rank, 2, first=2)
+        assert (engine.full_parameters()[name] == 3.0).all()
+        engine.close()
+
+
+def forward_that_sets(self, x, y):
+    if getattr(self, "to_set", None) is not None:
+        self.to_set.register_forward_pre_hook(set_once)
+        self.to_set = None
+    return type(self).forward(self, x, y)
+
+
+def set_once(module, _):
+    if not hasattr(module, "is_set"):
+        module.is_set = True
+        with torch.no_grad():
+            module.bias.fill_(3.0)
+
+
+def changing_what_is_frozen(rank, place):
+    """Where it is not sharded, a model may do that: a teacher that follows its student, say."""
+    if PLACES[place]["stage"] == 3:
+        return
+    model = zoo.make(CASE)
+    model.blocks[1].requires_grad_(False)
+    engine = zerobench.initialize(model, config=rank.config(**zoo.optimizer_config(CASE) | PLACES[place]))
+    for step in range(3):
+        with torch.no_grad():
+            model.blocks[1].up.weight.lerp_(model.blocks[1].down.weight.t(), 0.5)
+        train(engine, rank, 1, first=step)
+    assert torch.equal(engine.state_dict()["blocks.1.up.weight"], model.blocks[1].up.weight)
+    engine.close()
+
+
 def two_engines(rank, place):
     """One model has one engine at a time."""
     engine = start(rank, place)
@@ -396,6 +452,8 @@ CHECKS = [
     (forward_by_name, ()),
     (gradients_from_before, ()),
     (changing_the_model, ()),
+    (changing_in_a_forward, ()),
+    (changing_what_is_frozen, ()),
     (two_engines, ()),
     (copying, ()),
     (sharing_an_activation, ()),

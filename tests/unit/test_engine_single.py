@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -63,6 +65,65 @@ def test_low_precision_parameters_and_inputs():
     engine(**zoo.points(0, 0))
     assert seen == [torch.bfloat16]
     assert all(p.dtype == torch.float32 for p in engine.full_parameters().values())
+    engine.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    x: torch.Tensor
+    label: str
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+def test_inputs_are_cast_where_they_are_and_other_containers_stay():
+    x, ids = torch.ones(2, 3), torch.arange(2)
+    low = torch.ones(2, dtype=torch.bfloat16)
+    out, facts, same = [], {"ids": ids, "n": 1}, [low, (ids, None)]
+    encoding = collections.UserDict(x=x, ids=ids)
+    given = Given(x, "a")
+    containers = [
+        {"x": x, "out": out},
+        [x, out],
+        (x, ids),
+        Pair(x, ids),
+        collections.deque([x]),
+        encoding,
+        given,
+    ]
+    seen = []
+
+    class Taking(small_models.Bare):
+        def forward(self, *args, **kwargs):
+            kwargs["out"].append(1)
+            seen.append((args, kwargs))
+            return self.first.weight.sum()
+
+    engine = zerobench.initialize(Taking(), config={"world_size": 1, "precision": "bf16"})
+    engine(*containers, out=out, facts=facts, same=same, label="b", kept=torch.Size([2]))
+    engine.close()
+    (mapping, listed, pair, named, queue, encoded, held), kwargs = seen[0]
+    for tensor in (mapping["x"], listed[0], pair[0], named.x, queue[0], encoded["x"], held.x):
+        assert tensor.dtype == torch.bfloat16
+    assert [type(each) for each in seen[0][0]] == [type(each) for each in containers]
+    assert x.dtype == encoding["x"].dtype == given.x.dtype == containers[0]["x"].dtype == torch.float32
+    assert pair[1] is ids and encoded["ids"] is ids and held.label == "a"
+    assert out == [1] and mapping["out"] is listed[1] is kwargs["out"] is out
+    assert kwargs["facts"] is facts and kwargs["same"] is same
+
+
+def test_a_late_change_in_place_is_seen_at_the_next_hundredth_step():
+    model = small_models.Bare()
+    engine = zerobench.initialize(model, config={"world_size": 1})
+    with pytest.raises(StateError, match=r"'second\.bias' was changed in place"):
+        for step in range(200):
+            engine.backward(engine(**zoo.points(0, 0)))
+            engine.step()
+            if step == 5:
+                with torch.no_grad():
+                    model.second.bias.add_(1.0)
+    assert engine.global_steps == 100
     engine.close()
 
 

@@ -16,7 +16,7 @@ import zoo
 
 import zerobench
 from zerobench.config import OptimizerConfig
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, StateError
 from zerobench.optimizer import ZeroOptimizer
 
 
@@ -56,6 +56,12 @@ def test_what_it_refuses():
         ConfigError, match=r"param group 0 has a parameter of shape .* that the model does not have"
     ):
         start(model, model_parameters=[torch.nn.Parameter(torch.ones(4))])
+    for mixed in ([{"params": [model.first.weight]}, model.first.bias], [model.first.bias, {"params": []}]):
+        with pytest.raises(ConfigError, match="mixes param groups"):
+            start(model, model_parameters=mixed)
+    for lazy in (torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d(affine=False)):
+        with pytest.raises(ConfigError, match="run one forward before"):
+            start(torch.nn.Sequential(lazy, model))
     with pytest.raises(ConfigError, match=r"not tuple; pass model\.parameters\(\)"):
         start(model, model_parameters=list(model.named_parameters()))
     with pytest.raises(ConfigError, match="param group 0 has no 'params'"):
@@ -96,4 +102,12 @@ def test_a_learning_rate_of_zero_changes_nothing():
     engine.step()
     after = engine.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    engine.close()
+
+
+def test_no_group_comes_after_the_engine():
+    engine = start(small_models.Bare())
+    with pytest.raises(StateError, match=r"initialize\(model_parameters="):
+        engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert len(engine.optimizer.param_groups) == 1
     engine.close()
