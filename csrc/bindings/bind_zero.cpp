@@ -49,6 +49,7 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
             return py::make_tuple(outcome.applied, outcome.grad_norm);
           },
           "(applied, global gradient norm before clipping) of the last step. Blocks until it is known.")
+      .def_property_readonly("window_backwards", [](const BoundEngine& e) { return e.get().window_backwards(); })
       .def_property_readonly("awaits_share", [](const BoundEngine& e) { return e.get().awaits_share(); })
       .def(
           "place_state", [](BoundEngine& e, double fitting_share) { return e.get().place_state(fitting_share); },

@@ -263,6 +263,8 @@ void Engine::check_bindings() const {
   for (const Parameter& parameter : parameters_) check_intact(parameter);
 }
 
+long Engine::window_backwards() const { return static_cast<long>(reduces_->window_backwards()); }
+
 CommunicationCounters Engine::counters() const {
   CommunicationCounters sum = gather_communicator_->counters();
   const CommunicationCounters& other = reduce_communicator_->counters();

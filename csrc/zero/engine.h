@@ -136,6 +136,8 @@ class Engine {
   // Of the last step. Blocks until it is known.
   StepOutcome outcome();
 
+  // Backwards whose gradients wait for a step.
+  long window_backwards() const;
   // Whether the store waits for place_state, which must come before the first step.
   bool awaits_share() const { return store_->awaits_share(); }
   // Chooses the share of optimizer state on the host, behind a backward: all but what fits on the device of every rank,

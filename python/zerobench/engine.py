@@ -477,13 +477,11 @@ class Engine(EngineFacts):
 
     @contextlib.contextmanager
     def _following_the_core(self) -> Iterator[None]:
-        """The core refuses a call before it touches gradients; whatever else comes out of one has dropped them all."""
+        """Where the core refuses a call its gradients stay, and other errors drop them."""
         try:
             yield
-        except (StateError, ValueError):
-            raise
         except BaseException:
-            self._micro_step = 0
+            self._micro_step = self._core.window_backwards
             raise
 
     def _hyperparameters(self) -> list[Any]:
