@@ -257,13 +257,24 @@ def _were_given(base: torch.Tensor, inputs: dict[int, tuple[torch.Tensor, int]])
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in nested containers and dataclasses, and those that objects of other classes hold themselves."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif isinstance(leaf, (type, nn.Module)):
-            continue
-        elif dataclasses.is_dataclass(leaf):
-            for field in dataclasses.fields(leaf):
-                yield from _tensors(getattr(leaf, field.name))
-        elif hasattr(leaf, "__dict__"):
-            yield from (held for held in pytree.tree_leaves(vars(leaf)) if isinstance(held, torch.Tensor))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (tuple, list):  # these and plain dicts without pytree, which takes several times as long
+        for held in value:
+            yield from _tensors(held)
+    elif type(value) is dict:
+        for held in value.values():
+            yield from _tensors(held)
+    elif value is None or isinstance(value, (bool, int, float, str, type, nn.Module)):
+        return
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name, None))
+    else:
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) == 1 and leaves[0] is value:  # no container that pytree knows
+            leaves = pytree.tree_leaves(vars(value)) if hasattr(value, "__dict__") else []
+            yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        else:
+            for leaf in leaves:
+                yield from _tensors(leaf)
