@@ -21,6 +21,7 @@ from zerobench import _native, placement
 from zerobench import config as config_module
 from zerobench import topology as topology_module
 from zerobench.agreement import expect_same_setup, setup_facts
+from zerobench.change_watch import ChangeWatch
 from zerobench.config import Config
 from zerobench.engine_facts import EngineFacts
 from zerobench.errors import ConfigError, StateError
@@ -40,9 +41,6 @@ from zerobench.swap_watch import SwapWatch
 from zerobench.units import find_units
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_CHECKED_STEPS = 3
-_STEPS_A_CHECK = 100
 
 
 def initialize(
@@ -142,10 +140,8 @@ class Engine(EngineFacts):
         self._frozen = {parameter: name for name, parameter in named if not parameter.requires_grad}
         for _, parameter in named:
             parameter.grad = None  # of another training
-        # Of the parameters that do not keep what others write: frozen ones do where they are not sharded.
-        self._versions: dict[nn.Parameter, int] = {}
-        self._steps_ended = 0
-        self._note_versions(p for _, p in named if p.requires_grad or self._core.parameters_sharded)
+        # Frozen parameters keep what others write where they are not sharded.
+        self._changes = ChangeWatch(self._trained | (self._frozen if self._core.parameters_sharded else {}))
         self.optimizer.attach(self)
         self._parameter_units = self._units.unit_of_parameters()
         casts = config.cast_forward_inputs and self._dtypes["param"] != "float32"
@@ -207,7 +203,7 @@ class Engine(EngineFacts):
         scale = self._core.loss_scale
         last = self.is_gradient_accumulation_boundary()
         if last:
-            self._check_versions()
+            self._changes.check()
         updates = last and self.config.optimizer_in_backward
         groups = self._hyperparameters() if updates else []
         with self._following_the_core():
@@ -251,7 +247,7 @@ class Engine(EngineFacts):
             self._core.step(groups)
         self._micro_step = 0
         self._stepped = True
-        self._steps_ended += 1
+        self._changes.step_ended()
         if self._swap_watch is not None and not self._swap_watch.step_ended(self):
             self._swap_watch = None
 
@@ -349,12 +345,7 @@ class Engine(EngineFacts):
             self._hooks.may_load = may_load
             self._core.end_gather(units, modifier_rank=-1 if modifier_rank is None else modifier_rank)
             if modifier_rank is not None or self._core.parameters_sharded:  # there other changes are gone
-                gathered = set(units)
-                self._note_versions(
-                    parameter
-                    for parameter, name in (self._trained | self._frozen).items()
-                    if self._parameter_units[name] in gathered and parameter in self._versions
-                )
+                self._changes.accept(lambda name: self._parameter_units[name] in units)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The module's full state dict (parameters in param_dtype, buffers) as copies. Collective."""
@@ -445,7 +436,7 @@ class Engine(EngineFacts):
         for name, value in (buffers or {}).items():
             rest[name].data.copy_(value)
         self._share_rest()
-        self._note_versions(self._versions)
+        self._changes.accept()
         for group, given_group in zip(groups, param_groups or groups, strict=True):
             group.update(given_group)
         self._micro_step = 0
@@ -554,24 +545,6 @@ class Engine(EngineFacts):
             raise StateError(
                 f"parameter '{self._frozen[parameter]}' was frozen when the engine was made and got a gradient now; "
                 "set requires_grad before zerobench.initialize"
-            )
-
-    def _note_versions(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._versions |= {
-            p: p._version for p in parameters if p.is_floating_point() and not p.is_inference()
-        }
-
-    def _check_versions(self) -> None:
-        """The core writes parameters behind torch's back, so a new version is somebody else's change. Looked at in the
-        first steps, in which models set what a forward sets, and then seldom, since reaching each tensor takes long."""
-        if self._steps_ended >= _CHECKED_STEPS and self._steps_ended % _STEPS_A_CHECK:
-            return
-        for parameter in [each for each, version in self._versions.items() if each._version != version]:
-            name = self._trained.get(parameter) or self._frozen[parameter]
-            raise StateError(
-                f"parameter '{name}' was changed in place behind the engine, which keeps values of its own: change it "
-                "inside `with engine.gather(modifier_rank=0):`, on every rank; a module that sets parameters in its "
-                "first forward has that forward there, before training"
             )
 
     def _units_of(

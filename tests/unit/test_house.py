@@ -46,6 +46,7 @@ PYTHON_ORDER = [
         "rank_cpus",
         "parameters",
         "hooks",
+        "change_watch",
         "agreement",
         "launched",
     },
