@@ -12,6 +12,8 @@
 // The first pass has an empty sequence and so runs on wishes alone. One small exchange a pass is what the common case
 // pays. Where all shards are settled by the end of a pass, no rank can have needed another: then the ranks' hosts do
 // not wait for each other, and what came of the exchange is read at the end of the next pass.
+//
+// Passes and their order are in gather_scheduler.cpp, what one unit goes through in gather_unit.cpp.
 #pragma once
 
 #include <cstddef>
