@@ -117,7 +117,6 @@ struct ThreadPool::State {
   const std::function<void(std::size_t, std::size_t)>* body = nullptr;
   std::atomic<bool> busy{false};
   bool stopping = false;
-  pid_t owner = getpid();
 
   explicit State(std::size_t worker_num) : workers(worker_num) {}
   ~State() { stop(); }
@@ -160,19 +159,23 @@ struct ThreadPool::State {
   }
 };
 
-ThreadPool::ThreadPool(std::size_t thread_num, std::vector<int> cpus) {
+namespace {
+
+std::size_t worker_num_of(std::size_t thread_num) {
   ZB_EXPECT(thread_num > 0, "a thread pool needs at least one thread (the caller)");
+  return thread_num - 1;
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(std::size_t thread_num, std::vector<int> cpus) : state_(worker_num_of(thread_num)) {
   ZB_EXPECT(cpus.empty() || cpus.size() >= thread_num, "a pool of " + std::to_string(thread_num) +
                                                            " pinned threads needs as many CPUs, got " +
                                                            std::to_string(cpus.size()));
-  state_ = std::make_unique<State>(thread_num - 1);
   state_->start(cpus);
 }
 
-ThreadPool::~ThreadPool() {
-  // After fork() the threads exist only in the parent: joining them here would never end, so the copy is left alone.
-  if (state_->owner != getpid()) static_cast<void>(state_.release());
-}
+ThreadPool::~ThreadPool() = default;
 
 std::size_t ThreadPool::thread_num() const noexcept { return state_->workers.size() + 1; }
 
@@ -185,7 +188,7 @@ void ThreadPool::parallel_for(std::size_t numel, std::size_t grain_numel,
   if (piece_num == 1) return body(0, numel);
 
   State& state = *state_;
-  ZB_EXPECT_STATE(state.owner == getpid(), "a thread pool does not survive fork(); make a new one in the child");
+  ZB_EXPECT_STATE(state_.is_own(), "a thread pool does not survive fork(); make a new one in the child");
   ZB_EXPECT_STATE(!state.busy.exchange(true, std::memory_order_acquire),
                   "a thread pool runs one loop at a time; give each caller its own pool");
   const auto piece_begin = [&](std::size_t piece) {

@@ -8,8 +8,9 @@
 
 #include <cstddef>
 #include <functional>
-#include <memory>
 #include <vector>
+
+#include "common/process_owned.h"
 
 namespace zb {
 
@@ -28,7 +29,7 @@ class ThreadPool {
 
  private:
   struct State;
-  std::unique_ptr<State> state_;
+  ProcessOwned<State> state_;
 };
 
 // CPUs this process may run on (sched_getaffinity), in order.

@@ -30,12 +30,12 @@ void Engine::expect_not_updated(const Unit& unit) const {
           "that does so cannot train with optimizer_in_backward");
 }
 
-// Hyperparameters and scalars of the step that this backward ends are known when it begins.
 // The trial step that precedes the choice of a place updates behind its backward.
 bool Engine::updates_in_backward(bool last) const {
   return options_.optimizer_in_backward && last && !store_->awaits_share();
 }
 
+// Hyperparameters and scalars of the step that this backward ends are known when it begins.
 void Engine::begin_updates(bool last, std::span<const AdamHyperparameters> groups) {
   BackwardUpdates& updates = backward_updates_;
   updates.has_begun = false;
