@@ -366,12 +366,6 @@ class Engine(EngineFacts):
 
     def full_state(self) -> dict[str, Any]:
         """All that ``load_full_state`` takes, on the host: ``torch.save`` it on rank 0. Collective, between steps."""
-        rest = {
-            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, tensor in unheld_tensors(self.module).items()
-        }
-        for values in rest.values():
-            self._core.broadcast(values)  # rank 0's, since ranks have statistics of their own
         return {
             "parameters": self.full_parameters(),
             "exp_avg": self.full_optimizer_state("exp_avg"),
@@ -379,7 +373,7 @@ class Engine(EngineFacts):
             "step": self.global_steps,
             "loss_scale": self.loss_scale_state(),
             "param_groups": [hyperparameters_of(group) for group in self.optimizer.param_groups],
-            "buffers": rest,
+            "buffers": {n: self._rank_0s(tensor) for n, tensor in unheld_tensors(self.module).items()},
         }
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
@@ -514,15 +508,16 @@ class Engine(EngineFacts):
                 module._buffers[name] = buffer
                 if isinstance(module, _NormBase) and buffer.is_floating_point():
                     module._buffers[name] = buffer = buffer.to(dtype)
-                self._share(buffer)
+                buffer.copy_(self._rank_0s(buffer))
         for parameter in self.module.parameters():
             if not parameter.is_floating_point() and not parameter.is_meta:
-                self._share(parameter.data)
+                parameter.data.copy_(self._rank_0s(parameter))
 
-    def _share(self, tensor: torch.Tensor) -> None:
-        values = tensor.detach().cpu().contiguous()
+    def _rank_0s(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host of the values that rank 0 has. Collective."""
+        values = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self._core.broadcast(values)
-        tensor.copy_(values)
+        return values
 
     def _expect_known_parameters(self) -> None:
         """Before the first step: scripts change models between ``initialize`` and training."""

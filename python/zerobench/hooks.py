@@ -259,14 +259,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in nested containers and dataclasses, and those that objects of other classes hold themselves."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in (
-        tuple,
-        list,
-    ):  # these and plain dicts without pytree, which takes several times as long
-        for held in value:
-            yield from _tensors(held)
-    elif type(value) is dict:
-        for held in value.values():
+    elif type(value) in (tuple, list, dict):  # without pytree, which takes several times as long
+        for held in value.values() if type(value) is dict else value:
             yield from _tensors(held)
     elif value is None or isinstance(value, (bool, int, float, str, type, nn.Module)):
         return

@@ -119,9 +119,12 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
     if not drafts:
         raise ConfigError("nothing to compare: name at least one strategy")
     check_reach(options, drafts)
-    for _, settings, _ in drafts:
-        if settings.nvme_paths and settings.config_file:  # those of the options are known to be good
-            check_folders(f"{settings.config_file}: nvme_path", [Path(path) for path in settings.nvme_paths])
+    # Those of the options are known to be good.
+    of_files = {
+        settings.config_file: settings.nvme_paths for _, settings, _ in drafts if settings.config_file
+    }
+    for file, paths in of_files.items():
+        check_folders(f"{file}: nvme_path", [Path(path) for path in paths or ()])
     check_data(options, [settings for _, settings, _ in drafts])
     configurations = [
         Configuration(
