@@ -21,10 +21,7 @@ class ShmWork final : public Work {
   ShmWork(std::shared_ptr<Queue> queue, std::shared_ptr<Operation> operation)
       : queue_(std::move(queue)), operation_(std::move(operation)) {}
 
-  bool test() override {
-    if (!operation_->is_done) queue_->advance();
-    return operation_->is_done;
-  }
+  bool test() override { return queue_->test_done(*operation_); }
   void wait(Lane) override { queue_->wait_done(*operation_); }
   bool test_source_free() override { return queue_->test_source_free(*operation_); }
   void wait_source_free(Lane) override { queue_->wait_source_free(*operation_); }

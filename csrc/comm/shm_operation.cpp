@@ -79,6 +79,8 @@ std::uint64_t reduced_sequence(const Operation& operation, std::size_t half) noe
 
 }  // namespace
 
+bool moves_data(const Operation& operation) noexcept { return operation.descriptor.kind <= OperationKind::kBroadcast; }
+
 bool writes_source_of(const Operation& earlier, const Operation& later, int rank, int world_size) noexcept {
   const auto bytes_read = [&](const Operation& operation) -> std::size_t {
     const Descriptor& descriptor = operation.descriptor;

@@ -38,6 +38,9 @@ struct Operation {
   bool is_done = false;
 };
 
+// Whether it reads peers' buffers. What others need has been copied into the control block when it is posted.
+bool moves_data(const Operation& operation) noexcept;
+
 // Whether running `earlier` writes what peers read for `later` on this rank.
 bool writes_source_of(const Operation& earlier, const Operation& later, int rank, int world_size) noexcept;
 

@@ -65,14 +65,24 @@ void Queue::check_source(const Operation& operation) {
 
 void Queue::advance() {
   check_process();
-  run_pending();
+  if (!run_pending()) peers_->check();
 }
 
-void Queue::run_pending() {
-  peers_->check();
+bool Queue::test_done(const Operation& operation) {
+  if (!operation.is_done) {
+    check_process();
+    if (!run_pending() && !operation.is_done) peers_->check();
+  }
+  return operation.is_done;
+}
+
+bool Queue::run_pending() {
+  // Asked for first: what a peer published before it aborted counts.
+  const bool is_poisoned = peers_->is_poisoned();
   while (!pending_.empty()) {
     Operation& front = *pending_.front();
-    if (!runner_.step(front)) return;
+    if (is_poisoned && moves_data(front)) break;
+    if (!runner_.step(front)) break;
     front.is_done = true;
     front.source.reset();
     front.destination_owner.reset();
@@ -81,6 +91,7 @@ void Queue::run_pending() {
     finished_num_ += 1;
     peers_->publish(Counter::kCompleted, sequence + 1);
   }
+  return !is_poisoned;
 }
 
 void Queue::wait_done(const Operation& operation) {
@@ -118,7 +129,7 @@ bool Queue::run_served() {
   for (const std::weak_ptr<Queue>& entry : served_) {
     const std::shared_ptr<Queue> queue = entry.lock();
     if (!queue || !queue->peers_) continue;
-    queue->run_pending();  // throws when that communicator is poisoned
+    if (!queue->run_pending()) queue->peers_->check();
     has_pending = has_pending || !queue->pending_.empty();
   }
   return has_pending;
@@ -126,8 +137,10 @@ bool Queue::run_served() {
 
 // Operations that were started later are run too: a peer may need them to get on.
 bool Queue::try_reach(const Goal& goal) {
-  run_pending();
-  return goal.counter == Counter::kCompleted ? all_completed(goal.sequence) : goal.operation.is_done;
+  const bool is_sound = run_pending();
+  if (goal.counter == Counter::kCompleted ? all_completed(goal.sequence) : goal.operation.is_done) return true;
+  if (!is_sound) peers_->check();
+  return false;
 }
 
 // Whether an unfinished operation of this rank stands before the goal; then it is the oldest one.

@@ -26,6 +26,8 @@ class Queue {
   void start(const std::shared_ptr<Operation>& operation);
   // Runs what can be run without blocking.
   void advance();
+  // Runs what can be run; whether the operation has ended.
+  bool test_done(const Operation& operation);
   void wait_done(const Operation& operation);
   // Runs what can be run; whether no peer reads this rank's source of the operation any more.
   bool test_source_free(const Operation& operation);
@@ -50,7 +52,9 @@ class Queue {
   bool all_completed(std::uint64_t sequence) noexcept;
   void check_process();
   void check_source(const Operation& operation);
-  void run_pending();
+  // False once the communicator is poisoned. Then messages that all ranks have sent still arrive: where a peer's
+  // exchange has ended, this rank's ends too, and it finds an error that they share by itself.
+  bool run_pending();
   bool run_served();
   bool try_reach(const Goal& goal);
   bool is_blocked_itself(const Goal& goal) const noexcept;

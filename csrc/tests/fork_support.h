@@ -17,6 +17,10 @@ namespace zb::test {
 template <typename Body>
 testing::AssertionResult holds_in_child(Body body) {
   constexpr std::chrono::seconds kPatience{10};
+#ifdef __SANITIZE_ADDRESS__
+  // A child inherits the locks of the sanitizer's allocator as they are: let threads that just began come to rest.
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+#endif
   const pid_t child = ::fork();
   if (child < 0) return testing::AssertionFailure() << "fork failed";
   if (child == 0) {

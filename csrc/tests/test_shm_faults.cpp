@@ -1,6 +1,7 @@
 // Faults of ranks on the shm communicator, rendezvous, and what must not stay behind; with threads as ranks.
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <exception>
@@ -108,6 +109,53 @@ TEST(ShmFaults, RankThatLeavesAfterItsPartHarmsNobody) {
     if (comm.rank() != 0) std::this_thread::sleep_for(std::chrono::milliseconds(5 * comm.rank()));
     comm.start_all_gather({source, destination, 400, "last"})->wait();
     for (std::size_t i = 0; i < 1600; ++i) ASSERT_EQ(static_cast<std::size_t>(destination.data()[i]), i / 400 + 1);
+  });
+}
+
+// Two ranks find the same error after an exchange: the later one must not hear of the earlier one's instead.
+TEST(ShmFaults, MessagesThatAllHaveSentArriveAfterAnAbort) {
+  const auto errors = run_threads(3, [](Communicator& comm) {
+    std::array<int, 3> all{};
+    const int mine = comm.rank() + 1;
+    const auto of_all = std::as_writable_bytes(std::span(all));
+    const auto expect_all = [&] { EXPECT_EQ(all, (std::array{1, 2, 3})); };
+    const WorkPtr work = comm.start_exchange(std::as_bytes(std::span(&mine, 1)), of_all, "facts");
+    if (comm.rank() == 1) {
+      work->wait(Lane::kCompute);
+      expect_all();
+      comm.abort("no memory");
+    } else {
+      while (!comm.poisoned()) std::this_thread::sleep_for(1ms);
+      if (comm.rank() == 0) {
+        work->wait(Lane::kCompute);
+      } else {
+        EXPECT_TRUE(work->test());
+      }
+      expect_all();
+    }
+    comm.barrier("next");
+  });
+  for (const auto& error : errors) EXPECT_EQ(message_of(error), "rank 1 aborted: no memory");
+}
+
+// Peers may have let go of what a collective of data reads.
+TEST(ShmFaults, AnAbortEndsCollectivesOfDataAndWhatComesAfterThem) {
+  run_ranks(2, [](Communicator& comm) {
+    const auto buffer = comm.allocate(64, BufferRole::kShared, nullptr, Category::kStaging);
+    const WorkPtr gather =
+        comm.start_all_gather({{buffer, static_cast<std::size_t>(comm.rank()) * 32}, {buffer, 0}, 32, "h.0"});
+    std::array<int, 2> all{};
+    const int mine = comm.rank();
+    const WorkPtr work =
+        comm.start_exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)), "facts");
+    if (comm.rank() == 1) {
+      work->wait(Lane::kCompute);
+      comm.abort("no memory");
+      return;
+    }
+    while (!comm.poisoned()) std::this_thread::sleep_for(1ms);
+    EXPECT_EQ(communication_error([&] { static_cast<void>(work->test()); }), "rank 1 aborted: no memory");
+    EXPECT_EQ(communication_error([&] { gather->wait(Lane::kCompute); }), "rank 1 aborted: no memory");
   });
 }
 
