@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from zerobench import _native, placement
 from zerobench import config as config_module
@@ -25,16 +24,21 @@ from zerobench.change_watch import ChangeWatch
 from zerobench.config import Config
 from zerobench.engine_facts import EngineFacts
 from zerobench.errors import ConfigError, StateError
+from zerobench.full_state import (
+    checked_states,
+    expect_same_tensors,
+    of_rank_0,
+    share_unheld,
+    unheld_tensors,
+)
 from zerobench.hooks import ModuleHooks, expect_no_hooks, expect_settled
 from zerobench.optimizer import ZeroOptimizer
 from zerobench.parameters import (
     Materialise,
     core_arguments,
-    expect_same_tensors,
     hyperparameters_of,
     materialise_unit,
     param_groups,
-    unheld_tensors,
 )
 from zerobench.rank_cpus import rank_cpus
 from zerobench.swap_watch import SwapWatch
@@ -134,7 +138,7 @@ class Engine(EngineFacts):
                 materialise_unit, materialise=materialise, units=self._units, device=self._place.name
             ),
         )
-        self._share_rest()
+        self._share_unheld()
         named = list(model.named_parameters())
         self._trained = {parameter: name for name, parameter in named if parameter.requires_grad}
         self._frozen = {parameter: name for name, parameter in named if not parameter.requires_grad}
@@ -281,42 +285,6 @@ class Engine(EngineFacts):
         """Whether the running (or next) backward is the last one before the optimizer updates."""
         return self._micro_step + 1 >= self.config.gradient_accumulation_steps
 
-    def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the last step's averaged gradient over all parameters and ranks, before clipping.
-
-        None before the first step; not finite when fp16 overflowed. Waits for the device where it is not known yet.
-        """
-        return self._core.outcome()[1] if self._stepped else None
-
-    def was_step_applied(self) -> bool:
-        """False when the last step was skipped because fp16 overflowed. Waits for the device as above."""
-        return self._stepped and self._core.outcome()[0]
-
-    def was_step_skipped(self) -> bool:
-        """True when the last step was skipped because fp16 overflowed."""
-        return self._stepped and not self._core.outcome()[0]
-
-    @property
-    def offload_ratio(self) -> float | None:
-        """Share of the optimizer state that is off the device; None where none is, and with ``ratio: auto`` until the
-        first step has chosen it."""
-        return self._offload_ratio
-
-    @property
-    def loss_scale(self) -> float:
-        """Current loss scale (1 outside fp16)."""
-        return self._core.loss_scale
-
-    def loss_scale_state(self) -> dict[str, float] | None:
-        """The loss scale and the good steps since it changed, for ``load_full_state``; None outside fp16."""
-        state = self._core.loss_scale_state
-        return None if state is None else {"scale": state[0], "good_steps": state[1]}
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps that were applied."""
-        return self._core.steps_applied
-
     # --- reading and changing parameters ------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -362,7 +330,7 @@ class Engine(EngineFacts):
             with self.gather(modifier_rank=0):
                 return self.module.load_state_dict(state_dict, strict=strict)
         finally:
-            self._share_rest()
+            self._share_unheld()
 
     def full_state(self) -> dict[str, Any]:
         """All that ``load_full_state`` takes, on the host: ``torch.save`` it on rank 0. Collective, between steps."""
@@ -373,7 +341,9 @@ class Engine(EngineFacts):
             "step": self.global_steps,
             "loss_scale": self.loss_scale_state(),
             "param_groups": [hyperparameters_of(group) for group in self.optimizer.param_groups],
-            "buffers": {n: self._rank_0s(tensor) for n, tensor in unheld_tensors(self.module).items()},
+            "buffers": {
+                n: of_rank_0(self._core, tensor) for n, tensor in unheld_tensors(self.module).items()
+            },
         }
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
@@ -406,16 +376,12 @@ class Engine(EngineFacts):
         Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks,
         for a loss scale that this precision has no use for, and for another number of groups.
         """
-        given = {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        named = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
-        states: dict[str, dict[str, torch.Tensor]] = {}
-        for kind, tensors in given.items():
-            wanted = named if kind == "parameters" else {n: p for n, p in named.items() if p.requires_grad}
-            expect_same_tensors(kind, given=tensors, wanted=wanted, known=named)
-            states[kind] = {name: tensors[name].detach().float().cpu().contiguous() for name in wanted}
-        rest = unheld_tensors(self.module)
+        states = checked_states(
+            self.module, {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        )
+        unheld = unheld_tensors(self.module)
         if buffers is not None:
-            expect_same_tensors("buffers", given=buffers, wanted=rest, known=rest)
+            expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
         if loss_scale is not None and self._core.loss_scale_state is None:
             raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")
         groups = self.optimizer.param_groups
@@ -428,8 +394,8 @@ class Engine(EngineFacts):
         self._enter_stream()
         self._core.load_full_state(states, step=step, loss_scale=scale)
         for name, value in (buffers or {}).items():
-            rest[name].data.copy_(value)
-        self._share_rest()
+            unheld[name].data.copy_(value)
+        self._share_unheld()
         self._changes.accept()
         for group, given_group in zip(groups, param_groups or groups, strict=True):
             group.update(given_group)
@@ -494,30 +460,9 @@ class Engine(EngineFacts):
         share = placement.fitting_share(units, free_bytes=free_bytes)
         self._offload_ratio = self._core.place_state(share)
 
-    def _share_rest(self) -> None:
-        """Give every rank what rank 0 has and the core does not hold: buffers, integer and complex parameters."""
+    def _share_unheld(self) -> None:
         dtype = _TORCH_DTYPES[self._dtypes["param"]]
-        for module in self.module.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                buffer = buffer.to(self._place.name)
-                if any(
-                    size > 1 and stride == 0
-                    for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
-                ):
-                    buffer = buffer.contiguous()  # one that was expanded cannot be written
-                module._buffers[name] = buffer
-                if isinstance(module, _NormBase) and buffer.is_floating_point():
-                    module._buffers[name] = buffer = buffer.to(dtype)
-                buffer.copy_(self._rank_0s(buffer))
-        for parameter in self.module.parameters():
-            if not parameter.is_floating_point() and not parameter.is_meta:
-                parameter.data.copy_(self._rank_0s(parameter))
-
-    def _rank_0s(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host of the values that rank 0 has. Collective."""
-        values = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self._core.broadcast(values)
-        return values
+        share_unheld(self._core, self.module, device=self._place.name, dtype=dtype)
 
     def _expect_known_parameters(self) -> None:
         """Before the first step: scripts change models between ``initialize`` and training."""

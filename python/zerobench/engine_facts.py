@@ -1,4 +1,4 @@
-"""What an engine tells about itself: dtypes, memory, bytes moved, time waited."""
+"""What an engine tells about itself: how its last step went, dtypes, memory, bytes moved, time waited."""
 
 from __future__ import annotations
 
@@ -14,6 +14,44 @@ class EngineFacts:
     _dtypes: dict[str, str]
     _communicator_bytes: int
     _update_cpus: str | None
+    _offload_ratio: float | None
+    _stepped: bool
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's averaged gradient over all parameters and ranks, before clipping.
+
+        None before the first step; not finite when fp16 overflowed. Waits for the device where it is not known yet.
+        """
+        return self._core.outcome()[1] if self._stepped else None
+
+    def was_step_applied(self) -> bool:
+        """False when the last step was skipped because fp16 overflowed. Waits for the device as above."""
+        return self._stepped and self._core.outcome()[0]
+
+    def was_step_skipped(self) -> bool:
+        """True when the last step was skipped because fp16 overflowed."""
+        return self._stepped and not self._core.outcome()[0]
+
+    @property
+    def offload_ratio(self) -> float | None:
+        """Share of the optimizer state that is off the device; None where none is, and with ``ratio: auto`` until the
+        first step has chosen it."""
+        return self._offload_ratio
+
+    @property
+    def loss_scale(self) -> float:
+        """Current loss scale (1 outside fp16)."""
+        return self._core.loss_scale
+
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """The loss scale and the good steps since it changed, for ``load_full_state``; None outside fp16."""
+        state = self._core.loss_scale_state
+        return None if state is None else {"scale": state[0], "good_steps": state[1]}
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps that were applied."""
+        return self._core.steps_applied
 
     def dtypes(self) -> dict[str, str]:
         """Effective dtypes by role: param, compute, reduce, master, state."""

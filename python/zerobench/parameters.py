@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -130,41 +130,6 @@ def materialise_unit(
     materialise(model, list(indices), device=device)
     made = dict(model.named_parameters())
     return {index: made[name] for name, index in indices.items()}
-
-
-def unheld_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What belongs to a state beside the engine's parameters: persistent buffers, integer and complex parameters."""
-    tensors: dict[str, torch.Tensor] = {
-        n: p for n, p in model.named_parameters() if not p.is_floating_point()
-    }
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}" if prefix else name] = buffer
-    return tensors
-
-
-def expect_same_tensors(
-    kind: str,
-    *,
-    given: Mapping[str, torch.Tensor],
-    wanted: Mapping[str, torch.Tensor],
-    known: Mapping[str, torch.Tensor],
-) -> None:
-    """Raise ConfigError where ``given`` lacks what is ``wanted``, has what is not ``known``, or another shape."""
-    if missing := sorted(wanted.keys() - given.keys()):
-        raise ConfigError(f"the {kind} to load have no '{missing[0]}', which the model has")
-    if unknown := sorted(given.keys() - known.keys()):
-        raise ConfigError(
-            f"the {kind} to load have '{unknown[0]}', which the model lacks; load them into the model that they were "
-            "saved from"
-        )
-    for name, tensor in wanted.items():
-        if given[name].shape != tensor.shape:
-            raise ConfigError(
-                f"{kind} of '{name}' to load have shape {tuple(given[name].shape)}, the model's have "
-                f"{tuple(tensor.shape)}"
-            )
 
 
 def _floating(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

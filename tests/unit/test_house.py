@@ -47,6 +47,7 @@ PYTHON_ORDER = [
         "parameters",
         "hooks",
         "change_watch",
+        "full_state",
         "agreement",
         "launched",
     },
