@@ -3,7 +3,6 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -43,7 +42,6 @@ Peers::Peers(const ShmOptions& options, Connection connection)
     : rank_(options.rank),
       world_size_(options.world_size),
       timeout_(options.timeout),
-      process_(::getpid()),
       connection_(std::move(connection)),
       control_(reinterpret_cast<ControlBlock*>(connection_.control->data())),
       own_(&control_->rank(rank_)) {}
@@ -102,7 +100,7 @@ bool Peers::is_dead(int rank) noexcept {
   return ::poll(&entry, 1, 0) > 0;
 }
 
-bool Peers::is_own_process() const noexcept { return ::getpid() == process_; }
+bool Peers::is_own_process() const noexcept { return made_by_.is_current(); }
 
 Peers::Ticket Peers::announce(std::uint32_t interest) noexcept {
   const Ticket ticket{own_->doorbell.load(std::memory_order_seq_cst)};

@@ -10,6 +10,7 @@
 
 #include "comm/shm_control.h"
 #include "comm/shm_rendezvous.h"
+#include "common/process_owned.h"
 
 namespace zb::shm {
 
@@ -74,7 +75,7 @@ class Peers {
   int rank_;
   int world_size_;
   std::chrono::milliseconds timeout_;
-  pid_t process_;
+  MakingProcess made_by_;
   Connection connection_;
   ControlBlock* control_;
   RankBlock* own_;

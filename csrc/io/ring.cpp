@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -29,7 +28,7 @@ std::string refusal(int error_number) {
 
 }  // namespace
 
-Ring::Ring(System& system, std::size_t depth) : system_(system), process_(::getpid()) {
+Ring::Ring(System& system, std::size_t depth) : system_(system) {
   io_uring_params params{};
   fd_ = system_.ring_setup(static_cast<unsigned>(depth), &params);
   if (fd_ < 0) throw_io(-fd_, refusal(-fd_), {});
@@ -69,7 +68,7 @@ void Ring::map(const io_uring_params& params) {
 // What was registered is given back here, since the kernel closes a ring some time after close(). A forked child's ring
 // is its parent's, who still needs that.
 void Ring::unmap() noexcept {
-  const bool is_own = process_ == ::getpid();
+  const bool is_own = made_by_.is_current();
   if (is_own && has_files_) system_.ring_register(fd_, IORING_UNREGISTER_FILES, nullptr, 0);
   if (is_own && !pieces_.empty()) system_.ring_register(fd_, IORING_UNREGISTER_BUFFERS, nullptr, 0);
   if (requests_ != nullptr) system_.ring_unmap(requests_, requests_bytes_);

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "common/process_owned.h"
 #include "io/system.h"
 
 namespace zb {
@@ -53,7 +54,7 @@ class Ring {
   io_uring_sqe& next_request();
 
   System& system_;
-  int process_;
+  MakingProcess made_by_;
   int fd_ = -1;
   std::byte* rings_ = nullptr;
   std::size_t rings_bytes_ = 0;

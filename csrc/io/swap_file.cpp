@@ -112,7 +112,7 @@ std::size_t remove_stale_swap_files(const std::string& directory, System& system
   return removed_num;
 }
 
-SwapFile::SwapFile(const SwapFileSpec& spec, System& system) : system_(system), process_(getpid()) {
+SwapFile::SwapFile(const SwapFileSpec& spec, System& system) : system_(system) {
   remove_stale_swap_files(spec.directory, system_);
   try {
     int attempt = 0;
@@ -131,7 +131,7 @@ SwapFile::SwapFile(const SwapFileSpec& spec, System& system) : system_(system), 
 SwapFile::SwapFile(SwapFile&& other) noexcept
     : system_(other.system_),
       fd_(std::exchange(other.fd_, -1)),
-      process_(other.process_),
+      made_by_(other.made_by_),
       path_(std::move(other.path_)),
       note_(std::move(other.note_)),
       direct_(other.direct_),
@@ -141,7 +141,7 @@ SwapFile::~SwapFile() { remove(); }
 
 void SwapFile::remove() noexcept {
   if (fd_ < 0) return;
-  if (getpid() == process_) system_.unlink(path_.c_str());
+  if (made_by_.is_current()) system_.unlink(path_.c_str());
   system_.close(std::exchange(fd_, -1));
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 
+#include "common/process_owned.h"
 #include "io/system.h"
 
 namespace zb {
@@ -44,7 +45,7 @@ class SwapFile {
 
   System& system_;
   int fd_ = -1;
-  int process_ = 0;  // a forked child removes nothing
+  MakingProcess made_by_;  // a forked child removes nothing
   std::string path_;
   std::string note_;
   bool direct_ = true;

@@ -67,7 +67,7 @@ int fill_piece(std::byte* data, std::size_t bytes, bool collapse) {
 
 }  // namespace
 
-PinnedMapping::PinnedMapping(std::size_t bytes, const PinnedOptions& options) : process_(::getpid()) {
+PinnedMapping::PinnedMapping(std::size_t bytes, const PinnedOptions& options) {
   if (bytes == 0) return;
   require_host_memory(bytes, options.what);
   if (options.lock == PageLock::kLocked) require_lockable(round_up_to_page(bytes), options.what);
@@ -127,7 +127,7 @@ void PinnedMapping::fill(const PinnedOptions& options) {
 
 void PinnedMapping::unmap() noexcept {
   // A forked child does not have the mapping: what is there now is something else of its own.
-  if (data_ == nullptr || process_ != ::getpid()) return;
+  if (data_ == nullptr || !made_by_.is_current()) return;
   if (registrar_ != nullptr) registrar_->unregister_host(data_);
   munmap(data_, bytes_);
   data_ = nullptr;

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "common/process_owned.h"
 #include "memory/numa.h"
 
 namespace zb {
@@ -57,7 +58,7 @@ class PinnedMapping {
   void fill(const PinnedOptions& options);
   void unmap() noexcept;
 
-  int process_;
+  MakingProcess made_by_;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
   bool is_on_node_ = false;  // the kernel took the wish for a node
