@@ -124,7 +124,8 @@ _QUIET = ("parameter_count", "model_config_resolved.", "optimizer.", "device")
 
 def _settings_lines(rows: Sequence[Row]) -> list[tuple[str, str]]:
     free, tied = varying_settings(rows)
-    flat = flat_settings(rows[0])
+    # What all rows agree in is known to a row that ran, and perhaps not to one that did not.
+    flat = flat_settings(next((row for row in rows if row.step_time_ms is not None), rows[0]))
     differing = {*free, *tied}
     parts = []
     for key in [*_LEADING, *(key for key in flat if key not in _LEADING)]:
