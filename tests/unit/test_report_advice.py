@@ -10,6 +10,7 @@ from zerobench.report import (
     summarise,
     table_text,
 )
+from zerobench.report.words import join_words
 
 
 def test_advice_on_the_sample() -> None:
@@ -205,3 +206,9 @@ def test_advice_claims_no_saving_of_an_offloaded_row_that_needs_as_much() -> Non
         assert ("50 % below zero3, offload none, for 1.0 times" in text) is saves
         assert ("offload saves no notable amount of device memory here" in text) is not saves
         assert saves or "below" not in text
+
+
+def test_labels_with_commas_are_told_apart_in_a_list() -> None:
+    assert join_words(["zero0", "zero1", "ddp"]) == "zero0, zero1 and ddp"
+    labels = ["zero0, batch 8", "zero1, batch 8", "ddp, batch 8"]
+    assert join_words(labels) == "zero0, batch 8; zero1, batch 8 and ddp, batch 8"

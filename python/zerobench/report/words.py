@@ -56,7 +56,9 @@ def all_ranks_text(rows: Sequence[Row]) -> str:
 
 
 def join_words(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    """Such as "a, b and c"; with semicolons between words that hold commas, as labels of rows may."""
+    between = "; " if any(", " in word for word in words) else ", "
+    return words[0] if len(words) == 1 else f"{between.join(words[:-1])} and {words[-1]}"
 
 
 def header_lines(results: Results) -> list[tuple[str, str]]:
