@@ -10,6 +10,7 @@ from zerobench.report import (
     summarise,
     table_text,
 )
+from zerobench.report.words import join_words
 
 
 def test_advice_on_the_sample() -> None:
@@ -173,3 +174,41 @@ def test_advice_on_one_row_at_the_power_cap() -> None:
     results.rows = [row for row in results.rows if row.strategy == "zero3"]
     finish_rows(results)
     assert any(sentence.startswith("zero3 ran at the GPUs' power cap") for sentence in advise(results))
+
+
+def test_advice_tells_models_of_one_name_apart() -> None:
+    results = sample()
+    results.rows = []
+    for num_layers in (2, 4):
+        for row in sample().rows:
+            row.settings.model_config_resolved["num_layers"] = num_layers
+            row.name += f"_l{num_layers}"
+            results.rows.append(row)
+    finish_rows(results)
+    two, four = advise(results)
+    assert two.startswith("num layers 2: zero2") and four.startswith("num layers 4: zero2")
+    for row in results.rows[:7]:
+        row.settings.model = "small"
+    assert [text.split(": ")[0] for text in advise(results)] == ["small", "tiny"]
+
+
+def test_advice_claims_no_saving_of_an_offloaded_row_that_needs_as_much() -> None:
+    results = sample()
+    kept = next(row for row in results.rows if row.strategy == "zero3")
+    assert kept.peak_device_bytes is not None
+    moved = kept.model_copy(deep=True)
+    moved.name, moved.settings.offload = "zs3_offloaded", "cpu_optimizer"
+    results.rows.append(moved)
+    for factor, saves in ((0.5, True), (1.0, False), (1.1, False)):
+        moved.peak_device_bytes = round(factor * kept.peak_device_bytes)
+        finish_rows(results)
+        text = next(text for text in advise(results) if text.startswith("zero3, offload cpu_optimizer peaks"))
+        assert ("50 % below zero3, offload none, for 1.0 times" in text) is saves
+        assert ("offload saves no notable amount of device memory here" in text) is not saves
+        assert saves or "below" not in text
+
+
+def test_labels_with_commas_are_told_apart_in_a_list() -> None:
+    assert join_words(["zero0", "zero1", "ddp"]) == "zero0, zero1 and ddp"
+    labels = ["zero0, batch 8", "zero1, batch 8", "ddp, batch 8"]
+    assert join_words(labels) == "zero0, batch 8; zero1, batch 8 and ddp, batch 8"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.image
@@ -141,3 +142,58 @@ def test_pareto_front() -> None:
         Point("other dtypes", 0.5, 30.0, False),
     ]
     assert [point.label for point in pareto_front(points)] == ["small", "fast"]
+
+
+def test_a_tick_marks_a_peak_below_the_sum_of_its_categories() -> None:
+    from zerobench.report.plots import memory_figure
+
+    results = sample()
+    figure = memory_figure(results)
+    assert figure is not None and not figure.axes[0].lines
+    row = results.rows[2]
+    assert row.memory_bytes is not None
+    row.peak_device_bytes = sum(row.memory_bytes["device"].values()) - (1 << 20)
+    figure = memory_figure(results)
+    assert figure is not None
+    (tick,) = figure.axes[0].lines
+    assert set(tick.get_xdata()) == {row.peak_device_bytes / 2**20}
+    assert tick.get_ydata().mean() == pytest.approx(2)  # type: ignore[union-attr]
+    assert "peak" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_rows_with_long_labels_are_told_apart() -> None:
+    from zerobench.report.plots import shortened, step_time_figure
+    from zerobench.report.scatter import speed_memory_figure
+
+    assert shortened(["short", "a long one", "a long other"], limit=8) == [
+        "short",
+        "a long\none",
+        "a long\nother",
+    ]
+    assert shortened(["short", "a long one"], limit=8) == ["short", "a long …"]
+    results = sample()
+    results.rows = []
+    for offload in ("none", "cpu_optimizer", "cpu_full"):
+        for in_backward in (False, True):
+            for batch_size in (8, 16):
+                for row in sample().rows[3:5]:
+                    row.name += f"_{offload}_{in_backward}_{batch_size}"
+                    settings = {
+                        "offload": offload,
+                        "optimizer_in_backward": in_backward,
+                        "batch_size": batch_size,
+                    }
+                    row.settings = row.settings.model_copy(update=settings)
+                    results.rows.append(row)
+    figure = step_time_figure(results)
+    assert figure is not None
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert len(set(labels)) == len(results.rows) == 24
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent(renderer) for label in figure.axes[0].get_yticklabels()]
+    assert not any(box.overlaps(other) for box, other in pairwise(boxes))
+    figure = speed_memory_figure(results)
+    assert figure is not None
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert len(set(texts)) == len(texts)

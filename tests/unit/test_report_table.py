@@ -225,3 +225,30 @@ def test_compiled_rows_are_held_against_the_compiled_baseline() -> None:
     zero0 = next(row for row in results.rows if row.strategy == "zero0")
     assert zero0.baseline is not None and by_name[zero0.baseline].settings.compile == "block"
     assert eager.baseline == "ddp_eager"
+
+
+def test_the_settings_are_those_of_rows_that_ran() -> None:
+    """A first row that did not run has no communicator, and as many threads as were planned for it."""
+    results = sample()
+    first, *others = results.rows
+    first.status, first.step_time_ms, first.settings.threads_per_rank = "oom", None, 2
+    for row in others:
+        row.settings.communicator, row.settings.threads_per_rank = "shm", 1
+    text = " ".join(table_text(results, width=400).split())
+    assert "communicator shm · torch threads/rank 1 " in text and "threads/rank 2" not in text
+
+
+def test_a_row_that_did_not_run_is_not_said_to_have_no_communicator() -> None:
+    results = sample()
+    results.rows = results.rows[1:3]
+    for row in list(results.rows):
+        twin = row.model_copy(deep=True)
+        twin.name, twin.settings.communicator = f"{row.name}_c10d", "c10d"
+        results.rows.append(twin)
+    last = results.rows[-1]
+    last.status, last.step_time_ms, last.error = "failed", None, "no"
+    last.settings.communicator = None
+    text = table_text(results, width=200)
+    assert "communicator none" not in text and "zero1: failed: no" in text
+    line = next(line for line in text.splitlines() if line.startswith("zero1") and "failed" in line)
+    assert line.split()[:3] == ["zero1", "-", "failed"]

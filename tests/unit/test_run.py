@@ -218,3 +218,25 @@ def test_results_say_what_ranks_were_told(comparison) -> None:
     machine = comparison().results.machine
     assert machine["details"]["rank_environment"] == {"NCCL_NVLS_ENABLE": "0"}
     assert [gpu["name"] for gpu in machine["gpus"]] == ["NVIDIA H200"] * 2
+
+
+def test_ctrl_c_while_rows_are_judged_shows_those_that_were(comparison, monkeypatch) -> None:
+    found = comparison(device="cpu", gpus=(), strategies=("zero0", "zero1"))
+
+    def finish_rows(results, baseline) -> None:
+        if len(results.rows) == 2:
+            raise KeyboardInterrupt
+
+    def make_row(configuration, display):
+        return first_row(
+            configuration,
+            status="ok",
+            checksum=configuration.strategy,
+            deviation=Deviation(checksum_group="g"),
+        )
+
+    monkeypatch.setattr("zerobench.bench.run.finish_rows", finish_rows)
+    monkeypatch.setattr(found, "make_row", make_row)
+    with pytest.raises(KeyboardInterrupt):
+        found.run(ProgressDisplay(Console(file=io.StringIO()), found.work()))
+    assert [row.strategy for row in found.results.rows] == ["zero0"]

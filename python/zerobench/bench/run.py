@@ -81,6 +81,8 @@ def run_comparison(
         show(comparison.results, console)
         raise
     try:
+        if interrupted:  # perhaps before the last rows were written
+            output.write_results(comparison.results)
         output.write_summary(comparison.results)
         output.write_plots(comparison.results)
     finally:
@@ -188,9 +190,11 @@ class Comparison:
         self.output.write_results(self.results)
 
     def save(self) -> None:
-        self.results.rows = [row.model_copy(deep=True) for row in self.rows]
-        settle(self.results)
-        finish_rows(self.results, self.plan.options.baseline)
+        """Rows are judged before anybody sees them: Ctrl-C may come at any moment, and what is there is shown then."""
+        judged = self.results.model_copy(update={"rows": [row.model_copy(deep=True) for row in self.rows]})
+        settle(judged)
+        finish_rows(judged, self.plan.options.baseline)
+        self.results.rows = judged.rows
         self.output.write_results(self.results)
 
     def make_row(self, configuration: Configuration, display: ProgressDisplay) -> Row:

@@ -22,7 +22,6 @@ from .rows import (
     setting_text,
     step_rate,
     ties_with_fastest,
-    varying_settings,
 )
 from .stats import median
 from .words import all_ranks_text, bytes_text, count_text, join_words, memory_unit, ms_text
@@ -43,13 +42,22 @@ def advise(results: Results) -> list[str]:
     texts = [_advise_on(rows) for rows in workloads]
     if len(workloads) == 1:
         return texts[0]
-    free, tied = varying_settings([rows[0] for rows in workloads])
-    keys = [key for key in (*free, *tied) if key in WORKLOAD_KEYS] or ["model"]
-    heads = [
-        ", ".join(labelled_setting(key, flat_settings(rows[0]).get(key)) for key in keys)
-        for rows in workloads
-    ]
+    heads = _workload_heads([rows[0] for rows in workloads])
     return [f"{head}: {' '.join(sentences)}" for head, sentences in zip(heads, texts, strict=True)]
+
+
+def _workload_heads(firsts: Sequence[Row]) -> list[str]:
+    """What tells workloads apart, given a row of each; of a model's configuration no more than that takes."""
+    flats = [flat_settings(row) for row in firsts]
+
+    def told_apart(*keys: str) -> int:
+        return len({tuple(repr(flat.get(key)) for key in keys) for flat in flats})
+
+    keys = [key for key in WORKLOAD_KEYS if told_apart(key) > 1]
+    for key in dict.fromkeys(key for flat in flats for key in flat if key.startswith("model_config")):
+        if told_apart(*keys, key) > told_apart(*keys):
+            keys.append(key)
+    return [", ".join(labelled_setting(key, flat.get(key)) for key in keys) for flat in flats]
 
 
 def _advise_on(rows: Sequence[Row]) -> list[str]:
@@ -182,6 +190,12 @@ def _offload_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
         return ""
     saved = 100.0 * (1.0 - least.peak_device_bytes / kept.peak_device_bytes)
     times = least.step_time_ms.median / kept.step_time_ms.median
+    if saved < NOTABLE_SAVING_PCT:
+        return (
+            f"{labels[id(least)]} peaks at {peak} and takes {times:.1f} times the step time of {labels[id(kept)]}, "
+            f"which peaks at {bytes_text(kept.peak_device_bytes)}: offload saves no notable amount of device memory "
+            "here."
+        )
     return (
         f"{labels[id(least)]} peaks at {peak}, {saved:.0f} % below {labels[id(kept)]}, for {times:.1f} times the "
         "latter's step time."

@@ -12,6 +12,7 @@ from .rows import (
     checksum_marks,
     dtype_text,
     flat_settings,
+    is_known,
     row_labels,
     setting_text,
     setting_word,
@@ -91,8 +92,8 @@ def _name_columns(rows: Sequence[Row]) -> list[Column]:
         Column(title="strategy", unit="", cells=[row.strategy for row in rows], keep=ALWAYS, left=True)
     ]
     for key in varying_settings(rows)[0]:
-        cells = [setting_text(flat_settings(row).get(key)) for row in rows]
-        numeric = all(cell.replace(".", "", 1).isdigit() for cell in cells)
+        cells = [setting_text(flat_settings(row).get(key)) if is_known(key, row) else ABSENT for row in rows]
+        numeric = all(cell.replace(".", "", 1).isdigit() for cell in cells if cell != ABSENT)
         columns.append(
             Column(title=setting_word(key), unit="", cells=cells, keep=ALWAYS, left=not numeric, folds=False)
         )

@@ -7,6 +7,8 @@ not there is absent from a plot, never zero. Rows that are not ok have no bar an
 from __future__ import annotations
 
 import os
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -91,7 +93,7 @@ def step_time_figure(results: Results) -> Figure | None:
         f"{row.step_time_ms.median:,.{_decimals(rows)}f}" if _measured(row) and row.step_time_ms else ""
         for row in rows
     ]
-    figure, (axes,) = bar_figure(len(rows), 1)
+    figure, (axes,) = bar_figure(rows, 1)
     spreads = [row.step_time_ms.mad if row.step_time_ms is not None else 0.0 for row in rows]
     draw_bars(axes, rows, bars, ends, _colours(PHASE_COLOURS, bars), overhang=spreads)
     for index, row in enumerate(rows):
@@ -167,7 +169,7 @@ def memory_figure(results: Results) -> Figure | None:
     tiers = sorted(present, key=lambda tier: (TIER_ORDER.index(tier) if tier in TIER_ORDER else 9, tier))
     if not tiers:
         return None
-    figure, panels = bar_figure(len(rows), len(tiers))
+    figure, panels = bar_figure(rows, len(tiers))
     by_tier = [[_memory_segments(row, tier) for row in rows] for tier in tiers]
     colour = _colours(CATEGORY_COLOURS, [bar for bars in by_tier for bar in bars])
     for axes, tier, bars in zip(panels, tiers, by_tier, strict=True):
@@ -180,11 +182,25 @@ def memory_figure(results: Results) -> Figure | None:
         ]
         ends = [f"{total:,.1f}" if bar else "" for bar, total in zip(scaled, totals, strict=True)]
         draw_bars(axes, rows, scaled, ends, colour, absent="not measured" if tier == "device" else "")
+        if tier == "device":
+            _mark_peaks(axes, bars, peaks, unit_bytes)
         axes.set_xlabel(
             f"{TIERS.get(tier, tier)}, {unit}" + (" at the peak of a rank" if tier == "device" else "")
         )
     finish(figure, "Memory by category", results)
     return figure
+
+
+def _mark_peaks(
+    axes: Axes, bars: Sequence[Sequence[Segment]], peaks: Sequence[int | None], unit_bytes: int
+) -> None:
+    """A tick where the peak lies within a bar: categories peaked at different moments."""
+    label = "peak"
+    for index, (bar, peak) in enumerate(zip(bars, peaks, strict=True)):
+        if peak is not None and sum(length for _, length in bar) > peak:
+            at = peak / unit_bytes
+            axes.plot([at, at], [index - 0.34, index + 0.34], color=INK, linewidth=2, label=label)
+            label = "_"
 
 
 def _memory_segments(row: Row, tier: str) -> list[Segment]:
@@ -206,11 +222,12 @@ def _colours(known: dict[str, str], bars: Sequence[Sequence[Segment]]) -> Callab
     return lambda name: known.get(name) or extra.get(name, REST_COLOUR)
 
 
-def bar_figure(row_num: int, panel_num: int) -> tuple[Figure, list[Axes]]:
+def bar_figure(rows: Sequence[Row], panel_num: int) -> tuple[Figure, list[Axes]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    height = 1.75 + max(row_num, 2) * (0.36 if row_num <= 15 else 0.27)
+    line_num = max(label.count("\n") + 1 for label in shortened(row_labels(rows)))
+    height = 1.75 + max(len(rows), 2) * max(0.36 if len(rows) <= 15 else 0.27, 0.16 * line_num)
     figure = Figure(figsize=(8.0, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, panel_num, sharey=True, squeeze=False)[0])
@@ -270,7 +287,7 @@ def draw_bars(
         else:
             text = row.status if row.status != "ok" else absent
             axes.text(0.01 * longest, index, text, va="center", fontsize=8.5, color=MUTED, style="italic")
-    axes.set_yticks(range(len(rows)), [as_is(shorten(label)) for label in row_labels(rows)])
+    axes.set_yticks(range(len(rows)), list(map(as_is, shortened(row_labels(rows)))))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     reach = [sum(length for _, length in bar) for bar in bars]
     if overhang:
@@ -278,8 +295,14 @@ def draw_bars(
     axes.set_xlim(0, (max(reach, default=0.0) or 1.0) * 1.13)
 
 
-def shorten(label: str, *, limit: int = 44) -> str:
-    return label if len(label) <= limit else f"{label[: limit - 1]}…"
+def shortened(labels: Sequence[str], *, limit: int = 44) -> list[str]:
+    """Long ones lose their ends, but for those that would look alike then: these go on in further lines."""
+    cut = [label if len(label) <= limit else f"{label[: limit - 1]}…" for label in labels]
+    alike = Counter(cut)
+    return [
+        textwrap.fill(label, limit) if alike[short] > 1 else short
+        for label, short in zip(labels, cut, strict=True)
+    ]
 
 
 def as_is(text: str) -> str:

@@ -191,7 +191,8 @@ def row_labels(rows: Sequence[Row]) -> list[str]:
     labels = []
     for row in rows:
         flat = flat_settings(row)
-        labels.append(", ".join([row.strategy, *(labelled_setting(key, flat.get(key)) for key in free)]))
+        known = [key for key in free if is_known(key, row)]
+        labels.append(", ".join([row.strategy, *(labelled_setting(key, flat.get(key)) for key in known)]))
     return labels if len(set(labels)) == len(labels) else [row.name for row in rows]
 
 

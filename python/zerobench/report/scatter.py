@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zerobench.bench.result import Results, Row
 
-from .plots import GRID, INK, MUTED, as_is, head, shorten, style_axes, subtitle
+from .plots import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
 from .rows import FLOOR, by_workload, row_labels, step_rate
 from .words import memory_unit
 
@@ -183,12 +183,13 @@ def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
     front = pareto_front(points)
     for (x0, y0), (x1, y1) in pairwise([centres[point] for point in front]):
         taken += [Box(x0, y0 - 1, x1, y0 + 1), Box(x1 - 1, y0, x1 + 1, y1)]
+    short = dict(zip(points, shortened([point.label for point in points], limit=34), strict=True))
     missing = 0
     for point in sorted(points, key=lambda point: (point not in front, -point.rate, point.label)):
         text = axes.text(
             0,
             0,
-            as_is(shorten(point.label, limit=34)),
+            as_is(short[point]),
             fontsize=8.5,
             color=INK,
             fontweight="bold" if point in front else "normal",

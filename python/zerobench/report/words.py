@@ -56,7 +56,9 @@ def all_ranks_text(rows: Sequence[Row]) -> str:
 
 
 def join_words(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    """Such as "a, b and c"; with semicolons between words that hold commas, as labels of rows may."""
+    between = "; " if any(", " in word for word in words) else ", "
+    return words[0] if len(words) == 1 else f"{between.join(words[:-1])} and {words[-1]}"
 
 
 def header_lines(results: Results) -> list[tuple[str, str]]:
@@ -124,7 +126,8 @@ _QUIET = ("parameter_count", "model_config_resolved.", "optimizer.", "device")
 
 def _settings_lines(rows: Sequence[Row]) -> list[tuple[str, str]]:
     free, tied = varying_settings(rows)
-    flat = flat_settings(rows[0])
+    # What all rows agree in is known to a row that ran, and perhaps not to one that did not.
+    flat = flat_settings(next((row for row in rows if row.step_time_ms is not None), rows[0]))
     differing = {*free, *tied}
     parts = []
     for key in [*_LEADING, *(key for key in flat if key not in _LEADING)]:
