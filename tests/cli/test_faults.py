@@ -65,6 +65,16 @@ def test_a_configuration_too_large_for_memory_is_oom_and_the_rest_go_on(command)
     assert "--rank-memory-gib" in rows[0]["error"]
 
 
+def test_a_limit_that_a_rank_cannot_start_in_is_oom(command) -> None:
+    result = command.run(
+        "compare", *SMALL, "--strategies", "single,zero3", "--rank-memory-gib", "0.003", "--output-dir", "out"
+    )
+    assert result.returncode == 1, result.stderr
+    for row in command.rows().values():
+        assert (row["status"], row["oom_tier"]) == ("oom", "host"), row["error"]
+        assert "no room for what a rank imports in --rank-memory-gib" in row["error"]
+
+
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
     folder = tmp_path / "temporary"
