@@ -262,6 +262,18 @@ def test_where_the_cuda_module_does_not_load_the_reason_is_said() -> None:
         _native.load_cuda()
 
 
+@pytest.mark.parametrize("driver", [False, True])
+def test_what_to_install_for_the_cuda_module_is_said_of_machines_with_a_driver(monkeypatch, driver) -> None:
+    from zerobench.bench import machine
+
+    built = {"cuda_module": False, "cuda_reason": "nvcc was not found: install it"}
+    monkeypatch.setattr(machine, "build_facts", lambda: built)
+    monkeypatch.setattr(machine, "driver_present", lambda: driver)
+    reason = machine.gpu_module_facts()["reason"]
+    assert reason.startswith("not needed without an NVIDIA driver; ") == (not driver)
+    assert reason.endswith("nvcc was not found: install it")
+
+
 def configure(tmp_path: Path, *options: str) -> dict[str, str]:
     """Each source's compiler command, from a configuration without torch and Python."""
     cmake = shutil.which("cmake")
