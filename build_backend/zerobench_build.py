@@ -20,6 +20,7 @@ except ModuleNotFoundError:
         "run `pip install scikit-build-core cmake ninja` first."
     ) from None
 
+from build_needs import expect_compiler, expect_writable
 from compiler_choice import forget_other_compiler
 from cuda_requirement import build_requirements, cmake_defines, toolkit_nvcc
 from torch_requirement import NEWEST_TESTED, installed_torch, torch_to_build_against
@@ -43,14 +44,14 @@ def get_requires_for_build_editable(config_settings: ConfigSettings | None = Non
 def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings | None = None, metadata_directory: str | None = None
 ) -> str:
-    _keep_build_folder(config_settings)
+    _prepare(config_settings or {})
     return backend.build_wheel(wheel_directory, _with_defines(config_settings), metadata_directory)
 
 
 def build_editable(
     wheel_directory: str, config_settings: ConfigSettings | None = None, metadata_directory: str | None = None
 ) -> str:
-    _keep_build_folder(config_settings)
+    _prepare(config_settings or {})
     return backend.build_editable(wheel_directory, _with_defines(config_settings), metadata_directory)
 
 
@@ -66,14 +67,20 @@ def _with_defines(config_settings: ConfigSettings | None) -> ConfigSettings:
     return {**settings, **(config_settings or {})}
 
 
-def _keep_build_folder(config_settings: ConfigSettings | None) -> None:
+def _prepare(config_settings: ConfigSettings) -> None:
+    folder = str(config_settings.get("build-dir", "build/*"))
+    expect_compiler(config_settings)
+    expect_writable(folder)
+    _keep_build_folder(folder)
+
+
+def _keep_build_folder(folder: str) -> None:
     """Makes a second build compile only what changed.
 
     scikit-build-core empties a build folder whose record names another place of scikit-build-core, as every isolated
     environment has. Ours holds nothing of that environment that is not passed again (torch, nvcc, NCCL, Python).
     """
     here = os.fspath(Path(scikit_build_core.__file__).parent.absolute())
-    folder = str((config_settings or {}).get("build-dir", "build/*"))
     pattern = Path(folder, ".skbuild-info.json")
     root = Path(pattern.anchor)
     for record in root.glob(os.fspath(pattern.relative_to(root))):

@@ -37,6 +37,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self.decoupled = defaults.type == "adamw"
         for index, group in enumerate(self.param_groups):
+            _expect_possible(index, group, cure="give zerobench.initialize another in model_parameters")
             unknown = set(group) - {"params", "param_names", "name", "initial_lr", *_KEYS}
             if unknown:
                 raise ConfigError(
@@ -54,20 +55,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def hyperparameters(self) -> list[dict[str, float | bool]]:
         """Hyperparameters by group, as they are now. Raises ConfigError for what no update can have."""
-        found: list[dict[str, float | bool]] = [
-            {
-                "lr": float(group["lr"]),
-                "beta1": float(group["betas"][0]),
-                "beta2": float(group["betas"][1]),
-                "eps": float(group["eps"]),
-                "weight_decay": float(group["weight_decay"]),
-                "decoupled": self.decoupled,
-            }
-            for group in self.param_groups
+        cure = "set it in engine.optimizer.param_groups and repeat the call"
+        return [
+            {**_expect_possible(index, group, cure=cure), "decoupled": self.decoupled}
+            for index, group in enumerate(self.param_groups)
         ]
-        for index, hyperparameters in enumerate(found):
-            _expect_possible(index, hyperparameters)
-        return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """For torch's own constructor. Raises StateError once an engine updates the groups."""
@@ -109,13 +101,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Nothing to do: see the class."""
 
 
-def _expect_possible(index: int, hyperparameters: dict[str, float | bool]) -> None:
-    """Before the core is asked for anything, so that gathered gradients wait for what is put right."""
-    for key, value in hyperparameters.items():
+def _expect_possible(index: int, group: dict[str, Any], *, cure: str) -> dict[str, float]:
+    """The group's numbers, before the core is asked for anything, so that gathered gradients wait for what is put
+    right."""
+    betas = group["betas"]
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise ConfigError(f"param group {index} has betas {betas!r}, which must be two numbers; {cure}")
+    given = {"lr": group["lr"], "beta1": betas[0], "beta2": betas[1]}
+    given |= {key: group[key] for key in ("eps", "weight_decay")}
+    found = {}
+    for key, value in given.items():
         limit = 1.0 if key in ("beta1", "beta2") else math.inf
-        if not 0.0 <= value < limit:
+        try:
+            found[key] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last: of a tensor with several elements
             raise ConfigError(
-                f"param group {index} has {key} {value}, which must be at least 0 and "
-                f"{'below 1' if limit == 1.0 else 'finite'}; set it in engine.optimizer.param_groups and repeat the "
-                "call"
+                f"param group {index} has {key} {value!r}, which must be a number; {cure}"
+            ) from None
+        if not 0.0 <= found[key] < limit:
+            raise ConfigError(
+                f"param group {index} has {key} {found[key]}, which must be at least 0 and "
+                f"{'below 1' if limit == 1.0 else 'finite'}; {cure}"
             )
+    return found

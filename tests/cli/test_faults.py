@@ -65,6 +65,40 @@ def test_a_configuration_too_large_for_memory_is_oom_and_the_rest_go_on(command)
     assert "--rank-memory-gib" in rows[0]["error"]
 
 
+def test_a_limit_that_a_rank_cannot_start_in_is_oom(command) -> None:
+    result = command.run(
+        "compare", *SMALL, "--strategies", "single,zero3", "--rank-memory-gib", "0.003", "--output-dir", "out"
+    )
+    assert result.returncode == 1, result.stderr
+    for row in command.rows().values():
+        assert (row["status"], row["oom_tier"]) == ("oom", "host"), row["error"]
+        assert "no room for what a rank imports in --rank-memory-gib" in row["error"]
+
+
+def test_ranks_without_a_loopback_interface_say_so_at_once(command) -> None:
+    alone = ("unshare", "--user", "--map-root-user", "--net")  # in which all interfaces are down
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let tests make a network of their own")
+    process = subprocess.run(
+        [
+            *alone, sys.executable, "-m", "zerobench", "compare", *SMALL, "--strategies", "zero0,ddp",
+            "--communicator", "shm,c10d", "--timeout", "10000", "--output-dir", "out",
+        ],
+        cwd=command.folder, env=command.environment(), capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert process.returncode == 1 and "Traceback" not in process.stderr, process.stderr
+    rows = json.loads((command.folder / "out" / "results.json").read_text())["rows"]
+    assert len(rows) == 3
+    for row in rows:
+        if row["strategy"] == "zero0" and row["settings"]["communicator"] == "shm":
+            assert row["status"] == "ok", row["error"]
+        else:
+            assert row["status"] == "failed"
+            assert "ranks cannot meet at 127.0.0.1 (MASTER_ADDR): Network is unreachable" in row["error"]
+            assert "ip link set lo up" in row["error"]
+    assert command.leaves_nothing()
+
+
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
     folder = tmp_path / "temporary"

@@ -204,6 +204,42 @@ def test_a_kept_build_folder_takes_another_compiler(tmp_path, monkeypatch, asked
     assert cache.exists() == (tmp_path / "CMakeFiles").exists() == stays
 
 
+@pytest.fixture
+def needs(monkeypatch):
+    monkeypatch.syspath_prepend(str(BACKEND))
+    for name in ("CXX", "CMAKE_ARGS", "CMAKE_TOOLCHAIN_FILE", "SKBUILD_CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE"):
+        monkeypatch.delenv(name, raising=False)
+    import build_needs
+
+    return build_needs
+
+
+def test_without_a_compiler_the_error_names_the_cure(needs, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"no C\+\+ compiler was found; install one .*g\+\+"):
+        needs.expect_compiler({})
+    needs.expect_compiler({"cmake.define.CMAKE_CXX_COMPILER": "/opt/c++"})
+    monkeypatch.setenv("CXX", "ccache-no g++")
+    with pytest.raises(SystemExit, match="CXX names the compiler 'ccache-no', which was not found"):
+        needs.expect_compiler({})
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{compiler} -m64")
+    needs.expect_compiler({})
+    monkeypatch.delenv("CXX")
+    needs.expect_compiler({})
+
+
+def test_a_tree_that_cannot_be_written_names_the_cure(needs, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    needs.expect_writable("build/*")
+    needs.expect_writable(str(tmp_path / "another/{wheel_tag}"))
+    read_only = "/proc/sys/build/{wheel_tag}" if os.geteuid() == 0 else "/usr/build"
+    with pytest.raises(SystemExit, match=r"cannot be written into /.*; copy the source.*-C build-dir=FOLDER"):
+        needs.expect_writable(read_only)
+
+
 def test_a_torch_of_another_minor_is_noticed_before_it_is_imported(monkeypatch) -> None:
     from zerobench import _build_info, _native
 
@@ -260,6 +296,18 @@ def test_where_the_cuda_module_does_not_load_the_reason_is_said() -> None:
         return
     with pytest.raises(errors.Error, match=re.escape(_build_info.CUDA_REASON)):
         _native.load_cuda()
+
+
+@pytest.mark.parametrize("driver", [False, True])
+def test_what_to_install_for_the_cuda_module_is_said_of_machines_with_a_driver(monkeypatch, driver) -> None:
+    from zerobench.bench import machine
+
+    built = {"cuda_module": False, "cuda_reason": "nvcc was not found: install it"}
+    monkeypatch.setattr(machine, "build_facts", lambda: built)
+    monkeypatch.setattr(machine, "driver_present", lambda: driver)
+    reason = machine.gpu_module_facts()["reason"]
+    assert reason.startswith("not needed without an NVIDIA driver; ") == (not driver)
+    assert reason.endswith("nvcc was not found: install it")
 
 
 def configure(tmp_path: Path, *options: str) -> dict[str, str]:

@@ -27,8 +27,8 @@ def raised(number: int, at_s: float, **error) -> RankState:
     return rank(number, error=RankError(**values), exit_code=1, open=False)
 
 
-def outcome(*ranks: RankState, stalled=None, was_oom_killed=False):
-    return judge(list(ranks), stalled=stalled or {}, timeout_s=10, was_oom_killed=was_oom_killed)
+def outcome(*ranks: RankState, stalled=None, was_oom_killed=False, **limits):
+    return judge(list(ranks), stalled=stalled or {}, timeout_s=10, was_oom_killed=was_oom_killed, **limits)
 
 
 def test_all_reports_are_ok() -> None:
@@ -40,6 +40,19 @@ def test_all_reports_are_ok() -> None:
 def test_one_report_missing_is_a_failure() -> None:
     found = outcome(reported(0), rank(1, exit_code=3, open=False))
     assert (found.status, found.error) == ("failed", "rank 1 ended with exit code 3 and no report")
+
+
+def test_a_limit_of_memory_is_named_where_libraries_end_a_rank_without_a_word() -> None:
+    aborted, left = rank(1, exit_signal=signal.SIGABRT, open=False), rank(1, exit_code=1, open=False)
+    for silent in (aborted, left):
+        found = outcome(reported(0), silent, rank_memory_bytes=1 << 25)
+        assert found.status == "failed"
+        assert found.error is not None and "the 0.0312 GiB that --rank-memory-gib allows" in found.error
+        plain = outcome(reported(0), silent).error
+        assert plain is not None and "memory" not in plain
+    killed = rank(1, exit_signal=signal.SIGKILL, open=False)
+    found = outcome(reported(0), killed, rank_memory_bytes=1 << 25)
+    assert found.error is not None and "memory" not in found.error
 
 
 def test_the_killed_rank_is_named_and_not_its_peers_complaint() -> None:

@@ -76,6 +76,41 @@ def test_what_it_refuses():
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"lr": -1}, r"param group 1 has lr -1\.0, which must be at least 0 and finite"),
+        ({"lr": float("nan")}, "param group 1 has lr nan"),
+        ({"lr": "fast"}, "param group 1 has lr 'fast', which must be a number"),
+        ({"lr": torch.ones(2)}, "param group 1 has lr tensor"),
+        ({"eps": None}, "param group 1 has eps None"),
+        ({"weight_decay": float("inf")}, "param group 1 has weight_decay inf"),
+        ({"betas": (0.9, 1)}, r"param group 1 has beta2 1\.0, which must be at least 0 and below 1"),
+        ({"betas": 0.9}, r"param group 1 has betas 0\.9, which must be two numbers"),
+        ({"betas": (0.9,)}, "which must be two numbers"),
+    ],
+    ids=str,
+)
+def test_hyperparameters_that_no_update_can_have_are_refused_at_once(given, said):
+    model = small_models.Bare()
+    groups = [{"params": [model.first.weight]}, {"params": [model.first.bias], **given}]
+    with pytest.raises(ConfigError, match=rf"{said}.*; give zerobench\.initialize another"):
+        start(model.requires_grad_(False).first.requires_grad_(), model_parameters=groups)
+
+
+def test_hyperparameters_that_no_update_can_have_keep_the_gradients():
+    engine = start(small_models.Bare())
+    engine.backward(engine(**zoo.points(0, 0)))
+    for wrong, said in ((-1.0, r"lr -1\.0"), ("fast", "lr 'fast'")):
+        engine.optimizer.param_groups[0]["lr"] = wrong
+        with pytest.raises(ConfigError, match=rf"{said}.*; set it in engine\.optimizer\.param_groups"):
+            engine.step()
+    engine.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)  # as compiled optimizers take it
+    engine.step()
+    assert engine.global_steps == 1
+    engine.close()
+
+
 def test_schedulers_work_without_warnings():
     engine, optimizer, loader, scheduler = start(small_models.Bare())
     assert loader is None and scheduler is None and isinstance(optimizer, torch.optim.Optimizer)

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -212,6 +214,28 @@ def test_memory_that_ran_out_without_a_word_has_a_reason(error) -> None:
     assert re.fullmatch(r"the host refused memory, with [\d.e+]+ GiB available", free.message)
     told = describe_error(MemoryError("of what"), "load", device="cpu", rank_memory_bytes=None)
     assert told.message == "of what"
+
+
+def test_a_thread_for_whose_stack_a_limit_leaves_no_room_is_memory_that_ran_out() -> None:
+    code = (
+        "import resource, threading\n"
+        "from zerobench.bench.channel import describe_error\n"
+        "from zerobench.bench.forkserver import vm_data_bytes\n"
+        "def tier(error, limit): return describe_error(error, 'load', device='cpu', rank_memory_bytes=limit)\n"
+        "before = tier(RuntimeError('of a shape'), 1 << 20)\n"
+        "limit = vm_data_bytes() + (1 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))\n"
+        "try:\n    threading.Thread(target=print).start()\n"
+        "except RuntimeError as error:\n    refused, unlimited = tier(error, 1 << 20), tier(error, None)\n"
+        "other = tier(ValueError('of a value'), 1 << 20)\n"
+        "print([each.out_of_memory for each in (before, refused, unlimited, other)])\n"
+        "print(refused.message)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    tiers, message = result.stdout.splitlines()
+    assert tiers == "[None, 'host', None, None]"
+    assert message.endswith("(the 0.000977 GiB that --rank-memory-gib allows a rank are used up)")
 
 
 def test_results_say_what_ranks_were_told(comparison) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 from typing import Literal
 
 import torch
 from pydantic import BaseModel
 
+from zerobench.bench.forkserver import vm_data_bytes
 from zerobench.bench.job import Progress, RankError
 from zerobench.bench.limits import GIB
 from zerobench.bench.machine import memory_available_bytes
@@ -17,6 +19,7 @@ from zerobench.errors import CommunicationError, OutOfMemoryError
 
 TICK_INTERVAL_S = 0.5
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
+_STACK_BYTES_WITHOUT_LIMIT = 2 << 20  # glibc's, of a thread
 
 
 class Channel:
@@ -61,11 +64,14 @@ def describe_error(
     if isinstance(error, MemoryError) and lines in ([], ["std::bad_alloc"]):  # Python's and C++'s say nothing
         lines = [whose_memory(rank_memory_bytes)]
     lines = lines or ["no message"]
+    tier = exhausted_tier(error, device=device)
+    if tier is None and rank_memory_bytes is not None and is_refused_thread(error):
+        tier, lines = "host", [f"{lines[0]} ({whose_memory(rank_memory_bytes)})"]
     return RankError(
         type=type(error).__name__,
         message=lines[0],
         phase=phase,
-        out_of_memory=exhausted_tier(error, device=device),
+        out_of_memory=tier,
         communication=isinstance(error, CommunicationError | torch.distributed.DistError),
         at_s=time.time(),
     )
@@ -86,3 +92,15 @@ def exhausted_tier(error: BaseException, *, device: str) -> Literal["device", "h
     if of_device:
         return "device" if device == "cuda" else "host"
     return "host" if isinstance(error, MemoryError) else None
+
+
+def is_refused_thread(error: BaseException) -> bool:
+    """Whether memory for a thread's stack is what a rank under a limit lacks. Python's, torch's and the core's threads
+    fail to start with a bare RuntimeError that tells nothing but by its text."""
+    limit_bytes, stack_bytes = (
+        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_STACK)
+    )
+    if stack_bytes == resource.RLIM_INFINITY:
+        stack_bytes = _STACK_BYTES_WITHOUT_LIMIT
+    is_full = limit_bytes != resource.RLIM_INFINITY and limit_bytes - vm_data_bytes() < stack_bytes
+    return is_full and type(error) is RuntimeError

@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 from zerobench._native import import_torch
@@ -144,6 +145,7 @@ def run_child(
 ) -> None:
     """A forked rank: never returns."""
     code = 1
+    limit_bytes: int | None = request["memory_limit_bytes"]
     try:
         os.setpgid(0, group)
         die_with_parent(signal.SIGKILL)
@@ -156,20 +158,19 @@ def run_child(
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
-        os.dup2(
-            report, 3, inheritable=False
-        )  # the server's own socket and pipes lie above and are closed here
-        os.closerange(4, 1 << 16)
+        report = os.dup2(report, 3, inheritable=False)
+        os.closerange(4, 1 << 16)  # the server's own socket and pipes
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         os.environ.update(environment)
-        if request["memory_limit_bytes"] is not None:
-            limit = vm_data_bytes() + request["memory_limit_bytes"]
+        if limit_bytes is not None:
+            limit = vm_data_bytes() + limit_bytes
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         from zerobench.bench.worker import run_rank
 
-        code = run_rank(request["job"], report_fd=3)
+        code = run_rank(request["job"], report_fd=report)
         sys.stdout.flush()
-    except BaseException:
+    except BaseException as error:
+        tell(error, report_fd=report, is_limited=limit_bytes is not None)
         import traceback
 
         traceback.print_exc()
@@ -177,6 +178,22 @@ def run_child(
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
+
+
+def tell(error: BaseException, *, report_fd: int, is_limited: bool) -> None:
+    """What ended a rank before it could say so by its own means (channel.py), whose import may be what failed."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    if isinstance(error, MemoryError):
+        lines = [f"there is no room for what a rank imports{' in --rank-memory-gib' if is_limited else ''}"]
+    body = {
+        "type": type(error).__name__,
+        "message": lines[0],
+        "phase": "start",
+        "out_of_memory": "host" if isinstance(error, MemoryError) else None,
+        "at_s": time.time(),
+    }
+    with contextlib.suppress(OSError):  # where the command has gone
+        os.write(report_fd, json.dumps({"kind": "error", "body": body}).encode() + b"\n")
 
 
 def main() -> None:

@@ -136,7 +136,11 @@ class Launcher:
             self._end(ranks)
         was_oom_killed = oom_kill_num() > kills_before
         outcome = judge(
-            list(ranks.values()), stalled=stalled, timeout_s=job.timeout_s, was_oom_killed=was_oom_killed
+            list(ranks.values()),
+            stalled=stalled,
+            timeout_s=job.timeout_s,
+            was_oom_killed=was_oom_killed,
+            rank_memory_bytes=job.rank_memory_bytes,
         )
         return replace(outcome, failed_at_s=min(map(failed_at_s, ranks.values())))
 

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from zerobench.bench.gpus import Gpu
+from zerobench.bench.gpus import Gpu, driver_present
 from zerobench.bench.nvml import Nvml
 from zerobench.cgroups import HOST_FILES, HostFiles, MemoryLimit, cpu_quota, memory_limits
 from zerobench.numa import ranges_text
@@ -112,6 +112,8 @@ def gpu_module_facts() -> dict[str, Any]:
         "reason": built.get("cuda_reason"),
         "loads": False,
     }
+    if facts["built"] is False and not driver_present():
+        facts["reason"] = f"not needed without an NVIDIA driver; where there is one: {facts['reason']}"
     if facts["built"]:
         try:
             importlib.import_module("zerobench._cuda")

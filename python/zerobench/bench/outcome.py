@@ -37,9 +37,15 @@ def failed_at_s(state: RankState) -> float:
 
 
 def judge(
-    ranks: list[RankState], *, stalled: Mapping[int, str], timeout_s: float, was_oom_killed: bool
+    ranks: list[RankState],
+    *,
+    stalled: Mapping[int, str],
+    timeout_s: float,
+    was_oom_killed: bool,
+    rank_memory_bytes: int | None = None,
 ) -> Outcome:
-    """The outcome and its one line. What ended a rank from outside counts before what its peers said about it."""
+    """The outcome and its one line. What ended a rank from outside counts before what its peers said about it. Under
+    ``rank_memory_bytes`` (--rank-memory-gib) some libraries end their process where they get no memory."""
     reports = {state.rank: state.report for state in ranks if state.report is not None}
     if len(reports) == len(ranks):
         return Outcome(status="ok", reports=reports)
@@ -56,7 +62,8 @@ def judge(
         return Outcome(status="oom", error=f"{line}: {_when(killed[0])}", oom_tier="host")
     if killed:
         name = signal.Signals(killed[0].exit_signal or 0).name
-        return Outcome(status="failed", error=f"{_who(killed)} killed by {name}: {_when(killed[0])}")
+        hint = _want_of_memory(rank_memory_bytes) if killed[0].exit_signal == signal.SIGABRT else ""
+        return Outcome(status="failed", error=f"{_who(killed)} killed by {name}: {_when(killed[0])}{hint}")
     if stalled:
         places = ", ".join(f"rank {rank} in {place}" for rank, place in sorted(stalled.items()))
         line = f"no progress for {timeout_s:g} s (--timeout): {places}"
@@ -68,7 +75,8 @@ def judge(
     if ended:
         return Outcome(
             status="failed",
-            error=f"rank {ended[0].rank} ended with exit code {ended[0].exit_code} and no report",
+            error=f"rank {ended[0].rank} ended with exit code {ended[0].exit_code} and no report"
+            f"{_want_of_memory(rank_memory_bytes)}",
         )
     silent = [state for state in ranks if not state.spoke]
     return Outcome(
@@ -85,6 +93,12 @@ def _when(state: RankState) -> str:
     if state.progress is None:
         return "before its first step"
     return f"after step {state.progress.step} of {state.progress.phase}"
+
+
+def _want_of_memory(rank_memory_bytes: int | None) -> str:
+    if rank_memory_bytes is None:
+        return ""
+    return f"; the {rank_memory_bytes / (1 << 30):.3g} GiB that --rank-memory-gib allows a rank may be too little"
 
 
 def _error_line(state: RankState) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerobench.errors import ConfigError
+from zerobench.meeting import expect_route
 from zerobench.strategies.base import Batch, ModelFactory, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
@@ -54,6 +55,8 @@ class ProcessGroupLease:
                 f"{strategy} runs over torch.distributed and {' and '.join(missing)} is not set: "
                 "start it by `zerobench compare` or torchrun"
             )
+        if settings.world_size > 1:
+            expect_route(os.environ["MASTER_ADDR"])
         device = bind_device(settings)
         self._on_gpu = on_gpu = device.type == "cuda"
         dist.init_process_group(
