@@ -100,6 +100,21 @@ def test_a_terminal_that_does_not_know_its_width_is_told_everything(command, mon
     assert "--strategies" in command.run("compare", "--help").stdout
 
 
+def test_help_shows_every_word_whole_in_80_columns(command, monkeypatch) -> None:
+    environment = {**command.environment(), "COLUMNS": "80"}
+    monkeypatch.setattr(command, "environment", lambda: environment)
+    for words in (
+        ["compare"],
+        ["bench", "comm"],
+        ["bench", "adam"],
+        ["bench", "pinned"],
+        ["bench", "io"],
+        ["tune", "io"],
+    ):
+        text = command.run(*words, "--help").stdout
+        assert "--help" in text and "…" not in text, words
+
+
 def test_info_and_help_need_no_torch(command) -> None:
     code = (
         "import sys\n"
