@@ -37,8 +37,8 @@ def compare(
             "with a config.json. Default: tiny, on GPUs gpt2."
         ),
     ] = None,
-    num_layers: Annotated[str | None, typer.Option(help="Instead of the preset's.")] = None,
-    hidden_size: Annotated[str | None, typer.Option(help="Instead of the preset's.")] = None,
+    num_layers: Annotated[str | None, typer.Option(help="Layers, instead of the model's own.")] = None,
+    hidden_size: Annotated[str | None, typer.Option(help="Width, instead of the model's own.")] = None,
     model_option: Annotated[
         list[str] | None,
         typer.Option(
