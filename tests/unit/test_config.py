@@ -200,8 +200,14 @@ def test_ranks_come_from_the_configuration_then_the_environment():
     assert topology.resolve(parse({"rank": 1, "world_size": 2}), {}) == topology.Topology(1, 2, 1, 2)
     with pytest.raises(ConfigError, match="RANK is 'x', not a number"):
         topology.resolve(parse(None), {"RANK": "x"})
-    with pytest.raises(ConfigError, match="check RANK and WORLD_SIZE"):
-        topology.resolve(parse(None), {"RANK": "2", "WORLD_SIZE": "2"})
+    for rank, world_size in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(
+            ConfigError, match=f"rank {rank} is none of {world_size} .* check RANK and WORLD_SIZE"
+        ):
+            topology.resolve(parse(None), {"RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"})
+    for here in ({"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_RANK": "-1"}):
+        with pytest.raises(ConfigError, match="check LOCAL_RANK and LOCAL_WORLD_SIZE"):
+            topology.resolve(parse(None), {"RANK": "0", "WORLD_SIZE": "2", **here})
 
 
 def test_ranks_without_a_meeting_point(monkeypatch):
