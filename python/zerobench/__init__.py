@@ -24,6 +24,7 @@ _LAZY = {
     "ZeroOptimizer": "zerobench.optimizer",
     "initialize": "zerobench.engine",
 }
+_MODULES = ("models", "report")  # there without an import of their own
 
 __all__ = ["Config", "Engine", "ZeroOptimizer", "__version__", "errors", "initialize"]
 
@@ -31,8 +32,10 @@ __all__ = ["Config", "Engine", "ZeroOptimizer", "__version__", "errors", "initia
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"zerobench.{name}")
     raise AttributeError(f"module 'zerobench' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted({*globals(), *_LAZY, *_MODULES})

@@ -37,8 +37,8 @@ def compare(
             "with a config.json. Default: tiny, on GPUs gpt2."
         ),
     ] = None,
-    num_layers: Annotated[str | None, typer.Option(help="Instead of the preset's.")] = None,
-    hidden_size: Annotated[str | None, typer.Option(help="Instead of the preset's.")] = None,
+    num_layers: Annotated[str | None, typer.Option(help="Layers, instead of the model's own.")] = None,
+    hidden_size: Annotated[str | None, typer.Option(help="Width, instead of the model's own.")] = None,
     model_option: Annotated[
         list[str] | None,
         typer.Option(
@@ -129,9 +129,7 @@ def compare(
     dropout: Annotated[
         float | None, typer.Option(help="Of the timed pass; verification has none. Default: 0.")
     ] = None,
-    tf32: Annotated[
-        bool, typer.Option("--tf32/--no-tf32", help="Multiply fp32 matrices in TF32 on GPUs.")
-    ] = False,
+    tf32: Annotated[bool, typer.Option("--tf32", help="Multiply fp32 matrices in TF32 on GPUs.")] = False,
     num_steps: Annotated[int, typer.Option(help="Measured optimizer steps.")] = 20,
     warmup_steps: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 5,
     repeats: Annotated[
@@ -147,9 +145,7 @@ def compare(
     clip: Annotated[str, typer.Option(help="Maximum global gradient norm, or none.")] = "none",
     checkpointing: Annotated[
         bool,
-        typer.Option(
-            "--checkpointing/--no-checkpointing", help="Recompute every block's activations in backward."
-        ),
+        typer.Option("--checkpointing", help="Recompute every block's activations in backward."),
     ] = False,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
     data: Annotated[

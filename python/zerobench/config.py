@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args
 
 from pydantic import (
@@ -26,6 +27,7 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPE_OF_PRECISION: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 MIN_TIMEOUT_S = 0.001  # the core counts whole milliseconds
+DEEPSPEED_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 
 
 class _Section(BaseModel):
@@ -152,6 +154,13 @@ class OffloadOptimizerConfig(_Section):
             raise ValueError("give a share above 0 and at most 1, or auto")
         return value
 
+    @field_validator("numa_node", mode="before")
+    @classmethod
+    def _node_is_a_number(cls, value: Any) -> Any:
+        if value not in ("auto", None) and not (isinstance(value, int) and value >= 0):
+            raise ValueError("give a node's number, auto or null")
+        return value
+
     @model_validator(mode="after")
     def _limit_is_for_auto(self) -> OffloadOptimizerConfig:
         if self.device_memory_bytes is not None and self.ratio != "auto":
@@ -274,6 +283,14 @@ class Config(_Section):
     local_rank: int | None = Field(default=None, ge=0)
     local_world_size: int | None = Field(default=None, ge=1)
 
+    @field_validator("units", mode="before")
+    @classmethod
+    def _units_are_names(cls, value: Any) -> Any:
+        is_names = isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+        if value != "auto" and not is_names:
+            raise ValueError("give auto, or a list of modules' class names")
+        return value
+
     @model_validator(mode="after")
     def _ranks_fit(self) -> Config:
         for rank, world, name in (
@@ -349,6 +366,10 @@ def parse(values: Mapping[str, Any] | Config | str | Path | None) -> Config:
         return values
     if isinstance(values, (str, Path)):
         return load(values)
+    if not isinstance(values, (Mapping, NoneType)):
+        raise ConfigError(
+            f"a configuration is a mapping, the path of a JSON file or None, got {type(values).__name__}"
+        )
     try:
         return Config.model_validate(dict(values or {}))
     except ValidationError as error:
@@ -393,15 +414,26 @@ def read_json(path: str | Path) -> Any:
 
 
 def _sentence(error: ValidationError) -> str:
-    first = error.errors()[0]
+    first, *_ = errors = error.errors()
+    for mark in DEEPSPEED_MARKS:
+        if any(each["loc"] == (mark,) for each in errors):
+            return (
+                f"'{mark}' is a key of DeepSpeed's files; docs/configuration.md has the keys of zerobench's"
+            )
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = _keys_at(first["loc"][:-1])
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known keys are {', '.join(known)}"
-        return f"unknown key '{key}' in the configuration; {hint}"
+        return f"unknown key '{key}' in the configuration; {_hint(first['loc'])}"
     message = first["msg"].removeprefix("Value error, ")
     return f"'{key}': {message}" if key else message
+
+
+def _hint(location: tuple[int | str, ...]) -> str:
+    *section, key = map(str, location)
+    known = _keys_at(location[:-1])
+    near = difflib.get_close_matches(key, known, n=1)
+    if not near and not section:
+        near = [f"{name}.{key}" for name in known if key in _keys_at((name,))]
+    return f"did you mean '{near[0]}'?" if near else f"known keys are {', '.join(known)}"
 
 
 def _keys_at(location: tuple[int | str, ...]) -> list[str]:

@@ -1,7 +1,8 @@
 """Exception types of zerobench.
 
 Every error that a user can cause ends in one of these, with one sentence that says what was expected, what came and
-what to do. The C++ core's exceptions arrive as the same types (see csrc/bindings/module.cpp).
+what to do. The C++ core's exceptions arrive as the same types, those of
+files as an OSError with errno and path, and wrong arguments as a ValueError (csrc/bindings/translate.h).
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class NonFiniteGradientError(Error, ArithmeticError):
 
 
 class DataError(Error, ValueError):
-    """A data file or folder cannot serve: missing, empty, or shorter than one sequence."""
+    """A file or folder of data or results cannot serve: missing, empty, too short, or of another kind."""
 
 
 class VerificationError(Error):
-    """A strategy's parameters differ from the reference beyond the tolerance."""
+    """A strategy cannot be held against the reference: other parameters, or steps that are not finite."""

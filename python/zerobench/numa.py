@@ -21,6 +21,12 @@ def read_nodes(sysfs: Path = SYSFS) -> dict[int, list[int]]:
     return dict(sorted(found.items()))
 
 
+def lacks_node(number: int, sysfs: Path = SYSFS) -> bool:
+    """Whether the kernel lists nodes and none of that number; of memory alone is a node, too."""
+    nodes = sysfs / "devices/system/node"
+    return (nodes / "node0").exists() and not (nodes / f"node{number}").exists()
+
+
 def node_of_pci_device(bus_id: str | None, sysfs: Path = SYSFS) -> int | None:
     """``bus_id`` as drivers write it, "00000000:1B:00.0", whose domain the kernel writes in four digits; None where the
     machine does not say."""

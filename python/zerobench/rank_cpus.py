@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from zerobench.config import Config
 from zerobench.cpu_shares import CpuShare, RankFacts, made, part_of, share_of_rank
 from zerobench.errors import ConfigError
-from zerobench.numa import cores_together, node_of_pci_device, read_nodes
+from zerobench.numa import cores_together, lacks_node, node_of_pci_device, read_nodes
 from zerobench.topology import Topology
 
 _UNKNOWN_NODE = -1
@@ -38,9 +38,15 @@ _MESSAGE = struct.Struct("<16s16siiii")
 
 
 def expect_usable(config: Config) -> None:
-    """Raise ConfigError for CPUs of the configuration that this process may not use."""
+    """Raise ConfigError for CPUs of the configuration that this process may not use, and a NUMA node that is none."""
     if unknown := set(config.cpus or ()) - os.sched_getaffinity(0):
         raise ConfigError(f"cpus names CPU {min(unknown)}, which this process may not run on")
+    node = config.offload_optimizer and config.offload_optimizer.numa_node
+    if isinstance(node, int) and lacks_node(node):
+        raise ConfigError(
+            f"offload_optimizer.numa_node {node} is no NUMA node of this host: give one that `numactl --hardware` "
+            "lists, or leave it out for that of this rank's CPUs"
+        )
 
 
 def rank_cpus(config: Config, topology: Topology, communicator: Any, *, gpu_bus_id: str | None) -> CpuShare:

@@ -39,10 +39,14 @@ def resolve(config: Config, environment: Mapping[str, str] = os.environ) -> Topo
     rank = value(config.rank, "RANK", 0)
     if config.world_size == 1 and config.rank is None:
         rank = 0
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is none of {world_size} ranks; check RANK and WORLD_SIZE")
     local_world_size = min(value(config.local_world_size, "LOCAL_WORLD_SIZE", world_size), world_size)
-    local_rank = value(config.local_rank, "LOCAL_RANK", rank % local_world_size)
-    if rank >= world_size:
-        raise ConfigError(f"rank {rank} is not below the world size {world_size}; check RANK and WORLD_SIZE")
+    local_rank = value(config.local_rank, "LOCAL_RANK", rank % max(local_world_size, 1))
+    if local_rank < 0 or local_world_size < 1:
+        raise ConfigError(
+            f"local rank {local_rank} is none of {local_world_size} ranks; check LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
     return Topology(rank, world_size, min(local_rank, local_world_size - 1), local_world_size)
 
 

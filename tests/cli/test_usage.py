@@ -28,11 +28,12 @@ def refuses(command, *arguments: str) -> str:
         (["--model-option", "num_layer=3"], "num_layers"),
         (["--model-option", "num_layers"], "FIELD=VALUE"),
         (["--strategies", "zero_3"], "did you mean 'zero3'"),
+        (["--strategies", "FSDP2"], "did you mean 'fsdp2'"),
         (["--strategies", "ddp,"], "--strategies ''"),
         (["--stages", "4"], "--stages 4"),
-        (["--precision", "fp8"], "fp8"),
+        (["--precision", "fp8"], "unknown --precision 'fp8'"),
         (["--device", "gpu"], "auto, cpu, cuda"),
-        (["--compile", "all"], "none, block, whole"),
+        (["--compile", "all"], "unknown --compile 'all': use one of none, block, whole"),
         (["--device", "cpu", "--tf32"], "--tf32"),
         (["--model", "tiny", "--attention", "eager"], "hf:gpt2"),
         (["--model", "tiny", "--dropout", "2"], "dropout"),
@@ -98,6 +99,21 @@ def test_a_terminal_that_does_not_know_its_width_is_told_everything(command, mon
     monkeypatch.setattr(command, "environment", lambda: environment)
     assert "did you mean 'tiny'" in refuses(command, "compare", "--model", "tinny")
     assert "--strategies" in command.run("compare", "--help").stdout
+
+
+def test_help_shows_every_word_whole_in_80_columns(command, monkeypatch) -> None:
+    environment = {**command.environment(), "COLUMNS": "80"}
+    monkeypatch.setattr(command, "environment", lambda: environment)
+    for words in (
+        ["compare"],
+        ["bench", "comm"],
+        ["bench", "adam"],
+        ["bench", "pinned"],
+        ["bench", "io"],
+        ["tune", "io"],
+    ):
+        text = command.run(*words, "--help").stdout
+        assert "--help" in text and "…" not in text, words
 
 
 def test_info_and_help_need_no_torch(command) -> None:

@@ -49,6 +49,12 @@ def test_the_documentation_has_every_key_with_its_default():
             "unknown key 'optimizer.learning' in the configuration; known keys are",
         ),
         ({"optimizer": {"weight_decy": 1}}, "did you mean 'weight_decay'?"),
+        ({"lr": 0.1}, "unknown key 'lr' in the configuration; did you mean 'optimizer.lr'?"),
+        (
+            {"optimizer": {"type": "AdamW"}, "bf16": {}, "zero_optimization": {}},
+            "'zero_optimization' is a key of DeepSpeed's files",
+        ),
+        ({"train_batch_size": 8}, "docs/configuration.md has the keys of zerobench's"),
         ({"loss_scale": {"initial": 1}}, "did you mean 'initial_scale'?"),
         ({"loss_scale": {"initial_scale": 0.5}}, "initial_scale 0.5 is below min_scale 1"),
         ({"stage": 4}, "'stage'"),
@@ -75,6 +81,13 @@ def test_the_documentation_has_every_key_with_its_default():
         ({"stage": 2, "offload_optimizer": {"device_memory_bytes": 1}}, "leave it out or set the ratio"),
         ({"stage": 2, "offload_optimizer": {"chunk_numel": 100}}, "multiple of 64"),
         ({"stage": 2, "offload_optimizer": {"chunk": 64}}, "did you mean 'chunk_numel'?"),
+        (
+            {"stage": 2, "offload_optimizer": {"numa_node": "first"}},
+            "node': give a node's number, auto or null",
+        ),
+        ({"stage": 2, "offload_optimizer": {"numa_node": -1}}, "node': give a node's number, auto or null"),
+        ({"units": "Block"}, "'units': give auto, or a list of modules' class names"),
+        ({"units": [1]}, "'units': give auto, or a list of modules' class names"),
         ({"stage": 3, "offload_param": {}}, "offload_param needs offload_optimizer"),
         ({"stage": 2, "offload_optimizer": {}, "offload_param": {}}, "offload_param is for stage 3"),
         (
@@ -96,6 +109,8 @@ def test_the_documentation_has_every_key_with_its_default():
             "'offload_optimizer.io_block_bytes'",
         ),
         ({"offload_optimizer": {"device": "nvme", "nvme_path": "/d"}}, "stage 0"),
+        ([3], "a configuration is a mapping, the path of a JSON file or None, got list"),
+        (3, "a configuration is a mapping, the path of a JSON file or None, got int"),
         ({"stage": True}, "'stage': give a number, not true"),
         ({"threads": True}, "'threads': give a number, not true"),
         ({"cpus": [0, False]}, "'cpus': give a number, not false"),
@@ -185,8 +200,14 @@ def test_ranks_come_from_the_configuration_then_the_environment():
     assert topology.resolve(parse({"rank": 1, "world_size": 2}), {}) == topology.Topology(1, 2, 1, 2)
     with pytest.raises(ConfigError, match="RANK is 'x', not a number"):
         topology.resolve(parse(None), {"RANK": "x"})
-    with pytest.raises(ConfigError, match="check RANK and WORLD_SIZE"):
-        topology.resolve(parse(None), {"RANK": "2", "WORLD_SIZE": "2"})
+    for rank, world_size in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(
+            ConfigError, match=f"rank {rank} is none of {world_size} .* check RANK and WORLD_SIZE"
+        ):
+            topology.resolve(parse(None), {"RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"})
+    for here in ({"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_RANK": "-1"}):
+        with pytest.raises(ConfigError, match="check LOCAL_RANK and LOCAL_WORLD_SIZE"):
+            topology.resolve(parse(None), {"RANK": "0", "WORLD_SIZE": "2", **here})
 
 
 def test_ranks_without_a_meeting_point(monkeypatch):

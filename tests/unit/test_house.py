@@ -285,6 +285,14 @@ def test_import_loads_neither_torch_nor_the_core(name: str) -> None:
     assert not {"torch", "zerobench._core", "zerobench._cuda"} & set(run.stdout.split())
 
 
+def test_the_package_alone_has_what_reads_results() -> None:
+    code = "import sys, zerobench; zerobench.report.load, zerobench.models.resolve; assert 'torch' not in sys.modules"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
 def test_command_help_loads_no_torch() -> None:
     """The interpreter's own list of imports, since the command does not return to a caller."""
     command = [sys.executable, "-X", "importtime", "-m", "zerobench", "compare", "--help"]

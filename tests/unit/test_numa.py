@@ -48,6 +48,12 @@ def test_nodes_and_cores_are_read(tmp_path) -> None:
     assert numa.cores_together([3, 1], tmp_path / "nothing") == [1, 3]
 
 
+def test_a_node_is_lacking_where_others_are_listed(tmp_path) -> None:
+    sysfs = two_sockets(tmp_path)
+    assert [numa.lacks_node(node, sysfs) for node in range(4)] == [False, False, False, True]
+    assert not numa.lacks_node(3, tmp_path / "nothing")
+
+
 def test_the_node_of_a_device_is_read_as_drivers_name_it(tmp_path) -> None:
     sysfs = two_sockets(tmp_path)
     for bus in ("00000000:1B:00.0", "0000:1b:00.0"):

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import zerobench
-from zerobench import placement
+from zerobench import numa, placement
 from zerobench.config import parse
 from zerobench.cpu_shares import CpuShare
+from zerobench.errors import ConfigError
 from zerobench.topology import Topology
 
 CPUS = list(range(8, 24))
@@ -69,6 +70,14 @@ def test_an_engine_on_the_cpu_and_off_the_device_goes_by_the_quota(monkeypatch) 
     cpu_num = len(os.sched_getaffinity(0))
     more = threads_made({}) - by_quota[0], threads_made(section) - by_quota[1]
     assert more == (cpu_num - 1, 2 * (cpu_num - 1))
+
+
+def test_a_node_that_the_host_lacks_is_named() -> None:
+    if not numa.lacks_node(4095):
+        pytest.skip("the kernel lists no NUMA nodes here")
+    config = {"stage": 1, "world_size": 1, "offload_optimizer": {"numa_node": 4095}}
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.numa_node 4095 is no NUMA node of this host"):
+        zerobench.initialize(model=torch.nn.Linear(4, 4), config=config)
 
 
 def test_what_updates_where_is_said_in_words(monkeypatch) -> None:

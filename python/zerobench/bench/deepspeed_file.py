@@ -9,12 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from zerobench.config import read_json
+from zerobench.config import DEEPSPEED_MARKS, read_json
 from zerobench.errors import ConfigError
 from zerobench.models.config import first_problem
 from zerobench.strategies.auto_values import without_auto
-
-_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 
 
 class _Keys(BaseModel):
@@ -80,7 +78,7 @@ class _File(_Keys):
 def read(path: Path) -> dict[str, Any] | None:
     """The file's contents where they are DeepSpeed's; None for what is left to zerobench's own reader."""
     values = read_json(path)
-    return values if isinstance(values, dict) and any(mark in values for mark in _MARKS) else None
+    return values if isinstance(values, dict) and any(mark in values for mark in DEEPSPEED_MARKS) else None
 
 
 def row(

@@ -111,13 +111,13 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
                 name
             )  # a place of one's own is wrong more often than a name; costs the import of torch
     known: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-        "precision": (options.precisions, list(TOLERANCES)),
-        "compile mode": (options.compiles, COMPILE_MODES),
-        "offload": (options.offloads, OFFLOADS),
+        "--precision": (options.precisions, list(TOLERANCES)),
+        "--compile": (options.compiles, COMPILE_MODES),
+        "--offload": (options.offloads, OFFLOADS),
         "--bind": ([options.bind], BINDINGS),
         f"--communicator on {options.device}": (options.communicators, COMMUNICATORS[options.device]),
         "--io-engine": ([options.io_engine] if options.io_engine else [], ENGINES),
-        "attention": ([options.attention] if options.attention else [], ATTENTIONS),
+        "--attention": ([options.attention] if options.attention else [], ATTENTIONS),
     }
     for what, (asked, choices) in known.items():
         for choice in asked:

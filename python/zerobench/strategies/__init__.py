@@ -52,7 +52,7 @@ def check(name: str) -> None:
     """Raise ConfigError unless ``name`` is built in or has the form of a place. Imports nothing."""
     if name in _PLACES or _is_place(name):
         return
-    near = difflib.get_close_matches(name, _PLACES, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), _PLACES, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
         f"unknown strategy {name!r}: {hint}known: {', '.join(_PLACES)} and package.module:ClassName"
