@@ -1,6 +1,6 @@
 // Exception types of the core and the checks that throw them.
 //
-// Every type has one Python counterpart (bindings/module.cpp); nothing is recognised by message text.
+// Every type has one Python counterpart (bindings/translate.h); nothing is recognised by message text.
 // Messages say what was expected, what came, and what to do; they are built only on failure.
 #pragma once
 

@@ -54,7 +54,8 @@ struct EngineOptions {
   // ranks that reduce them, instead of packing them for those to read.
   std::size_t push_gradient_bytes = GradientPacker::kCopyBytes;
   // Stage 3, settled gathers: a unit's own parts are copied in the lane of reductions where they have this size or
-  // more, else in the compute lane ([Note: settled shards] in gather_scheduler.h).
+  // more, else in the compute lane ([Note: settled shards] in gather_scheduler.h, [Note: settled gathers] in
+  // peer_transport.h).
   std::size_t own_part_beside_bytes = std::size_t{16} << 20;
   // Stage 3 over a communicator that splices: shards of this size or more are not copied into the slots that they are
   // gathered in ([Note: spliced slots] in spliced_slot.h).

@@ -38,6 +38,10 @@ def load() -> ModuleType:
         from zerobench import _core
     except ImportError as error:
         raise errors.Error(f"zerobench's core does not load here ({error}): {_REINSTALL}") from error
+    try:
+        _core.best_isa()
+    except ValueError as error:  # ZEROBENCH_ISA names what this CPU lacks
+        raise errors.ConfigError(str(error)) from None
     return _core
 
 

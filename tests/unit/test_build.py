@@ -288,6 +288,16 @@ def test_cuda_module_without_a_driver_says_so() -> None:
         import zerobench._cuda  # noqa: F401
 
 
+def test_an_instruction_set_that_the_cpu_lacks_is_one_sentence(monkeypatch) -> None:
+    from zerobench import _native
+
+    monkeypatch.setenv("ZEROBENCH_ISA", "sse9")
+    with pytest.raises(
+        errors.ConfigError, match="ZEROBENCH_ISA=sse9 is not available here; set it to one of"
+    ):
+        _native.load()
+
+
 def test_where_the_cuda_module_does_not_load_the_reason_is_said() -> None:
     from zerobench import _build_info, _native
 

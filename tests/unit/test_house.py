@@ -34,7 +34,17 @@ CUDA_FILES = re.compile(r".*\.cu|\w+/(cuda|nccl)_\w+\.h|kernels/fill\.h|bindings
 
 # A module of python/zerobench imports its own layer and the layers above it in this list; estimate stands aside.
 PYTHON_ORDER = [
-    {"cgroups", "consoles", "cpu_shares", "errors", "interrupts", "locked_folder", "numa", "swap_watch"},
+    {
+        "cgroups",
+        "consoles",
+        "cpu_shares",
+        "errors",
+        "interrupts",
+        "locked_folder",
+        "meeting",
+        "numa",
+        "swap_watch",
+    },
     {"_build_info", "_core", "_cuda"},
     {
         "_native",

@@ -110,6 +110,15 @@ def test_advice_says_when_sharding_buys_nothing() -> None:
     assert not any("Sharding buys" in text for text in advise(sample()))
 
 
+def test_advice_knows_not_whether_a_strategy_of_ones_own_shards() -> None:
+    results = sample()
+    for row in results.rows:
+        row.peak_device_bytes = 1_000_000_000 + (row.peak_device_bytes or 0)
+        row.strategy = "ddp" if row.strategy in ("ddp", "zero0") else f"mine:{row.strategy.title()}"
+    finish_rows(results)
+    assert not any("Sharding buys" in text for text in advise(results))
+
+
 def test_advice_says_when_ranks_buy_nothing() -> None:
     results = sample()
     results.rows[0].step_time_ms = summarise([50.0, 50.5, 49.5])

@@ -56,7 +56,7 @@ def test_files_that_cannot_serve(tmp_path: Path, content: str | bytes | None, me
 
 
 def test_file_of_a_newer_schema(tmp_path: Path) -> None:
-    content = json.loads(SAMPLE.read_text()) | {"schema_version": 99}
+    content = json.loads(SAMPLE.read_text()) | {"schema_version": 99, "rows": {"by": "name"}}
     (tmp_path / "results.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"schema_version 99 .* upgrade"):
         load(tmp_path)

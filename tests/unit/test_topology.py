@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 from typing import Any
 
 import pytest
@@ -9,7 +12,37 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from zerobench import _native, config, topology  # noqa: E402
-from zerobench.errors import ConfigError  # noqa: E402
+from zerobench.errors import CommunicationError, ConfigError  # noqa: E402
+from zerobench.meeting import expect_route  # noqa: E402
+
+
+def test_ranks_meet_where_a_way_leads_to_one_of_the_addresses(monkeypatch: Any) -> None:
+    places = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (host, 9)) for host in ("240.0.0.1", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    monkeypatch.setattr(socket, "socket", Probe)
+    expect_route("two-addresses")
+    del places[1]
+    with pytest.raises(
+        CommunicationError, match=r"cannot meet at one-address \(MASTER_ADDR\): .*`ip link set lo up`"
+    ):
+        expect_route("one-address")
+    places.clear()
+    expect_route("unknown")  # torch says more
+
+
+class Probe:
+    """A socket that finds no way to 240.0.0.1, whatever default route this machine has."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def connect(self, place: tuple[str, int]) -> None:
+        if place[0] == "240.0.0.1":
+            raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
 
 def made(device: Any = None, **values: Any) -> topology.Communicators:

@@ -144,7 +144,8 @@ def _memory_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
 
 def _sharding_texts(rows: Sequence[Row], labels: dict[int, str]) -> list[str]:
     """Where spreading buys nothing, a tool should say so unprompted."""
-    sharded = [row for row in rows if row.strategy not in _REPLICATED]
+    # Of a strategy of one's own, a place in a module, nobody knows whether it shards.
+    sharded = [row for row in rows if row.strategy not in _REPLICATED and ":" not in row.strategy]
     spread = [row for row in rows if row.settings.world_size > 1]
     if sharded and not spread:
         return ["All rows ran on one rank: there is nothing to shard, so no ZeRO stage can save memory here."]

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from zerobench.bench.gpus import Gpu
     from zerobench.bench.micro.output import OutputFile
 
-app = typer.Typer(help="Micro-benchmarks of the core, beside its peers and the machine's limit.")
+app = typer.Typer(
+    help="Micro-benchmarks of the core, beside its peers and the machine's limit.", no_args_is_help=True
+)
 
 _MOST_BYTES = 1 << 60
 

@@ -19,7 +19,9 @@ from zerobench.bench.micro import (
 from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
 
-tune_app = typer.Typer(help="Finds the fastest settings for this machine and keeps them for later runs.")
+tune_app = typer.Typer(
+    help="Finds the fastest settings for this machine and keeps them for later runs.", no_args_is_help=True
+)
 
 SizeGib = Annotated[
     float | None,
