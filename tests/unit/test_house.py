@@ -49,6 +49,7 @@ PYTHON_ORDER = [
         "change_watch",
         "agreement",
         "launched",
+        "meeting",
     },
     {"engine", "engine_facts", "optimizer"},
     {""},  # the package itself: zerobench.initialize, from the layer that trains
