@@ -113,6 +113,7 @@ def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 SEVERAL_VALUES = ("--config", "--nvme-path")
 
 
@@ -142,6 +143,7 @@ def main() -> None:
     app.add_typer(micro.app, name="bench")
     app.add_typer(io_commands.tune_app, name="tune")
     interrupts.interrupt_on_signals()
+    expect_text(sys.argv[1:])
     arguments = gather_files(sys.argv[1:]) or ["--help"]
     debug = "--debug" in arguments
     try:
@@ -156,6 +158,8 @@ def main() -> None:
         drop_stdout()
         sys.exit(1)
     except OSError as error:
+        if error.errno in _NO_MORE_FILES and not debug:
+            fail(f"{error.strerror}: raise the limit (`ulimit -n`), or start fewer ranks", 1)
         if debug or error.filename is not None or error.errno not in _FULL:
             raise
         drop_stdout()
@@ -165,6 +169,17 @@ def main() -> None:
             raise
         fail(str(error), 2 if isinstance(error, ConfigError | DataError) else 1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def expect_text(arguments: Sequence[str]) -> None:
+    """Result files are UTF-8 and hold the command with all names in it; Python keeps other bytes as half surrogates."""
+    for argument in arguments:
+        if any("\udc80" <= character <= "\udcff" for character in argument):
+            fail(
+                f"the argument {argument} is no text in this locale's encoding ({sys.getfilesystemencoding()}): give "
+                "another name, or set LC_ALL=C.UTF-8 if it is UTF-8",
+                2,
+            )
 
 
 def open_standard_descriptors() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 
@@ -81,6 +82,23 @@ def test_a_gpu_that_is_not_there_is_no_cpu(command) -> None:
     if driver_present():
         pytest.skip("this machine has an NVIDIA driver")
     assert "no NVIDIA driver" in refuses(command, "compare", "--device", "cuda")
+
+
+def test_an_argument_that_is_no_text_is_refused(command) -> None:
+    """Results name it, and their files are UTF-8."""
+    assert "the argument caf?/out is no text" in refuses(command, "compare", "--output-dir", "caf\udce9/out")
+    assert not list(command.folder.iterdir())
+
+
+def test_too_few_descriptors_are_one_line(command) -> None:
+    result = command.run(
+        "compare", "--strategies", "zero1", "--world-size", "24", "--output-dir", "out",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)),
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("zerobench: Too many open files: raise the limit")
+    assert "Traceback" not in result.stderr
+    assert command.leaves_nothing()
 
 
 def test_show_says_what_is_not_a_result_file(command) -> None:
