@@ -60,7 +60,6 @@ PYTHON_ORDER = [
         "full_state",
         "agreement",
         "launched",
-        "meeting",
     },
     {"engine", "engine_facts", "optimizer"},
     {""},  # the package itself: zerobench.initialize, from the layer that trains
