@@ -69,11 +69,9 @@ void Queue::advance() {
 }
 
 bool Queue::test_done(const Operation& operation) {
-  if (!operation.is_done) {
-    check_process();
-    if (!run_pending() && !operation.is_done) peers_->check();
-  }
-  return operation.is_done;
+  if (operation.is_done) return true;
+  check_process();
+  return try_reach({operation, Counter::kPosted, 0, ""});
 }
 
 bool Queue::run_pending() {

@@ -1,8 +1,8 @@
 """Exception types of zerobench.
 
 Every error that a user can cause ends in one of these, with one sentence that says what was expected, what came and
-what to do. The C++ core's exceptions arrive as the same types, those of
-files as an OSError with errno and path, and wrong arguments as a ValueError (csrc/bindings/translate.h).
+what to do. The C++ core's exceptions arrive as the same types, those of files as an OSError with errno and path, and
+wrong arguments as a ValueError (csrc/bindings/translate.h).
 """
 
 from __future__ import annotations
