@@ -66,8 +66,8 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
 void bind_engine_state(py::class_<BoundEngine>& engine) {
   using Release = py::call_guard<py::gil_scoped_release>;
   engine
-      .def("full_state", &BoundEngine::full_state, py::arg("kind"), Release(),
-           "Full values by parameter name, fp32. Collective.")
+      .def("full_state", &BoundEngine::full_state, py::arg("kind"), py::kw_only(), py::arg("rank0_only"), Release(),
+           "Full values by parameter name, fp32; with rank0_only none on other ranks. Collective.")
       .def("load_full_state", &BoundEngine::load_full_state, py::arg("states"), py::kw_only(), py::arg("step"),
            py::arg("loss_scale"), Release(),
            "Rank 0's full values by kind and parameter name, and its loss_scale_state (None: it stays), for all. "

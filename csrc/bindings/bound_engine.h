@@ -55,7 +55,7 @@ class BoundEngine {
   // Throws what a gradient hook threw in the last backward, with its own type.
   void rethrow_hook_error();
 
-  std::map<std::string, at::Tensor> full_state(const std::string& kind) const;
+  std::map<std::string, at::Tensor> full_state(const std::string& kind, bool rank0_only) const;
   void load_full_state(const std::map<std::string, std::map<std::string, at::Tensor>>& states, long step,
                        const std::optional<std::pair<double, long>>& loss_scale);
 

@@ -332,28 +332,31 @@ class Engine(EngineFacts):
         finally:
             self._share_unheld()
 
-    def full_state(self) -> dict[str, Any]:
-        """All that ``load_full_state`` takes, on the host: ``torch.save`` it on rank 0. Collective, between steps."""
+    def full_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """All that ``load_full_state`` takes, on the host: ``torch.save`` it on rank 0. Collective, between steps.
+
+        It takes 12 bytes of host memory for each parameter on every rank; with ``rank0_only`` on rank 0 alone, and
+        other ranks' has no tensors.
+        """
+        buffers = {n: of_rank_0(self._core, tensor) for n, tensor in unheld_tensors(self.module).items()}
         return {
-            "parameters": self.full_parameters(),
-            "exp_avg": self.full_optimizer_state("exp_avg"),
-            "exp_avg_sq": self.full_optimizer_state("exp_avg_sq"),
+            "parameters": self.full_parameters(rank0_only=rank0_only),
+            "exp_avg": self.full_optimizer_state("exp_avg", rank0_only=rank0_only),
+            "exp_avg_sq": self.full_optimizer_state("exp_avg_sq", rank0_only=rank0_only),
             "step": self.global_steps,
             "loss_scale": self.loss_scale_state(),
             "param_groups": [hyperparameters_of(group) for group in self.optimizer.param_groups],
-            "buffers": {
-                n: of_rank_0(self._core, tensor) for n, tensor in unheld_tensors(self.module).items()
-            },
+            "buffers": {} if rank0_only and self.topology.rank > 0 else buffers,
         }
 
-    def full_parameters(self) -> dict[str, torch.Tensor]:
-        """Full fp32 masters by parameter name (frozen parameters as they are; tied ones by their first name).
-        Collective."""
-        return self._core.full_state("master")
+    def full_parameters(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Full fp32 masters by parameter name (frozen parameters as they are; tied ones by their first name), on every
+        rank or, with ``rank0_only``, on rank 0 and none on others. Collective."""
+        return self._core.full_state("master", rank0_only=rank0_only)
 
-    def full_optimizer_state(self, kind: str) -> dict[str, torch.Tensor]:
-        """Full "exp_avg" or "exp_avg_sq" by parameter name, fp32. Collective."""
-        return self._core.full_state(kind)
+    def full_optimizer_state(self, kind: str, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Full "exp_avg" or "exp_avg_sq" by parameter name, fp32, as ``full_parameters``. Collective."""
+        return self._core.full_state(kind, rank0_only=rank0_only)
 
     def load_full_state(
         self,
@@ -371,16 +374,17 @@ class Engine(EngineFacts):
         Also what takes an engine further that an error behind ``optimizer_in_backward`` left torn: from here on it is
         as a new engine with this state. A loss scale that is not given stays, and so do the hyperparameters of param
         groups, learning rates among them; each rank takes its own, which must be the same. ``buffers`` are persistent
-        ones and parameters that are no floating-point numbers; where they are not given, rank 0's stay.
+        ones and parameters that are no floating-point numbers; where they are not given, rank 0's stay. Other ranks'
+        tensors are not read, and may be none, as ``full_state(rank0_only=True)`` gives them.
 
         Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks,
         for a loss scale that this precision has no use for, and for another number of groups.
         """
-        states = checked_states(
-            self.module, {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        )
+        given = {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        is_read = self.topology.rank == 0
+        states = checked_states(self.module, given) if is_read or any(given.values()) else {k: {} for k in given}
         unheld = unheld_tensors(self.module)
-        if buffers is not None:
+        if buffers is not None and (is_read or buffers):
             expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
         if loss_scale is not None and self._core.loss_scale_state is None:
             raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")

@@ -102,6 +102,35 @@ def test_goes_on_with_the_same_bits(tmp_path: Path, world_size: int):
         assert not different
 
 
+def keep_on_rank_0(rank: ranks.Rank) -> dict:
+    """By stage: the ends of runs that go on from a state that every rank holds, and from one of rank 0 alone."""
+    ends = {}
+    case = zoo.Case(lambda: WithRest(0))
+    for stage in STAGES:
+        engine = start(rank, case, stage)
+        for step in range(3):
+            zoo.run_plan(engine, case, step, rank.rank, [])
+        everywhere, kept = engine.full_state(), engine.full_state(rank0_only=True)
+        for kind, tensors in everywhere.items():
+            if isinstance(tensors, dict):
+                assert zoo.digest(kept[kind]) == zoo.digest(tensors if rank.rank == 0 else {}), kind
+            else:
+                assert kept[kind] == tensors
+        engine.close()
+        ends[stage] = []
+        for state in (everywhere, kept):
+            engine = start(rank, case, stage)
+            engine.load_full_state(**state)
+            ends[stage].append(end_of(engine, case, rank))
+    return ends
+
+
+def test_a_state_that_rank_0_alone_holds_becomes_everybodys():
+    for ends in ranks.run(keep_on_rank_0, world_size=2):
+        for stage, (of_every_rank, of_rank_0) in ends.items():
+            assert of_every_rank == of_rank_0, stage
+
+
 class Planted(Exception):
     """What a backward raises."""
 
