@@ -382,7 +382,9 @@ class Engine(EngineFacts):
         """
         given = {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         is_read = self.topology.rank == 0
-        states = checked_states(self.module, given) if is_read or any(given.values()) else {k: {} for k in given}
+        states = (
+            checked_states(self.module, given) if is_read or any(given.values()) else {k: {} for k in given}
+        )
         unheld = unheld_tensors(self.module)
         if buffers is not None and (is_read or buffers):
             expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
