@@ -381,12 +381,10 @@ class Engine(EngineFacts):
         for a loss scale that this precision has no use for, and for another number of groups.
         """
         given = {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        is_read = self.topology.rank == 0
-        states = (
-            checked_states(self.module, given) if is_read or any(given.values()) else {k: {} for k in given}
-        )
+        may_be_none = self.topology.rank > 0
+        states = checked_states(self.module, given, may_be_none=may_be_none)
         unheld = unheld_tensors(self.module)
-        if buffers is not None and (is_read or buffers):
+        if buffers or (buffers is not None and not may_be_none):
             expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
         if loss_scale is not None and self._core.loss_scale_state is None:
             raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")

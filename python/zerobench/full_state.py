@@ -13,10 +13,13 @@ from zerobench.errors import ConfigError
 
 
 def checked_states(
-    model: nn.Module, given: Mapping[str, Mapping[str, torch.Tensor]]
+    model: nn.Module, given: Mapping[str, Mapping[str, torch.Tensor]], *, may_be_none: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
     """What the core is to load, by kind ("parameters", or one of the optimizer's states) and parameter name, in fp32 on
-    the host. Raises ConfigError as ``expect_same_tensors`` does; frozen parameters have no optimizer state."""
+    the host. Raises ConfigError as ``expect_same_tensors`` does; frozen parameters have no optimizer state. Where no
+    kind has any, that is an error too unless it ``may_be_none``."""
+    if may_be_none and not any(given.values()):
+        return {kind: {} for kind in given}
     named = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     states: dict[str, dict[str, torch.Tensor]] = {}
     for kind, tensors in given.items():
