@@ -334,6 +334,7 @@ def measure(
         if mode.startswith("nvme"):
             found["swap"] = engine.swap_stats()
         if options.checksum:
+            torch.set_num_threads(len(os.sched_getaffinity(0)))  # for hashes: torchrun leaves one
             found["checksum"] = checksum(engine.full_parameters(rank0_only=True))  # others': of nothing
         ratio = engine.offload_ratio
         engine.close()
