@@ -62,14 +62,15 @@ def test_rows_on_gpus_say_so() -> None:
     ]
 
 
-def test_deepcompile_stands_beside_rows_that_are_compiled_as_a_whole() -> None:
+def test_deepcompile_is_one_row_compiled_as_a_whole_beside_rows_of_every_mode() -> None:
     strategies = ("zero1", "deepcompile3_both")
-    found = make_plan(
-        CompareOptions(**{**SMALL, **ON_GPUS, "strategies": strategies, "compiles": ("none", "whole")})
-    ).configurations
-    assert [(row.strategy, row.settings.compile) for row in found] == [
-        ("zero1", "none"),
+    options = CompareOptions(
+        **{**SMALL, **ON_GPUS, "strategies": strategies, "compiles": ("block", "none", "whole")}
+    )
+    assert [(row.strategy, row.settings.compile) for row in make_plan(options).configurations] == [
+        ("zero1", "block"),
         ("deepcompile3_both", "whole"),
+        ("zero1", "none"),
         ("zero1", "whole"),
     ]
 

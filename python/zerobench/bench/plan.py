@@ -202,8 +202,8 @@ def ranks_of(strategy: str, world_size: int) -> int:
 
 
 def compile_of(strategy: str, mode: str) -> str:
-    """DeepCompile is a compiler: its rows stand beside those that are compiled as a whole."""
-    return "whole" if strategy.startswith("deepcompile") and mode == "none" else mode
+    """DeepCompile is a compiler of whole models: so is its one row, whatever the others beside it are."""
+    return "whole" if strategy.startswith("deepcompile") else mode
 
 
 def placement(options: CompareOptions, strategy: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
