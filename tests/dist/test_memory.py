@@ -63,6 +63,7 @@ CASES = {
     "tiny, bf16": zoo.Case(tiny, tokens, config={"precision": "bf16"}),
     "tiny, prefetch": zoo.Case(tiny, tokens, config={"prefetch_bytes": 450_000}),
     "tiny, no prefetch": zoo.Case(tiny, tokens, config={"prefetch_bytes": 0}),
+    "tiny, kept gathered": zoo.Case(tiny, tokens, config={"reshard_after_forward": False}),
     "tiny, bf16, prefetch": zoo.Case(tiny, tokens, config={"precision": "bf16", "prefetch_bytes": 230_000}),
     "tiny, bf16, kept": zoo.Case(tiny, tokens, config={"precision": "bf16", "keep_parameter_shards": True}),
     "tiny, in backward": zoo.Case(tiny, tokens, config={"precision": "bf16", "optimizer_in_backward": True}),
@@ -140,7 +141,11 @@ def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> 
         ahead = config.get("prefetch_bytes")
         if ahead is None:
             ahead = max((unit["gather_bytes"] for unit in units if not unit["is_root"]), default=0)
-        result["gather_slots"] = gather_slots(units, ahead)
+        result["gather_slots"] = (
+            gather_slots(units, ahead)
+            if config.get("reshard_after_forward", True)
+            else sum(unit["gather_bytes"] for unit in units)
+        )
         result["staging"] = 0 if keeps else staging_shards(units, ahead)
     if stage >= 2:
         classes = Counter(unit["gradient_bytes"] for unit in units if unit["gradient_bytes"])
