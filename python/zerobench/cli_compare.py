@@ -127,7 +127,7 @@ def compare(
         str | None, typer.Option(help="sdpa, eager or flash_attention_2. Default: sdpa.")
     ] = None,
     dropout: Annotated[
-        float | None, typer.Option(help="Of the timed pass; verification has none. Default: 0.")
+        float | None, typer.Option(help="Dropout of the timed pass; verification has none. Default: 0.")
     ] = None,
     tf32: Annotated[bool, typer.Option("--tf32", help="Multiply fp32 matrices in TF32 on GPUs.")] = False,
     num_steps: Annotated[int, typer.Option(help="Measured optimizer steps.")] = 20,
@@ -138,8 +138,8 @@ def compare(
     world_size: Annotated[
         str | None,
         typer.Option(
-            help="Ranks. Default: all visible GPUs; without, 2, or 1 on a single core; under torchrun or srun what "
-            "those started."
+            help="Ranks. Default: all visible GPUs; on CPU 2, or 1 on a single core; under torchrun or srun what those "
+            "started."
         ),
     ] = None,
     clip: Annotated[str, typer.Option(help="Maximum global gradient norm, or none.")] = "none",
@@ -147,7 +147,13 @@ def compare(
         bool,
         typer.Option("--checkpointing", help="Recompute every block's activations in backward."),
     ] = False,
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+    lr: Annotated[
+        float,
+        typer.Option(
+            help="Learning rate of AdamW, whose betas are 0.9 and 0.999 and weight decay 0.1; a file of --config may "
+            "set others."
+        ),
+    ] = 1e-3,
     data: Annotated[
         str,
         typer.Option(

@@ -68,7 +68,7 @@ def initialize(
 
     The engine also unpacks as ``engine, optimizer, dataloader, lr_scheduler`` (the last two None).
 
-    Raises ConfigError, CommunicationError (ranks missing), OutOfMemoryError.
+    Raises ConfigError, CommunicationError (ranks missing), OutOfMemoryError, OSError (of swap files).
     """
     return Engine(model, config_module.parse(config), model_parameters, materialise)
 

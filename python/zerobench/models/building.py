@@ -26,10 +26,11 @@ def build(
 ) -> nn.Module:
     """The fp32 model in training mode, on ``device`` (default: torch's default device).
 
-    Its forward takes ``input_ids`` and ``labels`` and returns an output with ``.loss``: next-token loss, and for BERT
-    the masked language model loss over every position. On ``"meta"`` no parameter has memory; ``materialise`` gives it
-    module by module, with the same values. The same ``seed`` gives the same bits on one kind of device; global random
-    state plays no part. ``checkpointing`` recomputes every block's activations in backward.
+    Its forward takes ``input_ids`` and ``labels``, int64 of shape (batch, tokens) and laid out alike, and returns an
+    output with ``.loss``: next-token loss, and for BERT the masked language model loss over every position. On
+    ``"meta"`` no parameter has memory; ``materialise`` gives it module by module, with the same values. The same
+    ``seed`` gives the same bits on one kind of device; global random state plays no part. ``checkpointing`` recomputes
+    every block's activations in backward.
 
     Raises ConfigError where a package is missing or a checkpoint does not fit.
     """

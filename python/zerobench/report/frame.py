@@ -110,7 +110,7 @@ def load(path: AnyPath | Iterable[AnyPath], *more: AnyPath) -> pandas.DataFrame:
 
     Columns are dotted (``step_time_ms.median``, ``settings.batch_size``, ``memory_bytes.device.parameters``); raw
     samples stay lists. Several paths add a ``source`` column. ``frame.attrs["results"]`` holds each file's machine,
-    versions, command and created."""
+    versions, command and created. Raises DataError for what is no result file of this version or an older one."""
     import pandas
 
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)

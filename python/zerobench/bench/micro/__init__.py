@@ -75,7 +75,7 @@ def comm(
     world_size: Annotated[
         str | None,
         typer.Option(
-            help="Ranks, all on this host; a comma list for several. Default: 2,4 on CPU, all GPUs."
+            help="Ranks, all on this host; a comma list for several. Default: 2,4 on CPU, on GPUs all."
         ),
     ] = None,
     collectives: Annotated[
@@ -98,8 +98,7 @@ def comm(
     timeout: Annotated[float, typer.Option(help="Seconds after which a stuck rank is an error.")] = 60.0,
     output: Output = None,
 ) -> None:
-    """Collectives of zerobench's communicators: shared memory beside gloo and memcpy, those of GPUs (NCCL, or copy
-    engines with --communicator peer) beside torch's NCCL and the link.
+    """Collectives of zerobench's communicators: on CPU beside gloo and memcpy, on GPUs beside NCCL and the link.
 
     Exit code: 0, or 1 when a result was wrong or a rank failed.
     """

@@ -33,7 +33,7 @@ SizeGib = Annotated[
 Settings = Annotated[
     Path | None,
     typer.Option(
-        help="File of tuned settings. Default: zerobench/io.json in the user's configuration folder."
+        help="File of tuned settings. Default: zerobench/io.json in $XDG_CONFIG_HOME, by default ~/.config."
     ),
 ]
 ChunkMib = Annotated[float, typer.Option(help="MiB of a chunk, the unit that is swapped.")]
@@ -126,7 +126,7 @@ def tune_io(
     settings: Annotated[
         Path | None,
         typer.Option(
-            help="File for the result. Default: zerobench/io.json in the user's configuration folder."
+            help="File for the result. Default: zerobench/io.json in $XDG_CONFIG_HOME, by default ~/.config."
         ),
     ] = None,
 ) -> None:
