@@ -1,21 +1,23 @@
-"""The pages name what the code has: keys of result files, strategies, presets, and each other."""
+"""The pages name what the code has: keys of files, defaults, strategies, presets, limits, and each other."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
-from zerobench import models, strategies
+from zerobench import config, models, strategies
 from zerobench.bench import result
+from zerobench.bench.tolerances import TOLERANCES
 from zerobench.strategies.base import Strategy
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 SCHEMA = [
     kind
     for _, kind in inspect.getmembers(result, inspect.isclass)
@@ -31,6 +33,25 @@ def named_in(path: Path) -> set[str]:
 @pytest.mark.parametrize("kind", SCHEMA, ids=lambda kind: kind.__name__)
 def test_every_key_of_a_result_file_is_explained(kind: type[BaseModel]) -> None:
     assert not kind.model_fields.keys() - named_in(DOCS / "metrics.md")
+
+
+@pytest.mark.parametrize(
+    ("page", "sections"),
+    [
+        ("configuration.md", [config.Config, config.OptimizerConfig, config.LossScaleConfig]),
+        ("offload.md", [config.OffloadOptimizerConfig]),
+    ],
+)
+def test_every_key_of_a_configuration_stands_with_its_default(
+    page: str, sections: list[type[BaseModel]]
+) -> None:
+    text, _, _ = (DOCS / page).read_text(encoding="utf-8").partition("## Files for compare")
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]*) \|", text, re.MULTILINE)
+    defaults = {key: default.strip("` ") for keys, default in rows for key in re.findall(r"`(\w+)`", keys)}
+    for section in sections:
+        for key, field in section.model_fields.items():
+            if not isinstance(field.default, BaseModel):  # whose keys stand in a table of their own
+                assert defaults[key] == json.dumps(field.default), key
 
 
 def test_every_strategy_is_explained() -> None:
@@ -61,6 +82,17 @@ def test_presets_have_the_sizes_of_the_page() -> None:
         assert (layers, hidden, heads) == (config.num_layers, config.hidden_size, config.num_heads)
         assert (sequence, vocabulary) == (config.max_seq_length, config.vocab_size)
         assert parameters == models.parameter_count(config)
+
+
+def test_limits_of_verification_are_those_of_the_page() -> None:
+    text = (DOCS / "decisions" / "verification.md").read_text(encoding="utf-8")
+    limits: dict[str, dict[str, float]] = {precision: {} for precision in TOLERANCES}
+    for quantity, cells in re.findall(r"^\| `(\w+)` honest, \*\*limit\*\* \|(.*)\|$", text, re.MULTILINE):
+        for precision, limit in zip(
+            ("fp32", "fp16", "bf16"), re.findall(r"\*\*(.+?)\*\*", cells), strict=True
+        ):
+            limits[precision][quantity] = float(limit)
+    assert limits == TOLERANCES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
