@@ -24,7 +24,7 @@ endif()
 
 find_package(Threads REQUIRED)
 
-# No contraction anywhere: an fma happens exactly where the source writes one (DESIGN 6).
+# No contraction anywhere: an fma happens exactly where the source writes one (docs/decisions/adam.md).
 function(zerobench_compile_options target)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
   target_compile_options(${target} PRIVATE

@@ -149,7 +149,7 @@ file(GLOB ZEROBENCH_CUDA_SOURCES CONFIGURE_DEPENDS
   csrc/memory/*.cu csrc/kernels/*.cu csrc/optim/*.cu csrc/comm/*.cu csrc/stores/*.cu csrc/bindings/cuda_*.cpp)
 Python_add_library(_cuda MODULE WITH_SOABI ${ZEROBENCH_CUDA_SOURCES})
 zerobench_python_module(_cuda)
-# -fmad=false for the same reason as -ffp-contract=off (DESIGN 6).
+# -fmad=false for the same reason as -ffp-contract=off (docs/decisions/adam.md).
 target_compile_options(_cuda PRIVATE
   "$<$<COMPILE_LANGUAGE:CUDA>:-fmad=false;-Xcompiler=-ffp-contract=off,-Wall,-Wextra>"
   "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${ZEROBENCH_WERROR}>>:-Werror=all-warnings;-Xcompiler=-Werror>")

@@ -1,4 +1,4 @@
-"""The house (DESIGN 4): who may include and import whom."""
+"""Who may include and import whom."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TORCH_FILES = re.compile(r"comm/c10d[^/]*|zero/torch_[^/]*|bindings/[^/]*")
 PYTHON_FILES = re.compile(r"bindings/[^/]*")
 CUDA_FILES = re.compile(r".*\.cu|\w+/(cuda|nccl)_\w+\.h|kernels/fill\.h|bindings/cuda_\w+\.(cpp|h)")
 
-# A module of python/zerobench imports its own layer and the layers above it in this list; estimate stands aside.
+# A module of python/zerobench imports its own layer and the layers above it in this list.
 PYTHON_ORDER = [
     {
         "cgroups",
@@ -63,13 +63,11 @@ PYTHON_ORDER = [
     },
     {"engine", "engine_facts", "optimizer"},
     {""},  # the package itself: zerobench.initialize, from the layer that trains
-    {"hf"},
     {"models"},
     {"data"},
     {"strategies"},
     {"bench"},
     {"report"},
-    {"estimate"},
     {"cli", "cli_compare", "cli_values"},
     {"__main__"},
 ]
@@ -77,11 +75,10 @@ PYTHON_ORDER = [
 PYTHON_ONLY = {
     "errors": set(),
     "report": {"errors", "bench.result", "report"},
-    "estimate": {"errors", "estimate"},
 }
 # Drawing and tables serve the comparison too, so bench may use the report below it.
 PYTHON_ALSO = {"bench": {"report"}}
-WITHOUT_TORCH = ["report", "estimate"]
+WITHOUT_TORCH = ["report"]
 LIGHT_IMPORTS = ["", "cli", *WITHOUT_TORCH]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
@@ -275,7 +272,7 @@ def test_python_imports_point_up() -> None:
         ("report.frame", "from zerobench.bench import run"),
         ("report.frame", "from ..bench.machine import machine_facts"),
         ("report.frame", "import torch.nn"),
-        ("estimate.memory", "from zerobench import _core"),
+        ("report.frame", "from zerobench import _core"),
         ("errors", "from . import config"),
     ],
 )
@@ -283,7 +280,7 @@ def test_import_in_the_wrong_direction_is_found(name: str, source: str) -> None:
     assert any(import_fault(name, imported) for imported in imported_modules(source, name, False))
 
 
-@pytest.mark.parametrize("name", [name for name in LIGHT_IMPORTS if is_module(name)])
+@pytest.mark.parametrize("name", LIGHT_IMPORTS)
 def test_import_loads_neither_torch_nor_the_core(name: str) -> None:
     """In a process of its own: what import loads by way of others is not seen in the source."""
     module = ".".join(filter(None, ["zerobench", name]))

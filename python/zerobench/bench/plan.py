@@ -70,7 +70,7 @@ class Configuration(BaseModel):
         return self.strategy in AUTOCAST and self.settings.precision != "fp32"
 
     def checksum_group(self) -> str | None:
-        """Configurations with the same text must end with equal parameters, bit for bit (DESIGN, placement)."""
+        """Configurations with the same text must end with equal parameters, bit for bit (docs/metrics.md, checksum)."""
         if self.strategy not in OURS or self.settings.grad_accum != 1:
             return None
         engine = parse_config({"precision": self.settings.precision, **self._of_the_bits()})
