@@ -20,6 +20,24 @@ def test_what_cannot_fit_is_found_before_it_starts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("strategy", "in_backward", "bytes_each"),
+    [
+        ("zero2", False, 2 + 7),
+        ("zero2", True, 2 + 6),
+        ("zero3", False, 7),
+        ("zero3", True, 6),
+        ("fsdp2", False, 8),
+    ],
+)
+def test_what_a_rank_may_do_without_is_not_counted(strategy, in_backward, bytes_each) -> None:
+    """Of two ranks: parameters that are rounded from masters for each gather, gradients that end in backward."""
+    row = configuration(
+        precisions=("bf16",), strategies=(strategy,), world_sizes=(2,), optimizer_in_backward=(in_backward,)
+    )
+    assert fit.least_rank_bytes(row).device == bytes_each * (row.settings.parameter_count or 0)
+
+
+@pytest.mark.parametrize(
     ("more_bytes", "fewer_bytes", "expected"),
     [
         (23 << 30, 4 << 30, ("23.00 GiB", "4.00")),

@@ -65,6 +65,10 @@ def least_rank_bytes(configuration: Configuration) -> Need:
         for part, whole in zip(parts, replicated, strict=True)
     )
     if settings.offload == "none":
+        if configuration.strategy == "zero3" and low and settings.world_size > 1:
+            parameters = 0  # they may be rounded from the masters for each gather
+        if settings.optimizer_in_backward and settings.grad_accum == 1:
+            gradients = 0  # they may end as they come
         return Need(device=parameters + gradients + state)
     if settings.offload == "nvme_full":
         return Need(device=0)
