@@ -5,15 +5,15 @@ A plain loop without anything of ``zerobench compare`` around it, to hold that a
     torchrun --nproc_per_node N benchmarks/gpu_step.py MODEL:BATCH:SEQ:STEPS:MODE,MODE ...
 
 MODEL: gpt2 or llama-1.3b, as transformers builds them. MODE: floor (forward and backward alone, bf16 parameters), zero0
-to zero3, zero3keep (gathered between forward and backward), each with ``+peer`` behind it over the peer communicator
-instead of NCCL, or with a setting of the engine (``zero3@push_gradient_bytes=0``), ddp (autocast), fsdp2; with
-``-block`` behind it every block is compiled. Prints a JSON line a mode:
-three windows' mean milliseconds a step, milliseconds until the host is through with a step that it starts on an idle
-device, and peak GB of torch's allocator and of the device. Beside them the medians of the last window's single steps by
-CUDA events, taken over ranks in two ways: from last rank's end to last rank's end (``median_ms``, as in result files),
-and the slowest rank of each step (``slowest_median_ms``), which counts what ranks run ahead of each other and fall
-back; and joules that a step of the windows takes of one GPU, the mean over ranks (null where the driver does not
-count them). What the sampler of ``compare`` costs shows beside
+to zero3, zero3keep (gathered between forward and backward), each with ``+nccl`` or ``+peer`` behind it over that
+communicator instead of the one that ``auto`` chooses, or with a setting of the engine
+(``zero3@push_gradient_bytes=0``), ddp (autocast), fsdp2; with ``-block`` behind it every block is compiled. Prints a
+JSON line a mode: three windows' mean milliseconds a step, milliseconds until the host is through with a step that it
+starts on an idle device, and peak GB of torch's allocator and of the device. Beside them the medians of the last
+window's single steps by CUDA events, taken over ranks in two ways: from last rank's end to last rank's end
+(``median_ms``, as in result files), and the slowest rank of each step (``slowest_median_ms``), which counts what ranks
+run ahead of each other and fall back; and joules that a step of the windows takes of one GPU, the mean over ranks (null
+where the driver does not count them). What the sampler of ``compare`` costs shows beside
 
     python -m zerobench.bench.sampler samples.jsonl UUID ... &
 """
