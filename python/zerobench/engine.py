@@ -84,6 +84,7 @@ class Engine(EngineFacts):
         materialise: Materialise | None = None,
     ) -> None:
         core = _native.load()
+        _expect_module(model)
         expect_no_hooks(model)
         _expect_dense_buffers(model)
         self.module = model
@@ -518,6 +519,12 @@ class Engine(EngineFacts):
                 error, "add_note"
             ) else None
         self._core.rethrow_hook_error()
+
+
+def _expect_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ConfigError(f"model must be a torch.nn.Module, not {what}; make the model first")
 
 
 def _expect_dense_buffers(model: nn.Module) -> None:

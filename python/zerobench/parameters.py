@@ -27,7 +27,7 @@ def param_groups(
     ones that need a gradient, for those that have no shape yet, and where nothing is left to train.
     """
     _expect_shapes(model)
-    given: list[Any] = list(model.parameters()) if model_parameters is None else list(model_parameters)
+    given = list(model.parameters()) if model_parameters is None else _listed(model_parameters)
     if not given:
         raise ConfigError("the model has no parameters to train")
     are_groups = isinstance(given[0], dict)
@@ -48,14 +48,10 @@ def param_groups(
     for index, group in enumerate(groups):
         if "params" not in group:
             raise ConfigError(f"param group {index} has no 'params'")
-        parameters = group["params"]
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = _listed(group["params"])
         for parameter in parameters:
             if not isinstance(parameter, torch.Tensor):
-                raise ConfigError(
-                    f"model_parameters must hold parameters or dicts with 'params', not {type(parameter).__name__}; "
-                    "pass model.parameters()"
-                )
+                raise _no_parameters(parameter)
             if id(parameter) not in known:
                 raise ConfigError(
                     f"param group {index} has a parameter of shape {tuple(parameter.shape)} that the model does not "
@@ -135,6 +131,21 @@ def materialise_unit(
 def _floating(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Quantised and integer parameters stay where they are."""
     return [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+
+
+def _listed(parameters: Any) -> list[Any]:
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    if not isinstance(parameters, Iterable):
+        raise _no_parameters(parameters)
+    return list(parameters)
+
+
+def _no_parameters(given: object) -> ConfigError:
+    return ConfigError(
+        f"model_parameters must hold parameters or dicts with 'params', not {type(given).__name__}; pass "
+        "model.parameters()"
+    )
 
 
 def _expect_shapes(model: nn.Module) -> None:

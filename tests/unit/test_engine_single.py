@@ -145,6 +145,14 @@ def test_complex_parameters_are_refused():
     zerobench.initialize(model, config={"world_size": 1}).close()
 
 
+@pytest.mark.parametrize(
+    ("model", "what"), [(None, "NoneType"), (small_models.Bare, "the class Bare"), ("gpt2", "str")]
+)
+def test_what_is_no_model_is_refused(model, what):
+    with pytest.raises(ConfigError, match=rf"model must be a torch\.nn\.Module, not {what}; "):
+        zerobench.initialize(model)
+
+
 def test_cpus_that_the_process_may_not_use_are_refused():
     with pytest.raises(ConfigError, match="cpus names CPU 100000"):
         zerobench.initialize(small_models.Bare(), config={"world_size": 1, "cpus": [100000], "threads": 1})

@@ -64,6 +64,9 @@ def test_what_it_refuses():
             start(torch.nn.Sequential(lazy, model))
     with pytest.raises(ConfigError, match=r"not tuple; pass model\.parameters\(\)"):
         start(model, model_parameters=list(model.named_parameters()))
+    for given in (model, torch.optim.SGD(model.parameters(), lr=1), [{"params": None}]):
+        with pytest.raises(ConfigError, match=r"not (Bare|SGD|NoneType); pass model\.parameters\(\)"):
+            start(model, model_parameters=given)
     with pytest.raises(ConfigError, match="param group 0 has no 'params'"):
         start(model, model_parameters=[{"lr": 1}])
     with pytest.raises(ConfigError, match="nothing to train"):
