@@ -1,8 +1,10 @@
-"""Whether ranks can meet at an address, told at once: torch tries for its whole timeout, and then names no cure."""
+"""Whether ranks can meet, told at once: torch tries for its whole timeout, and then names no cure."""
 
 from __future__ import annotations
 
 import errno
+import os
+import resource
 import socket
 from typing import Any
 
@@ -11,8 +13,20 @@ from zerobench.errors import CommunicationError
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN)
 
 
-def expect_route(address: str) -> None:
-    """CommunicationError where no interface leads to ``address`` (MASTER_ADDR). What else is wrong is left to torch."""
+def expect_descriptors(world_size: int) -> None:
+    """CommunicationError where a store for the ranks could not accept them all, which would leave them waiting."""
+    free_num = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+    needed_num = 8 + 2 * world_size  # torch 2.13 takes 13 and 2 a rank
+    if free_num < needed_num:
+        raise CommunicationError(
+            f"{world_size} ranks take {needed_num} files or more to meet, and this one may open {free_num}: raise the "
+            "limit (`ulimit -n`)"
+        )
+
+
+def expect_route(address: str, *, source: str = "MASTER_ADDR") -> None:
+    """CommunicationError where no interface leads to ``address``, which ``source`` names. What else is wrong is left to
+    torch."""
     no_way = ""
     for place in _places(address):
         try:
@@ -25,7 +39,7 @@ def expect_route(address: str) -> None:
             no_way = str(error.strerror)
     if no_way:
         raise CommunicationError(
-            f"ranks cannot meet at {address} (MASTER_ADDR): {no_way}; bring up the interface that leads there "
+            f"ranks cannot meet at {address} ({source}): {no_way}; bring up the interface that leads there "
             "(`ip link set lo up` for 127.0.0.1)"
         )
 

@@ -75,16 +75,29 @@ def test_a_limit_that_a_rank_cannot_start_in_is_oom(command) -> None:
         assert "no room for what a rank imports in --rank-memory-gib" in row["error"]
 
 
-def test_ranks_without_a_loopback_interface_say_so_at_once(command) -> None:
-    alone = ("unshare", "--user", "--map-root-user", "--net")  # in which all interfaces are down
+@pytest.fixture
+def without_loopback(command):
+    """Runs the command where all network interfaces are down."""
+    alone = ("unshare", "--user", "--map-root-user", "--net")
     if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine does not let tests make a network of their own")
-    process = subprocess.run(
-        [
-            *alone, sys.executable, "-m", "zerobench", "compare", *SMALL, "--strategies", "zero0,ddp",
-            "--communicator", "shm,c10d", "--timeout", "10000", "--output-dir", "out",
-        ],
+    return lambda *arguments: subprocess.run(
+        [*alone, sys.executable, "-m", "zerobench", *arguments],
         cwd=command.folder, env=command.environment(), capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def test_a_benchmark_of_ranks_without_a_loopback_interface_says_so(without_loopback) -> None:
+    process = without_loopback("bench", "comm", "--device", "cpu", "--world-size", "2")
+    assert process.returncode == 1 and "Traceback" not in process.stderr, process.stderr
+    assert "ranks cannot meet at localhost (GLOO_SOCKET_IFNAME=lo): " in process.stderr
+    assert "ip link set lo up" in process.stderr
+
+
+def test_ranks_without_a_loopback_interface_say_so_at_once(command, without_loopback) -> None:
+    process = without_loopback(
+        "compare", *SMALL, "--strategies", "zero0,ddp", "--communicator", "shm,c10d", "--timeout", "10000",
+        "--output-dir", "out",
     )  # fmt: skip
     assert process.returncode == 1 and "Traceback" not in process.stderr, process.stderr
     rows = json.loads((command.folder / "out" / "results.json").read_text())["rows"]
@@ -96,6 +109,18 @@ def test_ranks_without_a_loopback_interface_say_so_at_once(command) -> None:
             assert row["status"] == "failed"
             assert "ranks cannot meet at 127.0.0.1 (MASTER_ADDR): Network is unreachable" in row["error"]
             assert "ip link set lo up" in row["error"]
+    assert command.leaves_nothing()
+
+
+def test_ranks_that_may_open_too_few_files_to_meet_say_so_at_once(command) -> None:
+    result = command.run(
+        "compare", *SMALL, "--strategies", "zero1,ddp", "--timeout", "10000", "--output-dir", "out",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)),
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    rows = command.rows()
+    assert rows["zero1"]["status"] == "ok" and rows["ddp"]["status"] == "failed"
+    assert "2 ranks take 12 files or more to meet, and this one may open" in rows["ddp"]["error"]
     assert command.leaves_nothing()
 
 

@@ -242,14 +242,15 @@ def run_rank(
     import torch.distributed as dist
 
     from zerobench import _native
+    from zerobench.meeting import expect_route
 
     core_num = cpus_usable()
     bind_crowded_rank(place)
     core = _native.load()
     torch.set_num_threads(max(1, core_num // place.world_size))
-    os.environ.setdefault(
-        "GLOO_SOCKET_IFNAME", "lo"
-    )  # gloo else resolves the host's name, which laptops often cannot
+    if "GLOO_SOCKET_IFNAME" not in os.environ:  # gloo else resolves the host's name, which laptops often cannot
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        expect_route("localhost", source="GLOO_SOCKET_IFNAME=lo")
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(place.store_file, place.world_size),
