@@ -158,12 +158,14 @@ def main() -> None:
         drop_stdout()
         sys.exit(1)
     except OSError as error:
-        if error.errno in _NO_MORE_FILES and not debug:
-            fail(f"{error.strerror}: raise the limit (`ulimit -n`), or start fewer ranks", 1)
-        if debug or error.filename is not None or error.errno not in _FULL:
+        if debug:
             raise
-        drop_stdout()
-        fail(f"standard output cannot be written ({error.strerror})", 1)
+        if error.errno in _NO_MORE_FILES:
+            fail(f"{error.strerror}: raise the limit (`ulimit -n`), or start fewer ranks", 1)
+        if error.filename is None and error.errno in _FULL:
+            drop_stdout()
+            fail(f"standard output cannot be written ({error.strerror})", 1)
+        fail(f"{error} (zerobench --debug shows where)", 1)
     except Error as error:
         if debug:
             raise

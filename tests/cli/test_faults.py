@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,6 +131,22 @@ def temporary(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     return folder
+
+
+def test_a_temporary_folder_that_goes_away_is_one_clear_line(command, temporary) -> None:
+    process = command.start(
+        "compare", *SMALL, "--strategies", "single", "--batch-size", "2,4,8", "--output-dir", "out"
+    )
+    deadline = time.monotonic() + 120
+    while not list((command.folder / "out" / "logs").glob("*")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    shutil.rmtree(temporary)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in stderr + stdout, stderr
+    assert stderr.splitlines()[-1].startswith("zerobench: [Errno 2]") and str(temporary) in stderr
+    assert not json.loads((command.folder / "out" / "results.json").read_text())["complete"]
+    assert command.leaves_nothing()
 
 
 def start_slow(command, **options) -> subprocess.Popen[str]:
