@@ -7,7 +7,7 @@ import io
 import pytest
 from report_samples import GOLDEN, GOLDEN_TABLES, gpus, mixed, sample
 
-from zerobench.bench.result import Deviation, RowDtypes
+from zerobench.bench.result import Deviation, Results, RowDtypes
 from zerobench.report import (
     advise,
     finish_rows,
@@ -62,6 +62,26 @@ def test_no_width_breaks_a_number(make, width: int) -> None:  # type: ignore[no-
     row = results.rows[0]
     assert f"{row.step_time_ms.median:.1f} ± {row.step_time_ms.mad:.1f}" in text
     assert f"{row.peak_device_bytes / 2**20:.1f}" in text
+
+
+def test_a_narrow_terminal_is_told_that_the_peak_is_left_out() -> None:
+    seen = set()
+    for width in range(24, 60):
+        text = table_text(sample(), width=width)
+        has_peak = "peak" in text.partition("───")[0].splitlines()[-2]
+        left_out = " ".join(text.split()).partition("Left out to fit the width: ")[2]
+        assert ("peak MiB" in left_out) == (not has_peak)
+        seen.add(has_peak)
+    assert seen == {True, False}
+
+
+def test_a_deviation_that_is_no_number_is_shown_as_its_file_has_it() -> None:
+    results = sample()
+    deviation = results.rows[-1].deviation
+    assert deviation is not None
+    deviation.update = float("nan")
+    file = Results.model_validate_json(results.model_dump_json())
+    assert table_text(results, width=400) == table_text(file, width=400)
 
 
 @pytest.mark.parametrize("make", [sample, mixed, gpus])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ from .rows import (
 from .words import memory_unit
 
 ABSENT = "-"
-ALWAYS = 100
+ALWAYS = 100  # shown though empty
+LAST = 99  # the same, until even folded names leave no room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,9 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
     unit, unit_bytes = memory_unit(row.peak_device_bytes for row in shown if row is not None)
     columns = [
         *_name_columns(rows),
-        Column(title="status", unit="", cells=[row.status for row in rows], keep=ALWAYS, left=True),
+        Column(
+            title="status", unit="", cells=[row.status for row in rows], keep=ALWAYS, left=True, folds=False
+        ),
         Column(title="step", unit="ms ± MAD", cells=_step_cells(shown), keep=ALWAYS),
         Column(title="tokens", unit="per s", cells=_cells(shown, _tokens_cell), keep=80),
         Column(title="relative", unit="1 = fastest", cells=_cells(shown, _relative_cell), keep=90),
@@ -65,7 +69,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
             title="peak",
             unit=unit,
             cells=_cells(shown, lambda row: _bytes_cell(row.peak_device_bytes, unit_bytes)),
-            keep=ALWAYS,
+            keep=LAST,
         ),
         Column(title="memory", unit=f"vs {base}", cells=_cells(shown, _change_cell), keep=60),
         Column(title="of the row", unit="not offloaded", cells=_cells(shown, _practicality_cell), keep=75),
@@ -302,6 +306,8 @@ def _deviation_cells(rows: Sequence[Row]) -> list[str]:
     cells = []
     for row, mark in zip(rows, marks, strict=True):
         update = row.deviation.update if row.deviation else None
+        if update is not None and not math.isfinite(update):
+            update = None  # as result files have it
         if update is None and not mark:
             cells.append(ABSENT)
             continue

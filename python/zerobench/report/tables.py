@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zerobench.bench.result import Results, Row
 
-from .columns import ABSENT, ALWAYS, Column, table_columns
+from .columns import ABSENT, ALWAYS, LAST, Column, table_columns
 from .notes import note_lines
 from .rows import by_workload, fastest, is_ranked
 from .words import header_lines
@@ -60,9 +60,7 @@ class ComparisonTable:
             yield Text("no rows yet")
             return
         columns = [
-            column
-            for column in table_columns(self.results.rows)
-            if column.keep == ALWAYS or not column.empty()
+            column for column in table_columns(self.results.rows) if column.keep >= LAST or not column.empty()
         ]
         table, left_out = _fit(self.results.rows, columns, console, options, plain)
         yield table
@@ -93,12 +91,16 @@ def _fit(
     """The table with as many columns as fit, and the titles of the others."""
     from rich.measure import Measurement
 
+    def fits(table: RenderableType) -> bool:
+        return Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width
+
     left_out: list[str] = []
     while True:
         table = _build(rows, columns, plain)
-        if Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width:
+        if fits(table):
             return table, left_out
-        droppable = [column for column in columns if column.keep < ALWAYS]
+        may_stay = LAST if fits(_build(rows, columns, plain, folded=True)) else ALWAYS
+        droppable = [column for column in columns if column.keep < may_stay]
         if not droppable:
             return table, left_out
         least = min(droppable, key=lambda column: column.keep)
@@ -109,7 +111,10 @@ def _fit(
         left_out.append(least.group or f"{least.title} {least.unit}")
 
 
-def _build(rows: Sequence[Row], columns: Sequence[Column], plain: Callable[[str], str]) -> RenderableType:
+def _build(
+    rows: Sequence[Row], columns: Sequence[Column], plain: Callable[[str], str], *, folded: bool = False
+) -> RenderableType:
+    """``folded``: names take their least width."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -123,6 +128,7 @@ def _build(rows: Sequence[Row], columns: Sequence[Column], plain: Callable[[str]
             no_wrap=not may_fold,
             overflow="fold",
             min_width=_FOLDED_WIDTH if may_fold else None,
+            max_width=_FOLDED_WIDTH if may_fold and folded else None,
         )
     leaders = {id(fastest(group)) for group in by_workload(rows)}
     for index, row in enumerate(rows):
