@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -334,4 +335,30 @@ def test_given_ranks_run_every_configuration(command) -> None:
     assert rows["Raises"]["error"] == "rank 1: ValueError: the second step is cursed"
     assert rows["Diverges"]["error"].startswith("the loss of measured step 1 is not finite")
     assert rows["PlainDataParallel"]["settings"]["world_size"] == 2
+    assert command.leaves_nothing()
+
+
+def test_a_given_rank_that_meets_a_stranger_can_be_ended(command, monkeypatch) -> None:
+    """As where another program took MASTER_PORT: torch waits in C++ for what the stranger never says."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        place = {
+            "RANK": 1,
+            "WORLD_SIZE": 2,
+            "LOCAL_RANK": 1,
+            "LOCAL_WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        for name, value in (place | {"MASTER_PORT": stranger.getsockname()[1]}).items():
+            monkeypatch.setenv(name, str(value))
+        process = command.start("compare", *SMALL)
+        stranger.settimeout(60)
+        connections = [stranger.accept() for _ in range(2)]  # the first only asks whether somebody listens
+        process.send_signal(signal.SIGTERM)
+        try:
+            _, stderr = process.communicate(timeout=20)
+        finally:
+            process.kill()
+        assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in stderr, stderr
+        for connection, _ in connections:
+            connection.close()
     assert command.leaves_nothing()

@@ -52,6 +52,8 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
         (SRUN | {"SLURM_NODEID": "2"}, "no such node"),
         (TORCHRUN | {"RANK": "a"}, "RANK is 'a', not a number"),
         (TORCHRUN | {"MASTER_PORT": "0x"}, "MASTER_PORT is '0x', not a number"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, which is no TCP port"),
+        (TORCHRUN | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4: ranks count from 0"),
     ],
 )
 def test_variables_that_are_missing_or_odd_are_named(environment: dict[str, str], said: str) -> None:
@@ -88,10 +90,11 @@ def test_what_is_not_finite_reaches_rank_0_as_it_is() -> None:
     assert math.isnan(told.window.losses[0]) and math.isnan(told.window.validation_loss or 0.0)
 
 
-def test_a_store_that_cannot_be_reached_is_one_sentence() -> None:
-    given = given_ranks(TORCHRUN | {"MASTER_ADDR": "nowhere.invalid"})
+@pytest.mark.parametrize(("rank", "verb"), [("0", "serve"), ("3", "reach")])
+def test_a_store_that_cannot_be_reached_is_one_sentence(rank: str, verb: str) -> None:
+    given = given_ranks(TORCHRUN | {"MASTER_ADDR": "nowhere.invalid", "RANK": rank})
     assert given is not None
     with pytest.raises(
-        Error, match=r"rank 3 cannot reach the ranks' store at nowhere\.invalid:1 .*MASTER_ADDR"
+        Error, match=rf"rank {rank} cannot {verb} the ranks' store at nowhere\.invalid:1 .*MASTER_ADDR"
     ):
         connect(given)

@@ -11,8 +11,11 @@ import json
 import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -63,7 +66,7 @@ def given_ranks(environment: Mapping[str, str]) -> GivenRank | None:
         raise ConfigError(
             f"RANK and WORLD_SIZE are set and {', '.join(missing)} not: use torchrun, or unset them"
         )
-    return GivenRank(
+    given = GivenRank(
         rank=number_in(environment, "RANK"),
         world_size=number_in(environment, "WORLD_SIZE"),
         local_rank=number_in(environment, "LOCAL_RANK"),
@@ -71,6 +74,13 @@ def given_ranks(environment: Mapping[str, str]) -> GivenRank | None:
         master_addr=environment["MASTER_ADDR"],
         master_port=number_in(environment, "MASTER_PORT"),
     )
+    if not 0 <= given.rank < given.world_size:
+        raise ConfigError(f"RANK is {given.rank} and WORLD_SIZE {given.world_size}: ranks count from 0")
+    if not 0 < given.master_port < 1 << 16:
+        raise ConfigError(
+            f"MASTER_PORT is {given.master_port}, which is no TCP port: use one from 1 to 65535"
+        )
+    return given
 
 
 def connect(given: GivenRank) -> Any:
@@ -80,9 +90,11 @@ def connect(given: GivenRank) -> Any:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = not agent and given.rank == 0
     try:
+        socket.getaddrinfo(given.master_addr, given.master_port)
         if not serves:
             wait_for_server(given.master_addr, given.master_port)
-        store = dist.TCPStore(
+        store = in_a_thread(
+            dist.TCPStore,
             given.master_addr,
             given.master_port,
             None if agent else given.world_size,
@@ -90,21 +102,35 @@ def connect(given: GivenRank) -> Any:
             timeout=timedelta(seconds=_CONNECT_S),
             wait_for_workers=False,
         )
-    except (OSError, RuntimeError, ValueError) as error:  # torch's are of the last two kinds
+    except (OSError, RuntimeError, ValueError, FutureTimeout) as error:  # torch's are of the middle two kinds
         what = "serve" if serves else "reach"
+        reason = (str(error).splitlines() or [f"no answer for {_CONNECT_S:g} s"])[0]
         raise Error(
-            f"rank {given.rank} cannot {what} the ranks' store at {given.master_addr}:{given.master_port} "
-            f"({str(error).splitlines()[0]}); check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
+            f"rank {given.rank} cannot {what} the ranks' store at {given.master_addr}:{given.master_port} ({reason}); "
+            "check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
         ) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"zerobench/{attempt}", store)
 
 
+def in_a_thread(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What ``make`` returns. torch's store sees no signal while it connects, and waits without end where a stranger
+    listens; this thread does neither."""
+    made: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(make(*arguments, **options))
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return made.result(timeout=_CONNECT_S)
+
+
 def wait_for_server(address: str, port: int) -> None:
-    """Until somebody listens there; in Python, where signals are seen meanwhile. OSError after five minutes, or where
-    the name is none."""
+    """Until somebody listens there; in Python, where signals are seen meanwhile. OSError after five minutes."""
     deadline = time.monotonic() + _CONNECT_S
-    socket.getaddrinfo(address, port)
     while True:
         try:
             socket.create_connection((address, port), timeout=_CONNECT_TURN_S).close()
