@@ -87,6 +87,8 @@ def info(
     if as_json:
         print(json.dumps(facts, indent=1))
         return
+    for name in ("cuda_module", "cuda_reason"):  # which machine.cuda_module tells in words
+        facts["machine"]["details"]["build"].pop(name, None)
     console = plain_console()
     for line in fact_lines(facts):
         console.print(line, soft_wrap=True, highlight=False)

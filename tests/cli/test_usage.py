@@ -153,6 +153,13 @@ def test_info_and_help_need_no_torch(command) -> None:
     assert "--strategies" in result.stdout
 
 
+def test_info_says_once_and_in_words_why_there_is_no_cuda_module(command) -> None:
+    lines = command.run("info", timeout_s=60).stdout.splitlines()
+    about = [line for line in lines if "cuda_module" in line or "cuda_reason" in line]
+    assert about and all(line.startswith("machine.cuda_module.") for line in about)
+    assert '"cuda_reason"' in command.run("info", "--json", timeout_s=60).stdout
+
+
 def test_the_environment_in_facts_is_an_allowed_list(command) -> None:
     os_environment = {**command.environment(), "SECRET_TOKEN": "hush", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
