@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import SMALL
@@ -150,12 +151,11 @@ def test_a_temporary_folder_that_goes_away_is_one_clear_line(command, temporary)
     assert command.leaves_nothing()
 
 
-def start_slow(command, **options) -> subprocess.Popen[str]:
+def start_slow(command, strategies: str = "single,troubles:Slow") -> subprocess.Popen[str]:
     """A comparison whose first row is done and whose second is under way."""
     process = command.start(
-        "compare", *SMALL, "--strategies", "single,troubles:Slow", "--num-steps", "40", "--output-dir", "out",
-        **options,
-    )  # fmt: skip
+        "compare", *SMALL, "--strategies", strategies, "--num-steps", "40", "--output-dir", "out"
+    )
     deadline = time.monotonic() + 120
     while (
         not (command.folder / "out" / "logs").exists()
@@ -217,6 +217,19 @@ def test_nothing_outlives_a_killed_command(command, temporary) -> None:
     assert command.run("compare", *SMALL, "--strategies", "single", "--output-dir", "next").returncode == 0
     assert not list(temporary.glob("*zerobench-*"))
     assert json.loads((command.folder / "out" / "results.json").read_text())["rows"]
+
+
+def test_a_fork_server_that_is_killed_fails_one_row(command) -> None:
+    process = start_slow(command, "single,troubles:Slow,faulty:PlainDataParallel")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (server,) = (int(pid) for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(server, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1 and "Traceback" not in stderr, stderr
+    rows = command.rows()
+    assert [row["status"] for row in rows.values()] == ["ok", "failed", "ok"]
+    assert "the process that starts the ranks ended" in rows["Slow"]["error"]
+    assert command.leaves_nothing()
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,10 @@ SERVER_START_S = 120.0
 ANSWER_S = 60.0  # of the server, also to kill and reap a whole job
 
 
+class ServerGone(Error):
+    """The fork server ended, or does not answer; another one starts with the next job."""
+
+
 class Launcher:
     """Owns the fork server, which starts with the first job. Close it, or use it as a context."""
 
@@ -109,7 +113,7 @@ class Launcher:
             text = (self.scratch / "forkserver.stderr").read_text(errors="replace").strip()
             last = text.splitlines()[-1] if text else "it wrote nothing"
             self._stop_server()
-            raise Error(f"the process that starts the ranks ended or does not answer ({last})")
+            raise ServerGone(f"the process that starts the ranks ended or does not answer ({last})")
         return json.loads(message)
 
     def run(
@@ -132,6 +136,8 @@ class Launcher:
         try:
             self._wait(ranks, job, on_progress, aborted)
             stalled = self._stalled(ranks, job)
+        except ServerGone as error:
+            return Outcome(status="failed", error=str(error), failed_at_s=time.time())
         finally:
             self._end(ranks)
         was_oom_killed = oom_kill_num() > kills_before
