@@ -14,9 +14,9 @@ _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENE
 
 
 def expect_descriptors(world_size: int) -> None:
-    """CommunicationError where a store for the ranks could not accept them all, which would leave them waiting."""
+    """CommunicationError where this process could not connect to them all, which would leave them waiting."""
     free_num = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
-    needed_num = 8 + 2 * world_size  # torch 2.13 takes 13 and 2 a rank
+    needed_num = 12 + world_size  # torch 2.13 takes 13 on every rank, and 2 a rank where the store is
     if free_num < needed_num:
         raise CommunicationError(
             f"{world_size} ranks take {needed_num} files or more to meet, and this one may open {free_num}: raise the "

@@ -123,7 +123,7 @@ def test_ranks_that_may_open_too_few_files_to_meet_say_so_at_once(command) -> No
     assert result.returncode == 1, result.stderr
     rows = command.rows()
     assert rows["zero1"]["status"] == "ok" and rows["ddp"]["status"] == "failed"
-    assert "2 ranks take 12 files or more to meet, and this one may open" in rows["ddp"]["error"]
+    assert "2 ranks take 14 files or more to meet, and this one may open" in rows["ddp"]["error"]
     assert command.leaves_nothing()
 
 
