@@ -331,6 +331,48 @@ def test_memory_is_the_largest_rank_and_phases_are_the_mean() -> None:
     assert row.phases_ms == {"forward": 2.0, "backward": 2.0, "optimizer": 0.5, "exposed_communication": 0.5}
 
 
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_bytes_are_those_of_the_fullest_rank(order) -> None:
+    of_torch = ("torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes")
+    of_window = ("peak_host_bytes", "activation_bytes", "activation_and_shard_bytes")
+    row = empty_row()
+    assess.apply_windows(
+        row,
+        [
+            window(
+                [1.0], [1.0],
+                memory=DeviceMemory(peak_bytes=size, allocated_bytes=size, **dict.fromkeys(of_torch, size)),
+                **dict.fromkeys(of_window, size),
+            )
+            for size in order
+        ],
+    )  # fmt: skip
+    for name in ("peak_device_bytes", "allocated_device_bytes", *of_torch, *of_window):
+        assert getattr(row, name) == 2, name
+
+
+def test_rates_come_from_the_median_and_losses_are_means() -> None:
+    row = empty_row()
+    figures = {"energy_per_step_j": 3.0}
+    assess.apply_windows(
+        row,
+        [
+            window([10.0, 10.0, 70.0], [1.0] * 3, validation_loss=2.0, **figures),
+            window([10.0, 10.0, 70.0], [2.0] * 3, validation_loss=5.0, **figures),
+        ],
+    )
+    assert row.tokens_per_s == pytest.approx(64 * 2 * 4 * 3 / 0.010)
+    assert (row.loss, row.validation_loss) == ([1.5] * 3, 3.5)
+    assert row.energy_per_step_j == 6.0 and row.tokens_per_j == pytest.approx(64 * 2 * 4 * 3 / 6)
+
+
+def test_skipped_steps_of_repeats_add_up() -> None:
+    row = empty_row()
+    for skipped in (3, 0, 4):
+        assess.apply_windows(row, [window([1.0], [1.0], applied_steps=1, skipped_steps=skipped)] * 2)
+    assert row.skipped_steps == 7
+
+
 def test_each_rank_has_a_median_of_its_own() -> None:
     row = empty_row()
     assess.apply_windows(row, [window([1.0, 2.0, 9.0], [1.0] * 3), window([4.0, 3.0, 3.0], [1.0] * 3)])

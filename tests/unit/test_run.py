@@ -16,7 +16,7 @@ from zerobench.bench.assess import ReferenceRun, apply_outcome, first_row
 from zerobench.bench.channel import describe_error
 from zerobench.bench.environments import environment_of
 from zerobench.bench.gpus import Gpu
-from zerobench.bench.job import DeviceMemory, Report, Window
+from zerobench.bench.job import DeviceMemory, Report, TensorDeviation, Verification, Window
 from zerobench.bench.launch import Launcher
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.outcome import Outcome
@@ -182,6 +182,27 @@ def test_figures_that_are_none_of_the_rows_are_not_shown(comparison, figures, sa
         reports[0] = reports[1]
     assert apply_outcome(row, Outcome(status="ok", reports=reports), configuration, None) == []
     assert row.status == "failed" and said in (row.error or "") and row.step_time_ms is None
+
+
+@pytest.mark.parametrize("quantity", ["gradient", "update", "piece", "optimizer"])
+def test_a_row_that_is_measured_and_wrong_has_no_figures(comparison, quantity) -> None:
+    configuration = comparison().plan.configurations[2]
+    deviation = dict.fromkeys(("gradient", "update", "piece", "optimizer", "max_abs"), 0.0) | {quantity: 1.0}
+    deviation |= dict.fromkeys(("gradient_worst", "piece_worst", "optimizer_worst"), "wte.weight")
+    verifications = [
+        Verification(loss=5.0, norm=1.0, checksum="c", deviation=TensorDeviation(**deviation)),
+        Verification(loss=5.0, norm=1.0),
+    ]
+    reports = {
+        rank: Report(dtypes=BF16, verification=verification, window=window())
+        for rank, verification in enumerate(verifications)
+    }
+    row = first_row(configuration, status="failed")
+    reference = ReferenceRun(model=configuration.model, file="f", loss=5.0, norm=1.0)
+    assert apply_outcome(row, Outcome(status="ok", reports=reports), configuration, reference) == []
+    place = "" if quantity == "update" else " of wte.weight"
+    assert row.status == "wrong" and f"{quantity}{place} deviates by 1 " in (row.error or "")
+    assert row.step_time_ms is row.tokens_per_s is row.peak_device_bytes is row.loss is None
 
 
 def test_energy_that_one_rank_does_not_know_is_null(comparison) -> None:

@@ -8,22 +8,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from zerobench import models
 from zerobench.bench import assess, verify
 from zerobench.bench.job import Report, TensorDeviation, Verification
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
 from zerobench.bench.result import Deviation, Results, Row, RowDtypes, Settings
-from zerobench.bench.tolerances import TOLERANCES, describe, exceeded, tolerance_precision, tolerances
+from zerobench.bench.tolerances import (
+    TOLERANCES,
+    VERIFY_STEPS,
+    describe,
+    exceeded,
+    tolerance_precision,
+    tolerances,
+)
 from zerobench.errors import Error, VerificationError
-from zerobench.strategies.base import OptimizerSettings, StrategySettings
+from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, StrategySettings
+from zerobench.strategies.shared import checksum
+from zerobench.strategies.single import SingleStrategy
 
 LR = 1e-3
-compare = functools.partial(verify.compare, optimizer=OptimizerSettings(lr=LR))
+compare = functools.partial(verify.compare, optimizer=OptimizerSettings(lr=LR, weight_decay=0.0))
 
 
 def reference() -> verify.Reference:
-    """Two parameters after some steps of about one learning rate each."""
+    """Two parameters after four steps of AdamW, of one learning rate each: the gradient is the same in all of them."""
     generator = torch.Generator().manual_seed(0)
     gradients = {
         "a.weight": torch.randn(40, 50, generator=generator),
@@ -42,15 +54,35 @@ def evidence(expected: verify.Reference, **changes) -> verify.Evidence:
         "gradients": {name: tensor.clone() for name, tensor in expected.gradients.items()},
         "parameters": {name: tensor.clone() for name, tensor in expected.parameters.items()},
         "moments": expected.moments,
-        "moment_samples": [],
+        "moment_samples": [
+            {name: verify.sample((1 - 0.9**step) * g) for name, g in expected.gradients.items()}
+            for step in range(1, VERIFY_STEPS + 1)
+        ],
     }
     return verify.Evidence(loss=5.0, norm=1.0, **{**tensors, **changes})
+
+
+def beyond(found: TensorDeviation, precision: str = "bf16") -> list[str]:
+    return exceeded(Deviation(**found.model_dump(), tolerance=dict(TOLERANCES[precision])))
 
 
 def test_equal_is_zero() -> None:
     expected = reference()
     found = compare(evidence(expected), expected, precision="fp32")
     assert (found.gradient, found.update, found.piece, found.max_abs) == (0.0, 0.0, 0.0, 0.0)
+    assert found.optimizer < 1e-5 and not beyond(found, "fp32")
+
+
+@pytest.mark.parametrize("name", ["a.weight", "b.bias"])
+def test_the_update_deviates_by_the_norm_of_what_is_off_over_the_norm_of_all(name) -> None:
+    expected = reference()
+    off = evidence(expected)
+    off.parameters[name] -= LR / 2
+    found = compare(off, expected, precision="fp32")
+    share = expected.parameters[name].numel() / sum(p.numel() for p in expected.parameters.values())
+    assert found.update == pytest.approx(math.sqrt(share) / 8, rel=1e-3)  # of four rates
+    assert found.max_abs == pytest.approx(LR / 2, rel=1e-3)
+    assert found.optimizer_worst == name and found.optimizer == pytest.approx(1 / 8, rel=1e-2)
 
 
 def test_a_gradient_that_is_not_averaged_shows_in_the_gradient() -> None:
@@ -72,10 +104,14 @@ def test_half_a_gradient_halved_is_found_and_named() -> None:
 def test_a_vanishing_gradient_is_not_held_against_its_own_noise() -> None:
     expected = reference()
     expected.gradients["b.bias"].mul_(1e-9)
+    expected.moments["b.bias"].mul_(1e-9)
     noisy = evidence(expected)
-    noisy.gradients["b.bias"].add_(1e-7 * torch.randn(70))
+    noisy.gradients["b.bias"].add_(1e-7)
+    noisy.parameters["b.bias"].sub_(expected.updates["b.bias"])
     found = compare(noisy, expected, precision="fp32")
-    assert found.gradient < TOLERANCES["fp32"]["gradient"]
+    # The model's gradients are about one, and count as a thousandth of that at least.
+    assert found.gradient == pytest.approx(1e-7 / 1e-3, rel=0.1)
+    assert found.piece == 0.0
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
@@ -88,6 +124,15 @@ def test_a_shard_that_missed_one_update_of_four_is_found(precision) -> None:
     assert found.piece == pytest.approx(0.25, rel=0.05)
     assert found.piece_worst == "a.weight"
     assert found.piece > 2 * TOLERANCES[precision]["piece"]
+
+
+def test_a_large_parameter_hides_no_stale_shard_behind_its_rounding() -> None:
+    expected = reference()
+    for parameter in expected.parameters.values():
+        parameter += 30.0
+    stale = evidence(expected)
+    stale.parameters["b.bias"] -= expected.updates["b.bias"] / 4
+    assert compare(stale, expected, precision="fp32").piece == pytest.approx(0.25, rel=0.1)
 
 
 def test_steps_of_noise_are_not_a_stale_shard() -> None:
@@ -153,14 +198,21 @@ def test_a_wrong_weight_decay_shows_where_there_is_no_gradient() -> None:
     assert found.piece_worst == "b.bias" and found.piece > 0.5
 
 
-@pytest.mark.parametrize("kind", ["gradients", "parameters"])
-def test_nan_is_beyond_every_tolerance(kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shown"), [("gradients", ["gradient"]), ("parameters", ["update", "piece", "optimizer"])]
+)
+def test_nan_is_beyond_every_tolerance(kind, shown) -> None:
     expected = reference()
     broken = evidence(expected)
-    getattr(broken, kind)["a.weight"].view(-1)[:300] = math.nan
+    tensors = getattr(broken, kind)
+    tensors["a.weight"].view(-1)[:300] = math.nan
+    tensors["b.bias"] *= 2  # a number, and behind it
     found = compare(broken, expected, precision="bf16")
-    deviation = Deviation(**found.model_dump(), tolerance=dict(TOLERANCES["bf16"]))
-    assert exceeded(deviation)
+    assert beyond(found) == shown
+    if kind == "gradients":
+        assert math.isnan(found.gradient) and found.gradient_worst == "a.weight"
+    else:
+        assert math.isnan(found.max_abs) and found.optimizer_worst == "a.weight"
 
 
 def test_other_parameters_are_an_error() -> None:
@@ -169,6 +221,14 @@ def test_other_parameters_are_an_error() -> None:
     del missing.parameters["b.bias"]
     with pytest.raises(VerificationError, match=r"b\.bias"):
         compare(missing, expected, precision="fp32")
+    further = evidence(expected)
+    further.parameters["c"] = torch.zeros(3)
+    with pytest.raises(VerificationError, match=r"unknown \['c'\]"):
+        compare(further, expected, precision="fp32")
+    silent = evidence(expected)
+    del silent.gradients["b.bias"]
+    with pytest.raises(VerificationError, match=r"missing \['b.bias'\]"):
+        compare(silent, expected, precision="fp32")
     reshaped = evidence(expected)
     reshaped.parameters["b.bias"] = reshaped.parameters["b.bias"].view(7, 10)
     with pytest.raises(VerificationError, match="shape"):
@@ -192,8 +252,99 @@ def test_the_gradient_is_read_from_the_first_moment() -> None:
     clipped = {"p": 0.1 * gradient / 5}
     found = verify.gradients_of_first_step(clipped, strategy_settings(1.0), 5.0)["p"]
     assert torch.allclose(found, gradient, rtol=1e-5)
+    below = {"p": 0.1 * gradient}  # a norm that is not clipped
+    assert torch.allclose(
+        verify.gradients_of_first_step(below, strategy_settings(7.0), 5.0)["p"], gradient, rtol=1e-5
+    )
     with pytest.raises(Error, match="norm"):
         verify.gradients_of_first_step(clipped, strategy_settings(1.0), None)
+
+
+SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_seq_length": 8, "vocab_size": 31}
+
+
+def small_model(*, device=None) -> torch.nn.Module:
+    return models.build(models.resolve("tiny", SMALL), seed=0, device=device)
+
+
+def batch_of(step: int) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(step))
+    return [{"input_ids": ids, "labels": ids}]
+
+
+def small_evidence(**settings) -> verify.Evidence:
+    values = {**vars(strategy_settings(None)), "batch_size": 2, **settings}
+    strategy = SingleStrategy(StrategySettings(**values))
+    strategy.build(small_model)
+    try:
+        return verify.gather_evidence(strategy, batch_of, held_out=batch_of(99)[0])
+    finally:
+        strategy.close()
+
+
+def apart(found: verify.Tensors, expected: verify.Tensors) -> float:
+    """Norm of the difference over the norm: noise in a gradient that is none moves a few elements by a rate."""
+    difference = sum(verify.squares(found[name] - tensor.detach()) for name, tensor in expected.items())
+    return math.sqrt(difference / sum(verify.squares(tensor.detach()) for tensor in expected.values()))
+
+
+@pytest.mark.parametrize("clip", [None, 0.1, 1e3])
+def test_evidence_is_of_the_first_step_and_of_the_last(clip) -> None:
+    model = small_model()
+    loss = model(**batch_of(0)[0]).loss
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    optimizer.step()
+    for step in range(1, VERIFY_STEPS):
+        optimizer.zero_grad()
+        model(**batch_of(step)[0]).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+        optimizer.step()
+    found = small_evidence(clip=clip)
+    assert found.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert found.norm == pytest.approx(float(norm), rel=1e-5)
+    named = dict(model.named_parameters())
+    assert apart(found.gradients, gradients) < 1e-5
+    assert apart(found.parameters, named) < 1e-3
+    assert apart(found.moments, {name: optimizer.state[p]["exp_avg"] for name, p in named.items()}) < 1e-3
+    for name, moment in found.moments.items():
+        assert torch.equal(found.moment_samples[-1][name], verify.sample(moment))
+    assert len(found.moment_samples) == VERIFY_STEPS
+    with torch.no_grad():
+        assert found.evaluation == pytest.approx(model(**batch_of(99)[0]).loss.item(), rel=1e-5)
+
+
+def test_a_step_that_overflow_skipped_is_made_again_of_the_same_batch() -> None:
+    """So that strategies that skip at different scales still make the same updates."""
+    right = small_evidence(precision="fp16", loss_scale=LossScaleSettings(initial_scale=2.0**10))
+    late = small_evidence(precision="fp16", loss_scale=LossScaleSettings(initial_scale=2.0**24))
+    other = small_evidence(precision="fp16", optimizer=OptimizerSettings(lr=1.1 * LR))
+    assert 10 * apart(late.parameters, right.parameters) < apart(other.parameters, right.parameters)
+    with pytest.raises(VerificationError, match="step 1 overflowed fp16 41 times in a row"):
+        small_evidence(precision="fp16", loss_scale=LossScaleSettings(initial_scale=2.0**100))
+
+
+def test_rank_0_compares_and_every_rank_says_what_it_saw(tmp_path) -> None:
+    path = tmp_path / "reference.pt"
+    expected = reference()
+    initial = {name: parameter - expected.updates[name] for name, parameter in expected.parameters.items()}
+    verify.write_reference(path, evidence(expected), initial)
+    off = evidence(expected)
+    off.gradients["a.weight"] *= 1.5
+
+    def verified(*, is_first: bool) -> Verification:
+        return verify.verify_row(
+            off, reference_file=path, precision="fp32", optimizer=OptimizerSettings(lr=LR, weight_decay=0.0),
+            is_first=is_first, device=torch.device("cpu"), tick=lambda: None,
+        )  # fmt: skip
+
+    first, other = verified(is_first=True), verified(is_first=False)
+    assert first.checksum == checksum(off.parameters) and other.checksum is None
+    assert first.deviation is not None and beyond(first.deviation, "fp32") == ["gradient"]
+    assert other.deviation is None
+    assert (first.loss, first.norm) == (other.loss, other.norm) == (off.loss, off.norm)
 
 
 def test_the_reference_file_holds_what_was_written(tmp_path) -> None:
@@ -218,7 +369,21 @@ def test_the_coarsest_dtype_decides_the_tolerance() -> None:
     fine = RowDtypes(param="float32", compute="float32", reduce="float32", master="float32", state="float32")
     assert tolerance_precision("fp32", fine) == "fp32"
     assert tolerance_precision("bf16", fine) == "bf16"
-    assert tolerance_precision("fp32", fine.model_copy(update={"reduce": "bfloat16"})) == "bf16"
+    for role in ("param", "compute", "reduce"):
+        assert tolerance_precision("fp32", fine.model_copy(update={role: "bfloat16"})) == "bf16"
+        assert tolerance_precision("bf16", fine.model_copy(update={role: "float16"})) == "bf16"
+        assert tolerance_precision("fp32", fine.model_copy(update={role: "float16"})) == "fp16"
+    assert tolerance_precision("fp32", fine.model_copy(update={"compute": "tf32"})) == "fp16"
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+@given(st.dictionaries(st.sampled_from(list(TOLERANCES["fp32"])), st.sampled_from([0.5, 1.0, 1.5, math.nan])))
+def test_each_quantity_has_its_own_limit(precision, times) -> None:
+    """A limit itself is still within; NaN is beyond any."""
+    allowed = TOLERANCES[precision]
+    values = {name: factor * (allowed[name] or factor > 1) for name, factor in times.items()}
+    deviation = Deviation(**values, tolerance=dict(allowed))
+    assert set(exceeded(deviation)) == {name for name, factor in times.items() if not factor <= 1}
 
 
 def reports(loss: float, *, deviation: TensorDeviation, norm: float = 1.0) -> list[Report]:
@@ -284,6 +449,10 @@ def test_the_worst_rank_decides_what_is_read_and_evaluated() -> None:
     old = found([4.0, 6.0], [0.0, 1e-6])
     assert exceeded(old) == ["reads"]
     assert "0.0001 % of what forward reads of h.0.ln_1.weight on rank 1 is not" in describe(old, "reads")
+    half = evaluated(reports(5.0, deviation=FINE), losses=[4.0, None], reads=[None, None])
+    assert half[0].verification is not None
+    half[0].verification.expected_evaluations = [4.0, 6.0]
+    assert assess.assess(half, row, known).evaluation is None
     unknown = found([None, None], [None, None])  # a peer that does not evaluate
     assert (unknown.evaluation, unknown.reads) == (None, None) and not exceeded(unknown)
 
@@ -357,6 +526,34 @@ def test_a_row_that_failed_after_its_verification_still_votes() -> None:
     assert failed.error == "repeat 2: no"
 
 
+def test_a_row_that_is_wrong_by_itself_has_no_vote() -> None:
+    wrong = row("zero1", "y")
+    wrong.status = "wrong"
+    assert settled(row("zero0", "x"), wrong) == ["ok", "wrong"]
+
+
+def test_no_figure_is_left_of_a_wrong_row() -> None:
+    kept = {
+        "name", "strategy", "stage", "status", "error", "oom_tier", "settings", "dtypes", "comparable", "checksum",
+        "deviation", "binding", "update_cpus", "started", "duration_s", "log", "rerun",
+    }  # fmt: skip
+    odd = row("zero2", "y")
+    for name in Row.model_fields.keys() - kept:
+        setattr(odd, name, 1.0)
+    settled(row("zero0", "x"), row("zero1", "x"), odd)
+    assert odd.status == "wrong"
+    assert {name for name in Row.model_fields.keys() - kept if getattr(odd, name) is not None} == set()
+
+
+def test_the_floor_and_rows_of_other_precisions_judge_no_dtypes() -> None:
+    rows = [row("ddp", "x"), *(row("compute_only", "x", dtype="bfloat16") for _ in range(2))]
+    low = [row("zero1", "x", dtype="bfloat16") for _ in range(2)]
+    for one in low:
+        one.settings.precision = "bf16"
+    settled(*rows, *low)
+    assert all(one.comparable for one in (*rows, *low))
+
+
 def test_other_dtypes_are_not_compared_as_equals() -> None:
     rows = [
         row("zero0", "x"),
@@ -368,6 +565,9 @@ def test_other_dtypes_are_not_compared_as_equals() -> None:
     rows[3].dtypes.reduce = "float64"  # one rank reduces nothing
     settled(*rows)
     assert [row.comparable for row in rows] == [True, True, False, True]
+    rows[3].dtypes.state = "bfloat16"
+    settled(*rows)
+    assert not rows[3].comparable
 
 
 def test_the_dtypes_of_ours_count_however_many_peers_have_others() -> None:
