@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from zerobench.bench.result import Results, Row
 from zerobench.report import finish_rows, median_of_ratios, ratio_of_medians, read_results, stats, summarise
+from zerobench.report.rows import checksum_marks, ties_with_fastest
 
 SAMPLE = Path(__file__).parent / "golden" / "results_sample.json"
 times = st.floats(min_value=0.1, max_value=1e4)
@@ -45,6 +46,8 @@ def test_median_of_nothing_is_an_error() -> None:
         ([10.0] * 5, []),
         ([10.0] * 7 + [100.0], [7]),  # MAD is zero
         ([100.0] + [10.0] * 7 + [1.0], [0, 8]),
+        ([9.0, 9.0, 10.0, 10.0, 11.0, 11.0, 24.8], []),  # 14.8 MADs of one are 9.98 standard deviations
+        ([9.0, 9.0, 10.0, 10.0, 11.0, 11.0, 24.9], [6]),
     ],
 )
 def test_outliers(samples: list[float], expected: list[int]) -> None:
@@ -61,6 +64,7 @@ def test_summary_keeps_every_sample() -> None:
     assert summary.samples == [10.0, 10.1, 9.9, 10.0, 50.0]
     assert (summary.median, summary.outliers) == (10.0, [4])
     assert summary.mean == pytest.approx(18.0)
+    assert summary.std == pytest.approx(statistics.stdev(summary.samples))
 
 
 def test_error_of_the_median_matches_its_spread() -> None:
@@ -83,6 +87,18 @@ def test_correlated_samples_count_less() -> None:
     assert stats.effective_sample_num(shuffled) > 300
 
 
+def test_the_error_of_a_median_counts_independent_samples() -> None:
+    slow_phase = [101.0, 101.0, 101.0, 99.0, 99.0, 99.0]  # r = 3/6
+    assert stats.effective_sample_num(slow_phase) == pytest.approx(6 * (1 - 0.5) / (1 + 0.5))
+    assert stats.median_error(slow_phase) == pytest.approx(math.sqrt(math.pi / 2) * 1.4826 / math.sqrt(2))
+    in_turns = [101.0, 99.0] * 5
+    assert stats.effective_sample_num(in_turns) == 10.0  # no more than there are
+    mostly_equal = [10.0] * 5 + [12.0] * 2  # no MAD, and still not exact
+    assert stats.median_error(mostly_equal) == pytest.approx(
+        math.sqrt(math.pi / 2 / stats.effective_sample_num(mostly_equal)) * statistics.stdev(mostly_equal)
+    )
+
+
 def test_error_of_the_median_is_unknown_for_one_sample() -> None:
     assert stats.median_error([5.0]) is None
     assert stats.ratio_error([5.0], [4.0, 5.0]) is None
@@ -99,6 +115,12 @@ def test_median_of_ratios_uses_the_binomial_ranks(pair_num: int, rank: int) -> N
 def test_too_few_pairs_have_no_interval() -> None:
     """The whole range of 5 holds their median with 93.75 %."""
     assert median_of_ratios([2.0, 4.0, 6.0, 8.0, 10.0], [2.0] * 5) == (3.0, None, None)
+
+
+def test_the_median_of_ratios_is_no_ratio_of_medians() -> None:
+    a, b = [1.0, 20.0, 300.0], [1.0, 10.0, 1000.0]
+    assert median_of_ratios(a, b).value == 1.0
+    assert ratio_of_medians(a, b).value == 2.0
 
 
 def test_drift_common_to_both_sides_cancels() -> None:
@@ -148,6 +170,14 @@ def test_unequal_sides_are_resampled_alone() -> None:
     ratio = ratio_of_medians([10.0, 11.0, 12.0, 13.0, 14.0], [5.0, 6.0, 7.0])
     assert ratio.value == 2.0
     assert 10 / 7 <= ratio.low < 2.0 < ratio.high <= 14 / 5
+    below = ratio_of_medians([10.0] * 4, [4.0, 5.0, 6.0, 7.0, 8.0])
+    assert below.low is not None and below.high is not None and below.low < 10 / 6 < below.high
+
+
+def test_a_bootstrapped_interval_leaves_two_and_a_half_percent_at_either_end() -> None:
+    """The median of 25 draws from 25 samples is the 8th or less in 3.0 % of all cases, the 7th or less in 1.0 %."""
+    ratio = ratio_of_medians([float(i) for i in range(1, 26)], [1.0] * 3)
+    assert ratio == (13.0, 8.0, 18.0)
 
 
 # Columns that compare rows
@@ -248,6 +278,35 @@ def test_relative_is_per_token() -> None:
     assert (zero1.relative, ddp.relative) == (1.0, 2.0)
 
 
+def test_accumulated_micro_batches_are_tokens_of_the_step() -> None:
+    rows = sample_rows()
+    ddp, zero1 = rows["ddp"], rows["zero1"]
+    ddp.step_time_ms, zero1.step_time_ms = summarise([100.0] * 3), summarise([200.0] * 3)
+    zero1.settings.grad_accum, ddp.settings.grad_accum = 4, 1
+    finished([ddp, zero1])
+    assert (zero1.relative, ddp.relative) == (1.0, 2.0)
+
+
+def test_equally_fast_rows_are_ordered_by_name() -> None:
+    rows = sample_rows()
+    twins = [rows["zero1"], rows["ddp"]]
+    for row in twins:
+        row.step_time_ms = summarise([100.0, 101.0, 102.0])
+    for order in (twins, twins[::-1]):
+        finished(order)
+        assert {row.strategy: row.relative_uncertainty is None for row in order} == {
+            "ddp": True,
+            "zero1": False,
+        }
+
+
+@pytest.mark.parametrize(("ratio", "ties"), [(2.0, True), (2.2, True), (2.3, False), (2.9, False)])
+def test_a_tie_is_a_ratio_whose_logarithm_is_below_two_of_its_errors(ratio, ties) -> None:  # type: ignore[no-untyped-def]
+    row = sample_rows()["zero3"]
+    row.relative, row.relative_uncertainty = ratio, 0.4 * ratio
+    assert ties_with_fastest(row) is ties  # e to the 0.8 is 2.23
+
+
 def test_wrong_rows_are_never_ranked() -> None:
     rows = sample_rows()
     rows["zero1"].status = "wrong"
@@ -277,6 +336,68 @@ def test_default_baseline_is_ddp_then_single() -> None:
     rows["ddp"].status = "oom"
     results = finished(list(rows.values()))
     assert {row.baseline for row in results.rows if row.status == "ok"} == {rows["single"].name}
+
+
+def test_no_row_is_held_against_one_that_is_not_ranked() -> None:
+    rows = sample_rows()
+    rows["ddp"].comparable = False
+    assert {row.baseline for row in finished(list(rows.values()), "ddp").rows} == {None}
+    assert {row.baseline for row in finished(list(rows.values()), rows["ddp"].name).rows} == {None}
+
+
+@pytest.mark.parametrize(
+    "change", [{"clip": 0.5}, {"checkpointing": True}, {"batch_size": 3}, {"world_size": 4, "batch_size": 4}]
+)
+def test_a_baseline_of_other_settings_is_none(change) -> None:  # type: ignore[no-untyped-def]
+    rows = sample_rows()
+    rows["ddp"].settings = rows["ddp"].settings.model_copy(update=change)
+    finished([rows["ddp"], rows["zero3"]], "ddp")
+    assert rows["ddp"].speedup == 1.0 and rows["zero3"].baseline is None
+
+
+def test_peaks_are_held_against_a_baseline_that_saw_all_state() -> None:
+    rows = sample_rows()
+    rows["ddp"].settings.warmup_steps, rows["ddp"].settings.num_steps = 0, 1
+    finished([rows["ddp"], rows["zero3"]])
+    assert rows["zero3"].speedup is not None and rows["zero3"].memory_change_pct is None
+
+
+def test_the_baseline_at_the_nearest_settings_is_taken() -> None:
+    def against(row_changes: dict[str, object], *base_changes: dict[str, object]) -> str | None:
+        made = []
+        for index, changes in enumerate((row_changes, *base_changes)):
+            one = sample_rows()["zero3" if not index else "ddp"]
+            one.settings = one.settings.model_copy(update=changes)
+            one.name = f"ddp {changes}" if index else "row"
+            made.append(one)
+        return finished(made, "ddp").rows[0].baseline
+
+    # Names that come first in the alphabet are the last resort.
+    on_device, on_nvme = {"offload": "none"}, {"offload": "a disk"}
+    assert against({"offload": "cpu_optimizer"}, on_nvme, on_device) == f"ddp {on_device}"
+    accumulated, at_once = {"batch_size": 4, "grad_accum": 2}, {"batch_size": 8, "grad_accum": 1}
+    assert against(at_once, accumulated, at_once) == f"ddp {at_once}"
+    assert against(at_once, accumulated) == f"ddp {accumulated}"  # as many tokens
+
+
+def test_one_rank_is_not_held_against_several_numbers_of_ranks() -> None:
+    rows = sample_rows()
+    single, two, four = rows["single"], rows["ddp"], sample_rows()["ddp"]
+    four.name, four.settings.world_size = "four", 4
+    assert finished([single, two], "ddp").rows[0].baseline == two.name
+    assert finished([single, two, four], "ddp").rows[0].baseline is None
+
+
+def test_ddp_counts_before_ddp_with_masters_where_both_are_ranked() -> None:
+    rows = sample_rows()
+    rows["zero0"].strategy = "ddp_master"
+    assert {row.baseline for row in finished(list(rows.values())).rows} == {rows["ddp"].name}
+
+
+def test_a_checksum_alone_is_equal_to_none() -> None:
+    rows = list(sample_rows().values())
+    assert checksum_marks(rows[1:2]) == [""]
+    assert set(checksum_marks(rows)) == {"", "="}
 
 
 def test_the_default_baseline_in_low_precision_is_ddp_with_the_dtypes_of_the_others() -> None:
@@ -390,14 +511,12 @@ def test_baseline_is_the_row_with_the_same_settings() -> None:
     }
 
 
-def test_other_precision_is_another_race() -> None:
-    rows = []
-    for precision, milliseconds in (("fp32", 200.0), ("bf16", 100.0)):
-        row = sample_rows()["ddp"]
-        row.settings.precision, row.name, row.step_time_ms = (
-            precision,
-            precision,
-            summarise([milliseconds] * 3),
-        )
-        rows.append(row)
+@pytest.mark.parametrize(
+    "change", [{"precision": "fp32"}, {"seq_length": 64}, {"data": "synthetic"}, {"model": "small"}]
+)
+def test_another_workload_is_another_race(change) -> None:  # type: ignore[no-untyped-def]
+    rows = [sample_rows()["ddp"] for _ in range(2)]
+    rows[0].settings = rows[0].settings.model_copy(update=change)
+    for row, milliseconds in zip(rows, (200.0, 100.0), strict=True):
+        row.name, row.step_time_ms = str(milliseconds), summarise([milliseconds] * 3)
     assert [row.relative for row in finished(rows).rows] == [1.0, 1.0]

@@ -228,11 +228,44 @@ def test_a_floor_that_its_host_made_slow_is_said_to_be_none() -> None:
 
 
 def test_a_floor_of_other_settings_is_none() -> None:
-    for key, value in (("compile", "none"), ("batch_size", 4), ("grad_accum", 2), ("tf32", True)):
+    for key, value in (
+        ("compile", "none"),
+        ("batch_size", 4),
+        ("grad_accum", 2),
+        ("tf32", True),
+        ("dropout", 0.1),
+        ("checkpointing", True),
+    ):
         results = gpus()
         setattr(results.rows[0].settings, key, value)
         finish_rows(results)
-        assert {row.of_compute_only for row in results.rows} == {None}
+        assert {row.of_compute_only for row in results.rows} == {None}, key
+    results = gpus()
+    results.rows[0].status = "failed"  # in a repeat, say
+    finish_rows(results)
+    assert {row.of_compute_only for row in results.rows} == {None}
+
+
+def test_a_floor_on_other_ranks_serves_gpus_alone_and_only_where_there_is_none_on_the_same() -> None:
+    results = gpus()
+    floor, zero0 = results.rows[0], next(row for row in results.rows if row.strategy == "zero0")
+    single = next(row for row in results.rows if row.strategy == "single")
+    assert floor.step_time_ms and zero0.step_time_ms and single.step_time_ms
+    assert single.of_compute_only == floor.step_time_ms.median / single.step_time_ms.median
+    of_one = floor.model_copy(deep=True)
+    of_one.name, of_one.settings.world_size = "alone", 1
+    assert of_one.step_time_ms is not None
+    of_one.step_time_ms.median *= 0.5
+    for rows in ([of_one, *results.rows], [*results.rows, of_one]):
+        results.rows = rows
+        finish_rows(results)
+        assert zero0.of_compute_only == floor.step_time_ms.median / zero0.step_time_ms.median
+        assert single.of_compute_only == of_one.step_time_ms.median / single.step_time_ms.median
+        rows.remove(of_one)
+    for row in results.rows:
+        row.settings.device = "cpu"
+    finish_rows(results)
+    assert zero0.of_compute_only is not None and single.of_compute_only is None
 
 
 def test_compiled_rows_are_held_against_the_compiled_baseline() -> None:

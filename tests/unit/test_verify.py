@@ -115,6 +115,19 @@ def test_a_vanishing_gradient_is_not_held_against_its_own_noise() -> None:
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
+def test_what_is_an_eighth_as_loud_as_the_model_is_no_noise_in_any_precision(precision) -> None:
+    expected = reference()
+    for tensors in (expected.gradients, expected.moments):
+        tensors["b.bias"].copy_(expected.gradients["b.bias"].sign() / 8)
+    off = evidence(expected)
+    off.gradients["b.bias"] /= 2
+    off.parameters["b.bias"] -= expected.updates["b.bias"] / 4
+    found = compare(off, expected, precision=precision)
+    assert found.gradient == pytest.approx(0.5, rel=0.01)
+    assert found.piece == pytest.approx(0.25, rel=0.05) and found.piece_worst == "b.bias"
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
 def test_a_shard_that_missed_one_update_of_four_is_found(precision) -> None:
     expected = reference()
     stale = evidence(expected)
@@ -206,7 +219,7 @@ def test_nan_is_beyond_every_tolerance(kind, shown) -> None:
     broken = evidence(expected)
     tensors = getattr(broken, kind)
     tensors["a.weight"].view(-1)[:300] = math.nan
-    tensors["b.bias"] *= 2  # a number, and behind it
+    tensors["b.bias"][:5] *= 2  # numbers, and behind it
     found = compare(broken, expected, precision="bf16")
     assert beyond(found) == shown
     if kind == "gradients":
