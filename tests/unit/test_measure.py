@@ -10,6 +10,7 @@ import weakref
 from functools import partial
 
 import pytest
+import torch
 
 from zerobench import data, models, strategies
 from zerobench.bench import assess, measure
@@ -143,6 +144,35 @@ def test_batches_that_wait_are_told_from_the_one_in_use() -> None:
     one_step = 2 * SEQ_LENGTH * 8  # labels are the inputs themselves
     assert measure.waiting_batch_bytes(batches(5), validation=[]) == 4 * one_step
     assert measure.waiting_batch_bytes(batches(1), validation=batches(2)[1]) == one_step
+    large = [{"input_ids": torch.zeros(3 * one_step // 8, dtype=torch.int64)}]
+    assert measure.waiting_batch_bytes([*batches(2), large], validation=[]) == 2 * one_step
+
+
+def test_memory_is_without_the_batches_that_wait() -> None:
+    class Weighed(CpuMeter):
+        def memory(self) -> DeviceMemory:
+            return DeviceMemory(peak_bytes=100, allocated_bytes=60)
+
+    found = measure.step_memory(Weighed(), waiting_bytes=30)
+    assert (found.peak_bytes, found.allocated_bytes) == (70, 30)
+
+
+def test_communication_is_that_of_a_measured_step(strategy, meter) -> None:
+    moved = {"all_gather": 0, "barrier": 0}
+    step = strategy.step
+
+    def counted(micro_batches):
+        moved["all_gather"] += 12
+        return step(micro_batches)
+
+    strategy.step, strategy.communication_bytes = counted, lambda: moved
+    strategy.reset_counters = lambda: moved.update(all_gather=0)
+    steps = batches(6)
+    window = measure.measure(
+        strategy, meter=meter, warmup=steps[:3], window=steps[3:], validation=[], profile=[],
+        tick=lambda phase, step: None,
+    )  # fmt: skip
+    assert window.communication_bytes == {"all_gather": 12}
 
 
 class OrderMeter(CpuMeter):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from report_samples import gpus, grid, mixed, sample
 
+from zerobench.bench.result import Results
 from zerobench.report import (
     advise,
     finish_rows,
     summarise,
     table_text,
 )
-from zerobench.report.words import join_words
+from zerobench.report.words import join_words, ms_text
 
 
 def test_advice_on_the_sample() -> None:
@@ -23,6 +24,64 @@ def test_advice_on_the_sample() -> None:
     assert (
         "7 rows" in basis and "0.934 M parameters" in basis and "2 ranks" in basis and "20 measured" in basis
     )
+
+
+def chosen(**figures: tuple[float, int]) -> Results:
+    """Rows of these strategies, given a step time in ms and a peak in MiB, with one percent of MAD."""
+    results = sample()
+    results.rows = [row for row in results.rows if row.strategy in figures]
+    for row in results.rows:
+        median_ms, peak_mib = figures[row.strategy]
+        row.step_time_ms = summarise([median_ms * (1 + 0.01 * sign) for sign in (0, 1, -1, 3, -3) * 8])
+        row.peak_device_bytes = peak_mib << 20
+    finish_rows(results)
+    return results
+
+
+def test_advice_says_what_less_memory_costs() -> None:
+    assert advise(chosen(zero1=(100.0, 800), zero3=(108.0, 200)))[1] == (
+        "Within 10 % of the fastest, zero3 needs the least memory: 200.0 MiB peak, 75 % below zero1, for 8 % more time."
+    )
+    assert advise(chosen(zero1=(100.0, 800), zero3=(104.0, 200)))[1].endswith("for 4 % more time.")
+    assert advise(chosen(zero1=(100.0, 800), zero3=(100.2, 200)))[1].endswith(
+        "at the same speed within noise."
+    )
+    assert advise(chosen(zero1=(100.0, 800), zero3=(112.0, 200)))[1].startswith(
+        "No row within 10 % of zero1 needs"
+    )
+
+
+def test_sharding_is_held_against_the_smallest_replicated_row() -> None:
+    figures = {"ddp": (100.0, 1000), "zero0": (101.0, 800), "zero3": (102.0, 790)}
+    assert any(
+        "zero3 peaks at 790.0 MiB, zero0 at 800.0" in text for text in advise(chosen(**figures))
+    )  # and not at ddp's 1000
+    figures["zero3"] = (102.0, 750)
+    assert not any("Sharding buys" in text for text in advise(chosen(**figures)))
+
+
+def test_the_basis_has_all_batches_and_the_median_spread() -> None:
+    results = chosen(ddp=(100.0, 800), zero1=(100.0, 800))
+    results.rows[0].settings.batch_size = 4
+    finish_rows(results)
+    basis = advise(results)[-1]
+    assert "batch 4 and 8 x sequence 128" in basis
+    assert basis.endswith("40 measured steps a row, MAD 1.0 % of the median.")
+
+
+def test_one_row_without_noise_leaves_the_order_open() -> None:
+    results = chosen(ddp=(120.0, 800), zero1=(100.0, 800), zero3=(110.0, 800))
+    assert results.rows[0].step_time_ms is not None
+    assert " is the fastest of 3 correct rows" in advise(results)[0]
+    results.rows[0].step_time_ms = summarise([120.0])
+    finish_rows(results)
+    assert "took the least time of 3 correct rows" in advise(results)[0]
+
+
+def test_step_times_are_written_in_ms() -> None:
+    assert [ms_text(value) for value in (1234.4, 999.94, 10.0, 9.876)] == [
+        "1234 ms", "999.9 ms", "10.0 ms", "9.88 ms",
+    ]  # fmt: skip
 
 
 def test_advice_names_one_where_the_difference_is_clear() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pandas
 import pytest
 from report_samples import SAMPLE, mixed, sample
 
-from zerobench.bench.result import Results
+from zerobench.bench.result import SCHEMA_VERSION, Results
 from zerobench.cli import show
 from zerobench.errors import DataError
 from zerobench.report import (
@@ -20,6 +21,7 @@ from zerobench.report import (
     write_csv,
     write_plots,
 )
+from zerobench.report.frame import replace_file
 
 
 def test_schema_round_trip() -> None:
@@ -56,9 +58,10 @@ def test_files_that_cannot_serve(tmp_path: Path, content: str | bytes | None, me
 
 
 def test_file_of_a_newer_schema(tmp_path: Path) -> None:
-    content = json.loads(SAMPLE.read_text()) | {"schema_version": 99, "rows": {"by": "name"}}
+    newer = SCHEMA_VERSION + 1
+    content = json.loads(SAMPLE.read_text()) | {"schema_version": newer, "rows": {"by": "name"}}
     (tmp_path / "results.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"schema_version 99 .* upgrade"):
+    with pytest.raises(DataError, match=rf"schema_version {newer} .* upgrade"):
         load(tmp_path)
 
 
@@ -118,6 +121,28 @@ def test_csv_is_the_summary(tmp_path: Path) -> None:
     assert not {"loss", "step_time_ms.samples", "rank_step_times_ms", "binding", "sampled.shared_gpus"} & {
         *records[0]
     }
+
+
+def test_a_category_that_another_row_has_is_an_empty_cell(tmp_path: Path) -> None:
+    results = sample()
+    results.rows[1].memory_bytes = {"nvme": {"master": 7}}
+    write_csv(results, tmp_path / "results.csv")
+    with (tmp_path / "results.csv").open(newline="") as file:
+        cells = [record["memory_bytes.nvme.master"] for record in csv.DictReader(file)]
+    assert cells == ["", "7", *[""] * 5]
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "results.csv"
+    target.write_text("old")
+
+    def write_half(path: Path) -> None:
+        path.write_text("ha")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        replace_file(target, write_half)
+    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 
 def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from zerobench.bench.result import Results, Row, Transfers
 from zerobench.bench.transfers import file_limits, link_limits, of_window
 from zerobench.report import advise, finish_rows, summarise, table_text
 from zerobench.report import plots as plots_module
+from zerobench.report.columns import table_columns
 from zerobench.strategies.base import Transfers as Counted
 
 TABLE = GOLDEN / "table_offload_170.txt"
@@ -194,6 +195,38 @@ def test_advice_says_what_offload_buys_and_costs() -> None:
             row.status, row.step_time_ms = "oom", None
     finish_rows(alone)
     assert "where zero3 without offload does not" in " ".join(advise(alone))
+
+
+def test_only_memory_that_ran_out_is_said_not_to_fit() -> None:
+    results = offloaded()
+    plain = [row for row in results.rows if row.settings.offload == "none"]
+    for row in plain:
+        row.status, row.step_time_ms = "oom", None
+    failed = next(row for row in plain if row.strategy == "zero3").model_copy(deep=True)
+    failed.name, failed.status, failed.settings.optimizer_in_backward = "failed", "failed", True
+    results.rows.append(failed)
+    finish_rows(results)
+    assert "without offload does not" not in " ".join(advise(results))
+
+
+def test_nothing_is_said_against_a_plain_row_that_is_not_ranked() -> None:
+    results = offloaded()
+    by_point(results)["zero3", "none"].comparable = False
+    finish_rows(results)
+    assert "zero3, offload cpu_optimizer peaks" not in " ".join(advise(results))
+
+
+def test_the_share_that_left_the_device_is_shown_and_not_the_one_asked_for() -> None:
+    results = offloaded()
+    by_kind = by_point(results)
+    for row, asked, found in (
+        (by_kind["zero2", "cpu_optimizer"], 0.5, 0.53125),
+        (by_kind["zero3", "cpu_optimizer"], "auto", 0.25),
+    ):
+        assert row.transfers is not None
+        row.settings.offload_ratio, row.transfers.offload_ratio = asked, found  # type: ignore[assignment]
+    column = next(one for one in table_columns(results.rows) if one.title == "off device")
+    assert set(column.cells) == {"-", "0.531", "0.25 (auto)"}
 
 
 def test_memory_is_drawn_by_tier() -> None:

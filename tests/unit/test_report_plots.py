@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from report_samples import grid, mixed, sample
+from report_samples import gpus, grid, mixed, sample
 
 from zerobench.report import write_plots
 
@@ -58,6 +58,13 @@ def test_bars_end_at_the_median_and_the_peak() -> None:
         row.step_time_ms.median if row.status == "ok" and row.step_time_ms else 0.0 for row in results.rows
     ]
     assert widths == pytest.approx(expected)
+    ok = [row.step_time_ms for row in results.rows if row.status == "ok" and row.step_time_ms]
+    whiskers = [
+        bars.get_children()[-1].get_segments()[0][:, 0] for bars in figure.axes[0].containers[-len(ok) :]
+    ]
+    assert [tuple(ends) for ends in whiskers] == [
+        pytest.approx((time.median - time.mad, time.median + time.mad)) for time in ok
+    ]
 
     figure = memory_figure(results)
     assert figure is not None
@@ -139,9 +146,20 @@ def test_pareto_front() -> None:
         Point("beaten", 2.0, 9.0, True),
         Point("fast", 3.0, 20.0, True),
         Point("same memory, slower", 3.0, 19.0, True),
+        Point("as fast, more memory", 4.0, 20.0, True),
+        Point("and in the alphabet before fast", 3.0, 18.0, True),
         Point("other dtypes", 0.5, 30.0, False),
     ]
     assert [point.label for point in pareto_front(points)] == ["small", "fast"]
+
+
+def test_the_floor_is_no_point_of_speed_against_memory() -> None:
+    from zerobench.report.scatter import speed_memory_figure
+
+    figure = speed_memory_figure(gpus())
+    assert figure is not None
+    drawn = sum(len(points.get_offsets()) for points in figure.axes[0].collections)
+    assert drawn == sum(row.status == "ok" for row in gpus().rows) - 1
 
 
 def test_a_tick_marks_a_peak_below_the_sum_of_its_categories() -> None:

@@ -15,6 +15,7 @@ from zerobench.report import (
     summarise,
     table_text,
 )
+from zerobench.report.columns import table_columns
 
 
 @pytest.mark.parametrize("name", GOLDEN_TABLES)
@@ -103,6 +104,28 @@ def test_wrong_rows_show_no_number_but_their_deviation() -> None:
     line = next(line for line in table_text(results, width=180).splitlines() if line.startswith("zero1"))
     assert line.split()[:2] == ["zero1", "wrong"]
     assert [word for word in line.split()[2:] if word[0].isdigit()] == ["3.8e-01"]
+
+
+def test_columns_are_in_the_units_of_what_they_show() -> None:
+    results = sample()
+    for row, peak_bytes in zip(results.rows, (9 << 30, 3 << 30, *[1 << 30] * 5), strict=True):
+        row.peak_device_bytes, row.allocated_device_bytes = peak_bytes, 1 << 20
+    for row, update in zip(results.rows[1:], (0.0, 4e-8, 1e-30, 0.2, None, 0.0), strict=True):
+        assert row.deviation is not None
+        row.deviation.update, row.checksum = update, None
+    columns = {(one.title, one.unit): one.cells for one in table_columns(results.rows)}
+    assert columns["peak", "GiB"][:3] == ["9.0", "3.0", "1.0"]
+    update = next(cells for (title, _), cells in columns.items() if title == "update")
+    assert update[1:] == ["0", "4.0e-08", "1.0e-30", "2.0e-01", "-", "0"]
+
+
+def test_a_column_names_its_baseline_where_all_rows_have_one_of_it() -> None:
+    results = sample()
+    assert "vs ddp" in {one.unit for one in table_columns(results.rows)}
+    zero3 = next(row for row in results.rows if row.strategy == "zero3")
+    zero3.baseline = zero3.name
+    units = {one.unit for one in table_columns(results.rows)}
+    assert "vs baseline" in units and "vs ddp" not in units
 
 
 def test_unequal_checksums_are_marked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
@@ -94,6 +95,39 @@ def test_a_failed_write_keeps_the_old_file(tmp_path) -> None:
     with pytest.raises(OutputError, match=r"results\.json cannot be written"):
         output.write_results(results("ok", "failed"))
     assert (tmp_path / "results.json").read_bytes() == before
+
+
+def test_a_disk_that_fills_up_keeps_the_old_file_and_leaves_no_half(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "results.json"
+    write_atomically(path, b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["results.json"]
+
+
+def test_a_new_file_is_on_disk_before_its_name_is_and_then_the_name_is(tmp_path, monkeypatch) -> None:
+    """Or a crash of the machine may leave an empty file under the name."""
+    path, done = tmp_path / "results.json", []
+    fsync, replace = os.fsync, os.replace
+
+    def noting_fsync(descriptor: int) -> None:
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def noting_replace(source, target) -> None:
+        done.append("replaced")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(os, "replace", noting_replace)
+    write_atomically(path, b"new")
+    assert done == [".results.json.partial", "replaced", tmp_path.name]
+    assert path.read_bytes() == b"new"
 
 
 def test_a_default_folder_is_always_new(tmp_path, monkeypatch) -> None:
