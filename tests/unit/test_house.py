@@ -155,7 +155,7 @@ def test_include_in_the_wrong_direction_is_found(name: str, included: str, is_ou
 
 def test_every_folder_of_csrc_is_in_the_order() -> None:
     folders = {path.name for path in CSRC.iterdir() if path.is_dir()}
-    assert folders - {"tests"} <= set(CSRC_ORDER)
+    assert folders - {"tests"} == set(CSRC_ORDER)
 
 
 def module_name(path: Path) -> str:
@@ -248,6 +248,10 @@ def import_fault(name: str, imported: str) -> str | None:
     if within(imported, PYTHON_ALSO.get(top, set())):
         return None
     return None if layer(imported) <= layer(name) else f"{imported} stands below {top or 'zerobench'}"
+
+
+def test_every_module_of_the_order_is_there() -> None:
+    assert [name for names in PYTHON_ORDER for name in sorted(names) if not is_module(name)] == []
 
 
 def test_python_imports_point_up() -> None:
