@@ -138,6 +138,28 @@ def test_the_host_peak_counts_from_its_reset() -> None:
         pytest.skip("this kernel does not reset peaks (clear_refs)")
     after = measure.peak_host_bytes()
     assert after is not None and after < with_block
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    again = measure.peak_host_bytes()
+    assert again is not None and (again - after) / (64 << 20) == pytest.approx(1.0, abs=0.01)
+
+
+def test_what_follows_the_window_is_counted_apart(meter) -> None:
+    settings = StrategySettings(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", precision="fp16", batch_size=2,
+        seq_length=SEQ_LENGTH,
+    )  # fmt: skip
+    trained = SingleStrategy(settings)
+    trained.build(partial(models.build, models.resolve("tiny", {"num_layers": 1, "hidden_size": 16}), 0))
+    steps, held_out = batches(5), batches(7)[6]
+    window = measure.measure(
+        trained, meter=meter, warmup=steps[:2], window=steps[2:], validation=held_out, profile=[],
+        tick=lambda phase, step: None,
+    )  # fmt: skip
+    assert (window.applied_steps, window.skipped_steps) == (4, 0)  # the last warm-up step's among them
+    assert window.validation_loss == trained.evaluate(held_out)
+    assert window.validation_loss != trained.evaluate(steps[-1])
+    trained.close()
 
 
 def test_batches_that_wait_are_told_from_the_one_in_use() -> None:
@@ -202,11 +224,11 @@ def test_the_window_begins_on_a_busy_device_and_nothing_waits_in_it(strategy) ->
     steps = batches(6)
     measure.measure(
         strategy, meter=OrderMeter(calls), warmup=steps[:2], window=steps[2:4], validation=[], profile=steps[4:],
-        tick=lambda phase, step: None,
+        tick=lambda phase, step: None, built=lambda: calls.append("built"),
     )  # fmt: skip
     assert calls == [
-        "step", "strategy settles", "settle", "step", "start", "step", "mark", "step", "mark", "stop", "memory",
-        "transfers", "profile",
+        "step", "built", "strategy settles", "settle", "step", "start", "step", "mark", "step", "mark", "stop",
+        "memory", "transfers", "profile",
     ]  # fmt: skip
 
 
@@ -283,16 +305,17 @@ def spin(begin: float, end: float) -> Activity:
 
 
 def test_profiled_steps_are_split_from_their_head_start_on() -> None:
-    """Three steps of 10 ms: forward 4 ms, backward 6; times of activities are in microseconds."""
+    """Steps of 10 ms: forward 4 ms, backward 6; times of activities are in microseconds. The first does not count."""
     activities = []
-    for begin in (100_000, 200_000, 300_000):
+    for begin in (100_000, 200_000, 300_000, 400_000):
         activities += [
             spin(begin - 200, begin),
             Activity(name="gemm", begin=begin, end=begin + 7_000),
             Activity(name="ncclDevKernel", begin=begin + 6_000, end=begin + 9_000),
         ]
-    activities.append(Activity(name="gemm", begin=107_000, end=110_000))  # only in the first step
-    phases = split_steps(activities, [{"forward": 4.0, "backward": 6.0}] * 3)
+    for begin in (100_000, 400_000):  # in the first step and the last
+        activities.append(Activity(name="gemm", begin=begin + 7_000, end=begin + 10_000))
+    phases = split_steps(activities, [{"forward": 4.0, "backward": 6.0}] * 4)
     assert phases == {"forward": 4.0, "backward": 3.0, "exposed_communication": 2.0, "host_bound": 1.0}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zerobench import bench, models
-from zerobench.bench.mfu import peak_tflops, utilisation
+from zerobench.bench.mfu import likely_compute_s, peak_tflops, utilisation
 from zerobench.bench.result import Row, RowDtypes, Settings
 
 
@@ -42,6 +42,28 @@ def test_utilisation_is_flops_over_the_peak_of_all_gpus() -> None:
     assert found.tflops_per_gpu == pytest.approx(found.flops_per_token * 1e6 / 4 / 1e12)
     assert found.pct == pytest.approx(100 * found.tflops_per_gpu / 989.4)
     assert found.peak_of == "NVIDIA H200, bf16 dense"
+
+
+@pytest.mark.parametrize(
+    ("precision", "tf32", "checkpointing", "peak"),
+    [
+        ("bf16", None, False, 989.4),
+        ("bf16", None, True, 989.4),
+        ("fp32", True, False, 494.7),
+        ("fp32", False, False, 66.9),
+    ],
+)
+def test_a_step_is_likely_to_run_at_half_the_peak(precision, tf32, checkpointing, peak) -> None:
+    settings = row().settings.model_copy(
+        update={"precision": precision, "tf32": tf32, "checkpointing": checkpointing, "grad_accum": 2}
+    )
+    found = utilisation(row(), "NVIDIA H200")
+    assert found is not None
+    tokens = 8 * 1024 * 2  # of a rank
+    passes = 4 if checkpointing else 3  # forward, and backward as long as two; forward again
+    expected_s = passes / 3 * tokens * found.flops_per_token / (peak / 2 * 1e12)
+    assert likely_compute_s(settings, "NVIDIA H200") == pytest.approx(expected_s)
+    assert likely_compute_s(settings, "Some other GPU") is None
 
 
 def test_the_peak_is_that_of_the_dtype_that_multiplies() -> None:

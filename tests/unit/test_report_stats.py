@@ -118,9 +118,10 @@ def test_too_few_pairs_have_no_interval() -> None:
 
 
 def test_the_median_of_ratios_is_no_ratio_of_medians() -> None:
-    a, b = [1.0, 20.0, 300.0], [1.0, 10.0, 1000.0]
-    assert median_of_ratios(a, b).value == 1.0
-    assert ratio_of_medians(a, b).value == 2.0
+    for times in (1, 3):  # without an interval, and with one
+        a, b = [1.0, 20.0, 300.0] * times, [1.0, 10.0, 1000.0] * times
+        assert median_of_ratios(a, b).value == 1.0
+        assert ratio_of_medians(a, b).value == 2.0
 
 
 def test_drift_common_to_both_sides_cancels() -> None:
