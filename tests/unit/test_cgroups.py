@@ -8,7 +8,7 @@ import pytest
 
 from zerobench import _native
 from zerobench.bench.machine import memory_available_bytes, memory_total_bytes, memory_used_bytes
-from zerobench.cgroups import HostFiles, cpu_quota, memory_limits
+from zerobench.cgroups import HostFiles, MemoryLimit, cpu_quota, memory_limits
 
 GIB = 1 << 30
 HOST = 24 * GIB  # of MemAvailable
@@ -41,6 +41,18 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
+
+
+def test_a_controller_is_known_by_its_whole_name(host) -> None:
+    host.write("proc/self/cgroup", "5:cpuacct,cpu:/mine\n4:cpuset:/another")
+    for group, quota in (("mine", 200_000), ("another", 100_000)):
+        host.write(f"cgroup/cpu/{group}/cpu.cfs_quota_us", str(quota))
+        host.write(f"cgroup/cpu/{group}/cpu.cfs_period_us", "100000")
+    assert cpu_quota(host.files) == 2.0
+
+
+def test_a_group_above_its_limit_has_nothing_left() -> None:
+    assert MemoryLimit(limit_bytes=10, used_bytes=12).left_bytes == 0
 
 
 def test_without_control_groups_the_host_counts(host) -> None:

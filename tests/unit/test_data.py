@@ -78,6 +78,20 @@ def test_samples_are_text_and_the_held_out_part_is_never_trained_on(text_file):
         assert bytes(row.tolist()) in content[3800:]
 
 
+def test_synthetic_tokens_that_are_held_out_are_drawn_apart():
+    data = open_small("synthetic")
+    trained = rows(data.micro_batches(0, rank=0, world_size=1, batch_size=64))
+    held_out = rows(data.validation_batches(rank=0, world_size=1, batch_size=8, num_batches=2))
+    assert not any(torch.equal(one, other) for one in held_out for other in trained)
+
+
+def test_a_digest_in_pieces_knows_the_length(monkeypatch):
+    monkeypatch.setattr(sources, "_DIGESTED_WHOLE_BYTES", 10)
+    monkeypatch.setattr(sources, "_PIECE_NUM", 10)
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 4)
+    assert sources.digest(memoryview(b"a" * 995)) != sources.digest(memoryview(b"a" * 999))
+
+
 def test_validation_is_spread_evenly_and_split_by_rank(text_file):
     data = open_small(text_file)
     whole = data.validation_batches(rank=0, world_size=1, batch_size=2, num_batches=4)

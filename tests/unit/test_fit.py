@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from plan_samples import GPUS, ON_GPUS, configuration
 
+from zerobench import models
 from zerobench.bench import fit, run
+from zerobench.models.hf_config import RANDOM_WEIGHTS
 
 
 def test_what_cannot_fit_is_found_before_it_starts() -> None:
@@ -17,6 +19,96 @@ def test_what_cannot_fit_is_found_before_it_starts() -> None:
     reason = fit.why_too_large(row, rank_memory_bytes=1 << 30)
     assert reason is not None and "--rank-memory-gib" in reason.reason
     assert fit.why_too_large(configuration(), rank_memory_bytes=1 << 30) is None
+
+
+# Bytes a parameter on the device and on the host, of two ranks in fp32 and in bf16.
+WHAT_EACH_RANK_HOLDS = [
+    ("ddp", {}, (16, 0), (16, 0)),  # fp32 parameters under autocast
+    ("ddp_master", {}, (16, 0), (16, 0)),
+    ("zero0", {}, (16, 0), (16, 0)),
+    ("zero1", {}, (4 + 4 + 8 / 2, 0), (2 + 2 + 12 / 2, 0)),
+    ("zero2", {}, (4 + 4 / 2 + 8 / 2, 0), (2 + 2 / 2 + 12 / 2, 0)),
+    ("zero3", {}, (16 / 2, 0), (16 / 2, 0)),
+    ("fsdp2", {}, (16 / 2, 0), (16 / 2, 0)),  # nothing is known of it but that it may divide all
+    ("compute_only", {}, (4 + 4, 0), (2 + 2, 0)),
+    ("zero2", {"offloads": ("cpu_optimizer",)}, (4, 8 / 2), (2, 12 / 2)),
+    ("zero2", {"offloads": ("cpu_optimizer",), "offload_ratios": (0.25,)}, (4 + 3, 1), (2 + 4.5, 1.5)),
+    ("zero3", {"offloads": ("cpu_full",)}, (0, 4 / 2 + 8 / 2), (0, 2 / 2 + 12 / 2)),
+    ("zero3", {"offloads": ("nvme",)}, (4 / 2, 0), (2 / 2, 0)),
+    ("zero3", {"offloads": ("nvme_full",)}, (0, 0), (0, 0)),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("strategy", "options", "in_fp32", "in_bf16"), WHAT_EACH_RANK_HOLDS)
+def test_what_a_rank_cannot_do_without(tmp_path, strategy, options, in_fp32, in_bf16, precision) -> None:
+    paths = {"nvme_paths": (tmp_path,)} if "nvme" in str(options) else {}
+    row = configuration(strategies=(strategy,), world_sizes=(2,), precisions=(precision,), **options, **paths)
+    need, count = fit.least_rank_bytes(row), row.settings.parameter_count or 0
+    each = in_fp32 if precision == "fp32" else in_bf16
+    assert (need.device, need.host) == pytest.approx((each[0] * count, each[1] * count), abs=4)
+
+
+def test_every_rank_of_a_host_needs_its_own_part_of_it(monkeypatch) -> None:
+    monkeypatch.setattr(fit, "memory_available_bytes", lambda: 100 << 30)
+    need = fit.Need(device=30 << 30, host=20 << 30)
+    monkeypatch.setattr(fit, "least_rank_bytes", lambda configuration: need)
+    on_cpu = configuration(world_sizes=(2,))  # whose device is the host: 2 x (30 + 20)
+    assert fit.why_too_large(on_cpu, rank_memory_bytes=None) is None
+    found = fit.why_too_large(configuration(world_sizes=(3,)), rank_memory_bytes=None)
+    assert found is not None and found.tier == "host"
+    assert "need 150.00 GiB for 3 ranks and the host has available 100.00" in found.reason
+    assert fit.why_too_large(configuration(world_sizes=(3,)), rank_memory_bytes=None, host_ranks=2) is None
+    assert fit.why_too_large(on_cpu, rank_memory_bytes=49 << 30) is not None
+    limited = configuration(strategies=("zero2",), offloads=("cpu_optimizer",), host_memory_gib=39.0)
+    found = fit.why_too_large(limited, rank_memory_bytes=None)
+    assert (
+        found is not None
+        and "need 40.00 GiB of host memory and --host-memory-gib allows 39.00" in found.reason
+    )
+
+
+def test_the_smallest_gpu_decides() -> None:
+    sizes = (80, 30, 80, 80)
+    gpus = [gpu.model_copy(update={"total_bytes": size << 30}) for gpu, size in zip(GPUS, sizes, strict=True)]
+    row = configuration(**ON_GPUS, models=("gpt2-xl",), strategies=("zero0",))  # 23 GiB
+    assert fit.why_too_large(row, rank_memory_bytes=None, gpus=gpus) is None
+    gpus[1] = gpus[1].model_copy(update={"total_bytes": 20 << 30})
+    found = fit.why_too_large(row, rank_memory_bytes=None, gpus=gpus)
+    assert found is not None and found.tier == "device" and "GPU 1 has 20.00" in found.reason
+
+
+def test_the_reference_leaves_a_gpu_room_for_activations(monkeypatch) -> None:
+    monkeypatch.setattr(fit, "memory_available_bytes", lambda: 1 << 40)
+    row = configuration(**ON_GPUS, models=("gpt2-xl",))
+    count = row.settings.parameter_count or 0
+
+    def layers(total_bytes: float) -> int:
+        gpus = [gpu.model_copy(update={"total_bytes": int(total_bytes)}) for gpu in GPUS]
+        return fit.verification_model(row.model, rank_memory_bytes=None, gpus=gpus)["num_layers"]
+
+    assert layers(20 * count / 0.89) == 48 and layers(20 * count / 0.91) == 24
+
+
+def test_what_is_gathered_of_a_row_is_on_rank_0_three_times(monkeypatch) -> None:
+    row = configuration(**ON_GPUS, models=("gpt2-xl",))
+    count = row.settings.parameter_count or 0
+    for host_ranks in (4, 8):
+        for share, layers in ((1.01, 48), (0.99, 24)):
+            available = int(share * 4 * (host_ranks + 2) * count)
+            monkeypatch.setattr(fit, "memory_available_bytes", lambda available=available: available)
+            found = fit.verification_model(
+                row.model, rank_memory_bytes=None, gpus=GPUS, host_ranks=host_ranks
+            )["num_layers"]
+            assert (found, host_ranks) == (layers, host_ranks)
+
+
+def test_weights_of_all_layers_are_not_loaded_into_fewer() -> None:
+    row = configuration(models=("hf:gpt2",))
+    config = models.ModelConfig.model_validate(row.model).model_copy(update={"weights": "/a/checkpoint"})
+    assert fit.with_layers(config, config.num_layers) is config
+    fewer = fit.with_layers(config, 3)
+    assert (fewer.num_layers, fewer.weights) == (3, RANDOM_WEIGHTS)
 
 
 @pytest.mark.parametrize(

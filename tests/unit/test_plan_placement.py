@@ -6,6 +6,7 @@ import pytest
 from plan_samples import GPUS, ON_GPUS, SMALL, configuration
 
 from zerobench.bench import fit
+from zerobench.bench.machine import cpus_usable
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
 
@@ -78,3 +79,19 @@ def test_state_beside_the_reference_leaves_it_fewer_layers() -> None:
     alone = fit.verification_model(row.model, rank_memory_bytes=6 << 30)
     beside = fit.verification_model(row.model, rank_memory_bytes=6 << 30, offloads=True)
     assert alone["num_layers"] == 12 > beside["num_layers"] >= 1
+
+
+@pytest.mark.parametrize(("clips", "in_backward"), [((None,), True), ((1.0,), False)])
+def test_superoffload_updates_in_backward_unless_it_clips(clips, in_backward) -> None:
+    for asked in (True, False):
+        row = configuration(
+            strategies=("deepspeed3_super",), offloads=("cpu_optimizer",), clips=clips,
+            optimizer_in_backward=(asked,),
+        )  # fmt: skip
+        assert row.settings.optimizer_in_backward is in_backward
+
+
+def test_threads_are_shared_by_the_ranks_of_this_host() -> None:
+    cpus = cpus_usable()
+    rows = [configuration(world_sizes=(64,), host_ranks=host_ranks) for host_ranks in (1, 64)]
+    assert [row.settings.threads_per_rank for row in rows] == [cpus, max(1, cpus // 64)]

@@ -8,6 +8,7 @@ from plan_samples import ON_GPUS, SMALL, configuration
 
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
+from zerobench.bench.result import Settings
 
 
 def test_rows_share_a_reference_when_they_train_the_same_global_batches() -> None:
@@ -29,6 +30,55 @@ def test_rows_share_a_reference_when_they_train_the_same_global_batches() -> Non
     ]
     assert {one.reference_group() for one in same} == {row.reference_group()}
     assert row.reference_group() not in {one.reference_group() for one in other}
+
+
+# Another value of each setting, by what it changes.
+OTHER_BATCHES_OR_PARAMETERS = {
+    "model_config_resolved": {"num_layers": 1}, "world_size": 4, "precision": "bf16", "batch_size": 3, "seq_length": 32,
+    "device": "cuda", "tf32": True, "clip": 0.5, "seed": 1, "data": "stdlib", "optimizer": {"lr": 0.5},
+}  # fmt: skip
+OTHER_BITS = {"compile": "block", "checkpointing": True}
+NOTHING = {
+    "model": "same by another name", "parameter_count": 1, "offload": "cpu_optimizer", "offload_ratio": 0.5,
+    "nvme_paths": ["/disk"], "host_memory_gib": 1.0, "optimizer_in_backward": True, "device_memory_gib": 1.0,
+    "bind": "numa", "num_steps": 7, "warmup_steps": 7, "repeats": 7, "config_file": "file.json",
+    # Of the model, of this version, of the whole plan, and of an option that is looked at itself.
+    "attention": "sdpa", "dropout": 0.1, "verify_steps": 7, "threads_per_rank": 7, "communicator": "gloo",
+}  # fmt: skip
+
+
+def test_every_setting_is_known_to_change_what_is_trained_or_how_it_rounds_or_nothing() -> None:
+    row = configuration()
+
+    def groups(name: str, value: object) -> tuple[bool, bool]:
+        """Whether they are the row's: of its reference and of its checksum."""
+        other = row.model_copy(update={"settings": row.settings.model_copy(update={name: value})})
+        return (
+            other.reference_group() == row.reference_group(),
+            other.checksum_group() == row.checksum_group(),
+        )
+
+    named = {
+        *OTHER_BATCHES_OR_PARAMETERS,
+        *OTHER_BITS,
+        *NOTHING,
+        "grad_accum",
+    }  # which has no checksum at all
+    assert named == set(Settings.model_fields)
+    for values, same in (
+        (OTHER_BATCHES_OR_PARAMETERS, (False, False)), (OTHER_BITS, (True, False)), (NOTHING, (True, True)),
+    ):  # fmt: skip
+        for name, value in values.items():
+            assert groups(name, value) == same, name
+
+
+def test_rows_under_autocast_share_no_reference_with_others() -> None:
+    def group(strategy: str, precision: str) -> str:
+        return configuration(strategies=(strategy,), precisions=(precision,)).reference_group()
+
+    assert group("ddp", "fp32") == group("zero0", "fp32")
+    assert group("ddp", "bf16") == group("ddp_compress", "bf16") != group("zero0", "bf16")
+    assert group("ddp_master", "bf16") == group("zero0", "bf16")
 
 
 def test_stages_share_a_checksum_where_the_design_promises_it() -> None:
