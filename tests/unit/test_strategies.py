@@ -143,7 +143,7 @@ def test_unknown_precision_and_a_model_without_checkpointing():
         built_single(lambda: torch.nn.Linear(2, 2), checkpointing=True)
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("clip", [None, 0.1, 100.0])
 def test_single_in_fp32_is_what_a_user_would_write(clip):
     batches = make_batches(6)
     strategy = built_single(clip=clip, grad_accum=2)
@@ -177,6 +177,77 @@ def test_single_in_low_precision_updates_fp32_masters(precision):
         assert torch.equal(parameter, masters[name].to(dtype))
         assert not torch.equal(masters[name], initial[name])
     assert not torch.equal(masters["wte.weight"], masters["wte.weight"].to(dtype).float())
+
+
+@pytest.mark.parametrize("clip", [None, 0.1, 100.0])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_single_in_low_precision_takes_the_mean_of_micro_batches_in_fp32(precision, clip):
+    batches = make_batches(3)
+    model = make_model()
+    shared.cast_parameters(model, shared.PRECISION_DTYPES[precision])
+    scale = 2.0**16 if precision == "fp16" else 1.0
+    sums = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    for batch in batches:
+        model.zero_grad()
+        (scale * model(**batch).loss).backward()
+        for name, parameter in model.named_parameters():
+            sums[name] += parameter.grad.float() / scale / 3
+    norm = torch.cat([gradient.reshape(-1) for gradient in sums.values()]).norm()
+    factor = min(1.0, clip / float(norm)) if clip else 1.0
+    strategy = built_single(precision=precision, clip=clip, grad_accum=3)
+    result = strategy.step(batches, norm=True)
+    assert result.applied and float(result.grad_norm) == pytest.approx(float(norm), rel=1e-4)
+    for name, moment in strategy.first_moments().items():
+        torch.testing.assert_close(moment, 0.1 * factor * sums[name], rtol=1e-3, atol=1e-7)
+
+
+def test_models_are_evaluated_without_dropout_and_train_again_afterwards():
+    model = make_model({**SMALL, "dropout": 0.5}).eval()  # as checkpoints are loaded
+    expected = [model(**batch).loss.item() for batch in make_batches(2)]
+    strategy = built_single(lambda: model)
+    assert model.training
+    assert strategy.evaluate(make_batches(2)) == pytest.approx(sum(expected) / 2, rel=1e-6)
+    assert model.training
+
+
+def test_buffers_keep_their_dtype_where_parameters_are_cast():
+    model = torch.nn.BatchNorm1d(3)
+    shared.cast_parameters(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.running_mean.dtype == torch.float32
+
+
+def test_bytes_are_of_each_storage_once():
+    tensor = torch.zeros(10)
+    assert shared.storage_bytes([tensor, tensor[2:], None, tensor.view(2, 5), torch.zeros(3)]) == 40 + 12
+
+
+@pytest.mark.parametrize(
+    ("precision", "bytes_each"),
+    # In low precision a gradient lives beside its fp32 sum when that is first made.
+    [("fp32", (4, 4, 0, 4, 4)), ("bf16", (2, 2 + 4, 4, 4, 4))],
+)
+def test_single_holds_so_many_bytes_a_parameter(precision, bytes_each):
+    strategy = built_single(precision=precision)
+    strategy.step(make_batches())
+    count = sum(parameter.numel() for parameter in make_model().parameters())
+    categories = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
+    expected = {name: each * count for name, each in zip(categories, bytes_each, strict=True)}
+    assert strategy.memory_bytes() == {"device": expected}
+
+
+def test_applied_steps_are_those_of_the_parameter_that_has_most():
+    """One that got its first gradient later counts from there."""
+    early, late = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = shared.make_adamw([early, late], OptimizerSettings())
+    scaler = shared.make_grad_scaler(make_settings(precision="fp16"))
+    assert shared.scaled_steps(scaler, optimizer) == 0
+    for step in range(3):
+        early.grad = torch.ones(2)
+        late.grad = torch.ones(2) if step == 2 else None
+        optimizer.step()
+    assert shared.scaled_steps(scaler, optimizer) == 3
+    assert shared.scaled_steps(None, optimizer) is None
 
 
 def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale():
