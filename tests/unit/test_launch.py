@@ -77,6 +77,11 @@ def test_the_first_error_of_a_rank_itself_counts() -> None:
     assert found.error == "rank 1: ValueError: no"
     assert not found.secondary
     assert outcome(peers, rank(1)).secondary
+    both = outcome(raised(0, 2.0, message="second"), raised(1, 1.0, message="first"))
+    assert both.error == "rank 1: ValueError: first"
+    memory = {"type": "MemoryError", "out_of_memory": "host"}
+    both = outcome(raised(0, 2.0, message="second", **memory), raised(1, 1.0, message="first", **memory))
+    assert both.error == "rank 1: MemoryError: first"
 
 
 def test_memory_that_ran_out_on_one_rank_is_oom() -> None:
@@ -96,6 +101,8 @@ def test_all_ranks_must_agree_to_be_skipped() -> None:
     skipped = Skipped(reason="needs a GPU")
     found = outcome(rank(0, skipped=skipped, open=False), rank(1, skipped=skipped, open=False))
     assert (found.status, found.error) == ("skipped", "needs a GPU")
+    found = outcome(rank(0, skipped=skipped, open=False), raised(1, 1.0))
+    assert (found.status, found.error) == ("failed", "rank 1: ValueError: no")
 
 
 def test_the_outcome_of_given_ranks_is_the_worst_part() -> None:

@@ -267,9 +267,9 @@ def test_bytes_of_files_are_those_of_as_many_updates_as_are_timed(tmp_path, warm
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_categories_and_activations_explain_the_peak(precision) -> None:
-    def measured(name: str) -> Window:
+    def measured(name: str, *, world_size: int = 1) -> Window:
         settings = StrategySettings(
-            rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous=f"explain-{os.getpid()}",
+            rank=0, world_size=world_size, local_rank=0, local_world_size=1, rendezvous=f"explain-{os.getpid()}",
             precision=precision, batch_size=2, seq_length=SEQ_LENGTH,
         )  # fmt: skip
         meter = CpuMeter()
@@ -294,6 +294,10 @@ def test_categories_and_activations_explain_the_peak(precision) -> None:
     assert row.activation_bytes is None
     explained = sum(row.memory_bytes["device"].values()) + floor.activation_bytes
     assert explained == pytest.approx(row.memory.peak_bytes, rel=1e-3)
+    of_many = measured("compute_only", world_size=64)
+    assert of_many.activation_bytes == floor.activation_bytes
+    shard_bytes = of_many.activation_and_shard_bytes - of_many.activation_bytes
+    assert 0 <= shard_bytes < held["gradients"] / 32
     # One rank's shard is all of a gradient.
     assert floor.activation_and_shard_bytes == pytest.approx(
         floor.memory.peak_bytes - held["parameters"], rel=1e-3

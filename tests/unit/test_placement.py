@@ -94,3 +94,38 @@ def test_what_updates_where_is_said_in_words(monkeypatch) -> None:
     own = {"stage": 1, "offload_optimizer": {"device": "cpu", "threads": 3}}
     assert text(None, beside_gpu=True, **own) == "3 pinned threads on node 1: 8-23 (node of its GPU)"
     assert text(None, beside_gpu=True) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bytes_each", "share"),
+    [
+        ("float32", 8, 1.0),  # all of it is on the device, where masters are the parameters
+        ("float32", 7.9, 7.9 / 12),
+        ("float32", 6, 0.5),
+        ("bfloat16", 12, 1.0),
+        ("bfloat16", 8, 8 / 12),
+        ("bfloat16", -1, 0.0),
+    ],
+)
+def test_so_much_of_the_state_fits(dtype, bytes_each, share) -> None:
+    def flat(numel: int, *, trainable: bool) -> dict[str, object]:
+        return {"shard_numel": numel, "param_dtype": dtype, "trainable": trainable}
+
+    units = [{"flats": [flat(600, trainable=True), flat(9000, trainable=False)]}]
+    units.append({"flats": [flat(400, trainable=True)]})
+    assert placement.fitting_share(units, free_bytes=round(1000 * bytes_each)) == pytest.approx(share)
+
+
+def test_what_is_free_is_below_the_limit_by_the_peak_what_comes_and_a_margin() -> None:
+    def free(ranks: int = 1, **figures) -> int:
+        return placement.CpuPlace(Topology(0, ranks, 0, ranks)).free_bytes(**figures)
+
+    place = placement.CpuPlace(Topology(0, 1, 0, 1))
+    place.begin_trial()
+    limited = free(limit_bytes=1 << 40, extra_bytes=0)
+    assert limited == pytest.approx(0.98 * (1 << 40), abs=1 << 30)
+    assert limited - free(limit_bytes=1 << 39, extra_bytes=0) == pytest.approx(0.98 * (1 << 39), abs=1 << 20)
+    assert limited - free(limit_bytes=1 << 40, extra_bytes=1 << 36) == pytest.approx(1 << 36, rel=0.02)
+    # Without a limit, a rank's part of the host.
+    whole, part = free(limit_bytes=None, extra_bytes=0), free(4, limit_bytes=None, extra_bytes=0)
+    assert part == pytest.approx(whole / 4, rel=0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -12,12 +13,15 @@ import sys
 import pytest
 from rich.console import Console
 
+from zerobench import data
+from zerobench.bench import worker
 from zerobench.bench.assess import ReferenceRun, apply_outcome, first_row
 from zerobench.bench.channel import describe_error
 from zerobench.bench.environments import environment_of
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.job import DeviceMemory, Report, TensorDeviation, Verification, Window
 from zerobench.bench.launch import Launcher
+from zerobench.bench.meters import CpuMeter
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.outcome import Outcome
 from zerobench.bench.output import OutputFolder
@@ -25,6 +29,7 @@ from zerobench.bench.plan import make_plan
 from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.result import Deviation, RowDtypes
 from zerobench.bench.run import Comparison
+from zerobench.strategies.single import SingleStrategy
 
 GPUS = tuple(
     Gpu(index=index, name="NVIDIA H200", uuid=str(index), total_bytes=140 << 30, compute_capability=(9, 0))
@@ -75,6 +80,60 @@ def test_the_reference_is_plain_and_serves_all_that_train_the_same(comparison) -
     job = found.reference_job(zero1, found.verification_model(zero1))
     assert (job.strategy, job.settings.compile, job.num_ranks) == ("single", "none", 1)
     assert found.work() == 4 + 1
+
+
+def test_the_reference_accumulates_what_all_ranks_train_on(comparison, monkeypatch) -> None:
+    found = comparison(
+        device="cpu", gpus=(), strategies=("zero2",), world_sizes=(4,), grad_accums=(3,), host_memory_gib=10.0,
+        offloads=("cpu_optimizer",),
+    )  # fmt: skip
+    (row,) = found.plan.configurations
+    monkeypatch.setenv("MASTER_PORT", "1")  # set anew by each pass
+
+    def place(world_size: int, local_world_size: int) -> worker.Place:
+        return worker.Place(
+            rank=0, world_size=world_size, local_rank=0, local_world_size=local_world_size, rendezvous="r",
+            ports=("2", "3"),
+        )  # fmt: skip
+
+    (job,) = found.passes(row, None)
+    settings = worker.strategy_settings(job, place(4, 2))
+    assert (settings.grad_accum, settings.host_memory_bytes) == (3, 5 << 30)  # two ranks a host
+    job = found.reference_job(row, found.verification_model(row))
+    settings = worker.strategy_settings(job, place(1, 1), deterministic=True)
+    assert (settings.grad_accum, settings.world_size, settings.deterministic) == (12, 1, True)
+    assert (settings.offload, settings.host_memory_bytes) == ("none", None)
+
+
+def test_a_rank_warms_up_measures_and_profiles_on_steps_that_follow_each_other(
+    comparison, monkeypatch
+) -> None:
+    found = comparison(
+        device="cpu", gpus=(), strategies=("single",), world_sizes=(1,), num_layers=(1,), hidden_sizes=(16,),
+        warmup_steps=2, num_steps=3,
+    )  # fmt: skip
+    (job,) = found.passes(found.plan.configurations[0], None)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    place = worker.Place(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", ports=("2", "3")
+    )
+    given = {}
+
+    def measured(strategy, **arguments):
+        given.update(arguments)
+        return window()
+
+    monkeypatch.setattr(worker.measure, "measure", measured)
+    with open(os.devnull, "wb") as nowhere:
+        channel = worker.Channel(nowhere.fileno(), device="cpu")
+        worker.measured(job, SingleStrategy, place, channel, CpuMeter())
+    vocab_size = found.plan.configurations[0].model["vocab_size"]
+    dataset = data.open_data("synthetic", seed=0, seq_length=64, vocab_size=vocab_size)
+    steps = [*given["warmup"], *given["window"], *given["profile"]]
+    assert (len(given["warmup"]), len(given["window"])) == (2, 3) and given["profile"]
+    for step, batches in enumerate(steps):
+        (expected,) = dataset.micro_batches(step, rank=0, world_size=1, batch_size=job.settings.batch_size)
+        assert [batch["input_ids"].tolist() for batch in batches] == [expected["input_ids"].tolist()], step
 
 
 def test_a_reference_file_goes_with_its_last_row(comparison, tmp_path) -> None:

@@ -405,6 +405,15 @@ def test_options_are_merged_over_the_engines_configuration():
     assert config["gradient_accumulation_steps"] == 3
 
 
+def test_hyperparameters_are_those_that_the_comparison_asks_for():
+    asked = OptimizerSettings(lr=0.1, beta1=0.2, beta2=0.3, eps=0.4, weight_decay=0.5)
+    found = parse(engine_config(make_settings(optimizer=asked), stage=1)).optimizer
+    assert (found.lr, found.betas, found.eps, found.weight_decay) == (0.1, (0.2, 0.3), 0.4, 0.5)
+    optimizer = shared.make_adamw([torch.nn.Parameter(torch.ones(2))], asked)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.1, (0.2, 0.3), 0.4, 0.5)
+
+
 @pytest.mark.parametrize("options", [{"stage": 1}, {"gradient_accumulation_steps": 2}])
 def test_options_that_contradict_the_row_are_errors(options):
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -34,6 +34,22 @@ def test_large_untied_embeddings_and_heads_are_units():
     assert names == ["root", "wte", *(f"blocks.{i}" for i in range(4)), "lm_head"]
 
 
+@pytest.mark.parametrize(("rows", "is_unit"), [(11, True), (9, False)])
+def test_what_is_small_beside_a_block_or_shared_is_no_unit(rows, is_unit):
+    """Half of a block is large enough: here 20 x 20 of 20 x 40."""
+
+    def names(*, tied: bool) -> list[str]:
+        model = nn.ModuleDict({"embed": nn.Embedding(2 * rows, 20)})
+        model["blocks"] = nn.Sequential(*(nn.Sequential(nn.Linear(20, 40, bias=False)) for _ in range(2)))
+        model["head"] = nn.Linear(20, 2 * rows, bias=False)
+        if tied:
+            model["head"].weight = model["embed"].weight
+        return find_units(model).names
+
+    assert names(tied=False) == ["root", *["embed"] * is_unit, "blocks.0", "blocks.1", *["head"] * is_unit]
+    assert names(tied=True) == ["root", "blocks.0", "blocks.1"]
+
+
 def test_what_an_attention_reads_and_does_not_call_is_no_unit():
     model = nn.ModuleDict(
         {
