@@ -29,7 +29,13 @@ WHAT_EACH_RANK_HOLDS = [
     ("zero1", {}, (4 + 4 + 8 / 2, 0), (2 + 2 + 12 / 2, 0)),
     ("zero2", {}, (4 + 4 / 2 + 8 / 2, 0), (2 + 2 / 2 + 12 / 2, 0)),
     ("zero3", {}, (16 / 2, 0), (16 / 2, 0)),
-    ("fsdp2", {}, (16 / 2, 0), (16 / 2, 0)),  # nothing is known of it but that it may divide all
+    ("fsdp2", {}, (16 / 2, 0), (16 / 2, 0)),
+    (
+        "zerobench.strategies.single:SingleStrategy",
+        {},
+        (16 / 2, 0),
+        (16 / 2, 0),
+    ),  # nothing is known of it but that it may divide all
     ("compute_only", {}, (4 + 4, 0), (2 + 2, 0)),
     ("zero2", {"offloads": ("cpu_optimizer",)}, (4, 8 / 2), (2, 12 / 2)),
     ("zero2", {"offloads": ("cpu_optimizer",), "offload_ratios": (0.25,)}, (4 + 3, 1), (2 + 4.5, 1.5)),
