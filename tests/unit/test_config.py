@@ -153,8 +153,24 @@ def test_dtypes_by_role():
     }
     mixed = parse({"precision": "bf16", "reduce_dtype": "float32"})
     assert mixed.effective_dtypes()["reduce"] == "float32" and not mixed.scales_loss()
+    low = parse({"precision": "fp32", "param_dtype": "bfloat16"}).effective_dtypes()
+    assert (low["param"], low["compute"], low["reduce"]) == ("bfloat16", "bfloat16", "float32")
     assert parse({"precision": "fp16"}).scales_loss()
     assert parse({"reduce_dtype": "float16"}).scales_loss()
+
+
+@pytest.mark.parametrize(
+    ("also", "words"),
+    [
+        ({"gradient_clipping": 1.0}, "before the gradient norm is known: leave gradient_clipping out"),
+        ({"precision": "fp16"}, "before an overflow is known: use bf16 or fp32"),
+        ({"reduce_dtype": "float16"}, "before an overflow is known: use bf16 or fp32"),
+    ],
+)
+def test_updates_in_backward_need_what_is_known_by_then(also, words):
+    assert parse({"optimizer_in_backward": True}).optimizer_in_backward
+    with pytest.raises(ConfigError, match=words):
+        parse({"optimizer_in_backward": True, **also})
 
 
 def test_files(tmp_path):

@@ -44,6 +44,16 @@ def test_utilisation_is_flops_over_the_peak_of_all_gpus() -> None:
     assert found.peak_of == "NVIDIA H200, bf16 dense"
 
 
+def test_of_a_mixture_the_experts_that_a_token_goes_to_count() -> None:
+    def flops(experts_per_token: int) -> float:
+        config = models.resolve("mistralai/Mixtral-8x7B-v0.1", {"num_layers": 3})
+        config = config.model_copy(update={"experts_per_token": experts_per_token})
+        return models.flops_per_token(config, 128)
+
+    expert = 3 * 4096 * 14336  # gate, up and down
+    assert flops(4) - flops(2) == pytest.approx(6 * 3 * 2 * expert)
+
+
 @pytest.mark.parametrize(
     ("precision", "tf32", "checkpointing", "peak"),
     [

@@ -16,6 +16,7 @@ from zerobench.report import (
     table_text,
 )
 from zerobench.report.columns import table_columns
+from zerobench.report.notes import note_lines
 
 
 @pytest.mark.parametrize("name", GOLDEN_TABLES)
@@ -205,16 +206,28 @@ def test_rows_whose_held_out_loss_is_far_from_the_others_are_named() -> None:
     results = gpus()
     floor, *others = [row for row in results.rows if row.status == "ok"]
     floor.validation_loss = 10.5
+    settings = others[0].settings.model_copy(update={"world_size": 2})
     for row in others:
-        row.settings = others[0].settings
+        row.settings = settings
         row.validation_loss = 3.3
     others[0].validation_loss = 3.4
     assert "Held-out loss" not in table_text(results, width=220)
     others[1].validation_loss = 10.4
     text = " ".join(table_text(results, width=220).split())
     assert f"train the same (3.3 in the middle): {others[1].strategy} (10.4). Unless" in text
-    others[1].settings = others[1].settings.model_copy(update={"num_steps": 1})
-    assert "Held-out loss" not in table_text(results, width=220)
+    optimizer = {**others[1].settings.optimizer, "lr": 0.5}
+    for other in (
+        {"num_steps": 1}, {"seed": 1}, {"clip": 0.5}, {"batch_size": 1}, {"world_size": 4}, {"grad_accum": 2},
+        {"optimizer": optimizer},
+    ):  # fmt: skip
+        others[1].settings = settings.model_copy(update=other)
+        assert "Held-out loss" not in table_text(results, width=220), other
+    others[1].settings = settings.model_copy(update={"world_size": 1, "grad_accum": 2})
+    assert "Held-out loss" in table_text(results, width=220)  # as many micro-batches
+    others[1].validation_loss = 2.9  # lower is as far
+    assert f"{others[1].strategy} (2.9). Unless" in " ".join(table_text(results, width=220).split())
+    results.rows = others[:2]
+    assert "Held-out loss" not in table_text(results, width=220)  # of two, which is far from the others?
 
 
 def test_rows_whose_updates_fp16_skipped_are_named() -> None:
@@ -224,6 +237,31 @@ def test_rows_whose_updates_fp16_skipped_are_named() -> None:
     assert "fp16 overflow" not in table_text(results, width=220)
     results.rows[3].skipped_steps = 2
     assert "skipped updates in measured steps of zero1 (2), which" in table_text(results, width=220)
+
+
+def test_outlying_steps_are_said_of_the_worst_of_many_rows() -> None:
+    results = sample()
+    for row, outlier_num in zip(results.rows, (1, 4, 2, 1, 1, 0, 0), strict=True):
+        assert row.step_time_ms is not None
+        row.step_time_ms.outliers = list(range(outlier_num))
+    text = " ".join(table_text(results, width=220).split())
+    assert "Outlying steps (kept): in 5 rows, most in zero0: 4 of 20." in text
+
+
+def test_a_note_is_of_a_column_that_is_there() -> None:
+    results = gpus()
+    texts = {left_out: [text for text, _ in note_lines(results, left_out)] for left_out in ((), ("MFU %",))}
+    assert [any(text.startswith("MFU is against") for text in found) for found in texts.values()] == [
+        True,
+        False,
+    ]
+
+
+def test_the_peak_of_the_floor_is_compared_with_nothing() -> None:
+    results = gpus()
+    floor = results.rows[0]
+    floor.settings.warmup_steps, floor.settings.num_steps = 0, 1
+    assert "very first step alone" not in table_text(results, width=220)
 
 
 def test_the_floor_is_no_competitor() -> None:
@@ -243,8 +281,11 @@ def test_a_floor_that_its_host_made_slow_is_said_to_be_none() -> None:
     floor = results.rows[0]
     zero0 = next(row for row in results.rows if row.strategy == "zero0")
     assert floor.step_time_ms is not None and zero0.step_time_ms is not None
-    floor.step_time_ms.median = 1.2 * zero0.step_time_ms.median
+    floor.step_time_ms.median = 1.03 * zero0.step_time_ms.median
     floor.device_utilisation_pct = 37.5
+    busier = floor.model_copy(deep=True)
+    busier.name, busier.settings.batch_size, busier.device_utilisation_pct = "busier", 3, 90.0
+    results.rows.append(busier)
     finish_rows(results)
     text = " ".join(table_text(results, width=220).split())
     assert "zero0" in text.split(" took less time than compute_only (its GPU was busy 38 % of the time)")[0]
