@@ -1,0 +1,73 @@
+"""What a state to load must have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zerobench.errors import ConfigError
+from zerobench.full_state import checked_states, unheld_tensors
+
+
+class Model(nn.Module):
+    """With a frozen parameter, one of integers, and buffers that belong to its state and that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.linear.bias.requires_grad_(False)
+        self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("made_again", torch.zeros(2), persistent=False)
+
+
+def states(**changes: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    weight, bias = torch.ones(3, 2, dtype=torch.float16), torch.ones(3)
+    trained = {"linear.weight": weight}
+    return {
+        "parameters": {**trained, "linear.bias": bias},
+        "exp_avg": trained,
+        "exp_avg_sq": trained,
+        **changes,
+    }
+
+
+def test_what_is_trained_has_all_states_and_what_is_frozen_its_values() -> None:
+    found = checked_states(Model(), states(), may_be_none=False)
+    assert {kind: sorted(tensors) for kind, tensors in found.items()} == {
+        "parameters": ["linear.bias", "linear.weight"],
+        "exp_avg": ["linear.weight"],
+        "exp_avg_sq": ["linear.weight"],
+    }
+    assert {tensor.dtype for tensors in found.values() for tensor in tensors.values()} == {torch.float32}
+    more = states(exp_avg=dict(states()["parameters"]))  # of a run that trained the bias, too
+    assert sorted(checked_states(Model(), more, may_be_none=False)["exp_avg"]) == ["linear.weight"]
+
+
+@pytest.mark.parametrize("kind", ["parameters", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({}, r"have no 'linear\."),
+        ({**states()["parameters"], "other": torch.ones(1)}, "have 'other', which the model lacks"),
+        (
+            {**states()["parameters"], "linear.weight": torch.ones(2, 3)},
+            r"have shape \(2, 3\), the model's have \(3, 2\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(kind, tensors, words) -> None:
+    with pytest.raises(ConfigError, match=f"{kind}.*{words}"):
+        checked_states(Model(), states(**{kind: tensors}), may_be_none=True)
+
+
+def test_no_state_at_all_is_one_only_where_it_may_be() -> None:
+    none = {"parameters": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    assert checked_states(Model(), none, may_be_none=True) == none
+    with pytest.raises(ConfigError, match="the parameters to load have no"):
+        checked_states(Model(), none, may_be_none=False)
+
+
+def test_a_state_has_persistent_buffers_and_parameters_of_integers() -> None:
+    assert sorted(unheld_tensors(Model())) == ["kept", "table"]
