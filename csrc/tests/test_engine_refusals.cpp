@@ -63,17 +63,28 @@ TEST_P(EngineRefusals, ABackwardWithUpdatesAndImpossibleHyperparametersIsAsIfItW
 
 TEST_P(EngineRefusals, RanksWithDifferentHyperparametersAreTold) {
   if (world_size() == 1) GTEST_SKIP() << "one rank differs from nobody";
-  const std::vector<std::exception_ptr> errors = test::try_ranks(options(), [&](ToyRank& toy) {
-    for (int step = 0; step < 2; ++step) {  // in lanes a step's reports are read by the next
-      toy.forward(kUnits);
-      toy.backward(kReversed);
-      std::vector<AdamHyperparameters> groups = test::toy_groups();
-      groups.back().lr *= 1.0 + toy.rank();
-      toy.engine().step(groups);
+  const std::vector<void (*)(AdamHyperparameters&)> changes{
+      [](AdamHyperparameters& group) { group.lr *= 2.0; },
+      [](AdamHyperparameters& group) { group.beta1 *= 0.5; },
+      [](AdamHyperparameters& group) { group.beta2 *= 0.5; },
+      [](AdamHyperparameters& group) { group.eps *= 2.0; },
+      [](AdamHyperparameters& group) { group.weight_decay += 0.1; },
+      [](AdamHyperparameters& group) { group.kind = WeightDecayKind::kL2; },
+  };
+  for (std::size_t change = 0; change < changes.size(); ++change) {
+    const std::vector<std::exception_ptr> errors = test::try_ranks(options(), [&](ToyRank& toy) {
+      for (int step = 0; step < 2; ++step) {  // in lanes a step's reports are read by the next
+        toy.forward(kUnits);
+        toy.backward(kReversed);
+        std::vector<AdamHyperparameters> groups = test::toy_groups();
+        if (toy.rank() == world_size() - 1) changes[change](groups.back());
+        toy.engine().step(groups);
+      }
+    });
+    for (const std::exception_ptr& error : errors) {
+      EXPECT_NE(test::message_of(error).find("different hyperparameters"), std::string::npos)
+          << "change " << change << ": " << test::message_of(error);
     }
-  });
-  for (const std::exception_ptr& error : errors) {
-    EXPECT_NE(test::message_of(error).find("different hyperparameters"), std::string::npos) << test::message_of(error);
   }
 }
 

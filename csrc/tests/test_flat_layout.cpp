@@ -167,6 +167,14 @@ TEST(FlatLayout, FewerElementsThanShardsLeavesWholeShardsEmpty) {
   EXPECT_TRUE(layout.segments_within(16, 32).empty());
 }
 
+TEST(FlatLayout, WithoutElementsEveryShardStillHasAddresses) {
+  for (const FlatLayout& layout : {FlatLayout({}, 3, 16), FlatLayout({{"empty", 0, 0}}, 3, 16)}) {
+    EXPECT_EQ(layout.numel(), 0U);
+    EXPECT_EQ(layout.shard_numel(), 16U);
+    EXPECT_EQ(layout.gaps(), (std::vector<Segment>{{0, 48, 0}}));
+  }
+}
+
 TEST(FlatLayout, RejectsNoShardsAndNoAlignment) {
   EXPECT_THROW(FlatLayout({}, 0, 16), ArgumentError);
   EXPECT_THROW(FlatLayout({}, 1, 0), ArgumentError);

@@ -2,6 +2,7 @@
 #include "zero/gather_scheduler.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "engine_support.h"
 
@@ -122,6 +123,28 @@ TEST_P(Gathers, SlotsStayWithinThePrefetchBudget) {
     EXPECT_LE(gather_slots().peak_bytes, one_and_the_root + static_cast<std::int64_t>(root_bytes));
     EXPECT_EQ(gather_slots().current_bytes, one_and_the_root);
   });
+}
+
+TEST_P(Gathers, PrefetchReachesAsFarAsTheBudget) {
+  std::vector<std::size_t> bytes(5);
+  run_ranks(sharded_options(GetParam()), [&](ToyRank& toy) {
+    if (toy.rank() != 0) return;
+    for (std::size_t unit = 0; unit <= 4; ++unit) bytes[unit] = toy.engine().unit(unit).gather_bytes;
+  });
+  const std::vector<std::pair<std::size_t, std::size_t>> cases{
+      {bytes[2] - 1, 0}, {bytes[2], 1}, {bytes[2] + bytes[3] - 1, 1}, {bytes[2] + bytes[3], 2}};
+  for (const auto& [budget, ahead] : cases) {
+    run_ranks(sharded_options(GetParam(), budget), [&](ToyRank& toy) {
+      for (int step = 0; step < 3; ++step) toy.train();  // what passes used counts no more
+      toy.engine().begin_forward(true);
+      toy.engine().pre_forward(kRoot);
+      toy.engine().pre_forward(1);
+      std::size_t started_num = 0;
+      for (const std::size_t unit : {2, 3, 4}) started_num += state_of(toy, unit) != ParameterState::kSharded ? 1 : 0;
+      EXPECT_EQ(started_num, ahead) << budget;
+      toy.engine().abandon_forward();
+    });
+  }
 }
 
 TEST_P(Gathers, AUnitLandsInTheSameSlotStepAfterStep) {

@@ -100,6 +100,27 @@ TEST_P(Collectives, AllReduce) {
   });
 }
 
+// 2^24 and then ones, of which each alone is lost in float; added to each other first they would not be.
+TEST_P(Collectives, SumsAreRoundedInTheOrderOfRanks) {
+  run_ranks(world_size(), [&](Communicator& comm) {
+    constexpr std::size_t kNumel = 1000;
+    const float mine = comm.rank() == 0 ? 16777216.0F : 1.0F;
+    const auto expected = [](std::size_t) { return 16777216.0F; };
+    const Region source = shared(comm, kNumel * 4 * ranks());
+    const Region slice = local(comm, kNumel * 4);
+    write_values(source.data(), DType::kFloat32, kNumel * ranks(), [&](std::size_t) { return mine; });
+    const WorkPtr scattered = comm.start_reduce_scatter({source, slice, kNumel, DType::kFloat32, "unit"});
+    scattered->wait();
+    EXPECT_EQ(first_difference(slice.data(), DType::kFloat32, kNumel, expected), -1);
+    scattered->wait_source_free();
+    write_values(source.data(), DType::kFloat32, kNumel, [&](std::size_t) { return mine; });
+    const WorkPtr reduced = comm.start_all_reduce({source, kNumel, DType::kFloat32, "unit"});
+    reduced->wait();
+    EXPECT_EQ(first_difference(source.data(), DType::kFloat32, kNumel, expected), -1);
+    reduced->wait_source_free();
+  });
+}
+
 TEST_P(Collectives, BroadcastFromEveryRoot) {
   run_ranks(world_size(), [&](Communicator& comm) {
     const Region buffer = shared(comm, kLargestNumel);
