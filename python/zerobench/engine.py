@@ -31,7 +31,7 @@ from zerobench.full_state import (
     share_unheld,
     unheld_tensors,
 )
-from zerobench.hooks import ModuleHooks, expect_no_hooks, expect_settled
+from zerobench.hooks import ModuleHooks, expect_settled
 from zerobench.optimizer import ZeroOptimizer
 from zerobench.parameters import (
     Materialise,
@@ -42,6 +42,7 @@ from zerobench.parameters import (
 )
 from zerobench.rank_cpus import rank_cpus
 from zerobench.swap_watch import SwapWatch
+from zerobench.trainable_model import expect_trainable
 from zerobench.units import find_units
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,9 +85,7 @@ class Engine(EngineFacts):
         materialise: Materialise | None = None,
     ) -> None:
         core = _native.load()
-        _expect_module(model)
-        expect_no_hooks(model)
-        _expect_dense_buffers(model)
+        expect_trainable(model, materialise)
         self.module = model
         self.config = config
         self.topology = topology_module.resolve(config)
@@ -519,18 +518,6 @@ class Engine(EngineFacts):
                 error, "add_note"
             ) else None
         self._core.rethrow_hook_error()
-
-
-def _expect_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise ConfigError(f"model must be a torch.nn.Module, not {what}; make the model first")
-
-
-def _expect_dense_buffers(model: nn.Module) -> None:
-    for name, buffer in model.named_buffers():
-        if buffer.layout != torch.strided:
-            raise ConfigError(f"buffer '{name}' is sparse; make it dense")
 
 
 def _nothing() -> None:

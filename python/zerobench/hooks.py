@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zerobench.errors import ConfigError, StateError
+from zerobench.errors import StateError
 from zerobench.units import UnitModules
 
 
@@ -37,7 +37,7 @@ class ModuleHooks:
         self._unit_handles: list[Any] = []
         root = units.modules[0]
         begin = root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
-        self._of_units = [_UnitHooks(core, unit) for unit in range(1, self._unit_num)]
+        self._of_units = [UnitHooks(core, unit) for unit in range(1, self._unit_num)]
         for hooks, module in zip(self._of_units, units.modules[1:], strict=True):
             self._install(hooks, module)
         self._handles = [
@@ -86,7 +86,7 @@ class ModuleHooks:
                 "call engine.load_state_dict(), or load inside `with engine.gather(modifier_rank=0):`, on every rank"
             )
 
-    def _install(self, hooks: _UnitHooks, module: nn.Module) -> None:
+    def _install(self, hooks: UnitHooks, module: nn.Module) -> None:
         # Before the hooks that are there: those of torch.nn.utils.weight_norm, say, read the module's parameters.
         if not self._core.parameters_sharded:  # then nothing happens behind a unit's forward
             self._unit_handles.append(module.register_forward_pre_hook(hooks.before, prepend=True))
@@ -127,7 +127,7 @@ class ModuleHooks:
             self._core.abandon_forward()
 
 
-class _UnitHooks:
+class UnitHooks:
     """The hooks of one unit."""
 
     def __init__(self, core: Any, unit: int) -> None:
@@ -199,16 +199,6 @@ def expect_settled(core: Any) -> None:
             "the last step's updates are still under way, and other ranks have a part in them: call "
             "engine.state_dict(), or read the model inside `with engine.gather():`, on every rank"
         )
-
-
-def expect_no_hooks(model: nn.Module) -> None:
-    """Raise ConfigError where another engine trains the model or a part of it."""
-    for module in model.modules():
-        hooked = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-        if any(isinstance(owner, (ModuleHooks, _UnitHooks)) for owner in hooked):
-            raise ConfigError(
-                f"an engine trains this {type(module).__name__} already; call that engine's close() first"
-            )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from zerobench.errors import ConfigError
 from zerobench.units import UnitModules
@@ -24,9 +23,8 @@ def param_groups(
     """Torch-style param groups of what is to be trained: by default every parameter of the model in one group.
 
     Parameters that need no gradient are left out. Raises ConfigError for what is no parameter of the model, for complex
-    ones that need a gradient, for those that have no shape yet, and where nothing is left to train.
+    ones that need a gradient, and where nothing is left to train.
     """
-    _expect_shapes(model)
     given = list(model.parameters()) if model_parameters is None else _listed(model_parameters)
     if not given:
         raise ConfigError("the model has no parameters to train")
@@ -146,12 +144,3 @@ def _no_parameters(given: object) -> ConfigError:
         f"model_parameters must hold parameters or dicts with 'params', not {type(given).__name__}; pass "
         "model.parameters()"
     )
-
-
-def _expect_shapes(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise ConfigError(
-                f"'{name}' has no shape before the model's first forward, as in torch.nn.LazyLinear; run one forward "
-                "before zerobench.initialize"
-            )

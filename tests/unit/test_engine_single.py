@@ -153,6 +153,11 @@ def test_what_is_no_model_is_refused(model, what):
         zerobench.initialize(model)
 
 
+def test_what_materialises_is_a_function():
+    with pytest.raises(ConfigError, match="materialise must be a function, not str"):
+        zerobench.initialize(small_models.Bare(), config={"world_size": 1}, materialise="meta")
+
+
 def test_cpus_that_the_process_may_not_use_are_refused():
     with pytest.raises(ConfigError, match="cpus names CPU 100000"):
         zerobench.initialize(small_models.Bare(), config={"world_size": 1, "cpus": [100000], "threads": 1})

@@ -51,6 +51,7 @@ PYTHON_ORDER = [
         "config",
         "io_settings",
         "topology",
+        "trainable_model",
         "units",
         "placement",
         "rank_cpus",
