@@ -30,6 +30,8 @@ class Parameters {
   }
   PagedParameters* operator->() { return pages_.get(); }
 
+  bool waits_for_writes = false;  // else what updates leave in memory depends on how long writes take
+
   void write(std::size_t shard, unsigned seed) {
     pages_->release(shard);
     for (std::size_t begin = 0; begin < shards_[shard].numel; begin += kChunkNumel) {
@@ -38,6 +40,7 @@ class Parameters {
       const std::span<std::byte> values{model_[shard].data() + begin * element_bytes, bytes};
       test::fill_random(values, seed * 1000003U + shard * 1009U + begin);
       pages_->write(shard, begin, [&](std::byte* chunk) { std::memcpy(chunk, values.data(), bytes); });
+      if (waits_for_writes) pages_->flush();
     }
   }
   void update(std::size_t shard, unsigned seed) {
@@ -157,6 +160,7 @@ TEST(PagedParameters, AWholeShardIsReadAheadOfItsFetch) {
     options.engine.depth = 1;
     if (has_memory) options.ahead_bytes = largest_paged_shard_bytes(shards, kChunkNumel, options);
     Parameters parameters(shards, options);
+    parameters.waits_for_writes = true;
     for (unsigned number = 1; number < 4; ++number) parameters.step(number);
     for (std::size_t shard = 0; shard < 5; ++shard) {
       parameters.fetch(shard);
