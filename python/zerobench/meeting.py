@@ -13,7 +13,13 @@ from zerobench.errors import CommunicationError
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN)
 
 
-def expect_descriptors(world_size: int) -> None:
+def expect_to_meet(world_size: int, *, address: str) -> None:
+    """CommunicationError where this rank cannot reach others, by way of ``address`` (MASTER_ADDR)."""
+    expect_route(address)
+    _expect_descriptors(world_size)
+
+
+def _expect_descriptors(world_size: int) -> None:
     """CommunicationError where this process could not connect to them all, which would leave them waiting."""
     free_num = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
     needed_num = 12 + world_size  # torch 2.13 takes 13 on every rank, and 2 a rank where the store is

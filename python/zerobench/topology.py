@@ -12,7 +12,7 @@ from zerobench import _native
 from zerobench.config import Config
 from zerobench.errors import ConfigError
 from zerobench.launched import number_in, with_slurm
-from zerobench.meeting import expect_descriptors, expect_route
+from zerobench.meeting import expect_to_meet
 
 _engines_made: Counter[str] = Counter()  # by meeting point: the ranks of one meet for their n-th engine there
 
@@ -150,8 +150,7 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
             if name in environment:
                 os.environ[name] = environment[name]
         if topology.world_size > 1:
-            expect_route(environment["MASTER_ADDR"])
-            expect_descriptors(topology.world_size)
+            expect_to_meet(topology.world_size, address=environment["MASTER_ADDR"])
         dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size, timeout=timeout)
     groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
     gather, reduce = (core.make_c10d_communicator(group.group_name) for group in groups)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,18 @@ class Command:
                 return False
             time.sleep(0.1)
         return True
+
+
+def until(
+    process: subprocess.Popen[str], condition: Callable[[], Any], *, else_: str, within_s: float = 120
+) -> None:
+    """Waits for ``condition``; fails where the process or the time ends before."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(else_)
+        time.sleep(0.02)
 
 
 @pytest.fixture

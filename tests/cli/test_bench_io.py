@@ -9,6 +9,7 @@ import signal
 import time
 
 import pytest
+from conftest import until
 
 from zerobench.bench.disks import ring_refusal
 from zerobench.bench.micro.io import raw_candidates
@@ -130,10 +131,8 @@ def test_what_cannot_be_measured_is_refused_in_one_line(command, arguments, said
 
 def test_interrupting_leaves_no_swap_file(command) -> None:
     process = command.start(*BENCH, "--repeats", "100000", "--depth", "2")
-    deadline = time.monotonic() + 60
-    while not list((command.folder / "disk").iterdir()):
-        assert process.poll() is None and time.monotonic() < deadline, "nothing was measured"
-        time.sleep(0.05)
+    disk = command.folder / "disk"
+    until(process, lambda: list(disk.iterdir()), else_="nothing was measured", within_s=60)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)

@@ -9,6 +9,7 @@ import signal
 import time
 
 import pytest
+from conftest import until
 
 COMM = ["bench", "comm", "--device", "cpu", "--min-bytes", "4096", "--max-bytes", "16384", "--repeats", "6"]
 ADAM = ["bench", "adam", "--device", "cpu", "--min-numel", "1000", "--max-numel", "4001", "--repeats", "3"]
@@ -164,10 +165,12 @@ def started(command, *arguments: str):
     process = command.start(
         "bench", "comm", "--device", "cpu", "--world-size", "2", "--repeats", "100000", *arguments
     )
-    deadline = time.monotonic() + 60
-    while len(rank_processes(command, process.pid)) < 2:
-        assert process.poll() is None and time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.05)
+    until(
+        process,
+        lambda: len(rank_processes(command, process.pid)) >= 2,
+        else_="the ranks did not start",
+        within_s=60,
+    )
     return process
 
 

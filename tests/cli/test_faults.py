@@ -10,11 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL
+from conftest import SMALL, until
 
 TIMEOUT_S = 20
 
@@ -139,10 +138,8 @@ def test_a_temporary_folder_that_goes_away_is_one_clear_line(command, temporary)
     process = command.start(
         "compare", *SMALL, "--strategies", "single", "--batch-size", "2,4,8", "--output-dir", "out"
     )
-    deadline = time.monotonic() + 120
-    while not list((command.folder / "out" / "logs").glob("*")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    logs = command.folder / "out" / "logs"
+    until(process, lambda: list(logs.glob("*")), else_="the first row did not begin")
     shutil.rmtree(temporary)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in stderr + stdout, stderr
@@ -156,17 +153,10 @@ def start_slow(command, strategies: str = "single,troubles:Slow") -> subprocess.
     process = command.start(
         "compare", *SMALL, "--strategies", strategies, "--num-steps", "40", "--output-dir", "out"
     )
-    deadline = time.monotonic() + 120
-    while (
-        not (command.folder / "out" / "logs").exists()
-        or len(list((command.folder / "out" / "logs").iterdir())) < 2
-    ):
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail("the second row did not begin")
-        time.sleep(0.1)
-    while len(command.processes()) < 5:  # the command, its sampler and fork server, two ranks
-        time.sleep(0.1)
+    logs = command.folder / "out" / "logs"
+    until(process, lambda: len(list(logs.glob("*"))) >= 2, else_="the second row did not begin")
+    # The command, its sampler and fork server, two ranks.
+    until(process, lambda: len(command.processes()) >= 5, else_="its ranks did not start")
     return process
 
 
@@ -192,12 +182,12 @@ def test_interrupting_says_how_many_repeats_rows_have(command) -> None:
         "compare", *SMALL, "--strategies", "single,troubles:Slow", "--num-steps", "4", "--repeats", "3",
         "--output-dir", "out",
     )  # fmt: skip
-    path, deadline = command.folder / "out" / "results.json", time.monotonic() + 120
-    while not path.exists() or len(json.loads(path.read_text())["rows"]) < 2:  # the second repeat begins
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail("the second row did not end")
-        time.sleep(0.05)
+    path = command.folder / "out" / "results.json"
+    until(  # the second repeat begins
+        process,
+        lambda: path.exists() and len(json.loads(path.read_text())["rows"]) >= 2,
+        else_="the second row did not end",
+    )
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     rows = json.loads(path.read_text())["rows"]
@@ -244,10 +234,8 @@ def test_no_swap_file_outlives_who_was_killed(command, who, signum) -> None:
         "--nvme-path", "disk", "--output-dir", "out",
         "--hidden-size", "256", "--num-layers", "4", "--timeout", str(TIMEOUT_S),
     )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while len(files := [file.name for file in disk.iterdir() if ".rank" in file.name]) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    until(process, lambda: len(list(disk.glob("*.rank*"))) >= 2, else_="no rank made its file")
+    files = [file.name for file in disk.glob("*.rank*")]
     pids = {name.split(".")[2]: int(name.split(".pid")[1].split(".")[0]) for name in files}
     os.kill(pids.get(who, process.pid), signum)
     process.communicate(timeout=60)

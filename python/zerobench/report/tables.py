@@ -99,11 +99,9 @@ def _fit(
         table = _build(rows, columns, plain)
         if fits(table):
             return table, left_out
-        may_stay = LAST if fits(_build(rows, columns, plain, folded=True)) else ALWAYS
-        droppable = [column for column in columns if column.keep < may_stay]
-        if not droppable:
+        least = min(columns, key=lambda column: column.keep)
+        if least.keep == ALWAYS or (least.keep == LAST and fits(_build(rows, columns, plain, folded=True))):
             return table, left_out
-        least = min(droppable, key=lambda column: column.keep)
         gone = [
             column for column in columns if column is least or (least.group and column.group == least.group)
         ]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerobench.errors import ConfigError
-from zerobench.meeting import expect_descriptors, expect_route
+from zerobench.meeting import expect_to_meet
 from zerobench.strategies.base import Batch, ModelFactory, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
@@ -56,8 +56,7 @@ class ProcessGroupLease:
                 "start it by `zerobench compare` or torchrun"
             )
         if settings.world_size > 1:
-            expect_route(os.environ["MASTER_ADDR"])
-            expect_descriptors(settings.world_size)
+            expect_to_meet(settings.world_size, address=os.environ["MASTER_ADDR"])
         device = bind_device(settings)
         self._on_gpu = on_gpu = device.type == "cuda"
         dist.init_process_group(

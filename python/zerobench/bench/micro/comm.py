@@ -248,9 +248,8 @@ def run_rank(
     bind_crowded_rank(place)
     core = _native.load()
     torch.set_num_threads(max(1, core_num // place.world_size))
-    if (
-        "GLOO_SOCKET_IFNAME" not in os.environ
-    ):  # gloo else resolves the host's name, which laptops often cannot
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Else gloo resolves the host's name, which laptops often cannot.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         expect_route("localhost", source="GLOO_SOCKET_IFNAME=lo")
     dist.init_process_group(
