@@ -132,14 +132,14 @@ std::map<std::string, at::Tensor> BoundEngine::full_state(const std::string& kin
                                                        {"exp_avg_sq", FullState::kExpAvgSq}};
   const auto found = kKinds.find(kind);
   ZB_EXPECT(found != kKinds.end(), "'" + kind + "' is not a state; use parameters, master, exp_avg or exp_avg_sq");
-  const bool keeps = !rank0_only || get().rank() == 0;
   std::map<std::string, at::Tensor> result;
-  get().read_full_state(found->second, [&](std::size_t index, const float* values) {
-    if (!keeps) return;
+  const auto keep = [&](std::size_t index, const float* values) {
     at::Tensor tensor = at::empty(sizes_[index], at::TensorOptions().dtype(c10::ScalarType::Float));
     std::memcpy(tensor.mutable_data_ptr(), values, static_cast<std::size_t>(tensor.numel()) * sizeof(float));
     result.emplace(get().parameter(index).name, std::move(tensor));
-  });
+  };
+  const bool keeps = !rank0_only || get().rank() == 0;
+  get().read_full_state(found->second, keeps ? std::function(keep) : nullptr);
   return result;
 }
 

@@ -316,5 +316,22 @@ TEST_P(EveryStage, PrefetchingChangesSpeedOnly) {
   }
 }
 
+TEST_P(EveryStage, StateMayBeReadByOneRank) {
+  Reference reference(world_size());
+  reference.backward(0);
+  reference.step();
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    toy.train();
+    if (toy.rank() != world_size() - 1) {
+      for (const FullState kind : {FullState::kMaster, FullState::kExpAvg}) toy.engine().read_full_state(kind, nullptr);
+      return reference.master;
+    }
+    Values found = toy.state(FullState::kMaster);
+    EXPECT_EQ(toy.state(FullState::kExpAvg), test::without_frozen(reference.exp_avg));
+    return found;
+  });
+  EXPECT_EQ(master, reference.master);
+}
+
 }  // namespace
 }  // namespace zb

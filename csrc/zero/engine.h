@@ -145,8 +145,8 @@ class Engine {
   // of which each gives its own. Returns the share. Collective.
   double place_state(double fitting_share);
 
-  // Collective; calls `visit` with every parameter's values (row-major) in registration order of the flats. Frozen
-  // parameters have values and masters, but no moments.
+  // Collective; calls `visit` with every parameter's values (row-major) in registration order of the flats, and keeps
+  // nothing on the host of a rank that gives none. Frozen parameters have values and masters, but no moments.
   void read_full_state(FullState kind, const std::function<void(std::size_t parameter, const float* values)>& visit);
 
   // The other way round: rank 0's values become everybody's, moments and facts included, and nothing stays of what the

@@ -65,6 +65,11 @@ void Engine::read_full_state(FullState kind,
           work->wait();
           work->wait_source_free();
         }
+        if (!visit) {  // this rank only gives its shard
+          device().synchronize();
+          check_communicators();
+          continue;
+        }
         on_host.resize(layout.padded_numel());
         device().download(on_host.data(), full.data(), on_host.size() * sizeof(float));
         check_communicators();
