@@ -161,8 +161,8 @@ def test_report_imports_are_light() -> None:
 import sys, zerobench.report
 heavy = {"torch", "pandas", "matplotlib", "rich", "numpy", "zerobench._core"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-from zerobench.report import (advise, finish_rows, load, median_of_ratios, ratio_of_medians, read_results,
-    render_table, summarise, table_text, write_csv, write_plots, Ratio)
+from zerobench.report import (advise, finish_rows, load, median_of_ratios, read_results, render_table,
+    summarise, table_text, write_csv, write_plots, Ratio)
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 results = read_results(sys.argv[1])
 finish_rows(results), advise(results), table_text(results)

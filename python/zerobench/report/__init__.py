@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .comparing import finish_rows
     from .frame import load, read_results, write_csv
     from .plots import write_plots
-    from .stats import Ratio, median_of_ratios, ratio_of_medians, summarise
+    from .stats import Ratio, median_of_ratios, summarise
     from .tables import render_table, table_text
 
 _HOME = {
@@ -28,7 +28,6 @@ _HOME = {
     "finish_rows": "comparing",
     "Ratio": "stats",
     "median_of_ratios": "stats",
-    "ratio_of_medians": "stats",
     "summarise": "stats",
     "render_table": "tables",
     "table_text": "tables",
@@ -40,7 +39,6 @@ __all__ = [
     "finish_rows",
     "load",
     "median_of_ratios",
-    "ratio_of_medians",
     "read_results",
     "render_table",
     "summarise",

@@ -1,4 +1,4 @@
-"""Robust statistics of samples: median, MAD, outliers, errors of medians, ratios with intervals.
+"""Robust statistics of samples: median, MAD, outliers, errors of medians, a ratio with its interval.
 
 Plain Python: the micro-benchmarks and the comparison both use it. Formulas and sources stand in docs/metrics.md.
 """
@@ -6,7 +6,6 @@ Plain Python: the micro-benchmarks and the comparison both use it. Formulas and 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -111,19 +110,15 @@ def ratio_error(numerator: Sequence[float], denominator: Sequence[float]) -> flo
     return top / bottom * math.hypot(above / top, below / bottom)
 
 
-def _check_ratio(a: Sequence[float], b: Sequence[float]) -> None:
-    if not a or not b:
-        raise ValueError("a ratio needs at least one sample on each side")
-    if min(a) <= 0 or min(b) <= 0:
-        raise ValueError("a ratio of times or rates needs positive samples")
-
-
 def median_of_ratios(a: Sequence[float], b: Sequence[float]) -> Ratio:
     """The median of a[i] / b[i] over interleaved pairs, with the distribution-free 95 % interval of a median.
 
     Drift that hits both sides of a pair alike cancels. The interval is the pair of order statistics that the binomial
     distribution gives; with fewer than 6 pairs no such pair exists, and there is no interval."""
-    _check_ratio(a, b)
+    if not a or not b:
+        raise ValueError("a ratio needs at least one sample on each side")
+    if min(a) <= 0 or min(b) <= 0:
+        raise ValueError("a ratio of times or rates needs positive samples")
     if len(a) != len(b):
         raise ValueError(f"pairs need as many samples on each side, got {len(a)} and {len(b)}")
     ratios = sorted(x / y for x, y in zip(a, b, strict=True))
@@ -137,27 +132,3 @@ def median_of_ratios(a: Sequence[float], b: Sequence[float]) -> Ratio:
     if not below:
         return Ratio(median(ratios), None, None)
     return Ratio(median(ratios), ratios[below - 1], ratios[pair_num - below])
-
-
-def ratio_of_medians(a: Sequence[float], b: Sequence[float], *, resamples: int = 2000) -> Ratio:
-    """median(a) / median(b) with a 95 % bootstrap interval (percentiles), the same on every call.
-
-    Sides of equal length are interleaved pairs and are resampled as pairs, so that drift common to both narrows the
-    interval as it should; else each side is resampled alone."""
-    _check_ratio(a, b)
-    generator = random.Random(0)
-    estimates = []
-    if len(a) == len(b):
-        pairs = sorted(zip(a, b, strict=True))
-        for _ in range(resamples):
-            drawn = generator.choices(pairs, k=len(pairs))
-            estimates.append(median([x for x, _ in drawn]) / median([y for _, y in drawn]))
-    else:
-        above, below = sorted(a), sorted(b)
-        for _ in range(resamples):
-            top = median(generator.choices(above, k=len(above)))
-            estimates.append(top / median(generator.choices(below, k=len(below))))
-    estimates.sort()
-    cut = int(0.025 * (resamples - 1))
-    value = median(a) / median(b)
-    return Ratio(value, min(value, estimates[cut]), max(value, estimates[-1 - cut]))
