@@ -46,6 +46,7 @@ def test_fields_of_newer_files_are_kept(tmp_path: Path) -> None:
     [
         (None, r"does not exist: give a results\.json"),
         ("{", "is not a zerobench result file"),
+        ("[]", "is not a zerobench result file: the file"),
         ('{"created": 3}', "is not a zerobench result file: created"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],

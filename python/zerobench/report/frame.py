@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -33,22 +34,22 @@ def read_results(path: AnyPath) -> Results:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}") from None
     try:
-        _expect_known_version(file, text)
-        return Results.model_validate_json(text)
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{file} is not a zerobench result file: {error}") from None
+    _expect_known_version(file, content)
+    try:
+        return Results.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         raise DataError(f"{file} is not a zerobench result file: {place}: {first['msg']}") from None
 
 
-class _Version(BaseModel):
-    schema_version: int = SCHEMA_VERSION
-
-
-def _expect_known_version(file: Path, text: str) -> None:
-    """Before anything else is read: what a newer version holds may look wrong to this one."""
-    version = _Version.model_validate_json(text).schema_version
-    if version > SCHEMA_VERSION:
+def _expect_known_version(file: Path, content: Any) -> None:
+    """Before anything else is judged: what a newer version holds may look wrong to this one."""
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
         raise DataError(
             f"{file} has schema_version {version} and this zerobench reads up to {SCHEMA_VERSION}: upgrade zerobench"
         )

@@ -223,14 +223,18 @@ def _colours(known: dict[str, str], bars: Sequence[Sequence[Segment]]) -> Callab
 
 
 def bar_figure(rows: Sequence[Row], panel_num: int) -> tuple[Figure, list[Axes]]:
+    """Panels side by side, each with a bar a row; the first has their labels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    line_num = max(label.count("\n") + 1 for label in shortened(row_labels(rows)))
+    labels = shortened(row_labels(rows))
+    line_num = max(label.count("\n") + 1 for label in labels)
     height = 1.75 + max(len(rows), 2) * max(0.36 if len(rows) <= 15 else 0.27, 0.16 * line_num)
     figure = Figure(figsize=(8.0, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, panel_num, sharey=True, squeeze=False)[0])
+    panels: list[Axes] = list(figure.subplots(1, panel_num, sharey=True, squeeze=False)[0])
+    panels[0].set_yticks(range(len(rows)), list(map(as_is, labels)))  # of all panels
+    return figure, panels
 
 
 def style_axes(axes: Axes) -> None:
@@ -287,7 +291,6 @@ def draw_bars(
         else:
             text = row.status if row.status != "ok" else absent
             axes.text(0.01 * longest, index, text, va="center", fontsize=8.5, color=MUTED, style="italic")
-    axes.set_yticks(range(len(rows)), list(map(as_is, shortened(row_labels(rows)))))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     reach = [sum(length for _, length in bar) for bar in bars]
     if overhang:
