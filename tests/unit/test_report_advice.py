@@ -86,7 +86,7 @@ def test_step_times_are_written_in_ms() -> None:
 
 def test_advice_names_one_where_the_difference_is_clear() -> None:
     results = sample()
-    results.rows[4].step_time_ms = summarise([60.0, 60.5, 59.5, 60.2, 59.8])
+    results.rows[4].step_time_ms = summarise([60.0, 60.5, 59.5, 60.2, 59.8, 60.0])
     finish_rows(results)
     assert advise(results)[0].startswith("zero3 is the fastest of 7 correct rows: 34,133 tokens/s")
     assert (
@@ -137,6 +137,28 @@ def test_advice_says_what_is_too_noisy_to_rank() -> None:
     assert noisy(100.0, 101.0, spread=0.02)[0].startswith("zero0 and zero1 tie as the fastest of 2 correct")
 
 
+def test_few_steps_that_lie_close_by_chance_settle_nothing() -> None:
+    """MAD of the fastest is 0.05 % and every other row is 1 % slower, as in 22 of 100 pairs of equal rows."""
+    results = sample()
+    for row in results.rows[1:]:
+        row.step_time_ms = summarise([101.0, 101.05, 103.0])
+    assert results.rows[3].strategy == "zero2"
+    results.rows[3].step_time_ms = summarise([100.0, 100.05, 98.0])
+    finish_rows(results)
+    assert all(row.relative_uncertainty is None for row in results.rows[1:])
+    advice = advise(results)
+    assert advice[0] == (
+        "zero2 took the least time of 7 correct rows, 20,480 tokens/s (100.0 ms a step); 3 measured steps tell too "
+        "little of the noise to call it the fastest: measure 6 or more (--num-steps)."
+    )
+    assert not any(
+        word in text
+        for text in advice
+        for word in ("tie", "is the fastest", "within noise", "Within 10 %", "No row")
+    )
+    assert advice[-1].endswith("3 to 20 measured steps a row, MAD 1.0 % of the median.")  # of the row with 20
+
+
 def test_one_step_shows_no_noise() -> None:
     results = sample()
     for row in results.rows:
@@ -180,11 +202,24 @@ def test_advice_knows_not_whether_a_strategy_of_ones_own_shards() -> None:
 
 def test_advice_says_when_ranks_buy_nothing() -> None:
     results = sample()
-    results.rows[0].step_time_ms = summarise([50.0, 50.5, 49.5])
-    finish_rows(results)
-    assert any(
-        text.startswith("More ranks buy no speed here: single on one rank") for text in advise(results)
+    single = results.rows[0]
+    least_ms = min(
+        row.step_time_ms.median for row in results.rows if row.step_time_ms and row.settings.world_size > 1
     )
+
+    def is_said(samples: list[float]) -> bool:
+        single.step_time_ms = summarise(samples)
+        finish_rows(results)
+        return any(
+            text.startswith("More ranks buy no speed here: single on one rank") for text in advise(results)
+        )
+
+    assert is_said([50.0, 50.5, 49.5] * 2)
+    assert not is_said([50.0, 50.5, 49.5])
+    # One rank has half of the tokens in a step.
+    assert is_said([least_ms * 0.45 * (1 + 0.01 * sign) for sign in (0, 1, -1) * 6])
+    assert not is_said([least_ms * 0.45 * (1 + 0.3 * sign) for sign in (0, 1, -1) * 6])
+    assert not is_said([least_ms * 0.55 * (1 + 0.01 * sign) for sign in (0, 1, -1) * 6])
 
 
 def test_advice_on_one_rank() -> None:
@@ -230,6 +265,12 @@ def test_advice_names_the_slowest_gpu_where_they_differ_notably() -> None:
         "The GPU of rank 1 is the slowest of 2: with nothing between them it takes 3.4 % longer for forward and "
         "backward than that of rank 0. Ranks that meet go as the slowest one does."
     )
+    steps = floor.step_time_ms
+    assert steps is not None
+    for samples in (steps.samples[:5], [95.0 * (1 + 0.1 * sign) for sign in (0, 1, -1) * 6]):  # few, noisy
+        floor.step_time_ms = summarise(samples)
+        assert not any("slowest" in sentence for sentence in advise(results))
+    floor.step_time_ms = steps
     for times in ([103.4, 102.0], [100.0], None):
         floor.rank_step_times_ms = times
         assert not any("slowest" in sentence for sentence in advise(results))

@@ -90,8 +90,8 @@ def test_compared_columns_ignore_row_order_and_unit(
 
 def test_relative_and_its_uncertainty() -> None:
     rows = sample_rows()
-    rows["ddp"].step_time_ms = summarise([100.0, 102.0, 98.0, 101.0, 99.0])
-    rows["zero3"].step_time_ms = summarise([200.0, 202.0, 198.0, 201.0, 199.0])
+    rows["ddp"].step_time_ms = summarise([100.0, 102.0, 98.0, 101.0, 99.0, 100.0])
+    rows["zero3"].step_time_ms = summarise([200.0, 202.0, 198.0, 201.0, 199.0, 200.0])
     results = finished([rows["ddp"], rows["zero3"]])
     ddp, zero3 = results.rows
     assert (ddp.relative, ddp.relative_uncertainty) == (1.0, None)
@@ -125,7 +125,7 @@ def test_equally_fast_rows_are_ordered_by_name() -> None:
     rows = sample_rows()
     twins = [rows["zero1"], rows["ddp"]]
     for row in twins:
-        row.step_time_ms = summarise([100.0, 101.0, 102.0])
+        row.step_time_ms = summarise([100.0, 101.0, 102.0] * 2)
     for order in (twins, twins[::-1]):
         finished(order)
         assert {row.strategy: row.relative_uncertainty is None for row in order} == {

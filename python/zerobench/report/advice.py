@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from zerobench.bench.result import Results, Row
@@ -9,9 +10,11 @@ from zerobench.bench.result import Results, Row
 from .comparing import plain_twin, plain_twins
 from .rows import (
     FLOOR,
+    NOISE_SIGMAS,
     TOO_NOISY,
     WORKLOAD_KEYS,
     by_workload,
+    exceeds_noise,
     fastest,
     flat_settings,
     is_ranked,
@@ -23,7 +26,7 @@ from .rows import (
     step_rate,
     ties_with_fastest,
 )
-from .stats import median
+from .stats import FEWEST_SAMPLES, median, median_error
 from .words import all_ranks_text, bytes_text, count_text, join_words, memory_unit, ms_text
 
 NEAR_FASTEST = 1.10  # memory is worth giving up this much time
@@ -91,10 +94,12 @@ def _fastest_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     if len(rows) == 1:
         return f"{labels[id(best)]} is the only row that is correct and comparable: {_time_text(best)}."
     tied = _tied_with(best, rows)
-    if any(noise(row) is None for row in rows if row is not best):
+    if _noise_unknown(best, rows):
+        fewest = min(len(row.step_time_ms.samples) for row in rows if row.step_time_ms is not None)
+        steps = "1 measured step tells" if fewest == 1 else f"{fewest} measured steps tell"
         return (
-            f"{labels[id(best)]} took the least time of {len(rows)} correct rows, {_time_text(best)}; one step tells "
-            "nothing of the noise: measure more (--num-steps)."
+            f"{labels[id(best)]} took the least time of {len(rows)} correct rows, {_time_text(best)}; {steps} too "
+            f"little of the noise to call it the fastest: measure {FEWEST_SAMPLES} or more (--num-steps)."
         )
     if not tied:
         return f"{labels[id(best)]} is the fastest of {len(rows)} correct rows: {_time_text(best)}."
@@ -117,6 +122,11 @@ def _tied_with(best: Row, rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row is not best and ties_with_fastest(row)]
 
 
+def _noise_unknown(best: Row, rows: Sequence[Row]) -> bool:
+    """With too few steps to tell noise from difference."""
+    return any(noise(row) is None for row in rows if row is not best)
+
+
 def _too_noisy(tied: Sequence[Row]) -> bool:
     return any((noise(row) or 0.0) >= TOO_NOISY for row in tied)
 
@@ -127,7 +137,8 @@ def _memory_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     near = [
         row for row in rows if _has_peak(row) and row.relative is not None and row.relative <= NEAR_FASTEST
     ]
-    if not near or len(rows) == 1 or _too_noisy(_tied_with(best, rows)):
+    unclear = _noise_unknown(best, rows) or _too_noisy(_tied_with(best, rows))
+    if not near or len(rows) == 1 or unclear:
         return ""
     least = min(near, key=lambda row: (row.peak_device_bytes or 0, row.relative or 0.0, row.name))
     if not best.peak_device_bytes or not least.peak_device_bytes or least.relative is None:
@@ -165,12 +176,19 @@ def _sharding_texts(rows: Sequence[Row], labels: dict[int, str]) -> list[str]:
             )
     alone = fastest([row for row in rows if row.settings.world_size == 1])
     together = fastest(spread)
-    if alone is not None and together is not None and (step_rate(alone) or 0) >= (step_rate(together) or 0):
+    if alone is not None and together is not None and _is_faster(alone, together):
         texts.append(
             f"More ranks buy no speed here: {labels[id(alone)]} on one rank processes at least as many tokens/s as "
             f"{labels[id(together)]} on {together.settings.world_size}."
         )
     return texts
+
+
+def _is_faster(row: Row, other: Row) -> bool:
+    """By more than the noise of both."""
+    rate, other_rate = step_rate(row), step_rate(other)
+    assert rate is not None and other_rate is not None
+    return rate > other_rate and exceeds_noise(rate / other_rate, row, other)
 
 
 def _offload_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
@@ -234,13 +252,23 @@ def _pace_texts(rows: Sequence[Row]) -> list[str]:
             continue
         slowest, fastest_ms = max(times), min(times)
         slower_pct = 100.0 * (slowest / fastest_ms - 1.0)
-        if slower_pct >= NOTABLY_SLOWER_GPU_PCT:
+        if slower_pct >= NOTABLY_SLOWER_GPU_PCT and math.log(slowest / fastest_ms) > _pace_noise(row):
             texts.append(
                 f"The GPU of rank {times.index(slowest)} is the slowest of {len(times)}: with nothing between them it "
                 f"takes {slower_pct:.1f} % longer for forward and backward than that of rank "
                 f"{times.index(fastest_ms)}. Ranks that meet go as the slowest one does."
             )
     return texts
+
+
+def _pace_noise(row: Row) -> float:
+    """What a ratio of two ranks' medians may be off by, in logarithms: of a rank the median alone is known, so the
+    row's own steps, which are the slowest rank's, stand for the spread of each."""
+    assert row.step_time_ms is not None
+    error = median_error(
+        row.step_time_ms.samples[: row.settings.num_steps]
+    )  # ranks' medians are of the first repeat
+    return math.inf if error is None else NOISE_SIGMAS * math.sqrt(2.0) * error / row.step_time_ms.median
 
 
 def _range_text(values: Sequence[float], *, decimals: int = 0) -> str:
@@ -259,7 +287,7 @@ def _basis_text(rows: Sequence[Row]) -> str:
     times = [row.step_time_ms for row in rows if row.step_time_ms is not None]
     fewest, most = min(len(time.samples) for time in times), max(len(time.samples) for time in times)
     steps = str(fewest) if fewest == most else f"{fewest} to {most}"
-    spreads = [100.0 * time.mad / time.median for time in times if len(time.samples) > 1]
+    spreads = [100.0 * time.mad / time.median for time in times if len(time.samples) >= FEWEST_SAMPLES]
     spread = f", MAD {median(spreads):.1f} % of the median" if spreads else ""
     rows_text = f"{len(rows)} row{'s' if len(rows) != 1 else ''}"
     return f"Based on {rows_text}: {', '.join(parts)}; {steps} measured step{'s' if most != 1 else ''} a row{spread}."

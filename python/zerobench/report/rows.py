@@ -8,6 +8,8 @@ from typing import Any
 
 from zerobench.bench.result import Row, Settings
 
+from .stats import ratio_error
+
 GB = 1e9
 # In low precision ddp keeps fp32 parameters and is not comparable: ddp_master has those of the other rows.
 DEFAULT_BASELINES = ("ddp", "ddp_master", "single")
@@ -142,6 +144,16 @@ def ties_with_fastest(row: Row) -> bool:
     if row.relative is None:
         return False
     return math.log(row.relative) <= NOISE_SIGMAS * (noise(row) or 0.0)
+
+
+def exceeds_noise(ratio: float, row: Row, other: Row) -> bool:
+    """Whether a ratio of the two rows' times or rates is further from 1 than the noise of both; not with too few steps
+    to tell."""
+    assert row.step_time_ms is not None and other.step_time_ms is not None
+    error = ratio_error(row.step_time_ms.samples, other.step_time_ms.samples)
+    if error is None:
+        return False
+    return abs(math.log(ratio)) > NOISE_SIGMAS * error / (row.step_time_ms.median / other.step_time_ms.median)
 
 
 def is_known(key: str, row: Row) -> bool:
