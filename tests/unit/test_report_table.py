@@ -294,6 +294,26 @@ def test_a_floor_that_its_host_made_slow_is_said_to_be_none() -> None:
     assert rest.startswith("(its GPU was busy 38 % of the time)")
 
 
+def test_less_time_than_the_floor_by_chance_is_not_said() -> None:
+    def is_said(floor_ms: float, *, spread: float, step_num: int) -> bool:
+        results = gpus()
+        floor = results.rows[0]
+        for row in results.rows:
+            if row.step_time_ms is not None:
+                median_ms = floor_ms if row is floor else 100.0 if row.strategy == "zero0" else 200.0
+                samples = [median_ms * (1 + spread * sign) for sign in (0, 1, -1, 1, -1)] * step_num
+                row.step_time_ms = summarise(samples[:step_num])
+        finish_rows(results)
+        zero0 = next(row for row in results.rows if row.strategy == "zero0")
+        assert zero0.of_compute_only == floor_ms / 100.0
+        return any("zero0 took less time than compute_only" in text for text, _ in note_lines(results, []))
+
+    assert is_said(104.0, spread=0.01, step_num=20)
+    assert not is_said(101.0, spread=0.0001, step_num=20)  # nothing notable
+    assert not is_said(104.0, spread=0.1, step_num=20)
+    assert not is_said(104.0, spread=0.01, step_num=5)  # who knows
+
+
 def test_a_floor_of_other_settings_is_none() -> None:
     for key, value in (
         ("compile", "none"),

@@ -94,7 +94,7 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
                 continue
             if row.peak_device_bytes and saw_all_state(row):
                 row.tokens_per_s_per_peak_gb = rate / (row.peak_device_bytes / GB)
-            floor = _floor_of(row, rows)
+            floor = floor_of(row, rows)
             row.of_compute_only = _share_of_floor(row, floor)
             row.memory_explained_pct = _memory_explained_pct(row, floor)
             row.offload_practicality = _practicality(row, rows)
@@ -104,7 +104,7 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
             _fill_against_baseline(row, _find_baseline(row, rows, wanted))
 
 
-def _floor_of(row: Row, rows: Sequence[Row]) -> Row | None:
+def floor_of(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row of the model's own forward and backward at the same settings, on the same ranks if there is one."""
     for floor in sorted(rows, key=lambda floor: floor.settings.world_size != row.settings.world_size):
         if floor.strategy != FLOOR or floor.status != "ok" or floor.step_time_ms is None:

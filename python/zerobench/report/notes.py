@@ -8,12 +8,14 @@ from typing import Any
 
 from zerobench.bench.result import Results, Row
 
+from .comparing import floor_of
 from .rows import (
     DEFAULT_BASELINES,
     FLOOR,
     by_workload,
     checksum_marks,
     dtype_text,
+    exceeds_noise,
     is_ranked,
     row_labels,
     saw_all_state,
@@ -22,7 +24,9 @@ from .rows import (
 from .words import DTYPE_ROLES, join_words
 
 NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
-BELOW_FLOOR = 1.02  # of_compute_only from which a row is said to take less time than its floor
+BELOW_FLOOR = (
+    1.02  # of_compute_only from which a row is said to take less time than its floor, where noise allows
+)
 FAR_LOSS = 0.1  # of the others' held-out loss; rows that train the same end within 0.02 of each other
 
 
@@ -242,7 +246,7 @@ def _below_floor_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
     faster = [
         label
         for row, label in zip(rows, labels, strict=True)
-        if row.status == "ok" and (row.of_compute_only or 0.0) >= BELOW_FLOOR
+        if row.status == "ok" and _is_below_floor(row, rows)
     ]
     if not faster:
         return ""
@@ -256,6 +260,14 @@ def _below_floor_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
         f"{join_words(faster)} took less time than {FLOOR}{when}: where the host is the limit it is no floor, since it "
         "holds what plain PyTorch's forward and backward ask of the host."
     )
+
+
+def _is_below_floor(row: Row, rows: Sequence[Row]) -> bool:
+    share = row.of_compute_only
+    if share is None or share < BELOW_FLOOR:
+        return False
+    floor = floor_of(row, [other for other in rows if workload(other) == workload(row)])
+    return floor is not None and exceeds_noise(share, floor, row)
 
 
 def _outlier_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
