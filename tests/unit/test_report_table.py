@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import io
+from pathlib import Path
 
 import pytest
 from report_samples import GOLDEN, GOLDEN_TABLES, gpus, mixed, sample
@@ -14,6 +16,7 @@ from zerobench.report import (
     render_table,
     summarise,
     table_text,
+    write_csv,
 )
 from zerobench.report.columns import table_columns
 from zerobench.report.notes import note_lines
@@ -265,10 +268,19 @@ def test_the_peak_of_the_floor_is_compared_with_nothing() -> None:
     assert "very first step alone" not in table_text(results, width=220)
 
 
-def test_the_floor_is_no_competitor() -> None:
+def test_the_floor_is_no_competitor(tmp_path: Path) -> None:
     results = gpus()
     floor = results.rows[0]
-    assert floor.relative is None and floor.speedup is None and floor.of_compute_only is None
+    against_others = (
+        "relative", "relative_uncertainty", "speedup", "memory_change_pct", "baseline", "of_compute_only",
+        "memory_explained_pct", "offload_practicality", "tokens_per_s_per_peak_gb",
+    )  # fmt: skip
+    assert floor.peak_device_bytes and {getattr(floor, name) for name in against_others} == {None}
+    write_csv(results, tmp_path / "results.csv")
+    with (tmp_path / "results.csv").open(newline="") as file:
+        of_floor, of_single, *_ = csv.DictReader(file)
+    assert of_floor["strategy"] == "compute_only" and {of_floor[name] for name in against_others} == {""}
+    assert of_single["tokens_per_s_per_peak_gb"]
     assert not any("compute_only" in sentence for sentence in advise(results))
     zero0 = next(row for row in results.rows if row.strategy == "zero0")
     assert floor.step_time_ms is not None and zero0.step_time_ms is not None

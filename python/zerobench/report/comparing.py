@@ -92,7 +92,7 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
             rate = step_rate(row)
             if row.status != "ok" or rate is None:
                 continue
-            if row.peak_device_bytes and saw_all_state(row):
+            if row.peak_device_bytes and saw_all_state(row) and row.strategy != FLOOR:
                 row.tokens_per_s_per_peak_gb = rate / (row.peak_device_bytes / GB)
             floor = floor_of(row, rows)
             row.of_compute_only = _share_of_floor(row, floor)
