@@ -97,10 +97,11 @@ def fault_of(windows: Sequence[Window]) -> str | None:
     held_out = [window.validation_loss for window in windows if window.validation_loss is not None]
     if not all(map(math.isfinite, held_out)):
         return "the held-out loss after the measured steps is not finite, so nothing is trained: give a lower --lr"
-    if windows and windows[0].applied_steps == 0:
+    if windows and (skipped := windows[0].skipped_steps) and 2 * skipped >= len(windows[0].step_times_ms):
         return (
-            "fp16 overflow skipped the update of every measured step: give more --warmup-steps for the loss scale to "
-            "settle, or take bf16"
+            f"fp16 overflow skipped the updates of {skipped} of the last {skipped + (windows[0].applied_steps or 0)} "
+            "steps, so the median may be the time of a step without one: give more --warmup-steps for the loss scale "
+            "to settle, or take bf16"
         )
     if windows and windows[0].compiled_graphs == 0:
         return (

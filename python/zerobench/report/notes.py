@@ -135,8 +135,8 @@ def _skipped_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     if not names:
         return []
     return [
-        f"fp16 overflow skipped updates in measured steps of {join_words(names)}, which are too short by them: give "
-        "more --warmup-steps."
+        f"fp16 overflow skipped updates of {join_words(names)}, in measured steps or the last warm-up step; measured "
+        "steps without an update are too short: give more --warmup-steps."
     ]
 
 
