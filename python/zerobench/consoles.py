@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 
 
-def plain_console(*, stderr: bool = False, width: int | None = None) -> Console:
+def plain_console(*, stderr: bool = False) -> Console:
     """With ``stderr`` for notes, which end no command where nobody takes them any more."""
     file: Any = _BestEffort(sys.stderr) if stderr and sys.stderr is not None else None
-    return _Console(stderr=stderr, file=file, width=width, markup=False, emoji=False)
+    return _Console(stderr=stderr, file=file, markup=False, emoji=False)
 
 
 def forget_unknown_size() -> None:

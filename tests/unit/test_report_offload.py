@@ -248,11 +248,11 @@ def window(step_ms: float, transfers: WindowTransfers | None) -> Window:
 
 
 def test_counters_become_figures_of_one_step() -> None:
-    counted = Counted(to_host_bytes=400, nvme_written_bytes=8, pinned_bytes=7, nvme_write_limit_gb_s=3.5)
+    counted = Counted(to_host_bytes=400, nvme_written_bytes=8, pinned_bytes=7)
     found = of_window(counted, step_num=4)
     assert found is not None
     assert (found.to_host_bytes, found.to_device_bytes, found.nvme_written_bytes) == (100, None, 2)
-    assert (found.pinned_bytes, found.limit_gb_s) == (7, {"nvme_write": 3.5})
+    assert (found.pinned_bytes, found.limit_gb_s) == (7, {})
     assert of_window(None, step_num=4) is None
 
 

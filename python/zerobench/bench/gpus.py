@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -38,8 +37,8 @@ class VisibleGpus(BaseModel):
     reason: str | None = None
 
 
-def driver_present(signs: Sequence[str] = _DRIVER_SIGNS) -> bool:
-    return any(Path(sign).exists() for sign in signs)
+def driver_present() -> bool:
+    return any(Path(sign).exists() for sign in _DRIVER_SIGNS)
 
 
 def visible_gpus() -> VisibleGpus:

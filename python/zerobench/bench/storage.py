@@ -67,9 +67,9 @@ def check_directories(paths: list[Path]) -> None:
             raise ConfigError(f"{path} is not writable: give a directory that is")
 
 
-def lockable_bytes(status: Path = Path("/proc/self/status")) -> float:
+def lockable_bytes() -> float:
     """What RLIMIT_MEMLOCK leaves this process, as the core says it (csrc/memory/host_limits.cpp)."""
-    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if int(lines["CapEff"], 16) & _CAP_IPC_LOCK or limit == resource.RLIM_INFINITY:
         return math.inf

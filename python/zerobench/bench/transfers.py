@@ -26,7 +26,6 @@ def of_window(found: Transfers | None, *, step_num: int) -> WindowTransfers | No
     def per_step(value: int | None) -> int | None:
         return None if value is None else round(value / step_num)
 
-    limits = {"nvme_read": found.nvme_read_limit_gb_s, "nvme_write": found.nvme_write_limit_gb_s}
     return WindowTransfers(
         to_host_bytes=per_step(found.to_host_bytes),
         to_device_bytes=per_step(found.to_device_bytes),
@@ -37,7 +36,6 @@ def of_window(found: Transfers | None, *, step_num: int) -> WindowTransfers | No
         offload_ratio=found.offload_ratio,
         io_engine=found.io_engine,
         chunk_numel=found.chunk_numel,
-        limit_gb_s={name: value for name, value in limits.items() if value is not None},
     )
 
 

@@ -7,9 +7,7 @@ strategy and however the ranks split them, so one process can train on exactly w
 from __future__ import annotations
 
 import hashlib
-import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,8 +19,7 @@ if TYPE_CHECKING:
 
     from zerobench.strategies.base import Batch
 
-HELD_OUT_FRACTION = 20  # the last twentieth is never trained on
-_CHUNK_BYTES = 1 << 20
+_HELD_OUT_ONE_IN = 20  # the last twentieth is never trained on
 
 
 def open_data(
@@ -71,10 +68,6 @@ class Dataset(ABC):
     @abstractmethod
     def _validation_sample(self, index: int, num_samples: int) -> torch.Tensor:
         """Tokens of held-out sample ``index`` of ``num_samples`` that are spread over the held-out part."""
-
-    @abstractmethod
-    def unigram_entropy_nats(self) -> float:
-        """Loss of the best model that looks at no context: what training must get below."""
 
     def micro_batches(
         self, step: int, *, rank: int, world_size: int, batch_size: int, grad_accum: int = 1
@@ -125,9 +118,8 @@ class ByteDataset(Dataset):
                 f"{description} holds {len(content)} bytes and sequences of {seq_length} need at least "
                 f"{needed_bytes} (one to train on, one held out): give more text or a shorter seq_length"
             )
-        held_out_bytes = max(len(content) // HELD_OUT_FRACTION, seq_length)
+        held_out_bytes = max(len(content) // _HELD_OUT_ONE_IN, seq_length)
         self.description = description
-        self._content = content
         self._train = content[: len(content) - held_out_bytes]
         self._held_out = content[len(content) - held_out_bytes :]
 
@@ -146,13 +138,6 @@ class ByteDataset(Dataset):
     def _validation_sample(self, index: int, num_samples: int) -> torch.Tensor:
         offset = index * (len(self._held_out) - self.seq_length) // max(num_samples - 1, 1)
         return _tokens(self._held_out[offset : offset + self.seq_length])
-
-    def unigram_entropy_nats(self) -> float:
-        counts: Counter[int] = Counter()
-        for start in range(0, len(self._content), _CHUNK_BYTES):
-            counts.update(self._content[start : start + _CHUNK_BYTES].tobytes())
-        total = len(self._content)
-        return -sum(n / total * math.log(n / total) for n in counts.values())
 
 
 class SyntheticDataset(Dataset):
@@ -176,9 +161,6 @@ class SyntheticDataset(Dataset):
 
     def _validation_sample(self, index: int, num_samples: int) -> torch.Tensor:
         return self._random_sample("validation", index)
-
-    def unigram_entropy_nats(self) -> float:
-        return math.log(self.vocab_size)
 
 
 def _tokens(content: memoryview) -> torch.Tensor:

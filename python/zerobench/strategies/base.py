@@ -125,8 +125,6 @@ class Transfers:
     offload_ratio: float | None = None  # share of the optimizer state that is off the device
     io_engine: str | None = None  # what reads and writes files, and how
     chunk_numel: int | None = None  # elements that one stage of the pipeline works on
-    nvme_read_limit_gb_s: float | None = None  # of the same files without the store, in this run
-    nvme_write_limit_gb_s: float | None = None
 
 
 class Strategy(ABC):
