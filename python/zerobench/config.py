@@ -387,8 +387,8 @@ def load(path: str | Path) -> Config:
         raise ConfigError(f"{path}: {_sentence(error)}") from None
 
 
-def read_json(path: str | Path) -> Any:
-    """What the file holds. Raises ConfigError naming the file."""
+def read_json(path: str | Path, *, may_repeat_keys: bool = False) -> Any:
+    """What the file holds; of keys that may repeat the last ones. Raises ConfigError naming the file."""
 
     def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for key, count in Counter(key for key, _ in pairs).items():
@@ -396,8 +396,9 @@ def read_json(path: str | Path) -> Any:
                 raise ConfigError(f"{path} has the key '{key}' more than once: give it once")
         return dict(pairs)
 
+    make_object = dict if may_repeat_keys else each_key_once
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=each_key_once)
+        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=make_object)
     except ConfigError:
         raise
     except OSError as error:

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from zerobench.config import read_json
 from zerobench.errors import ConfigError
 from zerobench.models.config import ModelConfig, suggest
 from zerobench.models.hf_config import RANDOM_WEIGHTS, HFConfig, from_published
@@ -65,17 +66,9 @@ def find(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
 def _of_folder(name: str, folder: Path, overrides: Mapping[str, Any]) -> HFConfig:
     path = folder / "config.json"
     try:
-        published = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"model {name!r}: cannot read {path} ({error.strerror})") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"model {name!r}: {path} is not JSON ({error.msg} in line {error.lineno})"
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"model {name!r}: {path} is not text in UTF-8") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"model {name!r}: {path} is not JSON (too deep, or a number too long)") from None
+        published = read_json(path, may_repeat_keys=True)
+    except ConfigError as error:
+        raise ConfigError(f"model {name!r}: {error}") from None
     if not isinstance(published, dict):
         raise ConfigError(f"model {name!r}: {path} holds no JSON object: give a model's config.json")
     weights = str(folder) if has_weights(folder) else RANDOM_WEIGHTS
