@@ -303,7 +303,7 @@ def test_a_thread_for_whose_stack_a_limit_leaves_no_room_is_memory_that_ran_out(
     code = (
         "import resource, threading\n"
         "from zerobench.bench.channel import describe_error\n"
-        "from zerobench.bench.forkserver import vm_data_bytes\n"
+        "from zerobench.bench.processes import vm_data_bytes\n"
         "def tier(error, limit): return describe_error(error, 'load', device='cpu', rank_memory_bytes=limit)\n"
         "before = tier(RuntimeError('of a shape'), 1 << 20)\n"
         "limit = vm_data_bytes() + (1 << 20)\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import time
 from typing import Literal
@@ -11,10 +9,11 @@ from typing import Literal
 import torch
 from pydantic import BaseModel
 
-from zerobench.bench.forkserver import vm_data_bytes
+from zerobench.bench import forkserver
 from zerobench.bench.job import Progress, RankError
 from zerobench.bench.limits import GIB
 from zerobench.bench.machine import memory_available_bytes
+from zerobench.bench.processes import vm_data_bytes
 from zerobench.errors import CommunicationError, OutOfMemoryError
 
 TICK_INTERVAL_S = 0.5
@@ -34,9 +33,7 @@ class Channel:
         self._failed = False
 
     def send(self, kind: str, body: BaseModel) -> None:
-        view = memoryview(json.dumps({"kind": kind, "body": body.model_dump(mode="json")}).encode() + b"\n")
-        while view:
-            view = view[os.write(self._fd, view) :]
+        forkserver.send(self._fd, kind, body.model_dump(mode="json"))
 
     def fail(self, error: BaseException) -> None:
         """Say what ended this rank, once and at once: closing comes after, and peers that notice it complain too."""

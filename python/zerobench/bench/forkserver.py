@@ -9,7 +9,6 @@ the ranks die with their parent, so nothing outlives the command, however it end
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -20,37 +19,17 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from zerobench._native import import_torch
+from zerobench.bench.processes import die_with_parent, name_process, vm_data_bytes, write_line
 from zerobench.bench.swap_files import remove_left
 
 MESSAGE_LIMIT_BYTES = 1 << 17
 FD_LIMIT = 250  # of one SCM_RIGHTS message
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 # Imported by every strategy's first optimizer step; plain Python, and a second for each rank if not done here.
 _TORCH_MODULES = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
-
-
-def die_with_parent(signum: int) -> None:
-    """Linux sends ``signum`` to this process when its parent ends."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-
-
-def name_process(name: str) -> None:
-    """What ps and top call this process, up to 15 characters."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
-
-
-def vm_data_bytes() -> int:
-    """Private writable memory of this process: what RLIMIT_DATA counts."""
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmData line")
 
 
 class ForkServer:
@@ -180,12 +159,17 @@ def run_child(
         os._exit(code)
 
 
+def send(report_fd: int, kind: str, body: Mapping[str, Any]) -> None:
+    """One message of a rank to the command, as ranks.py reads it."""
+    write_line(report_fd, {"kind": kind, "body": body})
+
+
 def tell(error: BaseException, *, report_fd: int, is_limited: bool) -> None:
     """What ended a rank before it could say so by its own means (channel.py), whose import may be what failed."""
     lines = str(error).strip().splitlines() or ["no message"]
     if isinstance(error, MemoryError):
         lines = [f"there is no room for what a rank imports{' in --rank-memory-gib' if is_limited else ''}"]
-    body = {
+    body = {  # a RankError (job.py)
         "type": type(error).__name__,
         "message": lines[0],
         "phase": "start",
@@ -193,7 +177,7 @@ def tell(error: BaseException, *, report_fd: int, is_limited: bool) -> None:
         "at_s": time.time(),
     }
     with contextlib.suppress(OSError):  # where the command has gone
-        os.write(report_fd, json.dumps({"kind": "error", "body": body}).encode() + b"\n")
+        send(report_fd, "error", body)
 
 
 def main() -> None:

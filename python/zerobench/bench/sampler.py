@@ -19,9 +19,9 @@ from statistics import fmean
 from typing import Any
 
 from zerobench.bench.environments import child_environment
-from zerobench.bench.forkserver import die_with_parent, name_process
 from zerobench.bench.machine import memory_used_bytes
 from zerobench.bench.nvml import Nvml
+from zerobench.bench.processes import die_with_parent, name_process
 from zerobench.bench.result import Sampled
 
 # A reading keeps the driver busy for a few ms; so seldom that a median of steps does not know of it.

@@ -15,10 +15,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from zerobench._native import import_torch
-from zerobench.bench.forkserver import die_with_parent
+from zerobench.bench.processes import die_with_parent, write_line
 from zerobench.errors import Error
 
 Message = dict[str, Any]
@@ -136,12 +137,7 @@ class Ranks:
 
 def run_child(target: Target, place: RankPlace, pipe: int, *, parent: int) -> NoReturn:
     """A forked rank: never returns."""
-
-    def send(message: Message) -> None:
-        view = memoryview(json.dumps(message).encode() + b"\n")
-        while view:
-            view = view[os.write(pipe, view) :]
-
+    send = partial(write_line, pipe)
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides what Ctrl-C ends
