@@ -15,9 +15,8 @@ from zerobench.bench.tolerances import TOLERANCES
 from zerobench.config import MIN_TIMEOUT_S
 from zerobench.errors import ConfigError
 from zerobench.io_settings import ENGINES
-from zerobench.strategies.base import NVME_OFFLOADS, OFFLOADS, OptimizerSettings
+from zerobench.strategies.base import COMPILE_MODES, NVME_OFFLOADS, OFFLOADS, OptimizerSettings
 
-COMPILE_MODES = ("none", "block", "whole")
 BINDINGS = ("none", "numa")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 OWN_ATTENTION = "sdpa"  # of our presets
@@ -107,9 +106,8 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
     for name in options.strategies:
         strategies.check(name)
         if ":" in name:
-            strategies.get(
-                name
-            )  # a place of one's own is wrong more often than a name; costs the import of torch
+            # A place of one's own is wrong more often than a name. Costs the import of torch.
+            strategies.get(name)
     known: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         "--precision": (options.precisions, list(TOLERANCES)),
         "--compile": (options.compiles, COMPILE_MODES),

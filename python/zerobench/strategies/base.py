@@ -31,6 +31,8 @@ OFFLOADS = ("none", "cpu_optimizer", "cpu_full", "nvme", "nvme_full")
 """What leaves the device: nothing; optimizer state, to host memory; parameters too; optimizer state, to NVMe;
 parameters too."""
 NVME_OFFLOADS = ("nvme", "nvme_full")
+COMPILE_MODES = ("none", "block", "whole")
+"""What torch.compile compiles: nothing, each repeated block, or the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +87,17 @@ class StrategySettings:
     timeout_s: float = 300.0
     deterministic: bool = False  # verification runs under deterministic algorithms
     device: str = "cpu"  # "cpu", or "cuda": cuda:{local_rank}
-    compile: str = (
-        "none"  # torch.compile of nothing ("none"), each repeated block ("block") or the model ("whole")
-    )
+    compile: str = "none"  # one of COMPILE_MODES
     offload: str = "none"  # one of OFFLOADS
-    offload_ratio: float | Literal["auto"] | None = (
-        None  # share of the optimizer state that leaves the device; None: all
-    )
+    # Share of the optimizer state that leaves the device; None: all.
+    offload_ratio: float | Literal["auto"] | None = None
     nvme_paths: tuple[str, ...] = ()
     host_memory_bytes: int | None = None  # of this rank, for what is offloaded; None: what the host has
     device_memory_bytes: int | None = None  # that this rank may use of its GPU; None: all of it
     optimizer_in_backward: bool = False
     cpus: tuple[int, ...] | None = None  # that this rank is bound to, where it is
-    options: Mapping[str, object] = field(
-        default_factory=dict
-    )  # of a configuration file (--config): zerobench's keys for ours, DeepSpeed's for DeepSpeed
+    # Of a configuration file (--config): zerobench's keys for ours, DeepSpeed's for DeepSpeed.
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from zerobench.errors import ConfigError
-from zerobench.strategies.base import StrategySettings
+from zerobench.strategies.base import COMPILE_MODES, StrategySettings
 
-MODES = ("none", "block", "whole")
 _RECOMPILATIONS = 64  # one function may be compiled for training, recomputation and each kind of block
 
 
@@ -38,8 +37,8 @@ class Compiler:
     """Compiles what ``settings.compile`` names and counts executions of forward graphs."""
 
     def __init__(self, settings: StrategySettings) -> None:
-        if settings.compile not in MODES:
-            raise ConfigError(f"unknown compile mode {settings.compile!r}: known: {', '.join(MODES)}")
+        if settings.compile not in COMPILE_MODES:
+            raise ConfigError(f"unknown compile mode {settings.compile!r}: known: {', '.join(COMPILE_MODES)}")
         self._mode = settings.compile
         self.reset()
         if self._mode == "none":

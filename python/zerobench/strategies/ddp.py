@@ -17,7 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerobench.strategies.base import Dtypes, StrategySettings
 from zerobench.strategies.peer import PeerStrategy
-from zerobench.strategies.shared import autocast, cast_parameters, precision_dtype, storage_bytes
+from zerobench.strategies.shared import (
+    autocast,
+    cast_parameters,
+    dtypes_beside_masters,
+    precision_dtype,
+    storage_bytes,
+)
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -169,8 +175,7 @@ class DDPMasterStrategy(DDPStrategy):
         return self._masters
 
     def dtypes(self) -> Dtypes:
-        low = str(precision_dtype(self.settings)).removeprefix("torch.")
-        return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
+        return dtypes_beside_masters(self.settings)
 
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         device = super().memory_bytes()["device"]

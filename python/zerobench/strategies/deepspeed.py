@@ -42,10 +42,10 @@ from zerobench.strategies.requirements import (
 )
 from zerobench.strategies.shared import (
     Determinism,
+    dtypes_beside_masters,
     make_adamw,
     mean_loss,
     mean_of,
-    precision_dtype,
     prepare_model,
     torch_device,
     total_norm,
@@ -175,8 +175,7 @@ class DeepSpeedStrategy(Strategy):
         return self._engine.module
 
     def dtypes(self) -> Dtypes:
-        low = str(precision_dtype(self.settings)).removeprefix("torch.")
-        return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
+        return dtypes_beside_masters(self.settings)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         return masters(self._engine)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from zerobench.strategies.base import Dtypes, StrategySettings
+from zerobench.strategies.base import StrategySettings
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.pieces import Pieces
@@ -73,10 +73,6 @@ class FSDP1Strategy(PeerStrategy):
             name.replace("_fsdp_wrapped_module.", ""): parameter
             for name, parameter in self._model.named_parameters()
         }
-
-    def dtypes(self) -> Dtypes:
-        low = str(precision_dtype(self.settings)).removeprefix("torch.")
-        return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         return Pieces(self._named_parameters(), self._shapes, torch_device(self.settings)).full_fp32()

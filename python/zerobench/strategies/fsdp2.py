@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 )
 
 from zerobench.models.materialise import materialise
-from zerobench.strategies.base import Batch, Dtypes, StrategySettings
+from zerobench.strategies.base import Batch, StrategySettings
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.shared import precision_dtype, torch_device
@@ -108,10 +108,6 @@ class FSDP2Strategy(PeerStrategy):
         finally:
             for group in self._groups:  # no backward follows that would let kept full parameters go
                 group.reshard()
-
-    def dtypes(self) -> Dtypes:
-        low = str(precision_dtype(self.settings)).removeprefix("torch.")
-        return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
 
     def communication_bytes(self) -> dict[str, int] | None:
         """Of FSDP's own collectives and, on GPUs, what torch recorded of others: norms and overflow flags of sharded

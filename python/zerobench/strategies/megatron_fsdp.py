@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zerobench.errors import ConfigError
-from zerobench.strategies.base import Dtypes, StrategySettings
+from zerobench.strategies.base import StrategySettings
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.pieces import Pieces
@@ -133,10 +133,6 @@ class MegatronFSDPStrategy(PeerStrategy):
 
     def module(self) -> nn.Module:
         return self._net.module
-
-    def dtypes(self) -> Dtypes:
-        low = str(precision_dtype(self.settings)).removeprefix("torch.")
-        return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         return self._pieces(self._named_parameters()).full_fp32()

@@ -16,7 +16,7 @@ from torch import nn
 
 from zerobench.errors import ConfigError
 from zerobench.meeting import expect_to_meet
-from zerobench.strategies.base import Batch, ModelFactory, StepResult, Strategy, StrategySettings
+from zerobench.strategies.base import Batch, Dtypes, ModelFactory, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.flight_recorder import StepTraffic
@@ -24,6 +24,7 @@ from zerobench.strategies.shared import (
     Determinism,
     bind_device,
     clip_coefficient,
+    dtypes_beside_masters,
     first_moment,
     full_fp32,
     local_tensor,
@@ -186,6 +187,9 @@ class PeerStrategy(Strategy):
 
     def module(self) -> nn.Module:
         return self._model
+
+    def dtypes(self) -> Dtypes:
+        return dtypes_beside_masters(self.settings)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         return {name: full_fp32(parameter) for name, parameter in self._named_parameters().items()}

@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from zerobench.errors import ConfigError
 from zerobench.models import enable_checkpointing
-from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, StrategySettings
+from zerobench.strategies.base import Batch, Dtypes, ModelFactory, OptimizerSettings, StrategySettings
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,6 +30,12 @@ def precision_dtype(settings: StrategySettings) -> torch.dtype:
     except KeyError:
         known = ", ".join(PRECISION_DTYPES)
         raise ConfigError(f"unknown precision {settings.precision!r}: known: {known}") from None
+
+
+def dtypes_beside_masters(settings: StrategySettings) -> Dtypes:
+    """The precision's dtype everywhere but in masters and optimizer state, which are fp32."""
+    low = str(precision_dtype(settings)).removeprefix("torch.")
+    return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

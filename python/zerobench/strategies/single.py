@@ -20,6 +20,7 @@ from zerobench.strategies.shared import (
     Determinism,
     cast_parameters,
     clip_coefficient,
+    dtypes_beside_masters,
     first_moment,
     full_fp32,
     make_adamw,
@@ -173,8 +174,7 @@ class SingleStrategy(Strategy):
         return self._model
 
     def dtypes(self) -> Dtypes:
-        low = str(precision_dtype(self.settings)).removeprefix("torch.")
-        return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
+        return dtypes_beside_masters(self.settings)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         return {name: full_fp32(master) for name, master in self._masters.items()}
