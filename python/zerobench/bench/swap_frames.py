@@ -1,5 +1,9 @@
-"""The memory that a rank's state and parameters swap through, and the size of its chunks: as
-csrc/stores/host_store_memory.cpp and the paged stores take them. Imports no torch."""
+"""The memory that a rank's state and parameters swap through, and the size of its chunks, for plans that are made
+without the core. Imports no torch.
+
+The same arithmetic as csrc/stores/host_store_memory.cpp, paged_state.cpp and paged_parameters.cpp: change both.
+tests/unit/test_swap_plan.py holds it to what an engine takes.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from zerobench.io_settings import IoChoice
 STATE_BYTES = 12  # of a parameter: fp32 master and two moments
 CHUNK_NUMEL = 1 << 22  # where no budget is too small for it
 _OUTGOING_NUM = 3  # buffers of a chunk, which stand before the frames
-_PAGE_BYTES = 4096
-_LINE_NUMEL = 64
+PAGE_BYTES = 4096  # of files
+LINE_NUMEL = 64  # of which a chunk is a multiple
 _COST_DIVISOR = 20  # of what a step moves where all swaps, what larger chunks may cost
 
 
@@ -57,7 +61,7 @@ class Swapping:
     budget_bytes: float | None  # of host memory
 
     def outgoing_bytes(self, chunk_numel: int) -> int:
-        return _OUTGOING_NUM * round_up(4 * min(max(self.shards), chunk_numel), _PAGE_BYTES)
+        return _OUTGOING_NUM * round_up(4 * min(max(self.shards), chunk_numel), PAGE_BYTES)
 
     def frames(self, chunk_numel: int) -> tuple[Frames, Frames | None]:
         """Of optimizer state, and of parameters where they lie in files too, without any memory of the budget."""
@@ -65,7 +69,7 @@ class Swapping:
         chunk_num = sum(math.ceil(numel / chunk_numel) for numel in self.shards)
 
         def of(chunk_bytes: int, *, held_num: int) -> Frames:
-            slot_bytes = self.path_num * round_up(math.ceil(chunk_bytes / self.path_num), _PAGE_BYTES)
+            slot_bytes = self.path_num * round_up(math.ceil(chunk_bytes / self.path_num), PAGE_BYTES)
             frame_num = 2 * math.ceil(self.io.depth * self.io.block_bytes / slot_bytes) + held_num
             return Frames(slot_bytes=slot_bytes, chunk_num=chunk_num, frame_num=frame_num)
 
@@ -99,7 +103,7 @@ class Swapping:
         """Of which every path gets so many bytes of the state and of parameters in files."""
         smallest_bytes = self.element_bytes if self.pages_parameters else STATE_BYTES
         numel = CHUNK_NUMEL
-        while numel > _LINE_NUMEL and numel // 2 * smallest_bytes >= self.path_num * path_bytes:
+        while numel > LINE_NUMEL and numel // 2 * smallest_bytes >= self.path_num * path_bytes:
             numel //= 2
         return numel
 
@@ -108,7 +112,7 @@ class Swapping:
         only where no other fits."""
         if self.budget_bytes is None:
             return CHUNK_NUMEL
-        request, least = (self.least_chunk_numel(bytes_) for bytes_ in (self.io.block_bytes, _PAGE_BYTES))
+        request, least = (self.least_chunk_numel(bytes_) for bytes_ in (self.io.block_bytes, PAGE_BYTES))
         numel, moved = CHUNK_NUMEL, dict[int, float]()
         while numel >= (request if moved else least):
             if self.least_bytes(numel) <= self.budget_bytes:

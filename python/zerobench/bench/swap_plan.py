@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 from zerobench import models
 from zerobench.bench.fit import GIB, with_layers
 from zerobench.bench.names import OURS
-from zerobench.bench.swap_frames import STATE_BYTES, Frames, Swapping, round_up
+from zerobench.bench.swap_frames import LINE_NUMEL, PAGE_BYTES, STATE_BYTES, Frames, Swapping, round_up
 from zerobench.io_settings import io_choice
 
 if TYPE_CHECKING:
     from zerobench.bench.plan import Configuration
 
-_LINE_NUMEL = 64  # about what shards are padded to
-_PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -46,7 +44,7 @@ def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> S
         )
     share = 1.0 if settings.offload_ratio is None else float(settings.offload_ratio)
     numels = [share * numel / settings.world_size for numel in unit_numels(configuration)]
-    shards = [round_up(math.ceil(numel), _LINE_NUMEL) for numel in numels]
+    shards = [round_up(math.ceil(numel), LINE_NUMEL) for numel in numels]  # about
     if not share:
         return Swap()
     budget_gib = settings.host_memory_gib
@@ -94,7 +92,7 @@ def locked_bytes(frames: Sequence[Frames], *, begin: int, pool_bytes: int) -> in
 def ring_bytes(depth: int) -> int:
     """Of a ring itself, its requests (64 bytes each) and its two queues, which the kernel may charge too."""
     entry_num = 1 << depth.bit_length()  # the least power of two for one more than the depth
-    return round_up(64 * entry_num, _PAGE_BYTES) + round_up(36 * entry_num + 256, _PAGE_BYTES)
+    return round_up(64 * entry_num, PAGE_BYTES) + round_up(36 * entry_num + 256, PAGE_BYTES)
 
 
 def unit_numels(configuration: Configuration) -> list[int]:
