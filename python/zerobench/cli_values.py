@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 from zerobench.errors import ConfigError
 
 T = TypeVar("T")
-Ratio = float | Literal["auto"]
 
 
 def split(option: str, text: str, convert: Callable[[str], T]) -> list[T]:
@@ -69,7 +68,7 @@ def model_options(pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def share(text: str) -> Ratio:
+def share(text: str) -> float | Literal["auto"]:
     return "auto" if text.lower() == "auto" else float(text)
 
 

@@ -514,9 +514,8 @@ class Engine(EngineFacts):
         try:
             self._core.abort_backward()
         except Exception as abort_error:  # the peers are gone too: the first error matters
-            error.add_note(f"while leaving the backward: {abort_error}") if hasattr(
-                error, "add_note"
-            ) else None
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"while leaving the backward: {abort_error}")
         self._core.rethrow_hook_error()
 
 

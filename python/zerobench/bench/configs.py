@@ -13,7 +13,9 @@ from zerobench.bench.options import COMMUNICATORS
 from zerobench.errors import ConfigError
 
 _FROM_THE_LAUNCHER = ("rank", "world_size", "local_rank", "local_world_size", "rendezvous", "cpus")
-_PRECISION_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_PRECISION_OF_DTYPE: dict[str, str] = {
+    dtype: precision for precision, dtype in configuration.DTYPE_OF_PRECISION.items()
+}
 
 
 def read_row(

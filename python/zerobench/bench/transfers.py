@@ -12,8 +12,6 @@ from zerobench.bench.job import WindowTransfers
 from zerobench.io_settings import io_choice
 from zerobench.strategies.base import Transfers
 
-TO_HOST, TO_DEVICE, BOTH = "to_host", "to_device", "both_ways"
-NVME_READ, NVME_WRITE, NVME_BOTH = "nvme_read", "nvme_write", "nvme_both"
 _PROBE_BYTES = 256 << 20
 _PROBE_COPIES = 4
 
@@ -48,9 +46,9 @@ def link_limits(device: torch.device) -> dict[str, float]:
     there = [torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     to_host, to_device = (there[0], host[0]), (host[1], there[1])
     return {
-        TO_HOST: _copies_gb_s([to_host]),
-        TO_DEVICE: _copies_gb_s([to_device]),
-        BOTH: _copies_gb_s([to_host, to_device]),
+        "to_host": _copies_gb_s([to_host]),
+        "to_device": _copies_gb_s([to_device]),
+        "both_ways": _copies_gb_s([to_host, to_device]),
     }
 
 
@@ -62,9 +60,9 @@ def file_limits(paths: Sequence[str], *, options: Mapping[str, Any], rank_num: i
         return {}
     rates = probe(paths, io_choice(paths, options.get("offload_optimizer")), rank_num=rank_num)
     return {
-        NVME_READ: rates.read_bytes_per_s / 1e9,
-        NVME_WRITE: rates.write_bytes_per_s / 1e9,
-        NVME_BOTH: rates.both_bytes_per_s / 1e9,
+        "nvme_read": rates.read_bytes_per_s / 1e9,
+        "nvme_write": rates.write_bytes_per_s / 1e9,
+        "nvme_both": rates.both_bytes_per_s / 1e9,
     }
 
 
