@@ -13,6 +13,7 @@ from pathlib import Path
 from zerobench.bench.result import Results
 from zerobench.errors import ConfigError, Error
 from zerobench.report import table_text, write_csv, write_plots
+from zerobench.report.frame import replace_file
 
 
 class OutputError(Error):
@@ -127,17 +128,14 @@ def check_new(folder: Path) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """The whole new file or the whole old one, also after a crash of the machine."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+
+    def write(partial: Path) -> None:
         with partial.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+
+    replace_file(path, write)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,23 +1,21 @@
 """`bench comm`: zerobench's shared-memory collectives beside gloo and memcpy, on ranks of this host.
 
-The part that runs in the command imports no torch before its ranks start; the part that runs in ranks does.
+This part runs in the command, which imports no torch before its ranks start; comm_ranks.py runs in the ranks.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import struct
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 
 from zerobench.bench.machine import cpus_usable, memory_available_bytes
+from zerobench.bench.micro.checks import check_known, check_repeats
 from zerobench.bench.micro.output import (
     MicroReport,
     OutputFile,
@@ -30,14 +28,8 @@ from zerobench.bench.micro.output import (
     ratio_json,
     size_text,
 )
-from zerobench.bench.micro.ranks import Message, RankPlace, Ranks, bind_crowded_rank
-from zerobench.bench.micro.sampling import (
-    as_json,
-    calls_per_sample,
-    rotated,
-    seconds_per_repeat,
-    speed_ratio,
-)
+from zerobench.bench.micro.ranks import Message, Ranks, Target
+from zerobench.bench.micro.sampling import as_json, speed_ratio
 from zerobench.errors import ConfigError, Error
 from zerobench.report.stats import Ratio, median
 
@@ -76,17 +68,12 @@ class CommOptions:
                 raise ConfigError(
                     f"--world-size {world_size} is not possible: collectives need 2 to 64 ranks"
                 )
-        for collective in self.collectives:
-            if collective not in COLLECTIVES:
-                raise ConfigError(
-                    f"--collectives {collective!r} is unknown: choose from {', '.join(COLLECTIVES)}"
-                )
+        check_known("--collectives", self.collectives, COLLECTIVES)
         if not 1 <= self.min_bytes <= self.max_bytes:
             raise ConfigError(
                 f"--min-bytes {self.min_bytes} and --max-bytes {self.max_bytes} are no range: give 1 <= min <= max"
             )
-        if self.repeats < 1:
-            raise ConfigError(f"--repeats {self.repeats} measures nothing: give at least 1")
+        check_repeats(self.repeats)
         if not 1 <= self.timeout_s <= MOST_TIMEOUT_S:
             raise ConfigError(
                 f"--timeout {self.timeout_s:g} is not possible: give 1 to {MOST_TIMEOUT_S} seconds"
@@ -139,37 +126,64 @@ def run_comm(options: CommOptions, *, output: OutputFile, console: Console, note
 def measure_world(
     options: CommOptions, world_size: int, scratch: str, notes: Console
 ) -> list[dict[str, Any]]:
+    from zerobench.bench.micro.comm_ranks import run_rank
+
     cases = options.cases(world_size)
     target = partial(run_rank, cases=cases, options=options)
-    answers: list[dict[int, Message]] = [{} for _ in cases]
-    # The bar's thread starts after the ranks were forked.
-    with Ranks(target, world_size=world_size, scratch=scratch) as ranks, new_progress(notes) as bar:
-        task = bar.add_task(f"{world_size} ranks", total=len(cases) * (options.repeats + 1))
-        for rank, message in ranks.messages():
-            if "case" in message:
-                answers[message["case"]][rank] = message
-            else:
-                bar.update(task, advance=1, description=f"{world_size} ranks: {message['doing']}")
+    who = f"{world_size} ranks"
+    answers = answers_of(
+        target, len(cases), world_size, options.repeats, who=who, scratch=scratch, notes=notes
+    )
     return [
         comm_row(collective, size, world_size, answer)
         for (collective, size), answer in zip(cases, answers, strict=True)
     ]
 
 
-def comm_row(
+def answers_of(
+    target: Target,
+    case_num: int,
+    world_size: int,
+    repeats: int,
+    *,
+    who: str,
+    scratch: str,
+    notes: Console,
+) -> list[dict[int, Message]]:
+    """What ranks that run ``target`` say about each case, by rank; a bar says how far ``who`` are."""
+    answers: list[dict[int, Message]] = [{} for _ in range(case_num)]
+    # The bar's thread starts after the ranks were forked.
+    with Ranks(target, world_size=world_size, scratch=scratch) as ranks, new_progress(notes) as bar:
+        task = bar.add_task(who, total=case_num * (repeats + 1))
+        for rank, message in ranks.messages():
+            if "case" in message:
+                answers[message["case"]][rank] = message
+            else:
+                bar.update(task, advance=1, description=f"{who}: {message['doing']}")
+    return answers
+
+
+def slowest_times_s(
     collective: str, size_bytes: int, world_size: int, answers: dict[int, Message]
-) -> dict[str, Any]:
-    """One line of the table, from what all ranks measured: a sample is the slowest rank's."""
+) -> dict[str, list[float]]:
+    """Samples by side, each the slowest rank's. Error where a rank has none."""
     if len(answers) != world_size:
         raise Error(
             f"only {len(answers)} of {world_size} ranks measured {collective} of {size_text(size_bytes)}"
         )
-    times_s = {
+    return {
         side: [
             max(values) for values in zip(*(answers[rank]["times_s"][side] for rank in answers), strict=True)
         ]
         for side in answers[0]["times_s"]
     }
+
+
+def comm_row(
+    collective: str, size_bytes: int, world_size: int, answers: dict[int, Message]
+) -> dict[str, Any]:
+    """One line of the table, from what all ranks measured."""
+    times_s = slowest_times_s(collective, size_bytes, world_size, answers)
     first = answers[0]
     is_bandwidth = size_bytes > LATENCY_BYTES * world_size
     algbw = size_bytes / median(times_s[SHM]) / 1e9 if is_bandwidth else None
@@ -226,124 +240,3 @@ def comm_cells(row: dict[str, Any]) -> list[str]:
 def wrong_cell(row: dict[str, Any], other: str) -> str:
     of_other = row[f"wrong_{other}"]
     return f"{row['wrong']}" + (f" ({other} {of_other})" if of_other else "")
-
-
-# What follows runs in the ranks.
-
-
-def run_rank(
-    place: RankPlace,
-    send: Callable[[Message], None],
-    *,
-    cases: Sequence[tuple[str, int]],
-    options: CommOptions,
-) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from zerobench import _native
-    from zerobench.meeting import expect_route
-
-    core_num = cpus_usable()
-    bind_crowded_rank(place)
-    core = _native.load()
-    torch.set_num_threads(max(1, core_num // place.world_size))
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Else gloo resolves the host's name, which laptops often cannot.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        expect_route("localhost", source="GLOO_SOCKET_IFNAME=lo")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(place.store_file, place.world_size),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=options.timeout_s),
-    )
-    comm = core.make_shm_communicator(
-        rank=place.rank,
-        world_size=place.world_size,
-        rendezvous=place.rendezvous,
-        timeout_s=options.timeout_s,
-    )
-    for index, (collective, size_bytes) in enumerate(cases):
-        message = measure_case(collective, size_bytes, comm, core, send, options.repeats, core_num=core_num)
-        send({"case": index, **message})
-    comm.barrier()
-    dist.destroy_process_group()
-    comm.close()
-
-
-def measure_case(
-    collective: str,
-    size_bytes: int,
-    comm: Any,
-    core: Any,
-    send: Callable[[Message], None],
-    repeats: int,
-    *,
-    core_num: int,
-) -> Message:
-    from zerobench.bench.micro import collectives
-
-    case = collectives.Case(collective=collective, size_bytes=size_bytes, world_size=comm.world_size)
-    sides: dict[str, collectives.Side] = {
-        SHM: collectives.ShmSide(case, comm),
-        GLOO: collectives.GlooSide(case),
-    }
-    if size_bytes > LATENCY_BYTES * comm.world_size:
-        sides[MEMCPY] = collectives.MemcpySide(case, core, comm, core_num=core_num)
-    wrong = {SHM: 0, GLOO: 0}
-    check(case, sides, comm, wrong)
-    if collective == "all_reduce":  # in place: sums of zeros stay what they are however often they are summed
-        for side in (sides[SHM], sides[GLOO]):
-            side.source.zero_()
-    calls = {name: agreed_calls(comm, side.repeat) for name, side in sides.items()}
-    what = f"{collective} {size_text(size_bytes)}" if size_bytes else collective
-    tick = {"doing": what}
-    if comm.rank == 0:
-        send(tick)
-    times_s: dict[str, list[float]] = {name: [] for name in sides}
-    # Copies need no other rank: without an end in common, each would be timed as if alone.
-    ends = {MEMCPY: comm.barrier}
-    for index in range(repeats):
-        for name in rotated(list(sides), index):
-            sides[name].repeat(1)  # the side before has left its own buffers in the caches
-            comm.barrier()
-            times_s[name].append(seconds_per_repeat(sides[name].repeat, calls[name], end=ends.get(name)))
-        if comm.rank == 0:
-            send(tick)
-    check(case, sides, comm, wrong)
-    message: Message = {"times_s": times_s, "calls": calls, "wrong": wrong}
-    if collective != BARRIER:
-        message["bus_factor"] = collectives.bus_factor(collective, comm.world_size)
-        message["touched_bytes"] = collectives.touched_bytes(case)
-        copied = sides[MEMCPY].copied_bytes if MEMCPY in sides else message["touched_bytes"]
-        message["copied_bytes"] = copied
-        message["limit_scale"] = message["touched_bytes"] / copied
-    else:
-        message["bus_factor"] = message["limit_scale"] = 1.0
-    return message
-
-
-def check(case: Any, sides: dict[str, Any], comm: Any, wrong: dict[str, int]) -> None:
-    """Add each side's wrong elements after one run on known values."""
-    from zerobench.bench.micro import collectives
-
-    if case.collective == BARRIER:
-        return
-    for name in (SHM, GLOO):
-        comm.barrier()  # nobody reads these buffers any more
-        collectives.fill(case, sides[name], comm.rank)
-        comm.barrier()
-        sides[name].repeat(1)
-        wrong[name] += collectives.wrong_num(case, sides[name], comm.rank)
-    comm.barrier()
-
-
-def agreed_calls(comm: Any, repeat: Callable[[int], None]) -> int:
-    """How many calls one sample takes: the same on all ranks, from the slowest one's best attempt."""
-    repeat(1)
-    comm.barrier()
-    mine = min(seconds_per_repeat(repeat, 1) for _ in range(4))
-    everyones = comm.exchange(struct.pack("d", mine))
-    return calls_per_sample(max(struct.unpack(f"{comm.world_size}d", everyones)))

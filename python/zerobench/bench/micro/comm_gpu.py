@@ -16,23 +16,23 @@ from typing import Any
 from rich.console import Console
 
 from zerobench.bench.gpus import Gpu
-from zerobench.bench.micro.comm import CommOptions, wrong_cell
+from zerobench.bench.micro.checks import check_known
+from zerobench.bench.micro.comm import CommOptions, answers_of, slowest_times_s, wrong_cell
 from zerobench.bench.micro.link import Link, measure_link
 from zerobench.bench.micro.output import (
     MicroReport,
     OutputFile,
     TextTable,
     machine_line,
-    new_progress,
     print_comment,
     print_table,
     ratio_cell,
     ratio_json,
     size_text,
 )
-from zerobench.bench.micro.ranks import Message, Ranks
+from zerobench.bench.micro.ranks import Message
 from zerobench.bench.micro.sampling import as_json, speed_ratio
-from zerobench.errors import ConfigError, Error
+from zerobench.errors import ConfigError
 from zerobench.report.stats import Ratio, median
 
 OURS, TORCH = "zerobench", "torch"
@@ -61,10 +61,7 @@ class CommGpuOptions(CommOptions):
 
     def check(self) -> None:
         self.check_values()
-        if self.communicator not in COMMUNICATORS:
-            raise ConfigError(
-                f"--communicator {self.communicator!r} is unknown: choose from {', '.join(COMMUNICATORS)}"
-            )
+        check_known("--communicator", [self.communicator], COMMUNICATORS)
         if self.symmetric and self.communicator != "nccl":
             raise ConfigError(
                 "--symmetric is about NCCL's windows: leave out one of --symmetric and --communicator"
@@ -140,21 +137,15 @@ def link_text(link: Link) -> str:
 def measure_world(
     options: CommGpuOptions, world_size: int, link: Link, scratch: str, notes: Console
 ) -> list[dict[str, Any]]:
-    from zerobench.bench.micro.comm_gpu_ranks import (
-        run_rank,
-    )  # imports torch, which the ranks need in any case
+    # Imports torch, which the ranks need in any case.
+    from zerobench.bench.micro.comm_gpu_ranks import run_rank
 
     cases = options.cases(world_size)
     target = partial(run_rank, cases=cases, options=options)
-    answers: list[dict[int, Message]] = [{} for _ in cases]
-    # The bar's thread starts after the ranks were forked.
-    with Ranks(target, world_size=world_size, scratch=scratch) as ranks, new_progress(notes) as bar:
-        task = bar.add_task(f"{world_size} GPUs", total=len(cases) * (options.repeats + 1))
-        for rank, message in ranks.messages():
-            if "case" in message:
-                answers[message["case"]][rank] = message
-            else:
-                bar.update(task, advance=1, description=f"{world_size} GPUs: {message['doing']}")
+    who = f"{world_size} GPUs"
+    answers = answers_of(
+        target, len(cases), world_size, options.repeats, who=who, scratch=scratch, notes=notes
+    )
     return [
         {"communicator": options.side} | comm_row(collective, size, world_size, link, answer)
         for (collective, size), answer in zip(cases, answers, strict=True)
@@ -164,18 +155,9 @@ def measure_world(
 def comm_row(
     collective: str, size_bytes: int, world_size: int, link: Link, answers: dict[int, Message]
 ) -> dict[str, Any]:
-    """One line of the table, from what all ranks measured: a sample is the slowest rank's."""
-    if len(answers) != world_size:
-        raise Error(
-            f"only {len(answers)} of {world_size} ranks measured {collective} of {size_text(size_bytes)}"
-        )
+    """One line of the table, from what all ranks measured."""
+    times_s = slowest_times_s(collective, size_bytes, world_size, answers)
     first = answers[0]
-    times_s = {
-        side: [
-            max(values) for values in zip(*(answers[rank]["times_s"][side] for rank in answers), strict=True)
-        ]
-        for side in first["times_s"]
-    }
     algbw = size_bytes / median(times_s[OURS]) / 1e9
     busbw = algbw * first["bus_factor"]
     return {

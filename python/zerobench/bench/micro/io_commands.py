@@ -123,12 +123,7 @@ def tune_io(
     seconds: Annotated[float, typer.Option(help="Time for the search.")] = 30.0,
     chunk_mib: ChunkMib = 16.0,
     size_gib: SizeGib = None,
-    settings: Annotated[
-        Path | None,
-        typer.Option(
-            help="File for the result. Default: zerobench/io.json in $XDG_CONFIG_HOME, by default ~/.config."
-        ),
-    ] = None,
+    settings: Settings = None,
 ) -> None:
     """Block size, depth and engine with which a path swaps fastest, kept in a file that later runs read.
 

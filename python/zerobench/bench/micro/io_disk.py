@@ -5,8 +5,9 @@ torch is imported with the core, when a disk is made.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -177,12 +178,10 @@ class Disk:
         return max(1, min(self.chunk_num, round(rate * self._sample_s / moved_per_chunk)))
 
 
-class io_errors:
+@contextlib.contextmanager
+def io_errors() -> Iterator[None]:
     """An OSError of the core, whose text names path and cure, as one of ours."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, OSError):
-            raise Error(error.strerror or str(error)) from error
+    try:
+        yield
+    except OSError as error:
+        raise Error(error.strerror or str(error)) from error
