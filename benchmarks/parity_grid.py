@@ -225,51 +225,45 @@ def markdown(verdicts: Sequence[dict[str, Any]], *, took_s: float) -> str:
     import torch
 
     from zerobench import models
-    from zerobench.bench.tolerances import TOLERANCES
+    from zerobench.bench.tolerances import TOLERANCES, nan_last
 
-    columns = ("ranks", "precision", "clip", "checkpointing", "tied", "accumulation", "bits", *QUANTITIES)
     numel = models.parameter_count(models.resolve("tiny", SMALL))
-    cells = len(verdicts)
-    right = sum(verdict["ok"] for verdict in verdicts)
     lines = [
         "# Parity of the stages",
         "",
-        f"{right} of {cells} cells are right. Written by `python benchmarks/parity_grid.py` in {took_s / 60:.0f} min "
-        f"on CPU, torch {torch.__version__}.",
+        f"{count_right(verdicts)} cells are right. Written by `python benchmarks/parity_grid.py` in "
+        f"{took_s / 60:.0f} min on CPU, torch {torch.__version__}.",
         "",
-        f"Each cell trains zero0 to zero3 for {NUM_STEPS} steps after the verification's own, on text, {BATCH_SIZE} "
-        f"sequence of {SEQ_LENGTH} a rank and micro-batch. fp32 trains `tiny`; bf16 and fp16 train it with "
-        f"{SMALL['num_layers']} layers of {SMALL['hidden_size']} ({numel:,} parameters where tied), since fp16 is slow "
-        "on CPUs. *Bits*: parameters (SHA-256) and every step's gradient norm are the same at all four stages and on "
-        "all ranks; with accumulation the same for zero0 and zero1, and for zero2 and zero3. The other columns are "
-        "verification's largest deviations over the stages from `single` on the same global batch "
-        "([verification.md](../docs/decisions/verification.md)), allowed are:",
+        "A cell is a world size of 1 to 4 and a precision, with and without clipping, checkpointing and tied "
+        "embeddings, and one of each with accumulation over 4 micro-batches. It trains zero0 to zero3 for "
+        f"{NUM_STEPS} steps after the verification's own, on text, {BATCH_SIZE} sequence of {SEQ_LENGTH} a rank and "
+        f"micro-batch. fp32 trains `tiny`; bf16 and fp16 train it with {SMALL['num_layers']} layers of "
+        f"{SMALL['hidden_size']} ({numel:,} parameters where tied), since fp16 is slow on CPUs. *Bits equal*: "
+        "parameters (SHA-256) and every step's gradient norm are the same at all four stages and on all ranks; with "
+        "accumulation the same for zero0 and zero1, and for zero2 and zero3. The other columns are verification's "
+        "largest deviations over cells and stages from `single` on the same global batch "
+        "([verification.md](../docs/decisions/verification.md)), with what is allowed in brackets.",
         "",
-        f"| precision | {' | '.join(QUANTITIES)} |",
-        "| --- " * (len(QUANTITIES) + 1) + "|",
-        *(
-            f"| {name} | " + " | ".join(f"{of[key]:g}" for key in QUANTITIES) + " |"
-            for name, of in TOLERANCES.items()
-        ),
-        "",
-        "| " + " | ".join(columns) + " | |",
-        "| --- " * (len(columns) + 1) + "|",
+        f"| precision | right | bits equal | {' | '.join(QUANTITIES)} |",
+        "| --- " * (len(QUANTITIES) + 3) + "|",
     ]
-    for verdict in verdicts:
-        cell, found = verdict["cell"], verdict["deviation"]
-        switches = ("yes" if value else "no" for value in (cell.clip, cell.checkpointing, cell.tied))
-        numbers = (f"{found[key]:.1e}" for key in QUANTITIES)
-        values = [
-            str(cell.world_size),
-            cell.precision,
-            *switches,
-            str(cell.grad_accum),
-            "equal" if verdict["identical"] else "DIFFERENT",
-            *numbers,
-            "ok" if verdict["ok"] else "WRONG",
-        ]
+    for precision in MODELS:
+        found = [verdict for verdict in verdicts if verdict["cell"].precision == precision]
+        equal = sum(verdict["identical"] for verdict in found)
+        worst = {key: max((of["deviation"][key] for of in found), key=nan_last) for key in QUANTITIES}
+        deviations = (f"{worst[key]:.1e} ({TOLERANCES[precision][key]:g})" for key in QUANTITIES)
+        values = [precision, count_right(found), f"{equal} of {len(found)}", *deviations]
         lines.append("| " + " | ".join(values) + " |")
-    return "\n".join(lines) + "\n"
+    wrong = [
+        f"- {of['cell']}: bits {'equal' if of['identical'] else 'DIFFERENT'}, {of['deviation']}"
+        for of in verdicts
+        if not of["ok"]
+    ]
+    return "\n".join([*lines, *(["", "Wrong:", "", *wrong] if wrong else [])]) + "\n"
+
+
+def count_right(verdicts: Sequence[dict[str, Any]]) -> str:
+    return f"{sum(verdict['ok'] for verdict in verdicts)} of {len(verdicts)}"
 
 
 def main() -> int:

@@ -34,6 +34,14 @@ def test_stages_agree_and_are_right(verdicts, index):
     assert verdicts[index]["ok"], verdicts[index]
 
 
+def test_the_page_counts_cells_by_precision(verdicts):
+    text = parity_grid.markdown(verdicts, took_s=60.0)
+    assert f"{len(CELLS)} of {len(CELLS)} cells are right" in text
+    for precision in parity_grid.MODELS:
+        num = sum(cell.precision == precision for cell in CELLS)
+        assert f"| {precision} | {num} of {num} | {num} of {num} |" in text
+
+
 def test_the_subset_is_pairwise():
     plain = [cell for cell in CELLS if cell.grad_accum == 1]
     values = {
