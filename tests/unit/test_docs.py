@@ -5,13 +5,17 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic import BaseModel
 
-from zerobench import config, models, strategies
+from zerobench import cli, config, models, strategies
 from zerobench.bench import result
+from zerobench.bench.micro import io_commands
 from zerobench.bench.tolerances import TOLERANCES
 from zerobench.strategies.base import Strategy
 
@@ -92,6 +96,42 @@ def test_limits_of_verification_are_those_of_the_page() -> None:
         name: [TOLERANCES[precision][name] for precision in ("fp32", "fp16", "bf16")]
         for name in TOLERANCES["fp32"]
     }
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """Words behind `zerobench`, in blocks and between backticks."""
+    blocks = "".join(re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    lines = [*blocks.replace("\\\n", " ").splitlines(), *(" ".join(each.split()) for each in inline)]
+    for line in lines:
+        found = re.search(r"(?:^|\s)zerobench ((?:compare|show|info|bench|tune)\b[^|]*)", line)
+        if found:
+            yield shlex.split(found[1], comments=True)
+
+
+def parse(words: list[str]) -> None:
+    """Raises for a command or an option that there is none of."""
+    apps = {"bench": io_commands.app, "tune": io_commands.tune_app}
+    first, *others = words
+    command = typer.main.get_command(apps.get(first, cli.app))
+    name = others.pop(0) if first in apps and others else first
+    if hasattr(command, "commands") and name not in apps:
+        command = command.commands[name]
+    if others and "--help" not in others:  # else a page names the command
+        command.make_context(name, cli.gather_files(others))
+
+
+@pytest.mark.parametrize("words", ["compare --num-step 3", "bench com", "tune io . --second 3"])
+def test_what_is_no_command_is_found(words: str) -> None:
+    with pytest.raises((KeyError, cli.UsageError)):
+        parse(words.split())
+
+
+def test_command_lines_of_the_pages_can_be_given() -> None:
+    found = [words for page in PAGES for words in commands_of(page.read_text(encoding="utf-8"))]
+    assert len(found) > 40
+    for words in found:
+        parse(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
