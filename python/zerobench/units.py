@@ -11,9 +11,8 @@ from torch import nn
 
 from zerobench.errors import ConfigError
 
-_LARGE_NUMEL = (
-    1 << 24
-)  # an embedding or head of this many elements is worth a collective, however large the blocks are
+_LARGE_NUMEL = 1 << 24
+"""An embedding or head of this many elements is worth a collective, however large the blocks are."""
 
 
 @dataclass(frozen=True)

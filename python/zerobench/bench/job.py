@@ -24,9 +24,8 @@ class Job(_Message):
     settings: Settings
     model: dict[str, Any]
     verify_model: dict[str, Any]  # the same, or with fewer layers where the reference would not fit
-    num_ranks: (
-        int  # processes to start; a reference is one process that trains settings.world_size ranks' batches
-    )
+    # Processes to start; a reference is one process that trains settings.world_size ranks' batches.
+    num_ranks: int
     verify: bool
     measure: bool
     reference_strategy: str | None = None  # what a row is held against
@@ -82,9 +81,8 @@ class Verification(_Message):
     loss: float  # this rank's, step 1
     norm: float | None
     evaluation: float | None = None  # loss of this rank's held-out batch after the last step
-    expected_evaluations: list[float] = Field(
-        default_factory=list
-    )  # the reference's with the row's parameters, by rank
+    # The reference's with the row's parameters, by rank.
+    expected_evaluations: list[float] = Field(default_factory=list)
     reads: float | None = None
     reads_worst: str | None = None
     loss_dtype: str | None = None

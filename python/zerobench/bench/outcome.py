@@ -22,9 +22,8 @@ class Outcome:
     error: str | None = None
     oom_tier: Literal["device", "host"] | None = None  # whose memory ran out
     secondary: bool = False  # failed only because other ranks did
-    failed_at_s: float = (
-        math.inf
-    )  # time.time() of the first failure, which on several hosts tells cause from effect
+    # time.time() of the first failure, which on several hosts tells cause from effect.
+    failed_at_s: float = math.inf
 
 
 def raised_at_s(state: RankState) -> float:

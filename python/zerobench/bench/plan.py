@@ -74,9 +74,8 @@ class Configuration(BaseModel):
         if self.strategy not in OURS or self.settings.grad_accum != 1:
             return None
         engine = parse_config({"precision": self.settings.precision, **self._of_the_bits()})
-        loss_scale = (
-            engine.loss_scale.model_dump() if engine.scales_loss() else None
-        )  # by which gradients round
+        # By which gradients round.
+        loss_scale = engine.loss_scale.model_dump() if engine.scales_loss() else None
         return _digest(
             {
                 "reference": self.reference_group(),

@@ -88,16 +88,13 @@ class Deviation(_Model):
     update: float | None = None  # ||update - reference update|| / ||reference update|| after verify_steps
     piece: float | None = None  # the same of a typical element in the worst piece of a parameter
     piece_worst: str | None = None  # the parameter that holds that piece
-    optimizer: float | None = (
-        None  # the same of the worst parameter, against AdamW of the row's own gradients
-    )
+    # The same of the worst parameter, against AdamW of the row's own gradients.
+    optimizer: float | None = None
     optimizer_worst: str | None = None  # the parameter of that
-    evaluation: float | None = (
-        None  # as loss, of a held-out batch after verify_steps, beside the reference with the row's parameters
-    )
-    reads: float | None = (
-        None  # largest share of a parameter that evaluation reads and that is not the rounded master
-    )
+    # As loss, of a held-out batch after verify_steps, beside the reference with the row's parameters.
+    evaluation: float | None = None
+    # Largest share of a parameter that evaluation reads and that is not the rounded master.
+    reads: float | None = None
     reads_worst: str | None = None  # the parameter of that, and the rank
     max_abs: float | None = None  # largest absolute deviation of a parameter element, informative
     tolerance: dict[str, float] = Field(default_factory=dict)  # by the names above
@@ -170,9 +167,8 @@ class Row(_Model):
     samples_per_s: float | None = None
     tokens_per_s_per_peak_gb: float | None = None
     mfu: Mfu | None = None
-    of_compute_only: float | None = (
-        None  # step time of the model's forward and backward alone over this row's
-    )
+    # Step time of the model's forward and backward alone over this row's.
+    of_compute_only: float | None = None
     relative: float | None = None  # step time over the fastest comparable ok row's, per token
     relative_uncertainty: float | None = None
     speedup: float | None = None  # tokens/s over the baseline's
@@ -184,28 +180,24 @@ class Row(_Model):
     checksum: str | None = None  # of the full parameters after verification
     deviation: Deviation | None = None
     memory_bytes: dict[str, dict[str, int]] | None = None  # {tier: {category: bytes}}
-    activation_bytes: int | None = (
-        None  # of forward and backward, beside parameters and gradients; compute_only
-    )
+    # Of forward and backward, beside parameters and gradients; compute_only.
+    activation_bytes: int | None = None
     activation_and_shard_bytes: int | None = None  # the same with the shards of gradients that live by then
     peak_device_bytes: int | None = None  # largest over ranks
-    memory_explained_pct: float | None = (
-        None  # of that peak: the categories on the device, and the floor's activations
-    )
+    # Of that peak: the categories on the device, and the floor's activations.
+    memory_explained_pct: float | None = None
     allocated_device_bytes: int | None = None  # at the end
     torch_allocated_peak_bytes: int | None = None  # by torch's allocator, on CUDA
     torch_reserved_peak_bytes: int | None = None
-    outside_torch_bytes: int | None = (
-        None  # on the device and outside torch's allocator, without the bare context
-    )
+    # On the device and outside torch's allocator, without the bare context.
+    outside_torch_bytes: int | None = None
     device_used_peak_bytes: int | None = None
     device_utilisation_pct: float | None = None
     peak_host_bytes: int | None = None
     phases_ms: dict[str, float] | None = None
     compiled_graphs: float | None = None  # executed per step
-    skipped_steps: int | None = (
-        None  # in fp16: whose update overflow skipped, of measured steps and each window's last warm-up
-    )
+    # In fp16: whose update overflow skipped, of measured steps and each window's last warm-up.
+    skipped_steps: int | None = None
     energy_per_step_j: float | None = None  # of all GPUs of the row together
     tokens_per_j: float | None = None
     sampled: Sampled | None = None
@@ -228,7 +220,6 @@ class Results(_Model):
     versions: dict[str, str]
     command: str
     complete: bool = False  # False while configurations are missing (running or interrupted)
-    warnings: list[str] = Field(
-        default_factory=list
-    )  # what to know when reading the figures: a busy machine, ...
+    # What to know when reading the figures: a busy machine, ...
+    warnings: list[str] = Field(default_factory=list)
     rows: list[Row] = Field(default_factory=list)

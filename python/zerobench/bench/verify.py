@@ -311,9 +311,8 @@ def piece_deviation(parameters: Tensors, reference: Reference, *, floor: float) 
         if not bool(counted.any()):
             continue
         ratio, weight = ratio[counted], weight[counted]
-        ratio = ratio.nan_to_num(
-            nan=math.inf
-        )  # NaN parameters are wrong; padding is NaN in weight and drops out below
+        # NaN parameters are wrong; padding is NaN in weight and drops out below.
+        ratio = ratio.nan_to_num(nan=math.inf)
         ratio[~(weight >= weight.nanmedian(dim=1, keepdim=True).values)] = math.nan
         largest = float(ratio.nanmedian(dim=1).values.max())
         if not largest <= worst:

@@ -63,9 +63,8 @@ def run_rank(request: dict[str, Any], *, report_fd: int) -> int:
     place = Place.from_environment(os.environ)
     scratch = Path(request.pop("scratch"))
     stack = (scratch / f"stack.{place.rank}").open("w")
-    faulthandler.register(
-        signal.SIGUSR1, file=stack, all_threads=False
-    )  # a stalled rank is asked where it is
+    # A stalled rank is asked where it is.
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     try:
         outcome = run_job(Job.model_validate(request), place, channel)
     except BaseException as error:

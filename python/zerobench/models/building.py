@@ -69,9 +69,8 @@ def _transformers_model(config: HFConfig) -> nn.Module:
     except Exception as error:  # of many kinds, and some over several lines
         said = " ".join(str(error).split())
         raise ConfigError(f"model {config.name!r}: transformers refuses it: {said}") from error
-    if (
-        getattr(model, "loss_type", "") is None
-    ):  # GPT-2's class name does not tell; without, transformers warns
+    # GPT-2's class name does not tell; without, transformers warns.
+    if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # type: ignore[assignment]
     built, expected = sum(p.numel() for p in model.parameters()), parameter_count(config)
     if built != expected:

@@ -132,9 +132,8 @@ class HFConfig(ModelConfig):
     num_kv_heads: int = Field(gt=0)
     head_size: int = Field(gt=0)
     ffn_size: int = Field(gt=0)
-    embedding_size: int = Field(
-        gt=0
-    )  # of the token embedding; a projection follows where it differs (OPT 350M)
+    # Of the token embedding; a projection follows where it differs (OPT 350M).
+    embedding_size: int = Field(gt=0)
     num_experts: int = Field(default=0, ge=0)  # 0: a dense model
     experts_per_token: int = Field(default=0, ge=0)
     sliding_window: int | None = Field(default=None, gt=0)  # tokens that attention looks back; None: all

@@ -34,9 +34,8 @@ def set_masters(engine: Any, full: Mapping[str, torch.Tensor]) -> None:
     """Copy full fp32 tensors into the masters. Collective."""
     from deepspeed.utils import safe_set_full_fp32_param
 
-    if hasattr(
-        engine.optimizer, "fp32_partitioned_groups_flat"
-    ):  # stage 3, whose own writer knows no padding
+    # Stage 3, whose own writer knows no padding.
+    if hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):
         named = engine.module.named_parameters()
         set_partitions(engine.optimizer, {id(parameter): full[name] for name, parameter in named})
         return
@@ -210,9 +209,8 @@ def _offloads_stage3(engine: Any) -> bool:
 def _master_buffers(optimizer: Any) -> Iterator[torch.Tensor]:
     for name in ("fp32_groups_flat", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
         yield from _tensors(getattr(optimizer, name, None))
-    yield from _tensors(
-        getattr(optimizer, "fp32_groups_flat_partition", None)
-    )  # stage 1 in bf16 with fp32 sums
+    # Stage 1 in bf16 with fp32 sums.
+    yield from _tensors(getattr(optimizer, "fp32_groups_flat_partition", None))
 
 
 def _states(optimizer: Any, key: str) -> list[torch.Tensor]:

@@ -57,9 +57,8 @@ class DeepSpeed3SuperStrategy(DeepSpeedStrategy):
         optimizer = self._engine.optimizer
         found = {}
         for index, group in enumerate(optimizer.fp16_groups):
-            known = state_of(
-                optimizer, optimizer.fp32_partitioned_groups_flat[index]
-            )  # of sub-groups on the GPU
+            # Of sub-groups on the GPU.
+            known = state_of(optimizer, optimizer.fp32_partitioned_groups_flat[index])
             moments, offset = known.get("exp_avg", self._exp_avg.get(index)), 0
             for parameter in group:
                 numel = parameter.partition_numel()

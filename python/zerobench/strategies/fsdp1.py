@@ -35,9 +35,8 @@ class FSDP1Strategy(PeerStrategy):
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         low_precision = dtype != torch.float32
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", category=FutureWarning
-            )  # it is deprecated, which is why it is a row
+            # It is deprecated, which is why it is a row.
+            warnings.filterwarnings("ignore", category=FutureWarning)
             return FullyShardedDataParallel(
                 model,
                 auto_wrap_policy=ModuleWrapPolicy({type(block) for block in repeated_blocks(model)}),

@@ -64,9 +64,8 @@ MIN_NUMEL, MAX_NUMEL = 1 << 19, 1 << 25
 SAMPLE_S = 20e-3
 # torch's OpenMP threads spin for some milliseconds after a region and would take a core from whoever comes next.
 SETTLE_S = 5e-3
-_BYTES_PER_ELEMENT = (
-    16 + 4 + 16 + 4 + 16 + 4 + 14 + 12
-)  # ours, torch's, DeepSpeed's, the copy that the check compares with, triad's third
+# Ours, torch's, DeepSpeed's, the copy that the check compares with, triad's third.
+_BYTES_PER_ELEMENT = 16 + 4 + 16 + 4 + 16 + 4 + 14 + 12
 
 
 @dataclass(frozen=True, kw_only=True)
