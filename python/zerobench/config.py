@@ -197,7 +197,7 @@ class OffloadParamConfig(_Section):
 
 
 class Config(_Section):
-    """Everything that ``zerobench.initialize`` can be told.
+    """Everything that ``zerobench.initialize`` can be told; docs/configuration.md explains each key.
 
     ``precision`` sets the dtype of parameters, of compute and of reductions at once; ``param_dtype`` and
     ``reduce_dtype`` override it by role. Master weights and Adam states are always float32. ``units`` is "auto"

@@ -75,7 +75,11 @@ def initialize(
 
 
 class Engine(EngineFacts):
-    """A model under training. Calls that gather or reduce are collective: make them equally often on every rank."""
+    """A model under training. Calls that gather or reduce are collective: make them equally often on every rank.
+
+    ``module`` is the model, ``optimizer`` its ZeroOptimizer, ``config`` and ``topology`` are what was resolved,
+    ``communicator`` is the kind that connects the ranks, and ``communicator_note`` why it is not another one, or None.
+    """
 
     def __init__(
         self,
@@ -180,11 +184,12 @@ class Engine(EngineFacts):
     forward = __call__
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of a micro-batch's mean loss. Averaging over micro-batches and ranks is the engine's.
+        """Backward of a micro-batch's mean loss, a floating-point tensor of one element. Averaging over micro-batches
+        and ranks is the engine's.
 
         Raises whatever backward raises; the gradients of all micro-batches since the last step are dropped then and the
-        engine stays usable. Raises StateError, soon if not at once, where a parameter was changed in place outside of
-        ``gather(modifier_rank=...)``.
+        engine stays usable. Raises StateError for what is no such tensor, for a backward that a step must precede and,
+        soon if not at once, where a parameter was changed in place outside of ``gather(modifier_rank=...)``.
         """
         if not isinstance(loss, torch.Tensor):
             raise StateError(
@@ -298,6 +303,9 @@ class Engine(EngineFacts):
 
         With ``modifier_rank``, that rank's values at the end of the block become everybody's, masters included;
         without, changes made inside are lost at stage 3 and must not be made at other stages.
+
+        Raises ConfigError for a parameter that the model does not have and for a rank that there is not, StateError
+        inside a forward or backward.
         """
         units = self._units_of(parameters)
         if modifier_rank is not None and not 0 <= modifier_rank < self.topology.world_size:
@@ -335,8 +343,9 @@ class Engine(EngineFacts):
     def full_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """All that ``load_full_state`` takes, on the host: ``torch.save`` it on rank 0. Collective, between steps.
 
-        It takes 12 bytes of host memory for each parameter on every rank; with ``rank0_only`` on rank 0 alone, and
-        other ranks' has no tensors.
+        Tensors have the parameters' full shapes by name: ``parameters`` (as ``full_parameters``), ``exp_avg`` and
+        ``exp_avg_sq`` in fp32; ``buffers`` have their own dtypes. It takes 12 bytes of host memory for each parameter
+        on every rank; with ``rank0_only`` on rank 0 alone, and other ranks' has no tensors.
         """
         buffers = {n: of_rank_0(self._core, tensor) for n, tensor in unheld_tensors(self.module).items()}
         return {
@@ -350,12 +359,13 @@ class Engine(EngineFacts):
         }
 
     def full_parameters(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Full fp32 masters by parameter name (frozen parameters as they are; tied ones by their first name), on every
-        rank or, with ``rank0_only``, on rank 0 and none on others. Collective."""
+        """Full fp32 masters on the host by parameter name (of frozen parameters the values that they have, tied ones by
+        their first name), on every rank or, with ``rank0_only``, on rank 0 and none on others. Collective."""
         return self._core.full_state("master", rank0_only=rank0_only)
 
     def full_optimizer_state(self, kind: str, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Full "exp_avg" or "exp_avg_sq" by parameter name, fp32, as ``full_parameters``. Collective."""
+        """Full "exp_avg" or "exp_avg_sq" of trained parameters, as ``full_parameters``. Collective; ValueError for
+        another ``kind``."""
         return self._core.full_state(kind, rank0_only=rank0_only)
 
     def load_full_state(

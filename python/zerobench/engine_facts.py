@@ -131,6 +131,8 @@ class EngineFacts:
         self._core.reset_counters()
 
     def units(self) -> list[dict[str, Any]]:
-        """Names, sizes and flat buffers of the units, and whether forwards wait for a unit's updates at their
-        beginning, since something once used its parameters before its module was called (``is_awaited_early``)."""
+        """The units, the root first: ``name``, ``is_root``, ``gather_bytes``, ``gradient_bytes`` and ``flats``, their
+        flat buffers (docs/memory.md): ``parameters`` by name, ``param_dtype``, ``reduce_dtype``, ``trainable`` and, in
+        elements, ``numel``, ``padded_numel`` and ``shard_numel``. ``is_awaited_early``: whether forwards wait for its
+        updates at their beginning, since something once used its parameters before its module was called."""
         return self._core.units()

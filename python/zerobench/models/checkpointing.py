@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def enable_checkpointing(model: nn.Module) -> None:
-    """Keep each block's input only, and compute the block again in backward. Raises ConfigError where it cannot."""
+    """Keep each block's input only, and compute the block again in backward. Raises ConfigError for a model without
+    transformers' ``gradient_checkpointing_enable``, which ours have too."""
     enable = getattr(model, "activation_checkpointing_enable", None)  # transformers from 5.2x on
     if enable is not None:
         enable(activation_checkpointing_kwargs=_arguments(model))

@@ -16,7 +16,8 @@ NULLABLE_FIELDS = ("sliding_window",)
 
 
 class ModelConfig(BaseModel):
-    """Sizes of a model. ``ModelConfig.model_validate`` of a dumped configuration gives the subclass it came from."""
+    """Sizes of a model; those of sequences and of the vocabulary are in tokens. ``ModelConfig.model_validate`` of a
+    dumped configuration gives the subclass it came from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

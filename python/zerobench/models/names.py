@@ -40,7 +40,8 @@ def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfi
 
 
 def find(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """``resolve`` without asking whether this machine can build it: sizes alone need no package."""
+    """``resolve`` without asking whether this machine can build it: sizes alone need no package. Raises ConfigError as
+    ``resolve`` does, but for packages."""
     if name in preset_names():
         return resolve_preset(name, overrides)
     given = dict(overrides or {})

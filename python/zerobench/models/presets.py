@@ -42,10 +42,12 @@ _PRESETS: dict[str, dict[str, int]] = {
 
 
 def preset_names() -> list[str]:
+    """Names of our own models, as ``resolve`` takes them."""
     return list(_PRESETS)
 
 
 def resolve_preset(name: str, overrides: Mapping[str, Any] | None = None) -> PresetConfig:
-    """The preset ``name`` with ``overrides`` of PresetConfig's fields; None leaves what the preset has."""
+    """The preset ``name`` with ``overrides`` of PresetConfig's fields; None leaves what the preset has. Raises
+    ConfigError for an unknown field or an impossible value."""
     fields = [field for field in PresetConfig.model_fields if field != "name"]
     return make(PresetConfig, name, {**_PRESETS[name], **checked_overrides(overrides, known=fields)})

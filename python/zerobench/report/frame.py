@@ -23,7 +23,8 @@ AnyPath = str | os.PathLike[str]
 
 
 def read_results(path: AnyPath) -> Results:
-    """The parsed results.json, given itself or its folder."""
+    """The parsed results.json, given itself or its folder. Raises DataError for what is no result file, or one of a
+    newer version."""
     file = Path(path)
     if file.is_dir():
         file = file / "results.json"
@@ -151,7 +152,8 @@ _EMPTY_ROW = Row.model_validate(
 
 
 def write_csv(results: Results, path: AnyPath) -> None:
-    """The summary of every row: the frame's columns without raw lists. An empty cell is a value that is not there."""
+    """The summary of every row: the frame's columns without raw lists. An empty cell is a value that is not there. The
+    file is replaced as a whole. Raises OSError."""
     flats = [flat_row(row) for row in results.rows]
     raw = _list_columns(Row) | {
         key for flat in flats for key, value in flat.items() if isinstance(value, list)

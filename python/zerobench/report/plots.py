@@ -61,7 +61,8 @@ Segment = tuple[str, float]  # category and length
 
 
 def write_plots(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
-    """PNG files in `folder` (made if missing): those for which any row has values. Returns their paths."""
+    """PNG files in `folder` (made if missing): those for which any row has values. Returns their paths. Raises
+    OSError."""
     from .scatter import speed_memory_figure
 
     drawn: list[tuple[str, Figure | None]] = [
