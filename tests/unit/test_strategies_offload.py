@@ -16,6 +16,7 @@ from test_strategies_peers import on_gpus
 
 from zerobench import strategies
 from zerobench.bench.limits import judge_host
+from zerobench.bench.micro.adam import deepspeed_peer
 from zerobench.bench.options import CompareOptions
 from zerobench.bench.plan import make_plan
 from zerobench.locked_folder import LockedFolder
@@ -228,3 +229,23 @@ def test_locked_folders_go_with_their_run_and_those_of_killed_runs_with_the_next
         (Path(folder.path) / "state.swp").write_text("x")
         folder.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+def test_the_lock_of_a_build_that_was_killed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    offloads = on_gpus(offload="cpu_optimizer")
+    deepspeed1 = strategies.get("deepspeed1")
+    assert deepspeed1.unplaced(offloads) is None
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.touch()
+    assert deepspeed1.unplaced(offloads) is None  # someone may be compiling
+    an_hour_ago = lock.stat().st_mtime - 3600
+    os.utime(lock, (an_hour_ago, an_hour_ago))
+    assert f"delete {lock}" in deepspeed1.unplaced(offloads)
+    peer, why_not = deepspeed_peer()
+    assert peer is None and f"delete {lock}" in why_not
+    swaps = on_gpus(offload="nvme", nvme_paths=("/disk",))
+    (tmp_path / "async_io").mkdir()
+    lock.rename(tmp_path / "async_io" / "lock")
+    assert deepspeed1.unplaced(offloads) is None
+    assert "async_io" in strategies.get("deepspeed3").unplaced(swaps)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from zerobench.strategies.base import Batch, StrategySettings
 from zerobench.strategies.deepspeed import DeepSpeedStrategy
-from zerobench.strategies.requirements import missing_compiler
+from zerobench.strategies.requirements import abandoned_build, missing_compiler
 
 _PASSES_FROM_STEP = 2
 
@@ -38,7 +38,8 @@ class DeepCompile3Strategy(DeepSpeedStrategy):
     def unsupported(cls, settings: StrategySettings) -> str | None:
         if settings.compile == "block":
             return "DeepCompile compiles the model as a whole: use --compile whole or leave it out"
-        return super().unsupported(settings) or missing_compiler("DeepCompile's operator")
+        what = "DeepCompile's operator"
+        return super().unsupported(settings) or missing_compiler(what) or abandoned_build(what, "dc")
 
     def _compile(self) -> None:
         from deepspeed.compile.passes import prefetch, selective_gather, zero3_compile

@@ -36,6 +36,7 @@ from zerobench.strategies.flight_recorder import StepTraffic
 from zerobench.strategies.peer import ProcessGroupLease, backend_of
 from zerobench.strategies.requirements import (
     DEEPSPEED,
+    abandoned_build,
     make_architectures_readable,
     missing_compiler,
     missing_package,
@@ -74,7 +75,8 @@ class DeepSpeedStrategy(Strategy):
         if cls.stage == 0 and settings.precision == "fp16":
             return "DeepSpeed's engine scales no loss at stage 0, though its fp16 optimizer unscales: use bf16 or fp32"
         if cls.stage == 0 and not fuses_with_torch(settings, stage=cls.stage):
-            return missing_compiler("DeepSpeed's FusedAdam, which its stage 0 needs,")
+            what = "DeepSpeed's FusedAdam, which its stage 0 needs,"
+            return missing_compiler(what) or abandoned_build(what, "fused_adam")
         return None
 
     def build(self, model_factory: ModelFactory) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from zerobench.strategies.base import NVME_OFFLOADS, StrategySettings
-from zerobench.strategies.requirements import missing_compiler, missing_library
+from zerobench.strategies.requirements import abandoned_build, missing_compiler, missing_library
 
 _SUB_GROUPS = 20  # where DeepSpeed places or updates sub-groups one by one, so that a ratio is met within 5 %
 _MIN_SUB_GROUP_NUMEL, _MAX_SUB_GROUP_NUMEL = 1_000_000, 400_000_000
@@ -54,9 +54,11 @@ def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool) -> 
             return "DeepSpeed's ratio splits between GPU and host: use --offload cpu_optimizer with it"
         if len(settings.nvme_paths) != 1:
             return "DeepSpeed swaps to one folder: give one --nvme-path"
-        if reason := missing_library("aio", "DeepSpeed's swapping", install="libaio-dev"):
+        what = "DeepSpeed's swapping"
+        if reason := missing_library("aio", what, install="libaio-dev") or abandoned_build(what, "async_io"):
             return reason
-    return missing_compiler("DeepSpeed's CPU Adam")
+    what = "DeepSpeed's CPU Adam"
+    return missing_compiler(what) or abandoned_build(what, "cpu_adam")
 
 
 def offload_options(

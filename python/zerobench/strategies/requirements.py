@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import importlib.util
 import os
 import re
+import time
 
 # The same as the extras in pyproject.toml (a test compares them): the versions whose internals the readers know.
 DEEPSPEED = "deepspeed>=0.19.8,<0.20"
 MEGATRON_FSDP = "megatron-fsdp>=0.6.1,<0.7"
+ABANDONED_BUILD_S = 900.0  # no operator takes so long to compile
 
 
 def missing_package(module: str, requirement: str) -> str | None:
@@ -34,6 +37,18 @@ def missing_compiler(what: str) -> str | None:
         return f"{what} is compiled at its first use and there is no nvcc: install a CUDA toolkit and set CUDA_HOME"
     if not is_ninja_available():
         return f"{what} is compiled at its first use and there is no ninja: pip install ninja"
+    return None
+
+
+def abandoned_build(what: str, operator: str) -> str | None:
+    """torch waits without end for the lock of an operator that another process compiles, and a build that was killed
+    leaves its lock. ``operator`` is its builder's NAME."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    with contextlib.suppress(OSError):  # no lock, or no folder to compile in, which the build says itself
+        lock = os.path.join(_get_build_directory(operator, verbose=False), "lock")
+        if time.time() - os.stat(lock).st_mtime > ABANDONED_BUILD_S:
+            return f"{what} is compiled at its first use, and a build that was killed has left its lock: delete {lock}"
     return None
 
 

@@ -57,7 +57,11 @@ from zerobench.bench.micro.sampling import (
 )
 from zerobench.report.stats import Ratio, median
 from zerobench.strategies.requirements import DEEPSPEED as DEEPSPEED_REQUIREMENT
-from zerobench.strategies.requirements import make_architectures_readable, missing_package
+from zerobench.strategies.requirements import (
+    abandoned_build,
+    make_architectures_readable,
+    missing_package,
+)
 
 MIX, TRIAD = "mix", "triad"
 MIN_NUMEL, MAX_NUMEL = 1 << 19, 1 << 25
@@ -148,7 +152,9 @@ def adam_cells(row: dict[str, Any]) -> list[str]:
 
 def deepspeed_peer() -> tuple[Callable[[Arrays], Call] | None, str | None]:
     """What makes steps of DeepSpeed's CPU Adam, or why it cannot; compiles the operator."""
-    why_not = missing_package("deepspeed", DEEPSPEED_REQUIREMENT)
+    why_not = missing_package("deepspeed", DEEPSPEED_REQUIREMENT) or abandoned_build(
+        "its operator", "cpu_adam"
+    )
     if why_not is not None:
         return None, why_not
     make_architectures_readable()
