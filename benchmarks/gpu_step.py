@@ -20,10 +20,10 @@ where the driver does not count them). What the sampler of ``compare`` costs sho
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -188,14 +188,27 @@ def measure(model_name: str, mode: str, batch_size: int, seq_length: int, steps:
     return found
 
 
+def run_spec(run: str) -> tuple[str, int, int, int, list[str]]:
+    model_name, batch_size, seq_length, steps, modes = run.split(":")
+    if model_name not in NAMES:
+        raise argparse.ArgumentTypeError(f"model {model_name!r} is none of {', '.join(NAMES)}")
+    return model_name, int(batch_size), int(seq_length), int(steps), modes.split(",")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=run_spec, metavar="MODEL:BATCH:SEQ:STEPS:MODE,MODE")
+    runs = parser.parse_args().runs
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it with torchrun, one process a GPU")
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    for argument in sys.argv[1:]:
-        model_name, batch_size, seq_length, steps, modes = argument.split(":")
-        for mode in modes.split(","):
-            found = measure(model_name, mode, int(batch_size), int(seq_length), int(steps))
+    for model_name, batch_size, seq_length, steps, modes in runs:
+        for mode in modes:
+            found = measure(model_name, mode, batch_size, seq_length, steps)
             if dist.get_rank() == 0:
                 print(json.dumps(found), flush=True)
     dist.destroy_process_group()
