@@ -43,6 +43,13 @@ def number_in(environment: Mapping[str, str], name: str, *, default: int | None 
         raise ConfigError(f"the environment variable {name} is '{text}', not a number") from None
 
 
+def expect_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"rank {rank} is none of {world_size} ranks, which count from 0; check RANK and WORLD_SIZE"
+        )
+
+
 def slurm_first_host(nodes: str) -> str:
     """Of a list such as n[08-11,15]-ib,login."""
     match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)

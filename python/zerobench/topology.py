@@ -11,7 +11,7 @@ from typing import Any
 from zerobench import _native
 from zerobench.config import Config
 from zerobench.errors import ConfigError
-from zerobench.launched import number_in, with_slurm
+from zerobench.launched import expect_rank, number_in, with_slurm
 from zerobench.meeting import expect_to_meet
 
 _engines_made: Counter[str] = Counter()  # by meeting point: the ranks of one meet for their n-th engine there
@@ -39,8 +39,7 @@ def resolve(config: Config, environment: Mapping[str, str] = os.environ) -> Topo
     rank = value(config.rank, "RANK", 0)
     if config.world_size == 1 and config.rank is None:
         rank = 0
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is none of {world_size} ranks; check RANK and WORLD_SIZE")
+    expect_rank(rank, world_size)
     local_world_size = min(value(config.local_world_size, "LOCAL_WORLD_SIZE", world_size), world_size)
     local_rank = value(config.local_rank, "LOCAL_RANK", rank % max(local_world_size, 1))
     if local_rank < 0 or local_world_size < 1:

@@ -53,7 +53,10 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
         (TORCHRUN | {"RANK": "a"}, "RANK is 'a', not a number"),
         (TORCHRUN | {"MASTER_PORT": "0x"}, "MASTER_PORT is '0x', not a number"),
         (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, which is no TCP port"),
-        (TORCHRUN | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4: ranks count from 0"),
+        (
+            TORCHRUN | {"RANK": "4"},
+            "rank 4 is none of 4 ranks, which count from 0; check RANK and WORLD_SIZE",
+        ),
     ],
 )
 def test_variables_that_are_missing_or_odd_are_named(environment: dict[str, str], said: str) -> None:

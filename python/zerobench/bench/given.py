@@ -29,7 +29,7 @@ from zerobench.bench.launch import Launcher
 from zerobench.bench.outcome import Outcome
 from zerobench.bench.ranks import ProgressCallback
 from zerobench.errors import ConfigError, Error
-from zerobench.launched import number_in, with_slurm
+from zerobench.launched import expect_rank, number_in, with_slurm
 
 _POLL_S = 0.5
 _ANSWER_MARGIN_S = 60.0
@@ -74,8 +74,7 @@ def given_ranks(environment: Mapping[str, str]) -> GivenRank | None:
         master_addr=environment["MASTER_ADDR"],
         master_port=number_in(environment, "MASTER_PORT"),
     )
-    if not 0 <= given.rank < given.world_size:
-        raise ConfigError(f"RANK is {given.rank} and WORLD_SIZE {given.world_size}: ranks count from 0")
+    expect_rank(given.rank, given.world_size)
     if not 0 < given.master_port < 1 << 16:
         raise ConfigError(
             f"MASTER_PORT is {given.master_port}, which is no TCP port: use one from 1 to 65535"
