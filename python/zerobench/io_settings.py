@@ -66,7 +66,12 @@ class SettingsFile(BaseModel):
 def default_file() -> Path:
     """In the user's configuration folder, as the XDG base directory specification has it."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".config"
+    try:
+        root = Path(base) if os.path.isabs(base) else Path.home() / ".config"
+    except RuntimeError:
+        raise ConfigError(
+            "settings of disks have no place, since this user has no home folder: set HOME or XDG_CONFIG_HOME"
+        ) from None
     return root / "zerobench" / "io.json"
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import multiprocessing
 import os
+import pwd
 from itertools import count
 from pathlib import Path
 
@@ -71,6 +72,17 @@ def test_the_default_file_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CONFIG_HOME", "relative")  # to be ignored, as the specification says
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_file() == tmp_path / ".config/zerobench/io.json"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as in a container that is run as any number
+    with pytest.raises(ConfigError, match="no home folder: set HOME or XDG_CONFIG_HOME"):
+        default_file()
 
 
 @pytest.mark.parametrize(

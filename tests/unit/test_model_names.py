@@ -119,6 +119,7 @@ def test_a_configuration_survives_json():
             ["tied_embeddings", "leave them tied"],
         ),
         ("./nowhere", {}, ["./nowhere", "no such folder"]),
+        ("~nobody-of-that-name/model", {}, ["~nobody-of-that-name/model", "no such folder"]),
         ("llama", {"hidden_size": 96, "num_heads": 32}, ["head_size 3 is odd", "2 x num_heads"]),
         ("llama", {"head_size": 7}, ["head_size 7 is odd"]),
         ("mistralai/Mixtral-8x7B-v0.1", {"experts_per_token": 0}, ["experts_per_token 0", "1 to num_exp"]),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -80,7 +81,9 @@ def _of_folder(name: str, folder: Path, overrides: Mapping[str, Any]) -> HFConfi
 
 
 def _folder(text: str) -> Path:
-    folder = Path(text).expanduser().resolve()
+    folder = Path(
+        os.path.expanduser(text)
+    ).resolve()  # which leaves ~name as it is where nobody has that name
     if not folder.is_dir():
         raise ConfigError(f"{text}: no such folder: name one that holds a config.json")
     return folder
