@@ -23,6 +23,12 @@ def interrupt_on_signals() -> None:
             signal.signal(each, interrupt)
 
 
+def ignore_further() -> None:
+    """A second Ctrl-C shall not cost what the first one left to be written and shown."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+
+
 def exit_code() -> int:
     """Of an interrupted command, 128 and the signal as shells have it: 130 after Ctrl-C, 143 after SIGTERM, 129 after
     SIGHUP."""

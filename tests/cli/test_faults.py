@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -140,7 +140,7 @@ def test_a_temporary_folder_that_goes_away_is_one_clear_line(command, temporary)
     )
     logs = command.folder / "out" / "logs"
     until(process, lambda: list(logs.glob("*")), else_="the first row did not begin")
-    shutil.rmtree(temporary)
+    temporary.rename(temporary.with_name("elsewhere"))  # at once, though files are being made in it
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in stderr + stdout, stderr
     assert stderr.splitlines()[-1].startswith("zerobench: [Errno 2]") and str(temporary) in stderr
@@ -160,6 +160,24 @@ def start_slow(command, strategies: str = "single,troubles:Slow") -> subprocess.
     return process
 
 
+def test_a_folder_of_results_that_goes_away_is_one_clear_line(command) -> None:
+    process = command.start(
+        "compare", *SMALL, "--strategies", "single,faulty:PlainDataParallel", "--output-dir", "out"
+    )
+    folder, moved = command.folder / "out", command.folder / "moved"
+    until(
+        process,
+        lambda: len(list(folder.glob("logs/*"))) >= 2,  # the second row's reference runs
+        else_="the second row did not begin",
+    )
+    folder.rename(moved)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in stderr + stdout, stderr
+    assert "its folder is gone; leave it where it is until the comparison ends" in stderr.splitlines()[-1]
+    assert "single" in stdout and json.loads((moved / "results.json").read_text())["rows"]
+    assert command.leaves_nothing()
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupting_keeps_what_is_finished(command, temporary, signum) -> None:
     process = start_slow(command)
@@ -175,6 +193,36 @@ def test_interrupting_keeps_what_is_finished(command, temporary, signum) -> None
     assert "single" in stdout
     assert "single" in (command.folder / "out" / "results.csv").read_text()
     assert command.leaves_nothing() and not list(temporary.glob("*zerobench-*"))
+
+
+def test_an_impatient_ctrl_c_costs_nothing_that_is_finished(command) -> None:
+    process = start_slow(command)
+    for _ in range(20):  # ends ranks, then writes and draws
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, stderr
+    assert "Traceback" not in stderr + stdout
+    assert "interrupted: 1 of 2 rows" in stderr and "single" in stdout
+    names = {path.name for path in (command.folder / "out").rglob("*") if path.is_file()}
+    assert {"results.json", "results.csv", "summary.txt", "step_time.png", "memory.png"} <= names
+    assert not [name for name in names if "partial" in name]
+    assert command.leaves_nothing()
+
+
+def test_ctrl_c_ends_a_fork_server_that_still_imports_torch(command, monkeypatch) -> None:
+    (command.folder / "slow").mkdir()
+    (command.folder / "slow" / "torch.py").write_text("import time\ntime.sleep(1000)\n")
+    environment = command.environment()
+    paths = f"{command.folder / 'slow'}{os.pathsep}{environment['PYTHONPATH']}"
+    monkeypatch.setattr(command, "environment", lambda: {**environment, "PYTHONPATH": paths})
+    process = command.start("compare", *SMALL, "--strategies", "single", "--output-dir", "out")
+    until(process, lambda: fork_servers(process), else_="no fork server started")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=9)  # before it is killed
+    assert process.returncode == 128 + signal.SIGINT and "Traceback" not in stderr, stderr
+    assert command.leaves_nothing()
 
 
 def test_interrupting_says_how_many_repeats_rows_have(command) -> None:
@@ -209,10 +257,26 @@ def test_nothing_outlives_a_killed_command(command, temporary) -> None:
     assert json.loads((command.folder / "out" / "results.json").read_text())["rows"]
 
 
+def fork_servers(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_fork_server_that_is_killed_before_it_forks_costs_no_row(command) -> None:
+    process = command.start("compare", *SMALL, "--strategies", "single", "--output-dir", "out")
+    until(process, lambda: fork_servers(process), else_="no fork server started")
+    os.kill(fork_servers(process)[0], signal.SIGKILL)  # while it imports torch
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert command.rows()["single"]["status"] == "ok"
+    assert command.leaves_nothing()
+
+
 def test_a_fork_server_that_is_killed_fails_one_row(command) -> None:
     process = start_slow(command, "single,troubles:Slow,faulty:PlainDataParallel")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (server,) = (int(pid) for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    (log,) = command.folder.glob("out/logs/slow_*")
+    until(process, lambda: "a slow step" in log.read_text(), else_="its ranks did not train")
+    (server,) = fork_servers(process)
     os.kill(server, signal.SIGKILL)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1 and "Traceback" not in stderr, stderr

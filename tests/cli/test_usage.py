@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import Command
 
 from zerobench.bench.gpus import driver_present
 
@@ -88,6 +89,28 @@ def test_an_argument_that_is_no_text_is_refused(command) -> None:
     """Results name it, and their files are UTF-8."""
     assert "the argument caf?/out is no text" in refuses(command, "compare", "--output-dir", "caf\udce9/out")
     assert not list(command.folder.iterdir())
+
+
+def test_a_path_that_is_no_text_is_refused_where_others_name_it(tmp_path, monkeypatch) -> None:
+    command = Command(tmp_path / "caf\udce9")
+    (command.folder / "disk").mkdir(parents=True)
+    swapping = ["--strategies", "zero2", "--offload", "nvme", "--nvme-path", "disk"]
+    line = refuses(command, "compare", *swapping)
+    assert "--nvme-path disk stands in a path that is no text" in line
+    monkeypatch.setenv("TMPDIR", os.fspath(command.folder))
+    line = refuses(command, "compare", "--output-dir", "out")
+    assert "no place for temporary files (its name is no text in UTF-8)" in line and "TMPDIR" in line
+    assert [path.name for path in command.folder.iterdir()] == ["disk"]
+
+
+def test_no_place_for_temporary_files_is_one_line(command) -> None:
+    result = command.run(
+        "compare", "--strategies", "single", "--output-dir", "out",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),  # as if every disk were full
+    )  # fmt: skip
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert "no place for temporary files" in line and "TMPDIR" in line
 
 
 def test_too_few_descriptors_are_one_line(command) -> None:

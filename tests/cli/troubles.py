@@ -185,5 +185,6 @@ class Slow(PlainDataParallel):
     name = "slow"
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        print("a slow step")
         time.sleep(0.5)
         return super().step(micro_batches, norm=norm)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
+import threading
+
+import pytest
 
 from zerobench.bench.environments import free_ports, local_environments
 from zerobench.bench.given import Answer, merge
 from zerobench.bench.job import Progress, RankError, Report, Skipped
+from zerobench.bench.launch import Launcher
 from zerobench.bench.outcome import judge
 from zerobench.bench.ranks import RankState, where
 from zerobench.bench.result import RowDtypes
@@ -139,3 +143,17 @@ def test_ranks_meet_at_ports_and_a_name_of_their_own() -> None:
     assert local_environments(1)[0]["ZEROBENCH_RENDEZVOUS"] != first["ZEROBENCH_RENDEZVOUS"]
     assert [environment["RANK"] for environment in (first, second)] == ["0", "1"]
     assert len(set(free_ports(5))) == 5
+
+
+def test_a_server_that_ends_with_its_job_takes_nothing_with_it() -> None:
+    pytest.importorskip("torch")
+    with Launcher() as launcher:
+        launcher._connect()
+        server = launcher._server
+        assert server is not None
+        server.send_signal(signal.SIGSTOP)  # the message of the end stays unread
+        killer = threading.Timer(0.3, server.kill)
+        killer.start()
+        launcher._end({})
+        killer.join()
+        assert launcher._connect() is not None and launcher._server is not server

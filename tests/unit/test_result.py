@@ -97,15 +97,16 @@ def test_a_failed_write_keeps_the_old_file(tmp_path) -> None:
     assert (tmp_path / "results.json").read_bytes() == before
 
 
-def test_a_disk_that_fills_up_keeps_the_old_file_and_leaves_no_half(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("end", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_write_that_is_cut_short_keeps_the_old_file_and_leaves_no_half(tmp_path, monkeypatch, end) -> None:
     path = tmp_path / "results.json"
     write_atomically(path, b"old")
 
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def cut_short(descriptor: int) -> None:
+        raise end
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(os, "fsync", cut_short)
+    with pytest.raises(type(end)):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["results.json"]
 

@@ -7,6 +7,7 @@ or a grace after the first failure, or when no rank has made progress for the ti
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -25,8 +26,9 @@ from zerobench.bench.environments import child_environment, environment_of, loca
 from zerobench.bench.forkserver import MESSAGE_LIMIT_BYTES
 from zerobench.bench.job import Job
 from zerobench.bench.outcome import Outcome, failed_at_s, judge, oom_kill_num
+from zerobench.bench.output import cannot_be_written
 from zerobench.bench.ranks import ProgressCallback, RankState, last_sign_s, read_pipe, where
-from zerobench.errors import Error
+from zerobench.errors import ConfigError, Error
 from zerobench.locked_folder import LockedFolder
 
 GRACE_S = 5.0  # what the other ranks get to notice a failure and say so
@@ -37,7 +39,7 @@ ANSWER_S = 60.0  # of the server, also to kill and reap a whole job
 
 
 class ServerGone(Error):
-    """The fork server ended, or does not answer; another one starts with the next job."""
+    """The fork server ended, or does not answer; another one starts when it is needed."""
 
 
 class Launcher:
@@ -46,7 +48,14 @@ class Launcher:
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._scratch = LockedFolder(tempfile.gettempdir(), prefix="zerobench-launch-")
+        try:
+            self._scratch = LockedFolder(tempfile.gettempdir(), prefix="zerobench-launch-")
+            self._scratch.path.encode()  # torch takes no other names
+        except (OSError, UnicodeEncodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "its name is no text in UTF-8"
+            raise ConfigError(
+                f"there is no place for temporary files ({reason}): free some space, or name another folder by TMPDIR"
+            ) from None
 
     @property
     def scratch(self) -> Path:
@@ -98,7 +107,12 @@ class Launcher:
             )
         ours.settimeout(SERVER_START_S)
         self._control = ours
-        if "ready" not in self._receive():
+        try:
+            message = self._receive()
+        except KeyboardInterrupt:
+            self._server.terminate()  # which looks at its socket only once torch is imported
+            raise
+        if "ready" not in message:
             raise Error("the fork server did not say that it is ready: this is a bug of zerobench")
         return ours
 
@@ -107,14 +121,24 @@ class Launcher:
         assert self._control is not None and self._server is not None
         try:
             message = self._control.recv(MESSAGE_LIMIT_BYTES)
-        except TimeoutError:
+        except (TimeoutError, ConnectionError):
             message = b""
         if not message:
-            text = (self.scratch / "forkserver.stderr").read_text(errors="replace").strip()
-            last = text.splitlines()[-1] if text else "it wrote nothing"
-            self._stop_server()
-            raise ServerGone(f"the process that starts the ranks ended or does not answer ({last})")
+            raise self._gone()
         return json.loads(message)
+
+    def _send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        assert self._control is not None
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], fds)
+        except (TimeoutError, ConnectionError):
+            raise self._gone() from None
+
+    def _gone(self) -> ServerGone:
+        text = (self.scratch / "forkserver.stderr").read_text(errors="replace").strip()
+        last = text.splitlines()[-1] if text else "it wrote nothing"
+        self._stop_server()
+        return ServerGone(f"the process that starts the ranks ended or does not answer ({last})")
 
     def run(
         self,
@@ -127,12 +151,14 @@ class Launcher:
     ) -> Outcome:
         """Run ``job`` and wait for its end. By default all its ranks are this host's; under torchrun or srun this
         launcher starts only the ranks that ``environments`` describe, and ``aborted`` tells that others' failed."""
-        control = self._connect()
         environments = environments or local_environments(job.num_ranks)
         for environment in environments:
             (self.scratch / f"stack.{environment['RANK']}").write_bytes(b"")
         kills_before = oom_kill_num()
-        ranks = self._fork(control, job, environments, log)
+        try:
+            ranks = self._fork(job, environments, log)
+        except ServerGone:  # before it said that a rank runs: what it forked dies with it
+            ranks = self._fork(job, environments, log)
         try:
             self._wait(ranks, job, on_progress, aborted)
             stalled = self._stalled(ranks, job)
@@ -150,24 +176,30 @@ class Launcher:
         )
         return replace(outcome, failed_at_s=min(map(failed_at_s, ranks.values())))
 
-    def _fork(
-        self, control: socket.socket, job: Job, environments: Sequence[Mapping[str, str]], log: Path
-    ) -> dict[int, RankState]:
+    def _fork(self, job: Job, environments: Sequence[Mapping[str, str]], log: Path) -> dict[int, RankState]:
+        control = self._connect()
         request = {
             "op": "fork",
             "environments": [{**environment_of(job), **environment} for environment in environments],
             "job": {**job.model_dump(mode="json"), "scratch": str(self.scratch)},
             "memory_limit_bytes": job.rank_memory_bytes,
         }
-        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise cannot_be_written(log, error) from None
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in environments]
         try:
             control.settimeout(ANSWER_S)
-            socket.send_fds(control, [json.dumps(request).encode()], [log_fd, *(write for _, write in pipes)])
+            self._send(request, [log_fd, *(write for _, write in pipes)])
+            pids = self._receive()["pids"]
+        except BaseException:
+            for read, _ in pipes:
+                os.close(read)
+            raise
         finally:
             for fd in (log_fd, *(write for _, write in pipes)):
                 os.close(fd)
-        pids = self._receive()["pids"]
         states = {}
         for environment, (read, _), pid in zip(environments, pipes, pids, strict=True):
             os.set_blocking(read, False)
@@ -231,6 +263,7 @@ class Launcher:
             os.close(state.pipe)
         if self._control is None:
             return
-        self._control.send(json.dumps({"op": "end"}).encode())
-        while "ended" not in self._receive():
-            pass  # exits that were on their way
+        with contextlib.suppress(ServerGone):  # and its ranks with it
+            self._send({"op": "end"})
+            while "ended" not in self._receive():
+                pass  # exits that were on their way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -174,8 +175,13 @@ def check_folders(source: str, paths: Sequence[Path]) -> None:
     """``source``: what names them, in an error."""
     for path in paths:
         try:
+            os.fspath(path.absolute()).encode()  # results name it
             with tempfile.TemporaryFile(dir=path):
                 pass
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{source} {path} stands in a path that is no text in UTF-8: give another folder"
+            ) from None
         except (OSError, ValueError) as error:  # a null byte in a file's text is a ValueError
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(

@@ -70,7 +70,7 @@ class OutputFolder:
             with path.open("a") as file:
                 file.write(f"# rerun: {rerun}\n")
         except OSError as error:
-            raise self._failed(path, error) from None
+            raise cannot_be_written(path, error) from None
         return path
 
     def write_results(self, results: Results) -> None:
@@ -78,7 +78,7 @@ class OutputFolder:
         try:
             write_atomically(path, results.model_dump_json(indent=1).encode() + b"\n")
         except OSError as error:
-            raise self._failed(path, error) from None
+            raise cannot_be_written(path, error) from None
 
     def write_summary(self, results: Results) -> None:
         """The CSV and the table, from the same rows as results.json."""
@@ -88,20 +88,21 @@ class OutputFolder:
             path = self.path / "summary.txt"
             write_atomically(path, table_text(results, width=160).encode())
         except OSError as error:
-            raise self._failed(path, error) from None
+            raise cannot_be_written(path, error) from None
 
     def write_plots(self, results: Results) -> list[Path]:
         path = self.path / "plots"
         try:
             return write_plots(results, path)
         except OSError as error:
-            raise self._failed(path, error) from None
+            raise cannot_be_written(path, error) from None
 
-    def _failed(self, path: Path, error: OSError) -> OutputError:
-        return OutputError(
-            f"{path} cannot be written ({error.strerror or error}): free space or give another --output-dir; "
-            "what was complete before stays as it was"
-        )
+
+def cannot_be_written(path: Path, error: OSError) -> OutputError:
+    cure = "free space or give another --output-dir; what was complete before stays as it was"
+    if isinstance(error, FileNotFoundError):
+        cure = "its folder is gone; leave it where it is until the comparison ends"
+    return OutputError(f"{path} cannot be written ({error.strerror or error}): {cure}")
 
 
 def make_default_folder() -> Path:

@@ -76,6 +76,7 @@ def run_comparison(
             with ProgressDisplay(notes, comparison.work()) as display:
                 comparison.run(display)
     except KeyboardInterrupt:
+        interrupts.ignore_further()
         interrupted = True
     except Exception:  # of a disk that is full, say: what was measured is shown
         show(comparison.results, console)

@@ -176,7 +176,7 @@ def replace_file(target: Path, write: Callable[[Path], object]) -> None:
     try:
         write(partial)
         partial.replace(target)
-    except OSError:
+    except BaseException:  # Ctrl-C, too
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
