@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,19 @@ def test_what_looks_like_markup_in_a_path_or_name_is_shown_as_it_is(tmp_path, ca
     shown = capsys.readouterr().out
     assert str(folder / "plots" / "memory.png") in shown
     assert "Based on 7 rows: m[/x] :bell: (" in shown
+
+
+@pytest.mark.parametrize("width", [10, 20, 29])
+def test_no_terminal_is_too_narrow_for_whole_figures(tmp_path, capsys, monkeypatch, width) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    results = sample()
+    (tmp_path / "results.json").write_text(results.model_dump_json())
+    show(tmp_path)
+    shown = capsys.readouterr().out
+    for row in results.rows:
+        time = row.step_time_ms
+        assert time is not None
+        assert re.search(rf"\b{row.strategy} +ok +{time.median:.1f} ± {time.mad:.1f}$", shown, re.MULTILINE)
 
 
 def test_showing_no_rows_says_so(tmp_path, capsys) -> None:

@@ -124,7 +124,7 @@ def print_results(results: Results, folder: Path, console: Console) -> None:
 
 def show(results: Results, console: Console) -> None:
     """The table and the advice."""
-    console.print(render_table(results))
+    console.print(render_table(results), crop=False)
     if not results.rows:
         return
     for sentence in advise(results):

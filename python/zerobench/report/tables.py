@@ -15,14 +15,16 @@ from .words import header_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.table import Table
 
-_FOLDED_WIDTH = 6  # below it names of rows are no names any more; figures are cut first
+_FOLDED_WIDTH = 6  # below it names of rows are no names any more
 _ASCII = str.maketrans({"±": "+-", "·": "|", "≠": "!=", "†": "*"})
 _STATUS_STYLES = {"ok": "green", "wrong": "bold red", "oom": "yellow", "failed": "red", "skipped": "dim"}
 
 
 def render_table(results: Results) -> RenderableType:
-    """A rich renderable that fits the width it is given, leaving out the least important columns."""
+    """A rich renderable that fits the width it is given, leaving out the least important columns. Where the last ones
+    do not fit it is wider, since half a figure would be another one: print it with ``crop=False``."""
     return ComparisonTable(results)
 
 
@@ -39,7 +41,7 @@ def table_text(results: Results, *, width: int | None = None) -> str:
         force_jupyter=False,  # in a notebook rich would display the table instead of writing it
         legacy_windows=False,
     )
-    console.print(render_table(results))
+    console.print(render_table(results), crop=False)
     return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
 
 
@@ -91,8 +93,11 @@ def _fit(
     """The table with as many columns as fit, and the titles of the others."""
     from rich.measure import Measurement
 
+    def whole_width(table: RenderableType) -> int:
+        return Measurement.get(console, options.update(max_width=10_000), table).maximum
+
     def fits(table: RenderableType) -> bool:
-        return Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width
+        return whole_width(table) <= options.max_width
 
     left_out: list[str] = []
     while True:
@@ -100,8 +105,13 @@ def _fit(
         if fits(table):
             return table, left_out
         least = min(columns, key=lambda column: column.keep)
-        if least.keep == ALWAYS or (least.keep == LAST and fits(_build(rows, columns, plain, folded=True))):
-            return table, left_out
+        if least.keep >= LAST:
+            folded = _build(rows, columns, plain, folded=True)
+            if fits(folded):
+                return table, left_out
+            if least.keep == ALWAYS:
+                folded.width = whole_width(folded)
+                return folded, left_out
         gone = [
             column for column in columns if column is least or (least.group and column.group == least.group)
         ]
@@ -111,7 +121,7 @@ def _fit(
 
 def _build(
     rows: Sequence[Row], columns: Sequence[Column], plain: Callable[[str], str], *, folded: bool = False
-) -> RenderableType:
+) -> Table:
     """``folded``: names take their least width."""
     from rich import box
     from rich.table import Table
