@@ -276,7 +276,7 @@ class LaneCommunicator final : public Communicator {
     check();
     started.place = watched_->transport->place_of(call);
     if (!call.is_settled) history_.add(started);
-    watched_->log.start(started.name);
+    if (watchdog_) watched_->log.start(started.name);  // nobody else takes it out again
     if (calls_.empty()) first_name_ = started.name;
     calls_.push_back(call);
     std::shared_ptr<Ticket> ticket = group_;
@@ -295,7 +295,7 @@ class LaneCommunicator final : public Communicator {
       ticket.mark = watched_->device->mark(lane_);
     });
     ticket.is_put_in = true;
-    watched_->log.put_in(ticket.mark);
+    if (watchdog_) watched_->log.put_in(ticket.mark);
   }
 
   // A failure to put something in is everybody's.

@@ -46,6 +46,7 @@ class Gate {
 
 struct GateMark final : Mark {
   std::shared_ptr<Gate> gate = std::make_shared<Gate>();
+  std::shared_ptr<void> counted;  // one share a mark
 };
 
 class ThreadLane {
@@ -92,12 +93,14 @@ class ThreadDevice final : public Device {
   MarkPtr mark(Lane lane) override {
     auto mark = std::make_shared<GateMark>();
     put(lane, [gate = mark->gate] { gate->open(); });
+    mark->counted = counted_;
     return mark;
   }
   void wait(Lane lane, const MarkPtr& mark) override {
     if (mark) put(lane, [gate = gate_of(mark)] { gate->pass(); });
   }
   bool has_passed(const MarkPtr& mark) override { return !mark || gate_of(mark)->is_open(); }
+  long living_marks() const noexcept { return counted_.use_count() - 1; }
   void synchronize(const MarkPtr& mark) override {
     if (mark) gate_of(mark)->pass();
   }
@@ -146,6 +149,7 @@ class ThreadDevice final : public Device {
   static std::shared_ptr<Gate> gate_of(const MarkPtr& mark) { return static_cast<const GateMark&>(*mark).gate; }
 
   std::shared_ptr<Device> host_ = make_cpu_device();
+  std::shared_ptr<int> counted_ = std::make_shared<int>();
   std::array<ThreadLane, kLaneNum> lanes_;
 };
 

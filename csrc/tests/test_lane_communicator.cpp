@@ -57,6 +57,19 @@ TEST(LaneSolo, RefusesWhatDoesNotFit) {
   EXPECT_EQ(communication_error([&] { comm->start_broadcast({buffer, 16, 0, "unit"}); }), "rank 0 aborted: enough");
 }
 
+TEST(LaneSolo, KeepsNothingOfWhatHasEnded) {
+  const auto device = std::make_shared<ThreadDevice>();
+  const auto comm = solo(device);
+  const Region buffer = region(*comm, 16);
+  for (int i = 0; i < 10; ++i) comm->start_all_gather({buffer, buffer, 16, "unit"})->wait();
+  {
+    const CollectiveGroup group(*comm);
+    for (int i = 0; i < 10; ++i) comm->start_all_gather({buffer, buffer, 16, "unit"});
+  }
+  device->synchronize();
+  EXPECT_EQ(device->living_marks(), 0);
+}
+
 TEST(LaneSolo, AGroupGoesInWhenItEnds) {
   const auto device = std::make_shared<ThreadDevice>();
   const auto comm = solo(device);
