@@ -186,7 +186,7 @@ class Communicator {
   // Blocking. Meant for small messages (bytes to kilobytes).
   virtual void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) = 0;
   // The same, but the caller goes on: `all` is written, and errors are raised, by the handle's wait. Both messages must
-  // stay until then. One such exchange at most may be unfinished.
+  // stay until then, or as long as the handle. One such exchange at most may be unfinished.
   virtual WorkPtr start_exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label);
   // Advances started operations as far as possible without blocking.
   virtual void progress() = 0;

@@ -20,6 +20,8 @@ class ShmWork final : public Work {
  public:
   ShmWork(std::shared_ptr<Queue> queue, std::shared_ptr<Operation> operation)
       : queue_(std::move(queue)), operation_(std::move(operation)) {}
+  // What an exchange writes to may go with its handle. The operation itself goes on: the peers count on it.
+  ~ShmWork() override { operation_->messages = nullptr; }
 
   bool test() override { return queue_->test_done(*operation_); }
   void wait(Lane) override { queue_->wait_done(*operation_); }
@@ -178,9 +180,7 @@ class ShmCommunicator final : public Communicator {
 
   void exchange_chunk(OperationKind kind, std::size_t key_bytes, std::span<const std::byte> message,
                       std::byte* messages, std::size_t stride_bytes, std::string_view label) {
-    const auto operation = make_exchange(kind, key_bytes, message, messages, stride_bytes, label);
-    queue_->start(operation);
-    queue_->wait_done(*operation);
+    start(make_exchange(kind, key_bytes, message, messages, stride_bytes, label))->wait();
   }
 
   // Runs one step of an allocation on this rank; throws OutOfMemoryError on all ranks when it failed on one.

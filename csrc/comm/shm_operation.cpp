@@ -272,7 +272,7 @@ bool Runner::broadcast(Operation& operation) {
 bool Runner::exchange(Operation& operation) {
   const std::size_t bytes = operation.message.size();
   for (int peer = 0; peer < peers_.world_size(); ++peer) {
-    if (!take(operation, peer, Counter::kPosted) || bytes == 0) continue;
+    if (!take(operation, peer, Counter::kPosted) || bytes == 0 || operation.messages == nullptr) continue;
     const std::byte* payload = bytes <= kInlineBytes ? descriptor_of(operation.sequence, peer).payload.data()
                                                      : peers_.of(peer).payload[operation.payload_index].data();
     std::memcpy(operation.messages + operation.message_stride_bytes * static_cast<std::size_t>(peer), payload, bytes);

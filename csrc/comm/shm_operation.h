@@ -27,7 +27,7 @@ struct Operation {
   std::byte* destination = nullptr;
   std::size_t numel = 0;               // of a shard; of the buffer for all_reduce
   std::span<const std::byte> message;  // of an exchange: this rank's, and room for that of all
-  std::byte* messages = nullptr;
+  std::byte* messages = nullptr;       // null once nobody waits for them any more
   std::size_t message_stride_bytes = 0;
   std::size_t payload_index = 0;
   // How far it is.

@@ -178,6 +178,16 @@ TEST(ShmFaults, WorkOutlivesItsCommunicator) {
   other.join();
 }
 
+TEST(ShmFaults, AnExchangeWhoseHandleIsGoneWritesNothing) {
+  run_ranks(2, [](Communicator& comm) {
+    std::array<int, 2> all{-1, -1};
+    const int mine = comm.rank();
+    comm.start_exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)), "facts");
+    comm.barrier("behind it");
+    EXPECT_EQ(all, (std::array{-1, -1}));
+  });
+}
+
 // What one communicator allocated may be the source of another of the same ranks.
 TEST(ShmTwoCommunicators, ShareBuffers) {
   const std::string rendezvous = unique_rendezvous();
@@ -213,6 +223,36 @@ TEST(ShmTwoCommunicators, OneIsServedWhileTheOtherBlocks) {
       },
       5s);
   for (const std::exception_ptr& error : errors) EXPECT_EQ(message_of(error), "no CommunicationError");
+}
+
+// What it would write to may be gone by the time that the peers come.
+TEST(ShmTwoCommunicators, AnExchangeThatRaisedWritesNothingLater) {
+  const std::string rendezvous = unique_rendezvous();
+  std::atomic<bool> has_raised = false;
+  std::atomic<bool> has_come = false;
+  run_ranks(2, [&](Communicator& reductions) {
+    const auto gathers = make_shm_communicator(options_of(reductions.rank(), 2, rendezvous, 5s));
+    gathers->serve_while_blocked(reductions);
+    std::array<int, 2> all{-1, -1};
+    const int mine = reductions.rank() + 1;
+    const auto exchange = [&] {
+      gathers->exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)), "facts");
+    };
+    if (reductions.rank() == 1) {
+      reductions.abort("no memory");
+      while (!has_raised) std::this_thread::sleep_for(1ms);
+      exchange();
+      has_come = true;
+      EXPECT_EQ(all, (std::array{1, 2}));
+      return;
+    }
+    EXPECT_EQ(communication_error(exchange), "rank 1 aborted: no memory");
+    all = {-1, -1};
+    has_raised = true;
+    while (!has_come) std::this_thread::sleep_for(1ms);
+    gathers->progress();
+    EXPECT_EQ(all, (std::array{-1, -1}));
+  });
 }
 
 TEST(ShmTwoCommunicators, OnlyThoseOfTheSameRanksAreServed) {
