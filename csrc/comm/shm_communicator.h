@@ -13,7 +13,8 @@
 // - a source that an unfinished operation is still to write is refused (StateError).
 //
 // A world of one rank needs no socket and no thread: operations are finished when they start. A forked child may drop
-// an inherited communicator, but not call it. Unfinished Work that outlives its communicator raises StateError.
+// an inherited communicator, but not call it. Work that outlives its communicator raises StateError, unless all that it
+// is asked is whether it has ended, and it had.
 #pragma once
 
 #include <chrono>

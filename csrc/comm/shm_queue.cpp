@@ -107,6 +107,7 @@ bool Queue::test_source_free(const Operation& operation) {
 
 void Queue::wait_source_free(const Operation& operation) {
   wait_done(operation);
+  check_process();
   if (is_source(operation)) wait_completed(operation.sequence, operation, "wait_source_free of ");
 }
 

@@ -178,6 +178,21 @@ TEST(ShmFaults, WorkOutlivesItsCommunicator) {
   other.join();
 }
 
+TEST(ShmFaults, FinishedWorkOutlivesItsCommunicator) {
+  std::vector<WorkPtr> works(2);
+  run_ranks(2, [&](Communicator& comm) {
+    WorkPtr& work = works[static_cast<std::size_t>(comm.rank())];
+    work = comm.start_all_reduce({shared(comm, 400), 100, DType::kFloat32, "h.3"});
+    work->wait();
+  });
+  for (const WorkPtr& work : works) {
+    EXPECT_TRUE(work->test());
+    EXPECT_NO_THROW(work->wait());
+    EXPECT_THROW(work->wait_source_free(), StateError);
+    EXPECT_THROW(static_cast<void>(work->test_source_free()), StateError);
+  }
+}
+
 TEST(ShmFaults, AnExchangeWhoseHandleIsGoneWritesNothing) {
   run_ranks(2, [](Communicator& comm) {
     std::array<int, 2> all{-1, -1};
