@@ -304,6 +304,11 @@ const Descriptor& Runner::descriptor_of(std::uint64_t sequence, int peer) noexce
   return peers_.of(peer).ring[sequence % kRingDepth];
 }
 
+// Whether a rank's descriptor of an operation that has ended here is in its place yet, which may be used again.
+bool Runner::stands(std::uint64_t sequence, int rank) noexcept {
+  return !peers_.reached(rank, Counter::kPosted, sequence + kRingDepth - 1);
+}
+
 void Runner::match(const Operation& operation, int peer) {
   if (!is_same_call(operation.descriptor, descriptor_of(operation.sequence, peer))) {
     fail_mismatch(operation.sequence, peer);
@@ -314,7 +319,7 @@ void Runner::fail_mismatch(std::uint64_t sequence, int peer) {
   // Where only the history differs, an earlier operation is to blame, and mostly it still stands in the ring.
   const int rank = peers_.rank();
   std::uint64_t blamed = sequence;
-  for (std::uint64_t i = 1; i < kRingDepth / 2 && i <= sequence; ++i) {
+  for (std::uint64_t i = 1; i <= sequence && stands(sequence - i, rank) && stands(sequence - i, peer); ++i) {
     if (!is_same_call(descriptor_of(sequence - i, rank), descriptor_of(sequence - i, peer))) blamed = sequence - i;
   }
   const Descriptor& own = descriptor_of(blamed, rank);

@@ -78,6 +78,7 @@ class Runner {
   bool all_posted(const Operation& operation);
   bool take(Operation& operation, int peer, Counter counter);
   const Descriptor& descriptor_of(std::uint64_t sequence, int peer) noexcept;
+  bool stands(std::uint64_t sequence, int rank) noexcept;
   void match(const Operation& operation, int peer);
   [[noreturn]] void fail_mismatch(std::uint64_t sequence, int peer);
 

@@ -203,6 +203,25 @@ TEST(ShmFaults, AnExchangeWhoseHandleIsGoneWritesNothing) {
   });
 }
 
+// The peer's collectives lie where those of the operation to blame have lain.
+TEST(ShmFaults, WhatDiffersIsNamedWhereAPeerIsFarAhead) {
+  std::atomic<bool> is_ahead = false;
+  const auto errors = run_threads(2, [&](Communicator& comm) {
+    const Region source = shared(comm, 400);
+    const Region destination = local(comm, 800);
+    for (int i = 0; i < 150; ++i) comm.barrier("together");
+    comm.start_broadcast({source, 4, comm.rank(), "h.7"});  // needs no peer, so the next one notices
+    while (comm.rank() == 0 && !is_ahead) std::this_thread::sleep_for(1ms);
+    WorkPtr work;
+    for (std::size_t i = 0; i < (comm.rank() == 0 ? 1 : 200); ++i) {
+      work = comm.start_all_gather({source, destination, 4 + i, "ahead"});
+    }
+    is_ahead = true;
+    work->wait();
+  });
+  expect_same_error(errors, {"broadcast of 'h.7'", "root 0", "root 1"});
+}
+
 // What one communicator allocated may be the source of another of the same ranks.
 TEST(ShmTwoCommunicators, ShareBuffers) {
   const std::string rendezvous = unique_rendezvous();
