@@ -92,7 +92,8 @@ class Host {
   explicit Host(const ShmOptions& options)
       : options_(options),
         deadline_(Clock::now() + options.timeout),
-        peers_(static_cast<std::size_t>(options.world_size)) {
+        peers_(static_cast<std::size_t>(options.world_size)),
+        largest_world_size_(options.world_size) {
     cpus_ = own_cpus();
   }
 
@@ -268,7 +269,7 @@ class Host {
   FileDescriptor listener_;
   cpu_set_t cpus_{};
   int heard_num_ = 0;
-  int largest_world_size_ = 0;
+  int largest_world_size_;  // that a rank was started with
   std::string error_;
   int fault_rank_ = -1;
 };

@@ -356,6 +356,26 @@ TEST(ShmRendezvous, DisagreementIsAnErrorOnAllRanks) {
   }
 }
 
+TEST(ShmRendezvous, ARankThatConnectsAfterADisagreementHearsOfIt) {
+  const std::string rendezvous = unique_rendezvous();
+  const auto connect = [&](int rank, int world_size) {
+    return communication_error([&] { make_shm_communicator(options_of(rank, world_size, rendezvous, 3s)); });
+  };
+  std::string of_rank1;
+  std::string of_rank2;
+  std::thread rank1([&] { of_rank1 = connect(1, 2); });
+  std::thread rank2([&] {
+    std::this_thread::sleep_for(300ms);
+    of_rank2 = connect(2, 3);
+  });
+  const std::string of_rank0 = connect(0, 3);
+  rank1.join();
+  rank2.join();
+  for (const std::string& text : {of_rank0, of_rank1, of_rank2}) {
+    EXPECT_NE(text.find("rank 1 was started with world_size 2"), std::string::npos) << text;
+  }
+}
+
 TEST(ShmRendezvous, OneNameServesOneCommunicatorAfterAnother) {
   const std::string rendezvous = unique_rendezvous() + std::string(300, 'x');
   std::vector<std::thread> threads;
