@@ -158,6 +158,9 @@ class Host {
     }
     if (entries[0].revents != 0) {
       FileDescriptor socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!socket && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+        throw IoError(errno, "accept of a rank's socket (too many open files: raise the limit, ulimit -n)");
+      }
       if (socket && same_user(socket)) strangers_.push_back(std::move(socket));
     }
   }

@@ -1,14 +1,17 @@
 // Faults of ranks on the shm communicator, rendezvous, and what must not stay behind; with threads as ranks.
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <exception>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "fork_support.h"
 #include "shm_support.h"
 
 namespace zb {
@@ -374,6 +377,30 @@ TEST(ShmRendezvous, ARankThatConnectsAfterADisagreementHearsOfIt) {
   for (const std::string& text : {of_rank0, of_rank1, of_rank2}) {
     EXPECT_NE(text.find("rank 1 was started with world_size 2"), std::string::npos) << text;
   }
+}
+
+TEST(ShmRendezvous, ARankThatMayOpenTooFewFilesSaysSo) {
+  const std::string rendezvous = unique_rendezvous();
+  std::string of_peer;
+  std::thread peer(
+      [&] { of_peer = communication_error([&] { make_shm_communicator(options_of(1, 2, rendezvous, 5s)); }); });
+  EXPECT_TRUE(test::holds_in_child([&] {
+    const int next = ::dup(STDERR_FILENO);
+    ::close(next);
+    rlimit before{};
+    EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+    const rlimit few{static_cast<rlim_t>(next) + 1, before.rlim_max};  // enough to listen, not to accept
+    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+    try {
+      make_shm_communicator(options_of(0, 2, rendezvous, 5s));
+    } catch (const IoError& error) {
+      EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);  // sanitizers open files too
+      return error.code().value() == EMFILE;
+    }
+    return false;
+  }));
+  peer.join();
+  EXPECT_NE(of_peer.find("rank 0 died while ranks connected"), std::string::npos) << of_peer;
 }
 
 TEST(ShmRendezvous, OneNameServesOneCommunicatorAfterAnother) {
