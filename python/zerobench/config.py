@@ -27,6 +27,7 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPE_OF_PRECISION: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 MIN_TIMEOUT_S = 0.001  # the core counts whole milliseconds
+MAX_TIMEOUT_S = 1e6  # eleven days; clocks that count nanoseconds end at 292 years
 DEEPSPEED_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 
 
@@ -267,7 +268,7 @@ class Config(_Section):
     rendezvous: str | None = Field(
         None, min_length=1, description="unique text by which ranks of one host meet"
     )
-    timeout_s: float = Field(default=300.0, ge=MIN_TIMEOUT_S)
+    timeout_s: float = Field(default=300.0, ge=MIN_TIMEOUT_S, le=MAX_TIMEOUT_S)
     threads: int | None = Field(
         None, ge=1, description="optimizer threads of this rank; null is its share of CPUs"
     )

@@ -68,6 +68,7 @@ def test_the_documentation_has_every_key_with_its_default():
         ({"optimizer": {"betas": [0.9, 1.0]}}, "each beta must be at least 0 and below 1"),
         ({"timeout_s": 0}, "'timeout_s'"),
         ({"timeout_s": 0.0009}, "greater than or equal to 0.001"),
+        ({"timeout_s": 1e10}, "less than or equal to 1000000"),
         ({"timeout_s": float("inf")}, "'timeout_s'"),
         ({"rank": 2, "world_size": 2}, "rank 2 is not below its world size 2"),
         ({"local_rank": 1, "local_world_size": 1}, "local_rank 1 is not below its world size 1"),

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from zerobench import strategies
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.tolerances import TOLERANCES
-from zerobench.config import MIN_TIMEOUT_S
+from zerobench.config import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from zerobench.errors import ConfigError
 from zerobench.io_settings import ENGINES
 from zerobench.strategies.base import COMPILE_MODES, NVME_OFFLOADS, OFFLOADS, OptimizerSettings
@@ -96,9 +96,9 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
     for option, values in positive.items():
         for wrong in (value for value in values if not 0 < value < math.inf):
             raise ConfigError(f"{option} {wrong:g} is impossible: use a finite value above zero")
-    if options.timeout_s < MIN_TIMEOUT_S:
+    if not MIN_TIMEOUT_S <= options.timeout_s <= MAX_TIMEOUT_S:
         raise ConfigError(
-            f"--timeout {options.timeout_s:g} is impossible: use at least {MIN_TIMEOUT_S:g} seconds"
+            f"--timeout {options.timeout_s:g} is impossible: use {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:.0f} seconds"
         )
     if not _MIN_SEED <= options.seed <= _MAX_SEED:
         raise ConfigError(f"--seed {options.seed} is impossible: use one from {_MIN_SEED} to {_MAX_SEED}")

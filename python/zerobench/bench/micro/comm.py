@@ -30,12 +30,12 @@ from zerobench.bench.micro.output import (
 )
 from zerobench.bench.micro.ranks import Message, Ranks, Target
 from zerobench.bench.micro.sampling import as_json, speed_ratio
+from zerobench.config import MAX_TIMEOUT_S
 from zerobench.errors import ConfigError, Error
 from zerobench.report.stats import Ratio, median
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 LATENCY_BYTES = 8
-MOST_TIMEOUT_S = 1_000_000
 BARRIER = "barrier"
 SHM, GLOO, MEMCPY = "shm", "gloo", "memcpy"
 # Both sides' buffers, the copy's and the temporaries of the check, per rank, over the size.
@@ -74,9 +74,9 @@ class CommOptions:
                 f"--min-bytes {self.min_bytes} and --max-bytes {self.max_bytes} are no range: give 1 <= min <= max"
             )
         check_repeats(self.repeats)
-        if not 1 <= self.timeout_s <= MOST_TIMEOUT_S:
+        if not 1 <= self.timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
-                f"--timeout {self.timeout_s:g} is not possible: give 1 to {MOST_TIMEOUT_S} seconds"
+                f"--timeout {self.timeout_s:g} is not possible: give 1 to {MAX_TIMEOUT_S:.0f} seconds"
             )
 
     def sizes(self) -> list[int]:
