@@ -109,7 +109,7 @@ std::int64_t Ring::piece_of(const std::byte* memory) const noexcept {
 
 std::size_t Ring::reach(const std::byte* memory, std::size_t bytes) const noexcept {
   const std::int64_t piece = piece_of(memory);
-  if (piece < 0) return bytes;
+  if (piece < 0) return std::min(bytes, kLargestPieceBytes);  // a request has 32 bits for them
   const Piece& found = pieces_[static_cast<std::size_t>(piece)];
   return std::min(bytes, static_cast<std::size_t>(found.begin + found.bytes - memory));
 }

@@ -39,7 +39,7 @@ class Ring {
   void submit(std::size_t wait_num);
   // One completion: its tag, and bytes or -errno. False when there is none now.
   bool next(std::uint64_t& tag, std::int32_t& result);
-  // How far a request at `memory` may reach: it must not leave its piece of registered memory.
+  // How far a request at `memory` may reach: it must not leave its piece of registered memory, nor pass 1 GiB.
   std::size_t reach(const std::byte* memory, std::size_t bytes) const noexcept;
 
  private:

@@ -324,6 +324,17 @@ TEST(UringEngine, MemoryBeyondOneRegisteredPieceIsReached) {
   EXPECT_EQ(std::memcmp(memory.data(), memory.data() + (1 << 16), 1 << 16), 0);
 }
 
+TEST(Ring, ARequestHasNoMoreBytesThanItsLengthCanSay) {
+  EmulatedRings system;
+  const Ring ring(system, 2);
+  const HostBuffer memory(4096, "a test");  // not registered, and nothing of it is touched
+  for (const std::size_t bytes : {std::size_t{1} << 32, (std::size_t{1} << 32) + 4096}) {
+    const std::size_t reached = ring.reach(memory.data(), bytes);
+    EXPECT_EQ(reached, static_cast<std::uint32_t>(reached));
+    EXPECT_GE(reached, std::size_t{1} << 30);
+  }
+}
+
 #if !defined(__SANITIZE_THREAD__)
 TEST_P(IoEngineTest, AForkedChildLetsGoOfItAndItsParentGoesOn) {
   constexpr std::size_t kBytes = 1 << 16;
