@@ -78,7 +78,7 @@ bool prefer_node(std::byte* data, std::size_t bytes, int node) {
   mask.back() = 1UL << (static_cast<std::size_t>(node) % kBits);
   // The kernel reads one bit less than it is told.
   if (syscall(SYS_mbind, data, bytes, kModePreferred, mask.data(), mask.size() * kBits + 1, 0) == 0) return true;
-  if (errno == EPERM || errno == ENOSYS) return false;
+  if (errno == EPERM || errno == ENOSYS || errno == EINVAL) return false;
   detail::throw_system("mbind", {}, std::source_location::current());
 }
 

@@ -26,8 +26,9 @@ std::vector<NumaNode> numa_nodes(const std::string& sysfs = "/sys");
 int node_of_cpus(std::span<const int> cpus, const std::vector<NumaNode>& nodes);
 
 // Pages of the range that are not there yet will come from `node`, or from another where it is full. Returns false
-// where the kernel does not let this process choose (containers often forbid it); then pages come from the node of the
-// thread that touches them first. Throws IoError for other errors.
+// where the kernel does not let this process choose (containers often forbid it), or has no memory for it there (a node
+// of CPUs alone, a cpuset); then pages come from the node of the thread that touches them first. Throws IoError for
+// other errors.
 bool prefer_node(std::byte* data, std::size_t bytes, int node);
 
 }  // namespace zb

@@ -9,6 +9,7 @@
 
 #include "common/error.h"
 #include "common/thread_pool.h"
+#include "memory/host_buffer.h"
 
 namespace zb {
 namespace {
@@ -51,6 +52,13 @@ TEST_F(Numa, ANodeIsWhereMostCpusAre) {
 }
 
 TEST_F(Numa, AMachineWithoutSysfsHasNoNodes) { EXPECT_TRUE(numa_nodes(root_).empty()); }
+
+// Such as a node of CPUs alone, or one that a container may not take memory of.
+TEST(NumaOfThisMachine, ANodeWithoutMemoryForThisProcessIsNoError) {
+  const HostBuffer memory(1 << 20, "a test");
+  EXPECT_FALSE(prefer_node(memory.data(), memory.bytes(), 1023));
+  memory.data()[0] = std::byte{1};
+}
 
 TEST(NumaOfThisMachine, CpusOfThisProcessBelongToAListedNode) {
   const std::vector<NumaNode> nodes = numa_nodes();
