@@ -1,5 +1,5 @@
-// A scope whose new threads get no signals: those go to the threads of the application (Python handles them in its main
-// thread), except the ones that a thread brings on itself.
+// A scope whose calls no signal interrupts and whose new threads get none: those go to the threads of the application
+// (Python handles them in its main thread), except the ones that a thread brings on itself.
 #pragma once
 
 #include <pthread.h>

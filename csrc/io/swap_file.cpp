@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/blocked_signals.h"
 #include "common/error.h"
 #include "memory/host_limits.h"
 
@@ -114,6 +115,7 @@ std::size_t remove_stale_swap_files(const std::string& directory, System& system
 
 SwapFile::SwapFile(const SwapFileSpec& spec, System& system) : system_(system) {
   remove_stale_swap_files(spec.directory, system_);
+  const BlockedSignals blocked;  // tmpfs ends a reservation where one comes, such as a data loader's SIGCHLD
   try {
     int attempt = 0;
     while (!create(spec, attempt)) {

@@ -4,6 +4,7 @@
 #include <sys/mount.h>
 #include <sys/wait.h>
 
+#include <atomic>
 #include <csignal>
 #include <fstream>
 
@@ -41,6 +42,30 @@ TEST(SwapFile, IsReservedNamedAndRemoved) {
     EXPECT_EQ(folder.file_num(), 2U);
   }
   EXPECT_EQ(folder.file_num(), 0U);
+}
+
+std::atomic<int> signals_num{0};
+
+// Reserves as tmpfs does, which gives up where a signal comes, while one comes.
+class InterruptedSystem : public System {
+ public:
+  int fallocate(int fd, std::uint64_t bytes) override {
+    const int before = signals_num;
+    pthread_kill(pthread_self(), SIGUSR1);
+    return signals_num > before ? -EINTR : System::fallocate(fd, bytes);
+  }
+};
+
+TEST(SwapFile, ASignalDoesNotEndItsReservation) {
+  struct sigaction counted{};
+  counted.sa_handler = [](int) { ++signals_num; };
+  struct sigaction before{};
+  sigaction(SIGUSR1, &counted, &before);
+  const Folder folder;
+  InterruptedSystem system;
+  EXPECT_EQ(error_text([&] { const SwapFile file(spec_in(folder.path()), system); }), "");
+  EXPECT_EQ(signals_num, 1) << "a signal was lost";
+  sigaction(SIGUSR1, &before, nullptr);
 }
 
 TEST(SwapFile, AForkedChildRemovesNothing) {
