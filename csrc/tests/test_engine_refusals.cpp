@@ -61,6 +61,25 @@ TEST_P(EngineRefusals, ABackwardWithUpdatesAndImpossibleHyperparametersIsAsIfItW
   EXPECT_EQ(master, reference.master);
 }
 
+// The block's end would undo them.
+TEST_P(EngineRefusals, ABackwardWithUpdatesInsideAGatherIsAsIfItWasNotCalled) {
+  Reference reference(world_size());
+  reference.backward(0);
+  reference.step();
+  ToyOptions with = options();
+  with.optimizer_in_backward = true;
+  const Values master = same_on_all(with, [&](ToyRank& toy) {
+    toy.engine().gather({1, 2});
+    toy.forward(kUnits);
+    EXPECT_THROW(toy.begin_backward(true), StateError);
+    toy.engine().end_gather({1, 2}, 0);
+    toy.backward(kReversed);
+    toy.start_step();
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, reference.master);
+}
+
 TEST_P(EngineRefusals, RanksWithDifferentHyperparametersAreTold) {
   if (world_size() == 1) GTEST_SKIP() << "one rank differs from nobody";
   const std::vector<void (*)(AdamHyperparameters&)> changes{

@@ -131,7 +131,10 @@ void Engine::end_pass_ranges() noexcept {
 void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> groups) {
   enter([&] {
     expect_no_updates();
-    if (updates_in_backward(last)) expect_possible(groups);
+    if (updates_in_backward(last)) {
+      expect_possible(groups);
+      expect_not_gathered("a backward with updates began");
+    }
     await_gathers_of_forward();
     gathers_->begin_pass(PassKind::kBackward);
     try {

@@ -257,6 +257,7 @@ class Engine {
   void expect_no_updates() const;
   void expect_not_updated(const Unit& unit) const;
   void expect_settled(const Unit& unit) const;
+  void expect_not_gathered(const char* what) const;
   [[noreturn]] static void throw_missed(const Unit& unit);
   bool updates_in_backward(bool last) const;
   void begin_updates(bool last, std::span<const AdamHyperparameters> groups);

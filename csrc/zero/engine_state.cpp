@@ -139,8 +139,7 @@ void Engine::write_full_state(const FullStateFacts& facts, const ReadState& read
     expect_no_updates();
     ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass() && reduces_->window_backwards() == 0,
                     "a state was loaded between a forward and its step; load it between steps");
-    ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
-                    "a state was loaded inside engine.gather(); leave the block first");
+    expect_not_gathered("a state was loaded");
     ZB_EXPECT(!facts.loss_scale || (scaler_.enabled() && std::isfinite(facts.loss_scale->scale) &&
                                     facts.loss_scale->scale > 0.0 && facts.loss_scale->good_steps >= 0),
               "a loss scale to load is a positive number with a count of steps, for an engine that scales its loss");

@@ -153,8 +153,7 @@ void Engine::settle_step() {
 void Engine::step(std::span<const AdamHyperparameters> groups) {
   enter([&] {
     ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass(), "step() was called inside a forward or backward");
-    ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
-                    "step() was called inside engine.gather(); leave the block first");
+    expect_not_gathered("step() was called");
     ZB_EXPECT_STATE(reduces_->window_backwards() > 0,
                     "step() was called without gradients; call engine.backward(loss) first (after an exception, "
                     "repeat forward and backward)");
@@ -179,6 +178,12 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
     }
     if (!device().is_async()) settle_step();
   });
+}
+
+// What a block holds unsharded would be of the step before, and its end may make that everybody's.
+void Engine::expect_not_gathered(const char* what) const {
+  ZB_EXPECT_STATE(std::none_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.pins > 0; }),
+                  std::string(what) + " inside engine.gather(); leave the block first");
 }
 
 // Before anything is begun that a refusal would leave behind.
