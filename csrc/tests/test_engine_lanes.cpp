@@ -1,6 +1,8 @@
 // The engine on devices whose lanes run late, against the engine on the CPU: the same bits are read by every forward
 // and backward and end in every state, however the lanes are starved and whatever the ranks' walks are.
 #include <algorithm>
+#include <array>
+#include <map>
 #include <string>
 
 #include "engine_steps.h"
@@ -168,6 +170,60 @@ TEST_P(EngineLanes, AStepDroppedBehindABadOneLeavesNoTrace) {
       toy.train();
       EXPECT_EQ(toy.state(FullState::kMaster), reference.master);
     });
+  }
+}
+
+// Where updates begin in backward such a step leaves the engine torn, wherever it is when it learns of that, and a
+// state takes it further from there.
+TEST_P(EngineLanes, ATornEngineTakesAStateWhereverItLearnsOfIt) {
+  constexpr std::array kKinds{FullState::kMaster, FullState::kExpAvg, FullState::kExpAvgSq};
+  enum class Place { kForward, kBackward, kBehindBackward };
+  ToyOptions with = options();
+  with.optimizer_in_backward = true;
+  const Values expected = test::reference_master(world_size(), 2);
+  for (const Place place : {Place::kForward, Place::kBackward, Place::kBehindBackward}) {
+    for (std::uint32_t number = 0; number < with.lane_schedule_num; ++number) {
+      test::run_in_lanes(with, number, [&](ToyRank& toy) {
+        Engine& engine = toy.engine();
+        const bool asks = toy.rank() == 0;
+        const auto learn = [&] { EXPECT_THROW(static_cast<void>(engine.steps_applied()), NonFiniteGradientError); };
+        toy.train();
+        std::map<FullState, Values> kept;
+        for (const FullState kind : kKinds) kept[kind] = toy.state(kind);
+        if (asks) toy.spoil(2);
+        toy.train();
+        toy.spoil(SIZE_MAX);
+        if (place == Place::kForward && asks) {
+          engine.begin_forward(true);
+          learn();
+          engine.abandon_forward();
+        } else {
+          toy.forward(kUnits);
+        }
+        if (place == Place::kForward && !asks) learn();
+        if (place == Place::kBackward && asks) {
+          toy.begin_backward(true);
+          toy.unit_backward(4);
+          learn();
+          engine.abort_backward();
+        } else if (place != Place::kForward) {
+          toy.backward(kReversed);
+          if (asks) {
+            learn();
+          } else {
+            EXPECT_THROW(toy.start_step(), NonFiniteGradientError);
+          }
+        }
+        engine.write_full_state({.steps_applied = 1}, [&](FullState kind, std::size_t parameter, float* values) {
+          std::ranges::copy(kept.at(kind)[parameter], values);
+        });
+        toy.set_micro_step(1);
+        toy.train();
+        EXPECT_EQ(engine.steps_applied(), 2);
+        EXPECT_EQ(toy.state(FullState::kMaster), expected);
+      });
+      if (HasFailure()) return;
+    }
   }
 }
 

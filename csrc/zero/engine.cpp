@@ -30,7 +30,7 @@ void Engine::end_forward() {
 }
 
 void Engine::abandon_forward() {
-  enter([&] {
+  enter_torn([&] {
     if (!gathers_->in_pass() || gathers_->pass_kind() == PassKind::kBackward) return;
     const ScopeExit over([this] { end_pass_ranges(); });
     if (gathers_->pass_kind() == PassKind::kTrainForward) reduces_->abandon_forward();
@@ -204,7 +204,7 @@ void Engine::end_backward() {
 }
 
 void Engine::abort_backward() {
-  enter([&] { leave_backward(); });
+  enter_torn([&] { leave_backward(); });
 }
 
 void Engine::leave_backward() {

@@ -136,6 +136,10 @@ void Engine::drop_everything_under_way() {
 
 void Engine::write_full_state(const FullStateFacts& facts, const ReadState& read) {
   enter_torn([&] {
+    if (is_torn_ && !reduces_->in_backward()) {  // of a backward whose step was refused
+      backward_updates_.is_on = false;
+      reduces_->clear_window();
+    }
     expect_no_updates();
     ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass() && reduces_->window_backwards() == 0,
                     "a state was loaded between a forward and its step; load it between steps");
