@@ -227,6 +227,32 @@ TEST_P(EngineLanes, ATornEngineTakesAStateWhereverItLearnsOfIt) {
   }
 }
 
+// Of what is left behind nothing counts, nor does what is yet to be learnt of it.
+TEST_P(EngineLanes, AStateIsLoadedBehindABadStepThatIsNotKnownYet) {
+  constexpr std::array kKinds{FullState::kMaster, FullState::kExpAvg, FullState::kExpAvgSq};
+  for (const bool scales : {false, true}) {
+    ToyOptions with = options();
+    with.param_dtype = with.reduce_dtype = scales ? DType::kFloat16 : DType::kBFloat16;
+    with.loss_scale = {.enabled = scales, .initial_scale = 32.0, .min_scale = 32.0};
+    for (std::uint32_t number = 0; number < with.lane_schedule_num; ++number) {
+      test::run_in_lanes(with, number, [&](ToyRank& toy) {
+        std::map<FullState, Values> kept;
+        for (const FullState kind : kKinds) kept[kind] = toy.state(kind);
+        if (toy.rank() == 0) toy.spoil(2);
+        toy.train();
+        toy.spoil(SIZE_MAX);
+        toy.engine().write_full_state({}, [&](FullState kind, std::size_t parameter, float* values) {
+          std::ranges::copy(kept.at(kind)[parameter], values);
+        });
+        toy.train();
+        EXPECT_TRUE(toy.engine().outcome().applied);
+        EXPECT_EQ(toy.engine().loss_scale(), scales ? 32.0 : 1.0);
+      });
+      if (HasFailure()) return;
+    }
+  }
+}
+
 std::int64_t gradient_bytes(ToyRank& toy) {
   return toy.engine().ledger().entry(Tier::kDevice, Category::kGradients).current_bytes;
 }

@@ -147,7 +147,11 @@ void Engine::write_full_state(const FullStateFacts& facts, const ReadState& read
     ZB_EXPECT(!facts.loss_scale || (scaler_.enabled() && std::isfinite(facts.loss_scale->scale) &&
                                     facts.loss_scale->scale > 0.0 && facts.loss_scale->good_steps >= 0),
               "a loss scale to load is a positive number with a count of steps, for an engine that scales its loss");
-    if (scaler_.enabled()) settle_step();
+    try {
+      if (scaler_.enabled()) settle_step();  // the scale stays where none is given
+    } catch (const NonFiniteGradientError&) {
+      // Of a step that this state takes the place of.
+    }
     is_torn_ = true;  // until all of it is there
     try {
       take_full_state(facts, read);
