@@ -32,6 +32,7 @@ from zerobench.full_state import (
     unheld_tensors,
 )
 from zerobench.hooks import ModuleHooks, expect_settled
+from zerobench.known_parameters import KnownParameters
 from zerobench.optimizer import ZeroOptimizer
 from zerobench.parameters import (
     Materialise,
@@ -143,13 +144,13 @@ class Engine(EngineFacts):
             ),
         )
         self._share_unheld()
-        named = list(model.named_parameters())
-        self._trained = {parameter: name for name, parameter in named if parameter.requires_grad}
-        self._frozen = {parameter: name for name, parameter in named if not parameter.requires_grad}
-        for _, parameter in named:
+        self._known = KnownParameters(model)
+        for parameter in model.parameters():
             parameter.grad = None  # of another training
         # Frozen parameters keep what others write where they are not sharded.
-        self._changes = ChangeWatch(self._trained | (self._frozen if self._core.parameters_sharded else {}))
+        self._changes = ChangeWatch(
+            self._known.trained | (self._known.frozen if self._core.parameters_sharded else {})
+        )
         self.optimizer.attach(self)
         self._parameter_units = self._units.unit_of_parameters()
         casts = config.cast_forward_inputs and self._dtypes["param"] != "float32"
@@ -207,7 +208,7 @@ class Engine(EngineFacts):
                 "each backward, and set gradient_accumulation_steps to the number of backwards a step"
             )
         if not self._stepped:
-            self._expect_known_parameters()
+            self._known.expect_same()
         self._enter_stream()
         scale = self._core.loss_scale
         last = self.is_gradient_accumulation_boundary()
@@ -247,7 +248,7 @@ class Engine(EngineFacts):
         if 0 < self._micro_step < self.config.gradient_accumulation_steps:
             return
         self.optimizer.step_was_called()
-        self._check_requires_grad()
+        self._known.expect_same_trained()
         self._enter_stream()
         if self._micro_step and self._core.awaits_share:
             self._place_state()
@@ -429,7 +430,9 @@ class Engine(EngineFacts):
     def __getattr__(self, name: str) -> Any:
         # Unknown names fall through to the model, as training scripts expect of an engine.
         if name.startswith("_") or name == "module":
-            raise AttributeError(name)
+            raise AttributeError(
+                f"an engine is no torch.nn.Module and has no '{name}'; what needs a module takes engine.module"
+            )
         value = getattr(self.module, name)
         if self._hooks.are_installed:  # what it may read
             if isinstance(value, (nn.Module, torch.Tensor)) or name in ("parameters", "named_parameters"):
@@ -477,29 +480,6 @@ class Engine(EngineFacts):
     def _share_unheld(self) -> None:
         dtype = _TORCH_DTYPES[self._dtypes["param"]]
         share_unheld(self._core, self.module, device=self._place.name, dtype=dtype)
-
-    def _expect_known_parameters(self) -> None:
-        """Before the first step: scripts change models between ``initialize`` and training."""
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter not in self._trained and parameter not in self._frozen:
-                raise StateError(
-                    f"parameter '{name}' came into the model after zerobench.initialize, and no engine trains it; make "
-                    "the model whole before"
-                )
-
-    def _check_requires_grad(self) -> None:
-        """In every step, so by comprehensions, which take least beside what reaching each tensor takes."""
-        for parameter in [each for each in self._trained if not each.requires_grad]:
-            raise StateError(
-                f"parameter '{self._trained[parameter]}' is trained since the engine was made and needs no gradient "
-                "now; set requires_grad before zerobench.initialize, and train with a new engine after a change"
-            )
-        for parameter in [each for each in self._frozen if each.grad is not None]:
-            parameter.grad = None
-            raise StateError(
-                f"parameter '{self._frozen[parameter]}' was frozen when the engine was made and got a gradient now; "
-                "set requires_grad before zerobench.initialize"
-            )
 
     def _units_of(
         self, parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | Engine | None

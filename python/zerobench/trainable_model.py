@@ -21,6 +21,7 @@ def expect_trainable(model: object, materialise: object) -> None:
             "zerobench.models.materialise.materialise, or one of your own"
         )
     _expect_no_engine(model)
+    _expect_unspread(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
@@ -30,6 +31,26 @@ def expect_trainable(model: object, materialise: object) -> None:
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided:
             raise ConfigError(f"buffer '{name}' is sparse; make it dense")
+
+
+def _expect_unspread(model: nn.Module) -> None:
+    """What spreads training itself would average gradients twice, or hold a part of each parameter."""
+    for module in model.modules():
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise ConfigError(
+                f"a {type(module).__name__} spreads training itself, beside the engine; give zerobench.initialize the "
+                "model that it wraps (its .module)"
+            )
+    for name, parameter in model.named_parameters():
+        if (
+            parameter.is_floating_point()
+            and not is_lazy(parameter)
+            and type(parameter.data) is not torch.Tensor
+        ):
+            raise ConfigError(
+                f"parameter '{name}' is a {type(parameter.data).__name__}, which an engine cannot shard; give "
+                "zerobench.initialize the model as it is before fully_shard, tensor parallelism or quantisation"
+            )
 
 
 def _expect_no_engine(model: nn.Module) -> None:

@@ -205,11 +205,36 @@ def changing_the_model(rank, place):
     with pytest.raises(StateError, match=r"'extra\.weight' came into the model after"):
         train(engine, rank, 1)
     del engine.module.extra
+    bias, engine.module.blocks[1].up.bias = engine.module.blocks[1].up.bias, None
+    with pytest.raises(StateError, match=r"'blocks\.1\.up\.bias' left the model after"):
+        train(engine, rank, 1)
+    engine.module.blocks[1].up.bias = bias
     engine.module.blocks[1].up.requires_grad_(False)
     with pytest.raises(StateError, match=r"'blocks\.1\.up\.weight' is trained since"):
         train(engine, rank, 1)
     engine.module.blocks[1].up.requires_grad_(True)
     engine.close()
+
+
+def resizing(rank, place):
+    """As embeddings are for a larger vocabulary, in place."""
+    if keeps_no_parameters(rank, place):
+        return  # there the next forward finds another storage
+    engine = start(rank, place, forward_of_the_first)
+    engine.module.outlet.weight.data = engine.module.outlet.weight.data.repeat(2, 1)
+    with pytest.raises(StateError, match=r"'outlet\.weight' had shape \(\d+, \d+\) when .* before zerobench"):
+        train(engine, rank, 1)
+    engine.close()
+
+
+def forward_of_the_first(self, x, y):
+    """With as much of the outlet as ``y`` has."""
+    h = self.inlet(x)
+    for block in self.blocks:
+        h = block(h)
+    weight, bias = self.outlet.weight, self.outlet.bias
+    found = nn.functional.linear(h, weight[: len(bias)], bias)
+    return nn.functional.mse_loss(found.float(), y.float())
 
 
 def changing_in_a_forward(rank, place):
@@ -452,6 +477,7 @@ CHECKS = [
     (forward_by_name, ()),
     (gradients_from_before, ()),
     (changing_the_model, ()),
+    (resizing, ()),
     (changing_in_a_forward, ()),
     (changing_what_is_frozen, ()),
     (two_engines, ()),

@@ -58,6 +58,7 @@ PYTHON_ORDER = [
         "parameters",
         "hooks",
         "change_watch",
+        "known_parameters",
         "full_state",
         "agreement",
         "launched",
