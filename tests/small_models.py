@@ -50,6 +50,24 @@ class Chain(nn.Module):
         return F.mse_loss(self.outlet(h).float(), y.float())
 
 
+class Stem(nn.Linear):
+    """A way into a model, beside others."""
+
+
+class Stems(Chain):
+    """Blocks behind one of two stems, which the batch's own numbers choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.ModuleList([Stem(5, WIDTH), Stem(5, WIDTH)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.inlet[int(x.sum() > 0)](x)
+        for block in self.blocks:
+            h = block(h)
+        return F.mse_loss(self.outlet(h).float(), y.float())
+
+
 class Odd(nn.Module):
     """Scalars, odd sizes, no elements at all, and fewer elements than ranks."""
 

@@ -24,6 +24,7 @@ from small_models import (
     NormBlock,
     Odd,
     RecursiveBlock,
+    Stems,
     Structured,
     Tied,
     Twice,
@@ -124,6 +125,7 @@ CASES: dict[str, Case] = {
         Chain, ordered(lambda step, rank: [[0, 1, 2], [2, 2, 1], [1], []][(step + rank) % 4]), steps=6
     ),
     "experts": Case(lambda: Chain(3, block=ExpertBlock), steps=8),
+    "stems that some steps use, as units": Case(Stems, config={"units": ["Block", "Stem"]}, steps=8),
     "batch norm": Case(lambda: Chain(3, block=NormBlock)),
     "reentrant": Case(lambda: Chain(reentrant=True)),
     "non-reentrant": Case(lambda: Chain(reentrant=False)),
