@@ -20,6 +20,7 @@ from small_models import (
     Chain,
     ChangedViews,
     ExpertBlock,
+    Halves,
     Handing,
     NormBlock,
     Odd,
@@ -125,6 +126,12 @@ CASES: dict[str, Case] = {
         Chain, ordered(lambda step, rank: [[0, 1, 2], [2, 2, 1], [1], []][(step + rank) % 4]), steps=6
     ),
     "experts": Case(lambda: Chain(3, block=ExpertBlock), steps=8),
+    "stems that some steps use": Case(Stems, steps=8),
+    "halves that some steps leave out": Case(
+        Halves,
+        ordered(lambda step, rank: [0, 1, 2] if step == 0 else [0, 11 if (step + rank) % 2 else 1, 12]),
+        steps=6,
+    ),
     "stems that some steps use, as units": Case(Stems, config={"units": ["Block", "Stem"]}, steps=8),
     "batch norm": Case(lambda: Chain(3, block=NormBlock)),
     "reentrant": Case(lambda: Chain(reentrant=True)),

@@ -23,6 +23,7 @@ void GradientExpectations::begin_backward() {
   regular_ = forwards_ == expected_forwards_;
   for (Unit& unit : units_) {
     unit.arrivals = 0;
+    unit.last_arrived = nullptr;
     for (const FlatBuffer& flat : unit.flats) {
       for (const std::size_t p : flat.parameters) parameters_[p].arrivals = 0;
     }
@@ -34,6 +35,7 @@ bool GradientExpectations::is_unused(const Unit& unit) const {
 }
 
 void GradientExpectations::count_arrival(Unit& unit, Parameter& parameter) const {
+  unit.last_arrived = &parameter;
   if (++parameter.arrivals <= parameter.expected_arrivals) ++unit.arrivals;
 }
 
@@ -42,7 +44,29 @@ void GradientExpectations::count_arrival(Unit& unit, Parameter& parameter) const
 bool GradientExpectations::is_complete(const Unit& unit, const Parameter& last, int graph_task) const {
   if (!regular_ || unit.settles_at_end || unit.uses != unit.expected_uses) return false;
   if (last.arrivals > last.expected_arrivals || unit.arrivals < unit.expected_arrivals) return false;
-  return recorded_ || (!unit.is_root && unit.graph_task == graph_task);
+  if (recorded_) return !may_get_more(unit);
+  return !unit.is_root && unit.graph_task == graph_task;
+}
+
+// Behind the gradients that came in every backward.
+bool GradientExpectations::may_get_more(const Unit& unit) const {
+  if (!unit.last_varies && !unit.is_root) return false;
+  for (const FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    for (const std::size_t p : flat.parameters) {
+      const Parameter& parameter = parameters_[p];
+      const bool is_unseen = parameter.most_arrivals == 0;
+      if (is_unseen ? unit.is_root : unit.last_varies && parameter.expected_arrivals < parameter.most_arrivals)
+        return true;
+    }
+  }
+  return false;
+}
+
+void GradientExpectations::record_last(Unit& unit) {
+  if (unit.last_arrived == nullptr) return;
+  unit.last_varies |= unit.expected_last != nullptr && unit.expected_last != unit.last_arrived;
+  unit.expected_last = unit.last_arrived;
 }
 
 void GradientExpectations::refute(Unit& unit) {
@@ -58,9 +82,11 @@ void GradientExpectations::record() {
     const bool used_as_before = recorded_ && unit.uses == unit.expected_uses;
     unit.expected_uses = unit.uses;
     unit.expected_arrivals = 0;
+    record_last(unit);
     for (const FlatBuffer& flat : unit.flats) {
       for (const std::size_t p : flat.parameters) {
         Parameter& parameter = parameters_[p];
+        parameter.most_arrivals = std::max(parameter.most_arrivals, parameter.arrivals);
         if (unit.uses == 0 && parameter.arrivals > 0) unit.is_awaited_early = true;
         // What came in some backwards only, such as an expert's gradient, is not waited for.
         parameter.expected_arrivals =

@@ -6,6 +6,11 @@
 // is complete at once. In a backward that other forwards than the recorded ones led to nothing is known to be complete
 // before its end. Until a backward was recorded, every module is taken to be called once, and every parameter to get
 // one gradient.
+//
+// Gradients that come in some backwards only must come before one that comes in all. Where the last one was not always
+// of the same parameter they may not, so such a unit is complete at the end of a backward. So is a root of which a
+// parameter never got a gradient yet: a part of it that later steps use (what a batch with images goes through) mostly
+// comes first in a forward, and to wait costs a root little, whose turn to be reduced is the last.
 #pragma once
 
 #include <cstddef>
@@ -41,6 +46,9 @@ class GradientExpectations {
   void forget_uses();
 
  private:
+  bool may_get_more(const Unit& unit) const;
+  static void record_last(Unit& unit);
+
   std::vector<Unit>& units_;
   std::vector<Parameter>& parameters_;
   bool recorded_ = false;                // expectations come from a backward, not from a guess

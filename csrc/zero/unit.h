@@ -65,7 +65,8 @@ struct Parameter {
   // Arrivals of the gradient in the running backward, and the fewest in recorded ones with the same uses of its unit.
   std::uint32_t arrivals = 0;
   std::uint32_t expected_arrivals = 0;
-  bool arrived_in_window = false;  // since the flat gradient was last started afresh
+  std::uint32_t most_arrivals = 0;  // in any recorded backward
+  bool arrived_in_window = false;   // since the flat gradient was last started afresh
 };
 
 // The parameters of a unit that share dtype and trainability.
@@ -155,13 +156,16 @@ struct Unit {
   std::vector<HeldGradient> lent;           // or left where they are: their update reads them there
   Allocation lent_bytes;
   std::vector<WorkPtr> reducing;
-  std::uint32_t uses = 0;               // forward calls since the last backward ended
-  std::uint32_t expected_uses = 0;      // of the backward that expected_arrivals come from
-  std::uint32_t expected_arrivals = 0;  // of all its parameters together
-  std::uint32_t arrivals = 0;           // of those expected
-  bool settles_at_end = false;          // a gradient once came after the expected ones
-  int graph_task = -1;                  // the backward (or checkpoint inside it) that its first gradient came from
-  bool complete = false;                // all gradients of this backward are there
+  std::uint32_t uses = 0;                    // forward calls since the last backward ended
+  std::uint32_t expected_uses = 0;           // of the backward that expected_arrivals come from
+  std::uint32_t expected_arrivals = 0;       // of all its parameters together
+  std::uint32_t arrivals = 0;                // of those expected
+  bool settles_at_end = false;               // a gradient once came, or may come, after the expected ones
+  const Parameter* last_arrived = nullptr;   // whose gradient came last in the running backward
+  const Parameter* expected_last = nullptr;  // and in the recorded ones with any, if it was the same in all
+  bool last_varies = false;                  // it was not
+  int graph_task = -1;                       // the backward (or checkpoint inside it) that its first gradient came from
+  bool complete = false;                     // all gradients of this backward are there
 
   bool has_frozen() const;
   // Where a flat buffer's gradients are reduced from, in its own buffer or in the unit's slot, which it must have.
