@@ -160,10 +160,10 @@ struct Unit {
   std::uint32_t expected_uses = 0;           // of the backward that expected_arrivals come from
   std::uint32_t expected_arrivals = 0;       // of all its parameters together
   std::uint32_t arrivals = 0;                // of those expected
-  bool settles_at_end = false;               // a gradient once came, or may come, after the expected ones
+  bool settles_at_end = false;               // a gradient once came after the expected ones
   const Parameter* last_arrived = nullptr;   // whose gradient came last in the running backward
-  const Parameter* expected_last = nullptr;  // and in the recorded ones with any, if it was the same in all
-  bool last_varies = false;                  // it was not
+  const Parameter* expected_last = nullptr;  // and in the last recorded one that brought any
+  bool last_varies = false;                  // it was not the same in all of them
   int graph_task = -1;                       // the backward (or checkpoint inside it) that its first gradient came from
   bool complete = false;                     // all gradients of this backward are there
 
