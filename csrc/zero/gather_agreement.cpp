@@ -48,8 +48,8 @@ const std::vector<GatherMessage>& GatherMessages::wait() {
       return std::string(pass_kind_name(static_cast<PassKind>(message.kind))) + " (pass " +
              std::to_string(message.pass_number) + ")";
     };
-    const std::string reason = "rank " + std::to_string(rank) + " is in a " + pass_of(theirs) + " while rank " +
-                               std::to_string(communicator_.rank()) + " is in a " + pass_of(mine_) +
+    const std::string reason = "rank " + std::to_string(rank) + " is in its " + pass_of(theirs) + " while rank " +
+                               std::to_string(communicator_.rank()) + " is in its " + pass_of(mine_) +
                                "; every rank must call forward, backward and step equally often";
     communicator_.abort(reason);
     throw CommunicationError(reason, static_cast<int>(rank));

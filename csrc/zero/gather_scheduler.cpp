@@ -53,9 +53,9 @@ void GatherScheduler::reserve_staging() {
 }
 
 void GatherScheduler::begin_pass(PassKind kind) {
-  ZB_EXPECT_STATE(!in_pass_, "a " + std::string(pass_kind_name(kind)) + " began inside a " +
+  ZB_EXPECT_STATE(!in_pass_, "one pass (" + std::string(pass_kind_name(kind)) + ") began inside another (" +
                                  std::string(pass_kind_name(pass_.kind)) +
-                                 "; a forward of the whole model cannot be nested");
+                                 "); a forward of the whole model cannot be nested");
   in_pass_ = true;
   pass_ = {.kind = kind, .number = pass_.number + 1, .gathered = {}};
   cursor_ = 0;
