@@ -27,9 +27,9 @@ SMALL = [
 DEEPSPEED = ["deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_super"]
 PEERS = ["fsdp2", *DEEPSPEED]
 RUNS = {
-    "none": {"fsdp2", "deepspeed1", "deepspeed2", "deepspeed3"},
-    "cpu_optimizer": set(DEEPSPEED),
-    "cpu_full": {"fsdp2", "deepspeed3"},
+    "none": ["fsdp2", "deepspeed1", "deepspeed2", "deepspeed3"],
+    "cpu_optimizer": DEEPSPEED,
+    "cpu_full": ["fsdp2", "deepspeed3"],
 }
 NOT_HERE = (
     "is not installed",
