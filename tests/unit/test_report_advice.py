@@ -191,6 +191,40 @@ def test_advice_says_when_sharding_buys_nothing() -> None:
     assert not any("Sharding buys" in text for text in advise(sample()))
 
 
+def unlike(**settings: object) -> Results:
+    """zero3 needs more than ddp, for which something else was chosen."""
+    results = chosen(ddp=(100.0, 400), zero3=(110.0, 500))
+    for name, value in settings.items():
+        setattr(results.rows[1].settings, name, value)
+    finish_rows(results)
+    return results
+
+
+def test_sharding_is_held_against_rows_of_the_same_batch_and_placement_alone() -> None:
+    assert any("Sharding buys little" in text for text in advise(unlike()))
+    for settings in ({"batch_size": 32}, {"grad_accum": 2}, {"checkpointing": True}, {"offload": "cpu_full"}):
+        assert not any("Sharding buys" in text for text in advise(unlike(**settings)))
+
+
+def test_sharding_buys_memory_where_it_does_at_one_batch_or_a_replicated_row_does_not_fit() -> None:
+    results = unlike()
+    for batch_size, peaks_mib in ((16, {"ddp": 400, "zero3": 395}), (32, {"ddp": 800, "zero3": 500})):
+        for row in unlike().rows:
+            row.settings.batch_size, row.peak_device_bytes = batch_size, peaks_mib[row.strategy] << 20
+            row.name += f"_bs{batch_size}"
+            results.rows.append(row)
+    finish_rows(results)
+    assert not any("Sharding buys" in text for text in advise(results))
+    del results.rows[4:]
+    finish_rows(results)
+    assert any(
+        "zero3, batch 16 peaks at 395.0 MiB, ddp, batch 16 at 400.0" in text for text in advise(results)
+    )
+    next(row for row in results.rows[2:] if row.strategy == "ddp").status = "oom"
+    finish_rows(results)
+    assert not any("Sharding buys" in text for text in advise(results))
+
+
 def test_advice_knows_not_whether_a_strategy_of_ones_own_shards() -> None:
     results = sample()
     for row in results.rows:
@@ -228,6 +262,35 @@ def test_advice_on_one_rank() -> None:
         row.settings.world_size = 1
     finish_rows(results)
     assert any("nothing to shard" in text for text in advise(results))
+
+
+def test_rows_of_several_ranks_that_failed_are_no_rows_of_one() -> None:
+    results = sample()
+    for row in results.rows[1:]:
+        row.settings.world_size = 1
+    results.rows[0].settings.world_size, results.rows[0].status = 2, "failed"
+    finish_rows(results)
+    assert not any("nothing to shard" in text for text in advise(results))
+
+
+def test_one_rank_is_not_held_against_rows_of_less_work_alone() -> None:
+    """ddp ran out of memory at the batch of single."""
+    results = chosen(single=(40.0, 400), ddp=(100.0, 400))
+    ddp = results.rows[1]
+    assert any("More ranks buy no speed" in text for text in advise(results))
+    ddp.settings.batch_size //= 4
+    finish_rows(results)
+    assert not any("More ranks" in text for text in advise(results))
+
+
+def test_a_small_difference_is_not_none() -> None:
+    results = chosen(zero1=(100.0, 800), zero3=(100.3, 200))
+    for row in results.rows:
+        assert row.step_time_ms is not None
+        middle = row.step_time_ms.median
+        row.step_time_ms = summarise([middle * (1 + 1e-5 * sign) for sign in (0, 1, -1) * 8])
+    finish_rows(results)
+    assert advise(results)[1].endswith("75 % below zero1, for less than 1 % more time.")
 
 
 def test_advice_by_workload() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from zerobench.bench.result import Results, Row
 
-from .comparing import plain_twin, plain_twins
+from .comparing import PLAIN_POINT, plain_twin, plain_twins, same_point
 from .rows import (
     FLOOR,
     NOISE_SIGMAS,
@@ -35,6 +35,8 @@ WORTH_SHARDING = 0.95  # sharding that leaves more than this of the peak has bou
 NOTABLY_SLOWER_GPU_PCT = 2.0
 POWER_CAPPED_PCT = 50.0  # of the samples: the cap rather than the work sets the clocks
 _REPLICATED = ("single", "ddp", "ddp_compress", "ddp_master", "zero0")
+# What else decides how much memory rows of one workload need.
+_SHARDING_POINT = (*PLAIN_POINT, "offload", "offload_ratio", "optimizer_in_backward")
 
 
 def advise(results: Results) -> list[str]:
@@ -69,7 +71,7 @@ def _advise_on(rows: Sequence[Row]) -> list[str]:
     texts = [
         _fastest_text(ranked, labels),
         _memory_text(ranked, labels),
-        *_sharding_texts(ranked, labels),
+        *_sharding_texts(rows, labels),
         _offload_text(rows, labels),
         _power_text(ranked, labels),
         *_pace_texts(rows),
@@ -148,33 +150,20 @@ def _memory_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
         peak = bytes_text(best.peak_device_bytes)
         return f"No row within 10 % of {labels[id(best)]} needs notably less memory than its {peak} peak."
     slower = 100.0 * (least.relative - 1.0)
-    cost = "at the same speed within noise" if ties_with_fastest(least) else f"for {slower:.0f} % more time"
+    more = f"{slower:.0f} %" if slower >= 0.5 else "less than 1 %"
+    cost = "at the same speed within noise" if ties_with_fastest(least) else f"for {more} more time"
     peak = f"{bytes_text(least.peak_device_bytes)} peak, {saved:.0f} % below {labels[id(best)]}"
     return f"Within 10 % of the fastest, {labels[id(least)]} needs the least memory: {peak}, {cost}."
 
 
 def _sharding_texts(rows: Sequence[Row], labels: dict[int, str]) -> list[str]:
     """Where spreading buys nothing, a tool should say so unprompted."""
-    # Of a strategy of one's own, a place in a module, nobody knows whether it shards.
-    sharded = [row for row in rows if row.strategy not in _REPLICATED and ":" not in row.strategy]
-    spread = [row for row in rows if row.settings.world_size > 1]
-    if sharded and not spread:
+    ranked = [row for row in rows if is_ranked(row)]
+    spread = [row for row in ranked if row.settings.world_size > 1]
+    if any(map(_is_sharded, ranked)) and all(row.settings.world_size == 1 for row in rows):
         return ["All rows ran on one rank: there is nothing to shard, so no ZeRO stage can save memory here."]
-    texts = []
-    replicated = [row for row in spread if row.strategy in _REPLICATED and _has_peak(row)]
-    measured = [row for row in sharded if row.settings.world_size > 1 and _has_peak(row)]
-    if replicated and measured:
-        plain = min(replicated, key=lambda row: (row.peak_device_bytes or 0, row.name))
-        least = min(measured, key=lambda row: (row.peak_device_bytes or 0, row.name))
-        assert plain.peak_device_bytes and least.peak_device_bytes
-        if least.peak_device_bytes > WORTH_SHARDING * plain.peak_device_bytes:
-            unit, size = memory_unit([plain.peak_device_bytes])
-            texts.append(
-                f"Sharding buys little memory here: {labels[id(least)]} peaks at {least.peak_device_bytes / size:,.1f} "
-                f"{unit}, {labels[id(plain)]} at {plain.peak_device_bytes / size:,.1f}; a model this small does not "
-                "need ZeRO."
-            )
-    alone = fastest([row for row in rows if row.settings.world_size == 1])
+    texts = [_little_saved_text(rows, labels)]
+    alone = fastest([row for row in ranked if row.settings.world_size == 1 and _has_its_like(row, spread)])
     together = fastest(spread)
     if alone is not None and together is not None and _is_faster(alone, together):
         texts.append(
@@ -182,6 +171,54 @@ def _sharding_texts(rows: Sequence[Row], labels: dict[int, str]) -> list[str]:
             f"{labels[id(together)]} on {together.settings.world_size}."
         )
     return texts
+
+
+def _is_sharded(row: Row) -> bool:
+    """Of a strategy of one's own, a place in a module, nobody knows whether it shards."""
+    return row.strategy not in _REPLICATED and ":" not in row.strategy
+
+
+def _has_its_like(row: Row, others: Sequence[Row]) -> bool:
+    """One of as much work, that would be the faster for being of more ranks."""
+    return any(same_point(row, other) and row.settings.compile == other.settings.compile for other in others)
+
+
+def _little_saved_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
+    """Where the smallest sharded row saves next to nothing, whatever else was chosen alike for it and a replicated one;
+    not where that one needs more than there is."""
+    points: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        if row.settings.world_size > 1:
+            points.setdefault(tuple(getattr(row.settings, key) for key in _SHARDING_POINT), []).append(row)
+    pairs = []
+    for found in points.values():
+        sharded = _smallest([row for row in found if _is_sharded(row)])
+        replicated = _smallest([row for row in found if row.strategy in _REPLICATED])
+        if sharded is not None and any(row.status == "oom" for row in found if row.strategy in _REPLICATED):
+            return ""
+        if sharded is not None and replicated is not None:
+            pairs.append((_peak(sharded) / _peak(replicated), sharded, replicated))
+    if not pairs:
+        return ""
+    share, least, plain = min(pairs, key=lambda pair: pair[0])
+    if share <= WORTH_SHARDING:
+        return ""
+    unit, size = memory_unit([plain.peak_device_bytes])
+    return (
+        f"Sharding buys little memory here: {labels[id(least)]} peaks at {_peak(least) / size:,.1f} {unit}, "
+        f"{labels[id(plain)]} at {_peak(plain) / size:,.1f}; a model this small does not need ZeRO."
+    )
+
+
+def _smallest(rows: Sequence[Row]) -> Row | None:
+    """Of the ranked ones."""
+    measured = [row for row in rows if is_ranked(row) and _has_peak(row)]
+    return min(measured, key=lambda row: (_peak(row), row.name), default=None)
+
+
+def _peak(row: Row) -> int:
+    assert row.peak_device_bytes
+    return row.peak_device_bytes
 
 
 def _is_faster(row: Row, other: Row) -> bool:
@@ -249,6 +286,8 @@ def _pace_texts(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         times = row.rank_step_times_ms or []
         if row.strategy != FLOOR or row.settings.device != "cuda" or row.status != "ok" or len(times) < 2:
+            continue
+        if row.step_time_ms is None:
             continue
         slowest, fastest_ms = max(times), min(times)
         slower_pct = 100.0 * (slowest / fastest_ms - 1.0)

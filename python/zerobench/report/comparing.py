@@ -27,7 +27,7 @@ _FLOOR_POINT = ("batch_size", "grad_accum", "checkpointing", "compile", "dropout
 
 # Settings that an offloaded row shares with the row that it is held against: all but where state is and when it is
 # updated, which only offloaded rows may be able to choose.
-_PLAIN_POINT = ("world_size", "clip", *_FLOOR_POINT)
+PLAIN_POINT = ("world_size", "clip", *_FLOOR_POINT)
 
 
 def _baseline_strategy(rows: Sequence[Row], baseline: str | None) -> str | None:
@@ -45,7 +45,7 @@ def _find_baseline(row: Row, rows: Sequence[Row], wanted: str | None) -> Row | N
     named = [other for other in usable if other.name == wanted]
     if named:
         return named[0]
-    alike = [other for other in usable if other.strategy == wanted and _same_point(row, other)]
+    alike = [other for other in usable if other.strategy == wanted and same_point(row, other)]
     same_size = [other for other in alike if other.settings.world_size == row.settings.world_size]
     if not same_size and any(_only_one_rank(rows, strategy) for strategy in (row.strategy, wanted)):
         same_size = alike if len({other.settings.world_size for other in alike}) == 1 else []
@@ -72,7 +72,8 @@ def _batch(row: Row) -> tuple[int, int]:
     return row.settings.batch_size, row.settings.grad_accum
 
 
-def _same_point(row: Row, other: Row) -> bool:
+def same_point(row: Row, other: Row) -> bool:
+    """Whether they do as much work in a step, on a rank or in all, and clip and checkpoint alike."""
     same_batch = _batch(row) == _batch(other) or tokens_per_step(row) == tokens_per_step(other)
     return same_batch and all(getattr(row.settings, key) == getattr(other.settings, key) for key in _POINT)
 
@@ -184,7 +185,7 @@ def plain_twins(row: Row, rows: Sequence[Row]) -> list[Row]:
         for plain in rows
         if plain.strategy == row.strategy
         and plain.settings.offload == "none"
-        and all(getattr(plain.settings, key) == getattr(row.settings, key) for key in _PLAIN_POINT)
+        and all(getattr(plain.settings, key) == getattr(row.settings, key) for key in PLAIN_POINT)
         and (plain.step_time_ms is None or plain.settings.communicator == row.settings.communicator)
     ]
 
