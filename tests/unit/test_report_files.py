@@ -18,7 +18,9 @@ from zerobench.bench.result import SCHEMA_VERSION, Results
 from zerobench.cli import show
 from zerobench.errors import DataError
 from zerobench.report import (
+    advise,
     load,
+    read_results,
     write_csv,
     write_plots,
 )
@@ -50,6 +52,8 @@ def test_fields_of_newer_files_are_kept(tmp_path: Path) -> None:
         ("[]", "is not a zerobench result file: the file"),
         ('{"created": 3}', "is not a zerobench result file: created"),
         (b"\xff\xfe\x00", "cannot be read"),
+        ("1" * 10_000, "is not a zerobench result file"),
+        ("[" * 100_000, "is not a zerobench result file"),
     ],
 )
 def test_files_that_cannot_serve(tmp_path: Path, content: str | bytes | None, message: str) -> None:
@@ -57,6 +61,55 @@ def test_files_that_cannot_serve(tmp_path: Path, content: str | bytes | None, me
         (tmp_path / "results.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("relative",), -1.0),
+        (("relative",), 0.0),
+        (("relative_uncertainty",), -0.1),
+        (("rank_step_times_ms",), [0.0, 1.0]),
+        (("step_time_ms", "median"), 0.0),
+        (("step_time_ms", "samples"), []),
+        (("settings", "num_steps"), 0),
+        (("settings", "world_size"), 0),
+    ],
+)
+def test_figures_that_cannot_be_are_refused_by_name(
+    tmp_path: Path, place: tuple[str, ...], value: object
+) -> None:
+    content = json.loads(SAMPLE.read_text())
+    found = content["rows"][2]
+    for key in place[:-1]:
+        found = found[key]
+    found[place[-1]] = value
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    with pytest.raises(
+        DataError, match=rf"is not a zerobench result file: rows\.2\.{re.escape('.'.join(place))}"
+    ):
+        load(tmp_path)
+
+
+def test_what_older_versions_told_from_too_few_steps_is_not_told_again(tmp_path: Path) -> None:
+    results = sample()
+    *_, first, last = results.rows
+    for row in (first, last):
+        assert row.step_time_ms is not None
+        row.step_time_ms.samples, row.step_time_ms.outliers = row.step_time_ms.samples[:5], [0]
+        row.relative_uncertainty = 0.001
+    (tmp_path / "results.json").write_text(results.model_dump_json())
+    found = read_results(tmp_path).rows
+    assert [row.relative_uncertainty for row in found[-2:]] == [None, None]
+    assert all(row.step_time_ms is not None and not row.step_time_ms.outliers for row in found[-2:])
+    assert found[1].relative_uncertainty == results.rows[1].relative_uncertainty is not None
+    advice = advise(read_results(tmp_path))
+    assert "5 measured steps tell too little" in advice[0]
+    best = next(row for row in results.rows if row.relative == 1.0)
+    assert best.step_time_ms is not None
+    best.step_time_ms.samples = best.step_time_ms.samples[:5]
+    (tmp_path / "results.json").write_text(results.model_dump_json())
+    assert all(row.relative_uncertainty is None for row in read_results(tmp_path).rows)
 
 
 def test_file_of_a_newer_schema(tmp_path: Path) -> None:

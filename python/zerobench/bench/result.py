@@ -6,13 +6,16 @@ in bytes, times in ms, rates per second. docs/metrics.md derives every figure.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "wrong", "oom", "failed", "skipped"]
+AboveZero = Annotated[float, Field(gt=0)]
+ZeroOrMore = Annotated[float, Field(ge=0)]
+Number = Annotated[int, Field(ge=1)]
 
 
 class _Model(BaseModel):
@@ -22,11 +25,11 @@ class _Model(BaseModel):
 class StepTime(_Model):
     """Optimizer step times over the measured window, from the last rank's end of a step to the last of the next."""
 
-    median: float
-    mad: float
-    mean: float
-    std: float
-    samples: list[float]
+    median: AboveZero
+    mad: ZeroOrMore
+    mean: AboveZero
+    std: ZeroOrMore
+    samples: list[ZeroOrMore] = Field(min_length=1)
     outliers: list[int] = Field(
         default_factory=list, description="indices into samples; flagged, never dropped"
     )
@@ -38,11 +41,11 @@ class Settings(_Model):
     model: str
     model_config_resolved: dict[str, Any] = Field(default_factory=dict)
     parameter_count: int | None = None
-    world_size: int
+    world_size: Number
     precision: str
-    batch_size: int  # per rank and micro-batch
-    seq_length: int
-    grad_accum: int
+    batch_size: Number  # per rank and micro-batch
+    seq_length: Number
+    grad_accum: Number
     offload: str = "none"
     offload_ratio: float | Literal["auto"] | None = None  # share of the optimizer state; null: all of it
     nvme_paths: list[str] = Field(default_factory=list)
@@ -57,9 +60,9 @@ class Settings(_Model):
     tf32: bool | None = None  # fp32 matrix products with ten bits of mantissa; null where that is no question
     clip: float | None = None
     checkpointing: bool = False
-    num_steps: int = 20
+    num_steps: Number = 20
     warmup_steps: int = 5
-    repeats: int = 1
+    repeats: Number = 1
     verify_steps: int = 0
     seed: int = 0
     data: str = "stdlib"
@@ -162,15 +165,15 @@ class Row(_Model):
     settings: Settings
     dtypes: RowDtypes | None = None
     step_time_ms: StepTime | None = None
-    rank_step_times_ms: list[float] | None = None  # medians by rank, each by its own clock
+    rank_step_times_ms: list[AboveZero] | None = None  # medians by rank, each by its own clock
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     tokens_per_s_per_peak_gb: float | None = None
     mfu: Mfu | None = None
     # Step time of the model's forward and backward alone over this row's.
     of_compute_only: float | None = None
-    relative: float | None = None  # step time over the fastest comparable ok row's, per token
-    relative_uncertainty: float | None = None
+    relative: AboveZero | None = None  # step time over the fastest comparable ok row's, per token
+    relative_uncertainty: ZeroOrMore | None = None
     speedup: float | None = None  # tokens/s over the baseline's
     memory_change_pct: float | None = None  # peak device bytes against the baseline's
     baseline: str | None = None

@@ -16,6 +16,9 @@ from pydantic import BaseModel, ValidationError
 from zerobench.bench.result import SCHEMA_VERSION, Results, Row
 from zerobench.errors import DataError
 
+from .rows import by_workload, fastest
+from .stats import FEWEST_SAMPLES
+
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
@@ -36,15 +39,32 @@ def read_results(path: AnyPath) -> Results:
         raise DataError(f"{file} cannot be read: {error}") from None
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of too many digits, nested too deeply
         raise DataError(f"{file} is not a zerobench result file: {error}") from None
     _expect_known_version(file, content)
     try:
-        return Results.model_validate(content)
+        results = Results.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         raise DataError(f"{file} is not a zerobench result file: {place}: {first['msg']}") from None
+    _drop_unfounded(results)
+    return results
+
+
+def _drop_unfounded(results: Results) -> None:
+    """Errors and outliers that older versions told from too few samples."""
+    for rows in by_workload(results.rows):
+        best = fastest(rows)
+        for row in rows:
+            if _has_few_samples(row) or (best is not None and _has_few_samples(best)):
+                row.relative_uncertainty = None
+            if row.step_time_ms is not None and _has_few_samples(row):
+                row.step_time_ms.outliers = []
+
+
+def _has_few_samples(row: Row) -> bool:
+    return row.step_time_ms is not None and len(row.step_time_ms.samples) < FEWEST_SAMPLES
 
 
 def _expect_known_version(file: Path, content: Any) -> None:
