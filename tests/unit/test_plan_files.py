@@ -65,6 +65,19 @@ def test_a_wrong_configuration_file_is_named(tmp_path, keys, said) -> None:
     assert str(path) in str(caught.value) and said in str(caught.value)
 
 
+def test_the_global_batch_of_a_deepspeed_file_is_that_of_its_rows(tmp_path) -> None:
+    """DeepSpeed would refuse the one, and take another accumulation for the other."""
+    batch = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 2}
+    for further in ({"gradient_accumulation_steps": 3, "train_batch_size": 12}, {"train_batch_size": 4}, {}):
+        path = write_config(tmp_path, **batch, **further)
+        (row,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)})).configurations
+        assert row.settings.batch_size == 2
+    for further in ({"gradient_accumulation_steps": 3, "train_batch_size": 8}, {"train_batch_size": 16}):
+        path = write_config(tmp_path, **batch, **further)
+        with pytest.raises(ConfigError, match=r"x 2 ranks = (12|4): leave it out, or make them equal"):
+            make_plan(CompareOptions(**{**SMALL, "config_files": (path,)}))
+
+
 def test_what_a_file_says_of_its_device_is_that_of_the_comparison(tmp_path) -> None:
     on_gpus = {**SMALL, **ON_GPUS, "precisions": ("fp32",)}
     path = write_config(tmp_path, stage=1, device="cuda", communicator="nccl")

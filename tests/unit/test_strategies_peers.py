@@ -198,6 +198,21 @@ def test_a_deepspeed_file_decides_what_it_answers_and_leaves_auto_to_the_options
         ({"zero_optimization": {}, "bf16": True}, "bf16 should be a valid dictionary, got True"),
         ({"train_batch_size": 64}, "train_micro_batch_size_per_gpu"),
         ({"zero_optimization": {}, "optimizer": {"type": "Lamb"}}, "runs AdamW, not Lamb"),
+        ({"zero_optimization": {}, "optimizer": {"params": {"amsgrad": True}}}, "amsgrad should be False"),
+        (
+            {"zero_optimization": {}, "optimizer": {"params": {"bias_correction": False}}},
+            "bias_correction should be True",
+        ),
+        (
+            {"zero_optimization": {}, "bf16": {"enabled": True}, "fp16": {"enabled": True}},
+            "bf16 and fp16 are both enabled",
+        ),
+        ({"zero_optimization": {}, "bfloat16": {"enabled": True}}, "give bf16 instead"),
+        (
+            {"zero_optimization": {"cpu_offload": True}},
+            "cpu_offload is a former name: give offload_optimizer",
+        ),
+        ({"zero_optimization": {"cpu_offload_param": True}}, "give offload_param instead"),
         ({"zero_optimization": {"stage": 1}, "compile": {"deepcompile": True}}, "stage 3 only"),
     ],
 )

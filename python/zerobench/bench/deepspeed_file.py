@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from zerobench.bench.result import Settings
 from zerobench.config import DEEPSPEED_MARKS, read_json
 from zerobench.errors import ConfigError
 from zerobench.models.config import first_problem
@@ -52,6 +53,8 @@ class _Hyperparameters(_Keys):
     eps: float = Field(0.0, ge=0)
     weight_decay: float = Field(0.0, ge=0)  # DeepSpeed's default, not ours
     adam_w_mode: bool = True
+    amsgrad: Literal[False] = False  # the reference's AdamW has neither
+    bias_correction: Literal[True] = True
 
 
 class _Optimizer(_Keys):
@@ -75,6 +78,14 @@ class _File(_Keys):
     compile: _Compile = _Compile()
 
 
+# What DeepSpeed still reads under a name that it had, and what that is now.
+_FORMER_NAMES = {
+    ("bfloat16",): "bf16",
+    ("zero_optimization", "cpu_offload"): "offload_optimizer",
+    ("zero_optimization", "cpu_offload_param"): "offload_param",
+}
+
+
 def read(path: Path) -> dict[str, Any] | None:
     """The file's contents where they are DeepSpeed's; None for what is left to zerobench's own reader."""
     values = read_json(path)
@@ -87,12 +98,17 @@ def row(
     """(strategy, settings that the file decides, its own keys). ``optimizer`` holds the comparison's defaults."""
     if "scheduler" in values:
         raise ConfigError(f"{path}: rows train at a constant rate: leave scheduler out")
+    for name, now in _FORMER_NAMES.items():
+        if _has(values, name):
+            raise ConfigError(f"{path}: {'.'.join(name)} is a former name: give {now} instead")
     try:
         file = _File.model_validate(without_auto(values, keep=("stage",)))  # no option gives a stage
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_problem(error)}") from None
     except RecursionError:  # what json reads may still be deeper than what is made of it
         raise ConfigError(f"{path} is nested too deeply") from None
+    if file.bf16 and file.fp16 and file.bf16.enabled and file.fp16.enabled:
+        raise ConfigError(f"{path}: bf16 and fp16 are both enabled: enable one of them")
     decided: dict[str, Any] = {"config_file": str(path), **_precision(values)}
     for setting, value in (
         ("batch_size", file.train_micro_batch_size_per_gpu),
@@ -110,6 +126,26 @@ def row(
     if file.optimizer is not None:
         decided["optimizer"] = {**optimizer, **_hyperparameters(path, file.optimizer)}
     return _strategy(path, file), decided, dict(values)
+
+
+def check_global_batch(path: Path, values: Mapping[str, Any], settings: Settings) -> None:
+    """ConfigError where the file's train_batch_size is not what a row of it trains in a step."""
+    asked = values.get("train_batch_size")
+    trained = settings.batch_size * settings.grad_accum * settings.world_size
+    if asked not in (None, "auto", trained):
+        raise ConfigError(
+            f"{path}: train_batch_size is {asked} and a row trains {settings.batch_size} sequences a micro-batch x "
+            f"{settings.grad_accum} (gradient_accumulation_steps) x {settings.world_size} ranks = {trained}: leave it "
+            "out, or make them equal"
+        )
+
+
+def _has(values: Mapping[str, Any], name: tuple[str, ...]) -> bool:
+    """Whether a key of sections says something other than false."""
+    found: Any = values
+    for key in name:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found not in (None, False)
 
 
 def _precision(values: Mapping[str, Any]) -> dict[str, str]:

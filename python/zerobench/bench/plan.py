@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from zerobench import data, models
 from zerobench.bench.configs import read_row
+from zerobench.bench.deepspeed_file import check_global_batch
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.names import AUTOCAST, OURS, stage_of, unique_names
 from zerobench.bench.options import OWN_ATTENTION, CompareOptions, check_folders, check_options
@@ -251,6 +252,8 @@ def from_files(options: CompareOptions) -> list[Draft]:
             path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)), device=options.device
         )
         for _, settings, chosen in grid(replace(options, strategies=[strategy]), decided=decided):
+            if strategy not in OURS:
+                check_global_batch(path, own, settings)
             extra = with_io_engine(options, strategy, settings, {**chosen, **own})
             draft: Draft = (strategy, settings, extra)
             if draft not in drafts:
