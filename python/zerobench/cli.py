@@ -155,6 +155,8 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         fail("interrupted", interrupts.exit_code())
     except UsageError as error:
+        if not error.format_message():  # `zerobench bench`, whose help was shown
+            sys.exit(2)
         fail(error.format_message(), 2)
     except BrokenPipeError:  # `| head` has seen enough
         drop_stdout()

@@ -134,6 +134,13 @@ def test_an_unknown_command_is_refused(command) -> None:
     assert "compere" in refuses(command, "compere")
 
 
+@pytest.mark.parametrize("group", ["bench", "tune"])
+def test_a_group_without_a_command_shows_its_help_and_no_empty_error(command, group) -> None:
+    result = command.run(group, timeout_s=60)
+    assert (result.returncode, result.stderr) == (2, "")
+    assert "Commands" in result.stdout and " io " in result.stdout
+
+
 @pytest.mark.parametrize("columns", ["0", "00", ""])
 def test_a_terminal_that_does_not_know_its_width_is_told_everything(command, monkeypatch, columns) -> None:
     environment = {**command.environment(), "COLUMNS": columns, "LINES": "0"}

@@ -68,9 +68,10 @@ PYTHON_ORDER = [
     {"models"},
     {"data"},
     {"strategies"},
+    {"cli_values"},
     {"bench"},
     {"report"},
-    {"cli", "cli_compare", "cli_values"},
+    {"cli", "cli_compare"},
     {"__main__"},
 ]
 # Where the list above says too little: all that these may import of zerobench.

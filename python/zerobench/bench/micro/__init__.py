@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zerobench.cli_values import name, split
 from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
 
@@ -50,21 +51,10 @@ def results_in(path: Path | None) -> Iterator[OutputFile]:
             raise typer.Abort from None
 
 
-def names(text: str) -> list[str]:
-    return list(dict.fromkeys(part.strip() for part in text.split(",")))
-
-
 def whole_bytes(option: str, value: float, unit_bytes: int) -> int:
     if not 0 < value * unit_bytes < _MOST_BYTES:
         raise ConfigError(f"{option} {value:g} is impossible: give a size above zero that a machine may have")
     return int(value * unit_bytes)
-
-
-def whole_numbers(option: str, text: str) -> list[int]:
-    try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise ConfigError(f"{option} {text!r} is no whole number: give one or a comma list of them") from None
 
 
 @app.command()
@@ -109,10 +99,10 @@ def comm(
     if (symmetric or communicator is not None) and not gpus:
         raise ConfigError("--symmetric and --communicator are about GPUs: give them with --device cuda")
     usual = f"{len(gpus)}" if gpus else "2,4"
-    sizes = whole_numbers("--world-size", usual if world_size is None else world_size)
+    sizes = split("--world-size", usual if world_size is None else world_size, int)
     given: dict[str, Any] = {
         "world_sizes": sizes,
-        "collectives": names(collectives),
+        "collectives": split("--collectives", collectives, name),
         "min_bytes": min_bytes,
         "max_bytes": (MAX_BYTES if gpus else 1 << 26) if max_bytes is None else max_bytes,
         "repeats": repeats,
@@ -193,7 +183,7 @@ def adam(
         gpu_options.check()
         run = partial(run_adam_gpu, gpu_options)
     else:
-        thread_nums = sorted({1, cpus_usable()}) if threads is None else whole_numbers("--threads", threads)
+        thread_nums = sorted({1, cpus_usable()}) if threads is None else split("--threads", threads, int)
         options = AdamOptions(**given, thread_nums=thread_nums)
         options.check()
         run = partial(run_adam, options)

@@ -7,15 +7,8 @@ from typing import Annotated
 
 import typer
 
-from zerobench.bench.micro import (
-    Output,
-    Repeats,
-    app,
-    names,
-    results_in,
-    whole_bytes,
-    whole_numbers,
-)
+from zerobench.bench.micro import Output, Repeats, app, results_in, whole_bytes
+from zerobench.cli_values import name, split
 from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
 
@@ -98,10 +91,10 @@ def io(
         )
     options = IoOptions(
         paths=paths,
-        engines=names("io_uring,threads" if engines is None else engines),
-        block_bytes=whole_numbers("--block-bytes", "1048576,4194304" if block_bytes is None else block_bytes),
-        depths=whole_numbers("--depth", "8,32" if depth is None else depth),
-        modes=names(modes),
+        engines=split("--engines", "io_uring,threads" if engines is None else engines, name),
+        block_bytes=split("--block-bytes", "1048576,4194304" if block_bytes is None else block_bytes, int),
+        depths=split("--depth", "8,32" if depth is None else depth, int),
+        modes=split("--modes", modes, name),
         chunk_bytes=whole_bytes("--chunk-mib", chunk_mib, 1 << 20),
         file_bytes=gib(size_gib),
         repeats=repeats,
