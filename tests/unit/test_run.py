@@ -215,6 +215,15 @@ def test_a_measured_row_gets_what_the_machine_did_meanwhile(comparison) -> None:
     assert row.energy_per_step_j == 13.0
     assert row.tokens_per_j == 2 * row.settings.batch_size * 64 / 13.0
     assert row.sampled.power_cap_pct == 0.0
+    assert row.sampled.shared_gpus == []
+    # A repeat, in which another process used a GPU: its memory may be in the peaks.
+    shared = {"time_s": 200.5, "cpu_pct": 5.0, "host_used_bytes": 7, "gpus": [gpu, {**gpu, "shared": True}]}
+    found.sampler.path.write_text(f"{json.dumps(shared)}\n")
+    found.add_machine_figures(row, [window(began_s=200.0, ended_s=201.0)])
+    assert row.sampled.shared_gpus == [1] and row.sampled.sample_num == 2
+    found.add_machine_figures(row, [window(began_s=300.0, ended_s=301.0)])
+    assert row.sampled.shared_gpus == [1]
+    found.sampler.path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples) + '{"time_s": 1')
     assert row.mfu is not None and row.mfu.peak_of == "NVIDIA H200, bf16 dense"
     assert row.deviation is not None and row.deviation.verdict == "not verified: it trains nothing"
     alone = first_row(single, status="failed")

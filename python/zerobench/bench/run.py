@@ -285,6 +285,8 @@ class Comparison:
         if row.sampled is None:
             row.sampled = seen
             row.device_utilisation_pct = seen.gpu_utilisation_pct if seen else None
+        elif seen is not None and seen.shared_gpus is not None:  # peaks of repeats count, and what was on their GPUs
+            row.sampled.shared_gpus = sorted({*(row.sampled.shared_gpus or ()), *seen.shared_gpus})
         peaks = [row.device_used_peak_bytes, seen.gpu_used_peak_bytes if seen else None]
         row.device_used_peak_bytes = largest(peaks)
         if len({gpu.name for gpu in used}) == 1:
