@@ -135,7 +135,7 @@ def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
     apart = [point for point in points if not point.comparable]
     for name, chosen, colour, face, marker in (
         ("on the Pareto front", front, FRONT_COLOUR, FRONT_COLOUR, "o"),
-        ("beaten in speed and memory by another row", others, OTHER_COLOUR, OTHER_COLOUR, "o"),
+        ("matched or beaten in speed and memory by another row", others, OTHER_COLOUR, OTHER_COLOUR, "o"),
         ("other dtypes, not ranked", apart, MUTED, "white", "D"),
     ):
         if chosen:
