@@ -23,7 +23,7 @@ from zerobench.bench.tolerances import (
     tolerance_precision,
     tolerances,
 )
-from zerobench.report.rows import FLOOR
+from zerobench.report.rows import FLOOR, tokens_per_step
 from zerobench.report.stats import summarise
 
 
@@ -247,10 +247,8 @@ def apply_energy(row: Row, windows: Sequence[Window]) -> None:
     known = [window.energy_per_step_j for window in windows if window.energy_per_step_j is not None]
     if len(known) < len(windows) or not sum(known):
         return
-    settings = row.settings
     row.energy_per_step_j = sum(known)
-    tokens = settings.world_size * settings.batch_size * settings.grad_accum * settings.seq_length
-    row.tokens_per_j = tokens / row.energy_per_step_j
+    row.tokens_per_j = tokens_per_step(row) / row.energy_per_step_j
 
 
 def step_times_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:

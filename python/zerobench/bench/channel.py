@@ -11,10 +11,10 @@ from pydantic import BaseModel
 
 from zerobench.bench import forkserver
 from zerobench.bench.job import Progress, RankError
-from zerobench.bench.limits import GIB
 from zerobench.bench.machine import memory_available_bytes
 from zerobench.bench.processes import vm_data_bytes
 from zerobench.errors import CommunicationError, OutOfMemoryError
+from zerobench.report.words import GIB
 
 TICK_INTERVAL_S = 0.5
 _CUDA_ERROR_MEMORY_ALLOCATION = 2

@@ -13,6 +13,7 @@ from zerobench.bench.storage import free_bytes, lockable_bytes
 from zerobench.bench.swap_plan import Swap, swap_of
 from zerobench.errors import Error
 from zerobench.io_settings import IoChoice, Rates, default_file, io_choice, settings_for, slow_path_warning
+from zerobench.report.words import MIB
 from zerobench.strategies.base import NVME_OFFLOADS
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 _PROBE_BYTES = 256 << 20  # of a file, at most
 _FIRST_BYTES = 16 << 20
-_MIB = 1 << 20
 
 
 def probe(paths: Sequence[str], io: IoChoice, *, seconds: float = 1.0, rank_num: int = 1) -> Rates:
@@ -30,7 +30,7 @@ def probe(paths: Sequence[str], io: IoChoice, *, seconds: float = 1.0, rank_num:
     num = min(_PROBE_BYTES, room_bytes(paths, rank_num=rank_num)) // io.block_bytes
     if num < 1:
         raise Error(
-            f"{' and '.join(paths)} have no room for a file of {io.block_bytes / _MIB:g} MiB a rank to measure with"
+            f"{' and '.join(paths)} have no room for a file of {io.block_bytes / MIB:g} MiB a rank to measure with"
         )
     return _rates(paths, io, most_num=num, seconds=seconds)
 
@@ -156,8 +156,8 @@ def why_not_lockable(configuration: Configuration, *, host_ranks: int | None = N
 
 def too_little_locked(needed_bytes: float, lockable: float) -> str:
     return (
-        f"io_uring locks about {needed_bytes / _MIB:.0f} MiB of buffers and RLIMIT_MEMLOCK leaves "
-        f"{lockable / _MIB:.0f}, {(needed_bytes - lockable) / _MIB:.0f} too few: raise it (ulimit -l, LimitMEMLOCK=, "
+        f"io_uring locks about {needed_bytes / MIB:.0f} MiB of buffers and RLIMIT_MEMLOCK leaves "
+        f"{lockable / MIB:.0f}, {(needed_bytes - lockable) / MIB:.0f} too few: raise it (ulimit -l, LimitMEMLOCK=, "
         "docker run --ulimit memlock=-1)"
     )
 

@@ -13,8 +13,8 @@ from zerobench.bench.machine import memory_available_bytes
 from zerobench.bench.names import AUTOCAST
 from zerobench.bench.plan import Configuration
 from zerobench.models.hf_config import RANDOM_WEIGHTS
+from zerobench.report.words import GIB, KIB, MIB
 
-GIB = 1 << 30
 # Which of parameters, gradients and optimizer state every rank holds in full at a stage; the rest is divided.
 _REPLICATED = {
     0: (True, True, True),
@@ -131,7 +131,7 @@ def why_too_large(
 
 def two_amounts(more_bytes: float, fewer_bytes: float) -> tuple[str, str]:
     """In the largest unit that tells them apart, and shows of each two digits or more."""
-    for unit, unit_bytes in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, unit_bytes in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         more, fewer = f"{more_bytes / unit_bytes:.2f}", f"{fewer_bytes / unit_bytes:.2f}"
         if more != fewer and fewer_bytes >= 0.095 * unit_bytes:
             return f"{more} {unit}", fewer

@@ -10,8 +10,7 @@ import torch
 from zerobench.bench.job import DeviceMemory
 from zerobench.bench.meters import CudaMeter, Meter
 from zerobench.errors import OutOfMemoryError
-
-GIB = 1 << 30
+from zerobench.report.words import GIB
 
 
 def judge_host(memory_bytes: Mapping[str, Mapping[str, int]], limit_bytes: int | None) -> None:

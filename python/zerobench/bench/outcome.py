@@ -11,6 +11,7 @@ from typing import Literal
 
 from zerobench.bench.job import Report
 from zerobench.bench.ranks import RankState
+from zerobench.report.words import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ def _when(state: RankState) -> str:
 def _want_of_memory(rank_memory_bytes: int | None) -> str:
     if rank_memory_bytes is None:
         return ""
-    return f"; the {rank_memory_bytes / (1 << 30):.3g} GiB that --rank-memory-gib allows a rank may be too little"
+    return f"; the {rank_memory_bytes / GIB:.3g} GiB that --rank-memory-gib allows a rank may be too little"
 
 
 def _error_line(state: RankState) -> str:

@@ -43,8 +43,8 @@ from zerobench.consoles import drop_stdout
 from zerobench.errors import Error
 from zerobench.report import advise, finish_rows, render_table
 from zerobench.report.rows import FLOOR, repeats_text
+from zerobench.report.words import GIB
 
-GIB = 1 << 30
 SAMPLER_START_S = 10.0
 _AUTOCAST_REFERENCE = "zerobench.strategies.autocast:AutocastStrategy"
 # Settings that must not change any result, so the reference runs without them.
@@ -285,7 +285,8 @@ class Comparison:
         if row.sampled is None:
             row.sampled = seen
             row.device_utilisation_pct = seen.gpu_utilisation_pct if seen else None
-        elif seen is not None and seen.shared_gpus is not None:  # peaks of repeats count, and what was on their GPUs
+        elif seen is not None and seen.shared_gpus is not None:
+            # Its memory may be in the peaks, which are of all repeats.
             row.sampled.shared_gpus = sorted({*(row.sampled.shared_gpus or ()), *seen.shared_gpus})
         peaks = [row.device_used_peak_bytes, seen.gpu_used_peak_bytes if seen else None]
         row.device_used_peak_bytes = largest(peaks)

@@ -23,6 +23,7 @@ from zerobench.bench.machine import memory_used_bytes
 from zerobench.bench.nvml import Nvml
 from zerobench.bench.processes import die_with_parent, name_process
 from zerobench.bench.result import Sampled
+from zerobench.report.words import GIB
 
 # A reading keeps the driver busy for a few ms; so seldom that a median of steps does not know of it.
 GPU_INTERVAL_S = 0.25
@@ -30,7 +31,7 @@ PROCESSES_INTERVAL_S = 1.0
 HOST_INTERVAL_S = 0.5
 DRIVER_PERIOD_S = 0.2  # the driver's utilisation covers about this long before it is read
 BUSY_PCT = 10
-HELD_BYTES = 1 << 30
+HELD_BYTES = GIB
 
 Sample = dict[str, Any]
 
@@ -129,7 +130,7 @@ def shared_warning(sample: Sample) -> str | None:
             continue
         used, busy = entry["used_bytes"] or 0, entry["utilisation_pct"] or 0
         if entry["pids"] or used > HELD_BYTES or busy > BUSY_PCT:
-            texts.append(f"GPU {gpu} ({used / (1 << 30):.1f} GiB in use, {busy} % busy)")
+            texts.append(f"GPU {gpu} ({used / GIB:.1f} GiB in use, {busy} % busy)")
     if not texts:
         return None
     return (

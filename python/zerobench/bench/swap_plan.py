@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zerobench import models
-from zerobench.bench.fit import GIB, with_layers
+from zerobench.bench.fit import with_layers
 from zerobench.bench.names import OURS
 from zerobench.bench.swap_frames import LINE_NUMEL, PAGE_BYTES, STATE_BYTES, Frames, Swapping, round_up
 from zerobench.io_settings import io_choice
+from zerobench.report.words import GIB
 
 if TYPE_CHECKING:
     from zerobench.bench.plan import Configuration

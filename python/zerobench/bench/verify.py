@@ -26,6 +26,7 @@ from zerobench.bench.tolerances import (
     nan_last,
 )
 from zerobench.errors import Error, VerificationError
+from zerobench.report.words import MIB
 from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, Strategy, StrategySettings
 from zerobench.strategies.shared import checksum
 
@@ -219,7 +220,7 @@ def write_reference(path: Path, evidence: Evidence, initial: Tensors) -> None:
     except (OSError, RuntimeError) as error:  # torch's, for a file that could not be written whole
         needed = sum(tensor.nbytes for tensors in reference for tensor in tensors.values())
         raise Error(
-            f"the reference of {needed / (1 << 20):.0f} MiB could not be written to {path.parent}: free some space, "
+            f"the reference of {needed / MIB:.0f} MiB could not be written to {path.parent}: free some space, "
             "raise the limit on the size of files (ulimit -f), or choose another folder by TMPDIR"
         ) from error
 

@@ -21,13 +21,14 @@ from zerobench.bench import measure, verify
 from zerobench.bench.binding import Binding, bind_rank
 from zerobench.bench.channel import Channel
 from zerobench.bench.job import Job, Report, Skipped, Window, WindowTransfers
-from zerobench.bench.limits import GIB, DeviceLimit, judge_host
+from zerobench.bench.limits import DeviceLimit, judge_host
 from zerobench.bench.machine import cpus_usable
 from zerobench.bench.meters import Meter, open_meter
 from zerobench.bench.result import RowDtypes
 from zerobench.bench.tolerances import VERIFY_STEPS, tolerance_precision
 from zerobench.bench.transfers import file_limits, link_limits
 from zerobench.errors import Error
+from zerobench.report.words import GIB
 from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, Strategy, StrategySettings
 
 

@@ -14,6 +14,7 @@ import typer
 from zerobench.cli_values import name, split
 from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
+from zerobench.report.words import GIB
 
 if TYPE_CHECKING:
     from zerobench.bench.gpus import Gpu
@@ -220,9 +221,7 @@ def pinned(
 
     gpus = gpus_for(device, at_least=1)
     options = PinnedOptions(
-        ready_bytes=whole_bytes(
-            "--ready-gib", (16 if gpus else 1) if ready_gib is None else ready_gib, 1 << 30
-        ),
+        ready_bytes=whole_bytes("--ready-gib", (16 if gpus else 1) if ready_gib is None else ready_gib, GIB),
         copy_bytes=copy_bytes,
         repeats=repeats,
         ready_repeats=ready_repeats,

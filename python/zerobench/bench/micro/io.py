@@ -16,7 +16,6 @@ from rich.console import Console
 from zerobench.bench.disks import ring_refusal
 from zerobench.bench.micro.checks import check_known, check_repeats
 from zerobench.bench.micro.io_disk import (
-    MIB,
     Disk,
     IoSetting,
     check_memory,
@@ -41,6 +40,7 @@ from zerobench.bench.storage import check_directories, device_facts, device_line
 from zerobench.errors import ConfigError
 from zerobench.io_settings import ENGINES, MOST_DEPTH
 from zerobench.report.stats import Ratio, median, median_of_ratios, summarise
+from zerobench.report.words import MIB
 
 MODES = ("read", "write", "both")
 # What a disk needs to show its best differs: the limit of a mode is the fastest of these, whatever is measured.

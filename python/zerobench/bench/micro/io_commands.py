@@ -11,6 +11,7 @@ from zerobench.bench.micro import Output, Repeats, app, results_in, whole_bytes
 from zerobench.cli_values import name, split
 from zerobench.consoles import plain_console
 from zerobench.errors import ConfigError
+from zerobench.report.words import GIB, MIB
 
 tune_app = typer.Typer(
     help="Finds the fastest settings for this machine and keeps them for later runs.", no_args_is_help=True
@@ -33,7 +34,7 @@ ChunkMib = Annotated[float, typer.Option(help="MiB of a chunk, the unit that is 
 
 
 def gib(size_gib: float | None) -> int | None:
-    return None if size_gib is None else whole_bytes("--size-gib", size_gib, 1 << 30)
+    return None if size_gib is None else whole_bytes("--size-gib", size_gib, GIB)
 
 
 @app.command()
@@ -95,7 +96,7 @@ def io(
         block_bytes=split("--block-bytes", "1048576,4194304" if block_bytes is None else block_bytes, int),
         depths=split("--depth", "8,32" if depth is None else depth, int),
         modes=split("--modes", modes, name),
-        chunk_bytes=whole_bytes("--chunk-mib", chunk_mib, 1 << 20),
+        chunk_bytes=whole_bytes("--chunk-mib", chunk_mib, MIB),
         file_bytes=gib(size_gib),
         repeats=repeats,
         sample_s=sample_seconds,
@@ -129,7 +130,7 @@ def tune_io(
         path=path,
         seconds=seconds,
         file_bytes=gib(size_gib),
-        chunk_bytes=whole_bytes("--chunk-mib", chunk_mib, 1 << 20),
+        chunk_bytes=whole_bytes("--chunk-mib", chunk_mib, MIB),
         settings_file=settings or default_file(),
     )
     options.check()

@@ -19,9 +19,9 @@ from zerobench.bench.micro.output import size_text
 from zerobench.bench.storage import free_bytes
 from zerobench.errors import ConfigError, Error
 from zerobench.io_settings import IoChoice
+from zerobench.report.words import GIB, MIB
 
-MIB = 1 << 20
-DEFAULT_BYTES = 8 << 30  # of all files together, where a quarter of the free space allows
+DEFAULT_BYTES = 8 * GIB  # of all files together, where a quarter of the free space allows
 FILL_S = 10.0  # files are no larger than what is written in this time
 _FILL_BYTES = 256 * MIB  # at a time
 
@@ -111,7 +111,7 @@ class Disk:
         self.chunk_num = file_bytes // chunk_bytes
         if self.chunk_num < least:
             raise ConfigError(
-                f"--size-gib is too small for these settings: give {least * chunk_bytes / (1 << 30):.3g} or more, or a "
+                f"--size-gib is too small for these settings: give {least * chunk_bytes / GIB:.3g} or more, or a "
                 "smaller --depth, --block-bytes or --chunk-mib"
             )
         self._files = self._core.IoBench(

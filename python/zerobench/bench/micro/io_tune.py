@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 
 from zerobench.bench.micro.io_disk import (
-    MIB,
     Disk,
     IoSetting,
     check_memory,
@@ -32,6 +31,7 @@ from zerobench.bench.storage import check_directories, device_facts, device_line
 from zerobench.errors import ConfigError
 from zerobench.io_settings import ENGINES, IoSettings, slow_path_warning, write_settings
 from zerobench.report.stats import median
+from zerobench.report.words import MIB
 
 BLOCKS = tuple(1 << power for power in range(17, 24))  # 128 KiB to 8 MiB
 DEPTHS = (2, 4, 8, 16, 32, 64, 128)

@@ -25,6 +25,7 @@ from zerobench.bench.machine import machine_facts, version_facts
 from zerobench.bench.output import write_atomically
 from zerobench.errors import ConfigError, Error
 from zerobench.report.stats import Ratio
+from zerobench.report.words import GIB, KIB, MIB
 
 SCHEMA_VERSION = 1
 _WIDEST = 10_000
@@ -177,7 +178,7 @@ def ratio_cell(ratio: Ratio | None) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size_bytes >= unit:
             return (
                 f"{size_bytes / unit:g} {name}"
