@@ -83,9 +83,12 @@ class IoOptions:
         check_directories(list(self.paths))
         check_known("--engines", self.engines, ENGINES)
         check_known("--modes", self.modes, MODES)
-        for size in (*self.block_bytes, self.chunk_bytes):
+        sizes = [("--block-bytes", size) for size in self.block_bytes] + [("--chunk-mib", self.chunk_bytes)]
+        for option, size in sizes:
             if size < 4096 or size % 4096:
-                raise ConfigError(f"{size} bytes are no block for O_DIRECT: give a multiple of 4096")
+                raise ConfigError(
+                    f"{option}: {size} bytes are no block for O_DIRECT: give a multiple of 4096"
+                )
         largest = largest_block_bytes(self.chunk_bytes, path_num=len(self.paths))
         for size in self.block_bytes:
             if size > largest:

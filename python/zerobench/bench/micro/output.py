@@ -91,7 +91,9 @@ class OutputFile:
         except FileExistsError:
             raise ConfigError(f"--output {path} exists: give the name of a new file") from None
         except OSError as error:
-            raise ConfigError(f"--output {path} cannot be written ({error.strerror or error})") from None
+            raise ConfigError(
+                f"--output {path} cannot be written ({error.strerror or error}): name one in a folder to write to"
+            ) from None
 
     def write(self, report: MicroReport) -> None:
         if self._path is None:
