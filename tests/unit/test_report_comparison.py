@@ -8,10 +8,10 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_samples import sample
+from report_samples import grid, sample
 
 from zerobench.bench.result import Results, Row
-from zerobench.report import finish_rows, stats, summarise
+from zerobench.report import finish_rows, stats, summarise, table_text
 from zerobench.report.rows import checksum_marks, ties_with_fastest
 
 times = st.floats(min_value=0.1, max_value=1e4)
@@ -354,3 +354,15 @@ def test_another_workload_is_another_race(change) -> None:  # type: ignore[no-un
     for row, milliseconds in zip(rows, (200.0, 100.0), strict=True):
         row.name, row.step_time_ms = str(milliseconds), summarise([milliseconds] * 3)
     assert [row.relative for row in finished(rows).rows] == [1.0, 1.0]
+
+
+def test_baselines_that_differ_between_workloads_are_named_below_the_table() -> None:
+    """In bf16 ddp has other dtypes, so single is the baseline there."""
+    results = grid()
+    assert "vs ddp" in table_text(results, width=200) and "Baselines" not in table_text(results, width=200)
+    for row in results.rows:
+        row.comparable = (row.settings.precision, row.strategy) != ("bf16", "ddp")
+    finish_rows(results)
+    text = table_text(results, width=200)
+    assert "vs baseline" in text and "Baselines: ddp (fp32) and single (bf16)." in text
+    assert "Baselines" not in table_text(results, width=80)  # which has no room for the columns

@@ -12,19 +12,17 @@ from .rows import (
     FLOOR,
     NOISE_SIGMAS,
     TOO_NOISY,
-    WORKLOAD_KEYS,
     by_workload,
     exceeds_noise,
     fastest,
-    flat_settings,
     is_ranked,
-    labelled_setting,
     noise,
     row_labels,
     saw_all_state,
     setting_text,
     step_rate,
     ties_with_fastest,
+    workload_heads,
 )
 from .stats import FEWEST_SAMPLES, median, median_error
 from .words import all_ranks_text, bytes_text, count_text, join_words, memory_unit, ms_text
@@ -47,22 +45,8 @@ def advise(results: Results) -> list[str]:
     texts = [_advise_on(rows) for rows in workloads]
     if len(workloads) == 1:
         return texts[0]
-    heads = _workload_heads([rows[0] for rows in workloads])
+    heads = workload_heads([rows[0] for rows in workloads])
     return [f"{head}: {' '.join(sentences)}" for head, sentences in zip(heads, texts, strict=True)]
-
-
-def _workload_heads(firsts: Sequence[Row]) -> list[str]:
-    """What tells workloads apart, given a row of each; of a model's configuration no more than that takes."""
-    flats = [flat_settings(row) for row in firsts]
-
-    def told_apart(*keys: str) -> int:
-        return len({tuple(repr(flat.get(key)) for key in keys) for flat in flats})
-
-    keys = [key for key in WORKLOAD_KEYS if told_apart(key) > 1]
-    for key in dict.fromkeys(key for flat in flats for key in flat if key.startswith("model_config")):
-        if told_apart(*keys, key) > told_apart(*keys):
-            keys.append(key)
-    return [", ".join(labelled_setting(key, flat.get(key)) for key in keys) for flat in flats]
 
 
 def _advise_on(rows: Sequence[Row]) -> list[str]:

@@ -20,6 +20,7 @@ from .rows import (
     row_labels,
     saw_all_state,
     workload,
+    workload_heads,
 )
 from .words import DTYPE_ROLES, join_words
 
@@ -231,6 +232,8 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequenc
     ranked = [row for row in rows if is_ranked(row)]
     if len(by_workload(ranked)) > 1:
         notes.append("Relative is within rows of one model, sequence length, precision and data.")
+    if not {"speedup vs baseline", "memory vs baseline"} <= {*left_out} and (text := _baselines_text(rows)):
+        notes.append(text)
     if text := _outlier_text(rows, labels):
         notes.append(text)
     if ranked and not any(row.baseline for row in rows):
@@ -239,6 +242,20 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequenc
             f"No baseline row is ok and comparable (by default {default}): no speedup and no memory change."
         )
     return notes
+
+
+def _baselines_text(rows: Sequence[Row]) -> str:
+    """Where the heads of the columns cannot name it, since it is not the same strategy for all workloads."""
+    strategies = {row.name: row.strategy for row in rows}
+    workloads = by_workload(rows)
+    found = [{strategies[row.baseline] for row in group if row.baseline in strategies} for group in workloads]
+    if len(set().union(*found)) < 2:
+        return ""
+    heads = workload_heads([group[0] for group in workloads])
+    texts = [
+        f"{' and '.join(sorted(names))} ({head})" for names, head in zip(found, heads, strict=True) if names
+    ]
+    return f"Baselines: {join_words(texts)}."
 
 
 def _below_floor_text(rows: Sequence[Row], labels: Sequence[str]) -> str:

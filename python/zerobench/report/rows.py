@@ -214,6 +214,20 @@ def labelled_setting(key: str, value: Any) -> str:
     return text if key in ("model", "precision") else f"{setting_word(key)} {text}"
 
 
+def workload_heads(firsts: Sequence[Row]) -> list[str]:
+    """What tells workloads apart, given a row of each; of a model's configuration no more than that takes."""
+    flats = [flat_settings(row) for row in firsts]
+
+    def told_apart(*keys: str) -> int:
+        return len({tuple(repr(flat.get(key)) for key in keys) for flat in flats})
+
+    keys = [key for key in WORKLOAD_KEYS if told_apart(key) > 1]
+    for key in dict.fromkeys(key for flat in flats for key in flat if key.startswith("model_config")):
+        if told_apart(*keys, key) > told_apart(*keys):
+            keys.append(key)
+    return [", ".join(labelled_setting(key, flat.get(key)) for key in keys) for flat in flats]
+
+
 def checksum_marks(rows: Sequence[Row]) -> list[str]:
     """ "=" where a row's checksum equals those of its whole group, "≠" where they differ, "" where nothing is said."""
     groups: dict[str, list[str]] = {}
