@@ -190,7 +190,7 @@ def _little_saved_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     unit, size = memory_unit([plain.peak_device_bytes])
     return (
         f"Sharding buys little memory here: {labels[id(least)]} peaks at {_peak(least) / size:,.1f} {unit}, "
-        f"{labels[id(plain)]} at {_peak(plain) / size:,.1f}; a model this small does not need ZeRO."
+        f"{labels[id(plain)]} at {_peak(plain) / size:,.1f}; what is sharded is little beside what is not."
     )
 
 
