@@ -143,7 +143,9 @@ def test_a_temporary_folder_that_goes_away_is_one_clear_line(command, temporary)
     temporary.rename(temporary.with_name("elsewhere"))  # at once, though files are being made in it
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in stderr + stdout, stderr
-    assert stderr.splitlines()[-1].startswith("zerobench: [Errno 2]") and str(temporary) in stderr
+    last = stderr.splitlines()[-1]
+    assert last.startswith(f"zerobench: the folder of temporary files, {temporary}/zerobench-launch-"), stderr
+    assert "was removed while it was in use: keep it until the command ends, or name another" in last
     assert not json.loads((command.folder / "out" / "results.json").read_text())["complete"]
     assert command.leaves_nothing()
 

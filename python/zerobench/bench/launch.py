@@ -150,8 +150,35 @@ class Launcher:
         aborted: Callable[[], bool] | None = None,
     ) -> Outcome:
         """Run ``job`` and wait for its end. By default all its ranks are this host's; under torchrun or srun this
-        launcher starts only the ranks that ``environments`` describe, and ``aborted`` tells that others' failed."""
-        environments = environments or local_environments(job.num_ranks)
+        launcher starts only the ranks that ``environments`` describe, and ``aborted`` tells that others' failed.
+
+        Raises Error where the folder of temporary files has gone, in which the ranks find nothing either."""
+        try:
+            outcome = self._run(
+                job, log, on_progress, environments or local_environments(job.num_ranks), aborted
+            )
+        except FileNotFoundError:
+            self._expect_scratch()
+            raise
+        if outcome.status == "failed":
+            self._expect_scratch()
+        return outcome
+
+    def _expect_scratch(self) -> None:
+        if not self.scratch.is_dir():
+            raise Error(
+                f"the folder of temporary files, {self.scratch}, was removed while it was in use: keep it until the "
+                "command ends, or name another place by TMPDIR"
+            ) from None
+
+    def _run(
+        self,
+        job: Job,
+        log: Path,
+        on_progress: ProgressCallback | None,
+        environments: Sequence[Mapping[str, str]],
+        aborted: Callable[[], bool] | None,
+    ) -> Outcome:
         for environment in environments:
             (self.scratch / f"stack.{environment['RANK']}").write_bytes(b"")
         kills_before = oom_kill_num()
