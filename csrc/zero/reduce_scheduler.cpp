@@ -104,7 +104,10 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
   Unit& unit = units_[parameter.unit];
   ZB_EXPECT_STATE(in_backward_,
                   "a gradient of '" + parameter.name +
-                      "' arrived outside engine.backward(); call engine.backward(loss), not loss.backward()");
+                      "' arrived outside this engine's own backward(); call engine.backward(loss), not "
+                      "loss.backward(). Where another model trains through this one (a generator through its "
+                      "discriminator), call requires_grad_(False) on this one before that forward, and "
+                      "requires_grad_(True) when that backward has returned");
   if (unit.gradient_state == GradientState::kReducing || unit.gradient_state == GradientState::kReduced) {
     expectations_.refute(unit);
     throw StateError("a further gradient of '" + parameter.name + "' arrived after unit '" + unit.name +
