@@ -63,9 +63,15 @@ BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> 
 }
 
 void BoundEngine::close() {
-  if (engine_) engine_->quiesce();
+  std::exception_ptr interrupt;
+  try {
+    if (engine_) engine_->quiesce();
+  } catch (const Interrupted&) {
+    interrupt = std::current_exception();
+  }
   hooks_.reset();
   engine_.reset();
+  if (interrupt) std::rethrow_exception(interrupt);
 }
 
 void BoundEngine::set_compute_stream(void* stream) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "bindings/cuda_bindings.h"
+#include "bindings/signals.h"
 #include "bindings/translate.h"
 #include "comm/nccl_check.h"
 #include "common/error.h"
@@ -34,6 +35,7 @@ void fill_float(std::uintptr_t destination, float value, std::size_t numel, std:
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "The CUDA side of zerobench; importing it needs an NVIDIA driver.";
   py::register_local_exception_translator(zb::translate_exception);
+  zb::set_signal_handlers(zb::run_python_signal_handlers);
 
   if (zb::cuda_versions().driver == 0) {
     throw py::import_error("zerobench._cuda needs an NVIDIA driver, and none is installed on this machine");

@@ -5,6 +5,7 @@
 
 #include <exception>
 
+#include "bindings/signals.h"
 #include "common/error.h"
 
 namespace zb {
@@ -34,6 +35,8 @@ inline void translate_exception(std::exception_ptr pointer) {
   if (!pointer) return;
   try {
     std::rethrow_exception(pointer);
+  } catch (const Interrupted& interrupt) {
+    set_interrupt(interrupt);
   } catch (const ArgumentError& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const StateError& error) {

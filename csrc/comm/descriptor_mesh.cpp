@@ -55,7 +55,7 @@ void DescriptorMesh::connect(const FileDescriptor& listener) {
   std::vector<Address> addresses(static_cast<std::size_t>(world_size));
   control_.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(addresses)), "descriptors");
 
-  const Clock::time_point deadline = Clock::now() + timeout_;
+  Patience patience{Clock::now() + timeout_};
   for (int peer = 0; peer < rank; ++peer) {
     const Address& address = addresses[static_cast<std::size_t>(peer)];
     FileDescriptor& socket = sockets_[static_cast<std::size_t>(peer)];
@@ -67,20 +67,20 @@ void DescriptorMesh::connect(const FileDescriptor& listener) {
                                  peer);
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      keep_waiting(deadline, peer);
+      keep_waiting(patience, peer);
     }
     const Hello hello{address.secret, rank};
-    shm::send_message(socket, std::as_bytes(std::span(&hello, 1)), {}, [&] { keep_waiting(deadline, peer); });
+    shm::send_message(socket, std::as_bytes(std::span(&hello, 1)), {}, [&] { keep_waiting(patience, peer); });
   }
   for (int missing = world_size - 1 - rank; missing > 0;) {
     FileDescriptor socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
       if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) throw IoError(errno, "accept of a rank's socket");
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      keep_waiting(deadline, -1);
+      keep_waiting(patience, -1);
       continue;
     }
-    const shm::Message message = shm::receive_message(socket, [&] { keep_waiting(deadline, -1); });
+    const shm::Message message = shm::receive_message(socket, [&] { keep_waiting(patience, -1); });
     Hello hello;
     if (message.bytes.size() != sizeof(hello)) continue;
     std::memcpy(&hello, message.bytes.data(), sizeof(hello));
@@ -90,28 +90,29 @@ void DescriptorMesh::connect(const FileDescriptor& listener) {
   }
 }
 
-void DescriptorMesh::keep_waiting(Clock::time_point deadline, int peer) const {
+void DescriptorMesh::keep_waiting(Patience& patience, int peer) const {
+  patience.signals.look();
   if (const auto cause = control_.poisoned()) throw CommunicationError(*cause);
-  if (Clock::now() < deadline) return;
+  if (Clock::now() < patience.deadline) return;
   throw CommunicationError(rank_text(control_.rank()) + " waited " + seconds_text(timeout_) + " for " +
                                (peer < 0 ? "its peers" : rank_text(peer)) + " to pass a file descriptor",
                            peer);
 }
 
 std::vector<FileDescriptor> DescriptorMesh::exchange(const FileDescriptor& mine, std::uint64_t number) {
-  const Clock::time_point deadline = Clock::now() + timeout_;
+  Patience patience{Clock::now() + timeout_};
   const int rank = control_.rank();
   const int own_number = mine.get();
   for (int peer = 0; peer < control_.world_size(); ++peer) {
     if (peer == rank) continue;
     shm::send_message(sockets_[static_cast<std::size_t>(peer)], std::as_bytes(std::span(&number, 1)), {&own_number, 1},
-                      [&] { keep_waiting(deadline, peer); });
+                      [&] { keep_waiting(patience, peer); });
   }
   std::vector<FileDescriptor> all(sockets_.size());
   for (int peer = 0; peer < control_.world_size(); ++peer) {
     if (peer == rank) continue;
     const auto index = static_cast<std::size_t>(peer);
-    shm::Message message = shm::receive_message(sockets_[index], [&] { keep_waiting(deadline, peer); });
+    shm::Message message = shm::receive_message(sockets_[index], [&] { keep_waiting(patience, peer); });
     std::uint64_t theirs = 0;
     if (message.bytes.empty()) {
       throw CommunicationError(

@@ -8,6 +8,7 @@
 
 #include "comm/communicator.h"
 #include "comm/file_descriptor.h"
+#include "common/interrupts.h"
 
 namespace zb {
 
@@ -21,9 +22,14 @@ class DescriptorMesh {
   std::vector<shm::FileDescriptor> exchange(const shm::FileDescriptor& mine, std::uint64_t number);
 
  private:
+  struct Patience {
+    std::chrono::steady_clock::time_point deadline;
+    SignalWatch signals = {};
+  };
+
   void connect(const shm::FileDescriptor& listener);
-  // Throws once the communicator failed or the time is out.
-  void keep_waiting(std::chrono::steady_clock::time_point deadline, int peer) const;
+  // Throws once the communicator failed, the time is out or a signal ends the wait.
+  void keep_waiting(Patience& patience, int peer) const;
 
   Communicator& control_;
   std::chrono::milliseconds timeout_;

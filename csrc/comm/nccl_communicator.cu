@@ -10,6 +10,7 @@
 #include "comm/nccl_transport.h"
 #include "comm/peer_processes.h"
 #include "comm/text.h"
+#include "common/interrupts.h"
 
 namespace zb {
 namespace {
@@ -61,7 +62,9 @@ std::vector<Greeting> exchange_greetings(Communicator& control, const Greeting& 
 void connect_transport(NcclTransport& transport, Communicator& control, const PeerProcesses& processes,
                        const ncclUniqueId& id, std::chrono::milliseconds timeout) {
   const Clock::time_point deadline = Clock::now() + timeout;
+  SignalWatch signals;
   transport.connect(control.rank(), control.world_size(), id, [&] {
+    signals.look();
     if (const auto cause = control.poisoned()) throw CommunicationError(*cause);
     if (const auto dead = processes.dead()) {
       throw CommunicationError("rank " + std::to_string(*dead) + " died while NCCL connected the ranks", *dead);

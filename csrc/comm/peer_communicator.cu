@@ -17,6 +17,7 @@
 #include "comm/peer_transport.h"
 #include "common/cuda_check.h"
 #include "common/error.h"
+#include "common/interrupts.h"
 
 namespace zb {
 namespace {
@@ -97,6 +98,8 @@ std::string obstacle_in(Communicator& control, const Body& body) {
   try {
     body();
   } catch (const CommunicationError&) {
+    throw;
+  } catch (const Interrupted&) {
     throw;
   } catch (const std::exception& error) {
     text = error.what();

@@ -88,6 +88,15 @@ void Peers::fail(int fault_rank, std::string_view reason) {
   throw CommunicationError(std::string(reason), fault_rank);
 }
 
+void Peers::look_for_signals(SignalWatch& signals, const std::function<std::string()>& what) {
+  try {
+    signals.look();
+  } catch (const Interrupted& interrupt) {
+    poison(rank_, "rank " + std::to_string(rank_) + " was " + interrupt.what() + " while it waited for " + what());
+    throw;
+  }
+}
+
 std::optional<CommunicationError> Peers::cause() const noexcept {
   const std::uint32_t poisoner = control_->poisoner.load(std::memory_order_acquire);
   if (poisoner == 0) return std::nullopt;
@@ -123,8 +132,10 @@ void Peers::wake_all() noexcept {
 
 FileDescriptor Peers::distribute(const FileDescriptor& of_rank0, std::uint64_t id) {
   const Clock::time_point deadline = Clock::now() + timeout_;
+  SignalWatch signals;
   const auto keep_waiting = [&](int peer) {
     check();
+    look_for_signals(signals, [] { return "allocate"; });
     if (has_left(peer) || is_dead(peer)) {
       fail(peer,
            "rank " + std::to_string(peer) + " died during allocate (noticed by rank " + std::to_string(rank_) + ")");

@@ -4,12 +4,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
 
 #include "comm/shm_control.h"
 #include "comm/shm_rendezvous.h"
+#include "common/interrupts.h"
 #include "common/process_owned.h"
 
 namespace zb::shm {
@@ -51,6 +53,8 @@ class Peers {
   // The first cause of any rank stays; wakes everyone. Callable from any thread.
   void poison(int fault_rank, std::string_view reason) noexcept;
   [[noreturn]] void fail(int fault_rank, std::string_view reason);
+  // Of a wait for `what`. Where a signal ends it, this rank is where no peer can go on with it: poisons.
+  void look_for_signals(SignalWatch& signals, const std::function<std::string()>& what);
 
   // A rank that left closed its communicator; the process of a dead one ended. Neither publishes anything more.
   bool has_left(int rank) noexcept { return of(rank).left.load(std::memory_order_seq_cst) != 0; }

@@ -164,6 +164,7 @@ void Queue::block(const Goal& goal) {
   check_process();
   if (try_reach(goal) || spin(goal)) return;
   Clock::time_point last_progress = Clock::now();
+  SignalWatch signals;
   for (;;) {
     const std::uint64_t progress = progress_num();
     if (sleep_once(goal)) return;
@@ -172,6 +173,7 @@ void Queue::block(const Goal& goal) {
     } else if (check_awaited(goal, last_progress)) {
       return;
     }
+    peers_->look_for_signals(signals, [&] { return describe_wait(goal); });
   }
 }
 

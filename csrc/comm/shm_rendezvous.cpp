@@ -18,6 +18,7 @@
 
 #include "comm/shm_socket.h"
 #include "comm/text.h"
+#include "common/interrupts.h"
 #include "common/page.h"
 
 namespace zb::shm {
@@ -98,15 +99,13 @@ class Host {
   }
 
   Connection run() {
-    listen();
-    while (!all_here()) {
-      if (Clock::now() >= deadline_) {
-        if (error_.empty())
-          fail(first_missing(),
-               "after " + seconds_text(options_.timeout) + " rank(s) " + missing() + " had not connected to rank 0");
-        break;
-      }
-      poll_once();
+    try {
+      meet();
+    } catch (const Interrupted& interrupt) {
+      fail(0, std::string("rank 0 was ") + interrupt.what() + " while ranks connected");
+      listener_.reset();
+      refuse();
+      throw;
     }
     listener_.reset();  // before any rank is answered, so that the name is free for the next communicator
     return answer();
@@ -117,6 +116,20 @@ class Host {
     FileDescriptor socket;
     FileDescriptor process;
   };
+
+  void meet() {
+    listen();
+    while (!all_here()) {
+      if (Clock::now() >= deadline_) {
+        if (error_.empty())
+          fail(first_missing(),
+               "after " + seconds_text(options_.timeout) + " rank(s) " + missing() + " had not connected to rank 0");
+        break;
+      }
+      poll_once();
+      signals_.look();
+    }
+  }
 
   void listen() {
     const Address address = address_of(options_.rendezvous);
@@ -129,6 +142,7 @@ class Host {
             0);
       }
       std::this_thread::sleep_for(kSlice);
+      signals_.look();
     }
     ZB_SYS(::listen(listener_.get(), options_.world_size));
   }
@@ -148,7 +162,7 @@ class Host {
       if (entries[i].revents == 0) continue;
       const auto rank = static_cast<int>(i - peers_begin);
       peers_[i - peers_begin] = {};
-      fail(rank, "rank " + std::to_string(rank) + " died while ranks connected");
+      fail(rank, "rank " + std::to_string(rank) + " died or left while ranks connected");
     }
     for (std::size_t i = peers_begin; i-- > 1;) {
       if (entries[i].revents == 0) continue;
@@ -223,18 +237,23 @@ class Host {
   }
 
   Connection answer() {
-    Reply reply;
-    reply.cpu_num = CPU_COUNT(&cpus_);
-    reply.fault_rank = fault_rank_;
-    error_.copy(reply.error.data(), reply.error.size() - 1);
     if (!error_.empty()) {
-      for (const FileDescriptor& socket : rejected_) send_message(socket, bytes_of(reply), {}, [] {});
-      for (const Peer& peer : peers_) {
-        if (peer.socket) send_message(peer.socket, bytes_of(reply), {}, [] {});
-      }
+      refuse();
       throw CommunicationError(error_, fault_rank_);
     }
+    Reply reply;
+    reply.cpu_num = CPU_COUNT(&cpus_);
     return welcome(reply);
+  }
+
+  void refuse() {
+    Reply reply;
+    reply.fault_rank = fault_rank_;
+    error_.copy(reply.error.data(), reply.error.size() - 1);
+    for (const FileDescriptor& socket : rejected_) send_message(socket, bytes_of(reply), {}, [] {});
+    for (const Peer& peer : peers_) {
+      if (peer.socket) send_message(peer.socket, bytes_of(reply), {}, [] {});
+    }
   }
 
   Connection welcome(const Reply& reply) {
@@ -266,6 +285,7 @@ class Host {
 
   const ShmOptions& options_;
   Clock::time_point deadline_;
+  SignalWatch signals_;
   std::vector<Peer> peers_;
   std::vector<FileDescriptor> strangers_;  // connected, not heard yet
   std::vector<FileDescriptor> rejected_;
@@ -277,7 +297,7 @@ class Host {
   int fault_rank_ = -1;
 };
 
-FileDescriptor connect_to_host(const ShmOptions& options, Clock::time_point deadline) {
+FileDescriptor connect_to_host(const ShmOptions& options, Clock::time_point deadline, SignalWatch& signals) {
   const Address address = address_of(options.rendezvous);
   auto pause = std::chrono::microseconds(500);
   for (;;) {
@@ -294,6 +314,7 @@ FileDescriptor connect_to_host(const ShmOptions& options, Clock::time_point dead
                                0);
     }
     std::this_thread::sleep_for(pause);
+    signals.look();
     pause = std::min(pause * 2, std::chrono::microseconds(kSlice));
   }
 }
@@ -301,13 +322,15 @@ FileDescriptor connect_to_host(const ShmOptions& options, Clock::time_point dead
 Connection join(const ShmOptions& options) {
   // Rank 0 reports what goes wrong at its own deadline; a little more time here lets its answer arrive.
   const Clock::time_point deadline = Clock::now() + options.timeout;
+  SignalWatch signals;
   const auto keep_waiting = [&] {
+    signals.look();
     if (Clock::now() < deadline + 2 * kMismatchGrace) return;
     throw CommunicationError("rank 0 did not answer rank " + std::to_string(options.rank) + " within " +
                                  seconds_text(options.timeout) + " while ranks connected",
                              0);
   };
-  FileDescriptor socket = connect_to_host(options, deadline);
+  FileDescriptor socket = connect_to_host(options, deadline, signals);
   Hello hello;
   hello.rank = options.rank;
   hello.world_size = options.world_size;
@@ -318,7 +341,7 @@ Connection join(const ShmOptions& options) {
 
   Message message = receive_message(socket, keep_waiting);
   Reply reply;
-  if (message.bytes.empty()) throw CommunicationError("rank 0 died while ranks connected", 0);
+  if (message.bytes.empty()) throw CommunicationError("rank 0 died or left while ranks connected", 0);
   std::memcpy(&reply, message.bytes.data(), std::min(message.bytes.size(), sizeof(reply)));
   if (message.bytes.size() != sizeof(reply) || reply.magic != kMagic) {
     throw CommunicationError("rank 0 runs another build of zerobench; install one version for all ranks", 0);

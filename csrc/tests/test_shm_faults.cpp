@@ -9,8 +9,10 @@
 #include <exception>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "common/interrupts.h"
 #include "fork_support.h"
 #include "shm_support.h"
 
@@ -92,6 +94,36 @@ TEST(ShmFaults, StuckRankRaisesEverywhereWithOneCause) {
       1s);
   expect_same_error(errors, {"waited 1.00 s for rank 2 in all_reduce of 'h.3'"});
   for (const std::string& text : later) EXPECT_EQ(text, message_of(errors[0]));
+}
+
+thread_local bool has_signal = false;
+
+void raise_for_signal() {
+  if (std::exchange(has_signal, false)) throw Interrupted("Planted", std::make_exception_ptr(0));
+}
+
+TEST(ShmFaults, ASignalEndsTheWaitOfItsRankAndTellsTheOthers) {
+  set_signal_handlers(raise_for_signal);
+  std::atomic<bool> is_gone{false};
+  const auto errors = run_threads(
+      3,
+      [&](Communicator& comm) {
+        const Region buffer = shared(comm, 400);
+        comm.barrier("together");
+        has_signal = comm.rank() == 1;
+        while (comm.rank() == 2 && !is_gone) std::this_thread::sleep_for(1ms);
+        try {
+          comm.start_all_reduce({buffer, 100, DType::kFloat32, "h.3"})->wait();
+        } catch (const Interrupted& interrupt) {
+          EXPECT_STREQ(interrupt.what(), "interrupted by Planted");
+          EXPECT_EQ(comm.rank(), 1);
+          is_gone = true;
+          comm.barrier("later");
+        }
+      },
+      60s);
+  set_signal_handlers(nullptr);
+  expect_same_error(errors, {"rank 1 was interrupted by Planted while it waited for all_reduce of 'h.3'"});
 }
 
 TEST(ShmFaults, RankThatLeavesIsNamed) {
@@ -400,7 +432,7 @@ TEST(ShmRendezvous, ARankThatMayOpenTooFewFilesSaysSo) {
     return false;
   }));
   peer.join();
-  EXPECT_NE(of_peer.find("rank 0 died while ranks connected"), std::string::npos) << of_peer;
+  EXPECT_NE(of_peer.find("rank 0 died or left while ranks connected"), std::string::npos) << of_peer;
 }
 
 TEST(ShmRendezvous, OneNameServesOneCommunicatorAfterAnother) {

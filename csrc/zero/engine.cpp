@@ -149,6 +149,8 @@ void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> grou
         // No hook asks for the root's parameters; an earlier backward may have resharded them.
         if (units_[index].is_root) gathers_->use(index);
       }
+    } catch (const Interrupted&) {
+      throw;  // the engine ends with it
     } catch (...) {
       leave_backward();
       throw;
@@ -193,6 +195,9 @@ void Engine::end_backward() {
       reduces_->end_backward();
       finish_updates_in_backward();
     } catch (const CommunicationError&) {
+      reduces_->drop_backward();
+      throw;
+    } catch (const Interrupted&) {
       reduces_->drop_backward();
       throw;
     } catch (...) {  // of this rank alone: the others are not left waiting
@@ -240,15 +245,19 @@ void Engine::make_gradient_shards(Unit& unit) {
 }
 
 void Engine::set_compute_stream(void* stream) {
-  const std::lock_guard lock(mutex_);
+  const Entry::Scope inside(entry_);
   device().set_compute_stream(stream);
 }
 
-void Engine::quiesce() noexcept {
-  const std::lock_guard lock(mutex_);
+void Engine::quiesce() {
+  const Entry::Scope inside(entry_);
   try {
     finish_updates();
     for (const WorkPtr& work : published_) work->wait_source_free();
+  } catch (const Interrupted& interrupt) {
+    published_.clear();
+    fail(cause_of(interrupt));
+    throw;
   } catch (const std::exception&) {
     // Whoever was reading has failed, or will at its next call.
   }
@@ -279,27 +288,27 @@ CommunicationCounters Engine::counters() const {
 }
 
 StoreTraffic Engine::store_traffic() {
-  const std::lock_guard lock(mutex_);
+  const Entry::Scope inside(entry_);
   return store_->traffic();
 }
 
 double Engine::store_waited_ms() {
-  const std::lock_guard lock(mutex_);
+  const Entry::Scope inside(entry_);
   return store_->waited_ms();
 }
 
 double Engine::store_waited_for_files_ms() {
-  const std::lock_guard lock(mutex_);
+  const Entry::Scope inside(entry_);
   return store_->waited_for_files_ms();
 }
 
 PinnedStats Engine::store_pinned() {
-  const std::lock_guard lock(mutex_);
+  const Entry::Scope inside(entry_);
   return store_->pinned();
 }
 
 void Engine::reset_counters() {
-  const std::lock_guard lock(mutex_);
+  const Entry::Scope inside(entry_);
   gather_communicator_->reset_counters();
   reduce_communicator_->reset_counters();
   clock_.reset();
@@ -310,6 +319,13 @@ void Engine::reset_counters() {
 void Engine::fail(const CommunicationError& error) noexcept {
   failure_ = error;
   abort(error.what());
+}
+
+CommunicationError Engine::cause_of(const Interrupted& interrupt) const {
+  for (const Communicator* communicator : {gather_communicator_.get(), reduce_communicator_.get()}) {
+    if (const std::optional<CommunicationError> cause = communicator->poisoned()) return *cause;
+  }
+  return {"rank " + std::to_string(rank()) + " was " + interrupt.what(), rank()};
 }
 
 // Where the store has ended for good: the peers would wait for updates that never come.

@@ -12,7 +12,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,12 +19,14 @@
 
 #include "comm/communicator.h"
 #include "common/error.h"
+#include "common/interrupts.h"
 #include "kernels/device_buffer.h"
 #include "memory/ledger.h"
 #include "optim/adam.h"
 #include "optim/device_adam.h"
 #include "stores/store.h"
 #include "zero/clock.h"
+#include "zero/entry.h"
 #include "zero/gather_scheduler.h"
 #include "zero/loss_scaler.h"
 #include "zero/policy.h"
@@ -195,8 +196,8 @@ class Engine {
   int world_size() const { return reduce_communicator_->world_size(); }
   bool has_frozen(std::size_t unit) const { return units_[unit].has_frozen(); }
   // Returns once no peer reads this rank's updated parameters any more, or the communicator has failed: before they are
-  // written other than by the engine.
-  void quiesce() noexcept;
+  // written other than by the engine. Throws Interrupted, and StateError where a call is under way in this thread.
+  void quiesce();
   // Wakes and fails the peers, when this rank cannot go on.
   void abort(const std::string& reason) noexcept;
 
@@ -219,7 +220,7 @@ class Engine {
   }
   template <typename Body>
   auto enter_torn(const Body& body) -> decltype(body()) {
-    const std::lock_guard lock(mutex_);
+    const Entry::Scope inside(entry_);
     if (failure_) throw CommunicationError(*failure_);
     if (store_failure_) std::rethrow_exception(store_failure_);
     try {
@@ -227,12 +228,17 @@ class Engine {
     } catch (const CommunicationError& error) {
       fail(error);
       throw;
+    } catch (const Interrupted& interrupt) {
+      fail(cause_of(interrupt));
+      throw;
     } catch (const std::exception&) {
       fail_with_store();
       throw;
     }
   }
   void fail(const CommunicationError& error) noexcept;
+  // What later calls and the peers raise.
+  CommunicationError cause_of(const Interrupted& interrupt) const;
   void fail_with_store() noexcept;
   void build(EngineModel& model);
   void build_unit(Unit& unit, EngineModel& model);
@@ -354,7 +360,7 @@ class Engine {
   };
 
   EngineOptions options_;
-  std::mutex mutex_;
+  Entry entry_;
   std::optional<CommunicationError> failure_;  // the first one
   std::exception_ptr store_failure_;           // what ended the store
   Ledger ledger_;

@@ -420,9 +420,11 @@ class Engine(EngineFacts):
     def close(self) -> None:
         """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data."""
         self._hooks.remove()
-        self._core.close()
-        self._close_communicators()
-        self._close_communicators = _nothing
+        try:
+            self._core.close()
+        finally:
+            self._close_communicators()
+            self._close_communicators = _nothing
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self, self.optimizer, None, None))

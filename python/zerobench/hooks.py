@@ -111,7 +111,8 @@ class ModuleHooks:
             for unit in self._awaited_at_once:
                 self._core.pre_forward(unit)
         except BaseException:
-            self._core.abandon_forward()
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                self._core.abandon_forward()
             raise
         return None if self._input_dtype is None else _cast((args, kwargs), self._input_dtype)
 
