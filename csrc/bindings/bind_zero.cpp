@@ -93,6 +93,18 @@ void bind_engine_state(py::class_<BoundEngine>& engine) {
           },
           py::arg("tensor"), Release(), "Makes rank 0's values everybody's, in place. Collective.")
       .def(
+          "exchange",
+          [](BoundEngine& e, const py::bytes& message) {
+            const std::string mine = message;
+            std::string all(mine.size() * static_cast<std::size_t>(e.get().world_size()), '\0');
+            {
+              const py::gil_scoped_release release;
+              e.get().exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
+            }
+            return py::bytes(all);
+          },
+          py::arg("mine"), "Every rank's bytes, one after the other; all ranks give equally many. Collective.")
+      .def(
           "abort", [](BoundEngine& e, const std::string& reason) { e.get().abort(reason); }, py::arg("reason"),
           Release())
       .def("close", &BoundEngine::close, Release());

@@ -148,7 +148,8 @@ class Engine {
 
   // Collective; calls `visit` with every parameter's values (row-major) in registration order of the flats, and keeps
   // nothing on the host of a rank that gives none. Frozen parameters have values and masters, but no moments.
-  void read_full_state(FullState kind, const std::function<void(std::size_t parameter, const float* values)>& visit);
+  using VisitState = std::function<void(std::size_t parameter, const float* values)>;
+  void read_full_state(FullState kind, const VisitState& visit);
 
   // The other way round: rank 0's values become everybody's, moments and facts included, and nothing stays of what the
   // engine was at, so that one that was torn goes on. `read` writes a parameter's values of a kind; frozen parameters
@@ -158,6 +159,8 @@ class Engine {
 
   // Makes rank 0's bytes everybody's. Collective.
   void broadcast(std::byte* data, std::size_t bytes);
+  // Every rank's message, one after the other; all are equally long. Collective.
+  void exchange(std::span<const std::byte> mine, std::span<std::byte> all);
 
   // Outside of passes: lets the compute lane read parameters that are not sharded as the last step left them, where
   // that needs no other rank. False where it does: then a forward or gather() does it.
@@ -291,6 +294,7 @@ class Engine {
   void await_updates(std::size_t unit);
   void finish_updates();
   void drop_everything_under_way();
+  void assemble_full_state(FullState kind, const VisitState& visit);
   void take_full_state(FullStateFacts facts, const ReadState& read);
   void write_flat(FlatBuffer& flat, FullState kind, std::span<const float> on_host);
   void broadcast_bytes(std::byte* data, std::size_t bytes);

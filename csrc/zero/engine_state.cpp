@@ -28,57 +28,64 @@ StateKind state_kind(FullState kind) {
 
 }  // namespace
 
-void Engine::read_full_state(FullState kind,
-                             const std::function<void(std::size_t parameter, const float* values)>& visit) {
+void Engine::read_full_state(FullState kind, const VisitState& visit) {
   enter([&] {
-    Communicator& communicator = *reduce_communicator_;
     expect_no_updates();
     finish_updates();
-    std::vector<float> on_host;
-    for (const Unit& unit : units_) {
-      for (const FlatBuffer& flat : unit.flats) {
-        const FlatLayout& layout = flat.layout;
-        const bool moments = kind == FullState::kExpAvg || kind == FullState::kExpAvgSq;
-        if (moments && !flat.trainable) continue;
-        // Parameters of which the store keeps none, and frozen ones, are their own masters.
-        const bool from_store =
-            moments || (kind == FullState::kMaster && flat.trainable && store_->keeps_master(flat.param_dtype));
-        const bool sharded = from_store ? state_sharded() : parameters_sharded();
-        const std::size_t own_numel = sharded ? layout.shard_numel() : layout.padded_numel();
-        Region own{communicator.allocate(own_numel * sizeof(float),
-                                         sharded ? BufferRole::kShared : BufferRole::kPrivate, &ledger_,
-                                         Category::kStaging)};
-        Region full = own;
-        const Drain drain(device());
-        const std::span<float> own_values(reinterpret_cast<float*>(own.data()), own_numel);
-        if (from_store) {
-          store_->read_state(flat.store_shard, state_kind(kind), own_values);
-        } else {
-          read_own_parameters(flat, own_values);
-        }
-        if (sharded) {
-          full = {communicator.allocate(layout.padded_numel() * sizeof(float), BufferRole::kPrivate, &ledger_,
-                                        Category::kStaging)};
-          device().wait(communicator.lane(), device().mark(Lane::kCompute));
-          const WorkPtr work = communicator.start_all_gather(
-              {.source = own, .destination = full, .shard_bytes = own_numel * sizeof(float), .label = flat.label});
-          work->wait();
-          work->wait_source_free();
-        }
-        if (!visit) {  // this rank only gives its shard
-          device().synchronize();
-          check_communicators();
-          continue;
-        }
-        on_host.resize(layout.padded_numel());
-        device().download(on_host.data(), full.data(), on_host.size() * sizeof(float));
-        check_communicators();
-        for (const std::size_t index : flat.parameters) {
-          visit(index, on_host.data() + parameters_[index].offset_numel);
-        }
-      }
+    try {
+      assemble_full_state(kind, visit);
+    } catch (const std::exception& error) {
+      if (world_size() > 1 && state_sharded()) abort(error.what());  // the peers wait for this rank's part
+      throw;
     }
   });
+}
+
+void Engine::assemble_full_state(FullState kind, const VisitState& visit) {
+  Communicator& communicator = *reduce_communicator_;
+  std::vector<float> on_host;
+  for (const Unit& unit : units_) {
+    for (const FlatBuffer& flat : unit.flats) {
+      const FlatLayout& layout = flat.layout;
+      const bool moments = kind == FullState::kExpAvg || kind == FullState::kExpAvgSq;
+      if (moments && !flat.trainable) continue;
+      // Parameters of which the store keeps none, and frozen ones, are their own masters.
+      const bool from_store =
+          moments || (kind == FullState::kMaster && flat.trainable && store_->keeps_master(flat.param_dtype));
+      const bool sharded = from_store ? state_sharded() : parameters_sharded();
+      const std::size_t own_numel = sharded ? layout.shard_numel() : layout.padded_numel();
+      Region own{communicator.allocate(own_numel * sizeof(float), sharded ? BufferRole::kShared : BufferRole::kPrivate,
+                                       &ledger_, Category::kStaging)};
+      Region full = own;
+      const Drain drain(device());
+      const std::span<float> own_values(reinterpret_cast<float*>(own.data()), own_numel);
+      if (from_store) {
+        store_->read_state(flat.store_shard, state_kind(kind), own_values);
+      } else {
+        read_own_parameters(flat, own_values);
+      }
+      if (sharded) {
+        full = {communicator.allocate(layout.padded_numel() * sizeof(float), BufferRole::kPrivate, &ledger_,
+                                      Category::kStaging)};
+        device().wait(communicator.lane(), device().mark(Lane::kCompute));
+        const WorkPtr work = communicator.start_all_gather(
+            {.source = own, .destination = full, .shard_bytes = own_numel * sizeof(float), .label = flat.label});
+        work->wait();
+        work->wait_source_free();
+      }
+      if (!visit) {  // this rank only gives its shard
+        device().synchronize();
+        check_communicators();
+        continue;
+      }
+      on_host.resize(layout.padded_numel());
+      device().download(on_host.data(), full.data(), on_host.size() * sizeof(float));
+      check_communicators();
+      for (const std::size_t index : flat.parameters) {
+        visit(index, on_host.data() + parameters_[index].offset_numel);
+      }
+    }
+  }
 }
 
 // This rank's piece, or all where parameters are replicated.
@@ -219,6 +226,10 @@ void Engine::write_flat(FlatBuffer& flat, FullState kind, std::span<const float>
                         state_sharded() ? all.subspan(shard_begin, flat.layout.shard_numel()) : all);
   }
   if (work) work->wait_source_free();
+}
+
+void Engine::exchange(std::span<const std::byte> mine, std::span<std::byte> all) {
+  enter_torn([&] { reduce_communicator_->exchange(mine, all, "messages"); });
 }
 
 void Engine::broadcast(std::byte* data, std::size_t bytes) {

@@ -366,6 +366,10 @@ class Engine:
     def end_backward(self) -> None: ...
     def end_forward(self) -> None: ...
     def end_gather(self, units: Sequence[int], *, modifier_rank: int) -> None: ...
+    def exchange(self, mine: bytes) -> bytes:
+        """
+        Every rank's bytes, one after the other; all ranks give equally many. Collective.
+        """
     def full_state(self, kind: str, *, rank0_only: bool) -> dict[str, torch.Tensor]:
         """
         Full values by parameter name, fp32; with rank0_only none on other ranks. Collective.

@@ -86,6 +86,20 @@ def expect_same_setup(communicator: Any, facts: list[str]) -> None:
     )
 
 
+def raise_everywhere(communicator: Any, error: Exception | None) -> None:
+    """Raise this rank's ``error``, or where it has none another rank's: ConfigError as that, others as
+    CommunicationError. Ranks are as they were. Collective."""
+    if communicator.world_size > 1:
+        message = b"" if error is None else b"%d%s" % (isinstance(error, ConfigError), str(error).encode())
+        answers = _exchange(communicator, message[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+        for rank, answer in enumerate(answers):
+            if error is None and (said := answer.decode(errors="ignore").rstrip()):
+                text = f"rank {rank}: {said[1:]}"
+                error = ConfigError(text) if said[0] == "1" else CommunicationError(text, rank)
+    if error is not None:
+        raise error
+
+
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 

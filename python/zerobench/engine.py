@@ -19,7 +19,7 @@ from torch import nn
 from zerobench import _native, placement
 from zerobench import config as config_module
 from zerobench import topology as topology_module
-from zerobench.agreement import expect_same_setup, setup_facts
+from zerobench.agreement import expect_same_setup, raise_everywhere, setup_facts
 from zerobench.change_watch import ChangeWatch
 from zerobench.config import Config
 from zerobench.engine_facts import EngineFacts
@@ -391,27 +391,28 @@ class Engine(EngineFacts):
         Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks,
         for a loss scale that this precision has no use for, and for another number of groups.
         """
-        given = {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        may_be_none = self.topology.rank > 0
-        states = checked_states(self.module, given, may_be_none=may_be_none)
         unheld = unheld_tensors(self.module)
-        if buffers or (buffers is not None and not may_be_none):
-            expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
-        if loss_scale is not None and self._core.loss_scale_state is None:
-            raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")
-        groups = self.optimizer.param_groups
-        if param_groups is not None and len(param_groups) != len(groups):
-            raise ConfigError(
-                f"the state to load has {len(param_groups)} param groups and the engine {len(groups)}; give "
-                "zerobench.initialize the same model_parameters"
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        refusal: Exception | None = None
+        try:
+            states = self._checked_for_loading(
+                {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
+                loss_scale=loss_scale,
+                param_groups=param_groups,
+                buffers=buffers,
+                unheld=unheld,
             )
-        scale = None if loss_scale is None else (loss_scale["scale"], int(loss_scale["good_steps"]))
+        except Exception as error:  # of this rank alone, perhaps
+            refusal = error
         self._enter_stream()
+        raise_everywhere(self._core, refusal)
+        scale = None if loss_scale is None else (loss_scale["scale"], int(loss_scale["good_steps"]))
         self._core.load_full_state(states, step=step, loss_scale=scale)
         for name, value in (buffers or {}).items():
             unheld[name].data.copy_(value)
         self._share_unheld()
         self._changes.accept()
+        groups = self.optimizer.param_groups
         for group, given_group in zip(groups, param_groups or groups, strict=True):
             group.update(given_group)
         self._micro_step = 0
@@ -453,6 +454,30 @@ class Engine(EngineFacts):
         except BaseException:
             self._micro_step = self._core.window_backwards
             raise
+
+    def _checked_for_loading(
+        self,
+        given: dict[str, Mapping[str, torch.Tensor]],
+        *,
+        loss_scale: Mapping[str, float] | None,
+        param_groups: Sequence[Mapping[str, Any]] | None,
+        buffers: Mapping[str, torch.Tensor] | None,
+        unheld: dict[str, torch.Tensor],
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """What the core is to load of what ``load_full_state`` was given."""
+        may_be_none = self.topology.rank > 0
+        states = checked_states(self.module, given, may_be_none=may_be_none)
+        if buffers or (buffers is not None and not may_be_none):
+            expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
+        if loss_scale is not None and self._core.loss_scale_state is None:
+            raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")
+        groups = self.optimizer.param_groups
+        if param_groups is not None and len(param_groups) != len(groups):
+            raise ConfigError(
+                f"the state to load has {len(param_groups)} param groups and the engine {len(groups)}; give "
+                "zerobench.initialize the same model_parameters"
+            )
+        return states
 
     def _hyperparameters(self) -> list[Any]:
         return [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import resource
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -16,7 +21,8 @@ import small_models
 import zoo
 
 import zerobench
-from zerobench.errors import ConfigError, NonFiniteGradientError, StateError
+from zerobench import engine as engine_module
+from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientError, StateError
 
 STAGES = (0, 1, 2, 3)
 CASES = {
@@ -307,3 +313,71 @@ def test_buffers_and_other_parameters_are_part_of_a_state(world_size: int):
     assert all(ends == by_rank[0] for ends in by_rank)
     for end in by_rank[0]:
         assert end["before"] == end["after"] != end["old"]
+
+
+def refused_by_one(rank: ranks.Rank) -> tuple[str, str, str]:
+    """Rank 0 alone has a state, and it is another model's; then it lacks the memory for one. What each rank raised."""
+    case = zoo.CASES["blocks"]
+    engine = start(rank, case, 3, timeout_s=60.0)
+    zoo.run_plan(engine, case, 0, rank.rank, [])
+    kept = engine.full_state(rank0_only=True)
+    names = list(kept["exp_avg"])
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        engine.load_full_state(**kept | ({"exp_avg": dict.fromkeys(names[1:])} if rank.rank == 0 else {}))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 0:
+            patch.setattr(engine_module, "checked_states", no_memory)
+        with pytest.raises((MemoryError, CommunicationError)) as failed:
+            engine.load_full_state(**kept)
+    assert time.monotonic() - began < 30.0
+    engine.load_full_state(**kept)
+    zoo.run_plan(engine, case, 1, rank.rank, [])
+    engine.close()
+    return str(refused.value), str(failed.value), type(failed.value).__name__
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError("planted")
+
+
+def test_what_one_rank_refuses_to_load_all_ranks_refuse_and_go_on():
+    (said, lacked, kind), (told, heard, other_kind) = ranks.run(refused_by_one)
+    assert said.startswith("the exp_avg to load have no '") and told == f"rank 0: {said}"
+    assert (lacked, kind) == ("planted", "MemoryError")
+    assert (heard, other_kind) == ("rank 0: planted", "CommunicationError")
+
+
+def state_without_memory(rank: ranks.Rank, stage: int, rank0_only: bool) -> tuple[str, str, float]:
+    """Rank 0 runs out of memory while a state is assembled. What each rank raised, its type, and how long that took."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    engine = zerobench.initialize(model, config=rank.config(stage=stage, timeout_s=60.0))
+    if rank.rank == 0:
+        limit_memory_to(8 << 20)
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, MemoryError, CommunicationError)) as caught:
+        engine.full_state(rank0_only=rank0_only)
+        engine(torch.zeros(1, 1024))  # the last parts may have been there
+        engine.full_state(rank0_only=rank0_only)
+    took_s = time.monotonic() - began
+    if rank.rank == 0:
+        limit_memory_to(None)
+    return type(caught.value).__name__, str(caught.value), took_s
+
+
+def limit_memory_to(more_bytes: int | None) -> None:
+    """Of private memory, beyond what the process has."""
+    limit = resource.RLIM_INFINITY
+    if more_bytes is not None:
+        status = Path("/proc/self/status").read_text()
+        limit = int(re.search(r"VmData:\s+(\d+) kB", status).group(1)) * 1024 + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_lacks_memory_for_a_full_state_tells_the_others(stage: int, rank0_only: bool):
+    (kind, said, _), (told_kind, told, took_s) = ranks.run(state_without_memory, stage, rank0_only)
+    assert kind in ("RuntimeError", "OutOfMemoryError"), said
+    assert told_kind == "CommunicationError" and told.startswith("rank 0 aborted: "), told
+    assert took_s < 30.0
