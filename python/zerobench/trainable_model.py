@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -22,15 +24,27 @@ def expect_trainable(model: object, materialise: object) -> None:
         )
     _expect_no_engine(model)
     _expect_unspread(model)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ConfigError(
+                f"module '{name or type(module).__name__}' is scripted, and such modules take no hooks, by which an "
+                "engine knows what is used; give zerobench.initialize the module as it was, or torch.compile it"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
                 f"'{name}' has no shape before the model's first forward, as in torch.nn.LazyLinear; run one forward "
                 "before zerobench.initialize"
             )
+        if tensor.is_inference() and tensor.requires_grad:
+            raise ConfigError(
+                f"parameter '{name}' was made in torch.inference_mode(), where nothing can be trained; build the model "
+                "outside of it"
+            )
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided:
             raise ConfigError(f"buffer '{name}' is sparse; make it dense")
+    _expect_memory_of_their_own(model)
 
 
 def _expect_unspread(model: nn.Module) -> None:
@@ -51,6 +65,59 @@ def _expect_unspread(model: nn.Module) -> None:
                 f"parameter '{name}' is a {type(parameter.data).__name__}, which an engine cannot shard; give "
                 "zerobench.initialize the model as it is before fully_shard, tensor parallelism or quantisation"
             )
+
+
+def _expect_memory_of_their_own(model: nn.Module) -> None:
+    """Each parameter moves into memory of its own, where what overlapped a trained one would follow it no more."""
+    spans = [
+        _Span(tensor.data_ptr(), _end(tensor), name, tensor)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if type(tensor.data) is torch.Tensor and tensor.layout == torch.strided
+        if tensor.numel() and not tensor.is_meta
+    ]
+    spans.sort(key=lambda span: (str(span.tensor.device), span.begin))
+    before: list[_Span] = []  # those that reach further than the next one's begin
+    for span in spans:
+        before = [
+            each for each in before if each.end > span.begin and each.tensor.device == span.tensor.device
+        ]
+        for each in before:
+            if (each.tensor.requires_grad or span.tensor.requires_grad) and _overlap(each, span):
+                raise ConfigError(
+                    f"'{each.name}' and '{span.name}' are two tensors in the same memory (by an assignment to .data, "
+                    "say), which training would move apart; tie parameters by assigning the nn.Parameter itself, or "
+                    "give each its own (.clone())"
+                )
+        before.append(span)
+
+
+class _Span(NamedTuple):
+    """Where a tensor's values lie."""
+
+    begin: int
+    end: int
+    name: str
+    tensor: torch.Tensor
+
+
+def _end(tensor: torch.Tensor) -> int:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def _overlap(first: _Span, second: _Span) -> bool:
+    """Whether spans that overlap share a value: columns of a matrix lie between each other and do not."""
+    if first.begin == second.begin or first.tensor.dtype != second.tensor.dtype:
+        return True
+    size = first.tensor.element_size()
+    places = torch.arange((max(first.end, second.end) - first.begin) // size)
+    own = [
+        places.as_strided(
+            each.tensor.shape, each.tensor.stride(), (each.begin - first.begin) // size
+        ).flatten()
+        for each in (first, second)
+    ]
+    return bool(torch.isin(*own).any())
 
 
 def _expect_no_engine(model: nn.Module) -> None:

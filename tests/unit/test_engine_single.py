@@ -171,6 +171,62 @@ def test_what_spreads_training_itself_is_refused():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_tensors_that_lie_in_one_memory_are_refused(stage):
+    """Plain PyTorch trains both of them at once; what only lies between others' values is trained as usual."""
+    config = {"world_size": 1, "stage": stage}
+
+    def by_data(model):
+        model.second.weight.data = model.first.weight.data[:3]
+
+    def by_rows(model):
+        model.first.bias.data = model.first.weight.data.view(-1)[1:10]
+
+    def by_buffer(model):
+        model.register_buffer("table", model.first.weight.detach().t())
+
+    def by_frozen(model):
+        model.first.requires_grad_(False)
+        by_data(model)
+
+    names = {
+        by_data: ("second.weight", "first.weight"),
+        by_rows: ("first.weight", "first.bias"),
+        by_buffer: ("first.weight", "table"),
+        by_frozen: ("first.weight", "second.weight"),
+    }
+    for share, (one, other) in names.items():
+        model = small_models.Bare()
+        model.first.weight = nn.Parameter(torch.randn(9, 9))
+        share(model)
+        with pytest.raises(
+            ConfigError, match=rf"'({one}' and '{other}|{other}' and '{one})' are two tensors in"
+        ):
+            zerobench.initialize(model, config=config)
+    model = small_models.Bare()
+    both = torch.randn(9, 6)
+    model.first.weight.data, model.first.bias.data = both[:, :5], both[:, 5]
+    model.second.weight.requires_grad_(False)
+    model.register_buffer("table", model.second.weight.data)  # neither is trained
+    zerobench.initialize(model, config=config).close()
+
+
+def test_a_model_made_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        model = small_models.Bare()
+    with pytest.raises(ConfigError, match=r"'first\.weight' was made in torch\.inference_mode\(\)"):
+        zerobench.initialize(model, config={"world_size": 1})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # and still in use
+def test_scripted_modules_are_refused():
+    for name in ("outlet", "blocks.1"):
+        model = small_models.Chain(2)
+        model.set_submodule(name, torch.jit.script(model.get_submodule(name)))
+        with pytest.raises(ConfigError, match=rf"module '{name}' is scripted.*torch\.compile"):
+            zerobench.initialize(model, config={"world_size": 1})
+
+
 def test_what_needs_a_module_is_told_that_an_engine_is_none():
     engine = zerobench.initialize(small_models.Bare(), config={"world_size": 1})
     with pytest.raises(AttributeError, match=r"no '_modules'.*engine\.module"):
