@@ -73,17 +73,21 @@ class TorchParameter final : public ParameterBinding {
   }
 
   void detach(const std::string& message) override {
+    placed_ = nullptr;
     storage_->set_data_ptr_noswap(at::DataPtr(nullptr, device_));
     storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
   }
 
+  // torch moves a storage's memory too, where a tensor is to be shared with other processes.
   bool intact() const override {
-    return tensor_.storage().unsafeGetStorageImpl() == storage_.get() && tensor_.storage_offset() == 0;
+    return tensor_.storage().unsafeGetStorageImpl() == storage_.get() && tensor_.storage_offset() == 0 &&
+           storage_->_mutable_data_ptr_no_checks().get() == placed_;
   }
 
  private:
   void place(at::DataPtr&& pointer) {
     clear_access_error(*storage_);
+    placed_ = pointer.get();
     storage_->set_data_ptr_noswap(std::move(pointer));
   }
 
@@ -91,6 +95,7 @@ class TorchParameter final : public ParameterBinding {
   at::Tensor tensor_;
   c10::Device device_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
+  const void* placed_ = nullptr;  // where the storage's data are
 };
 
 }  // namespace

@@ -32,8 +32,8 @@ void check_intact(const Parameter& parameter) {
   ZB_EXPECT_STATE(
       parameter.binding->intact(),
       "the storage of parameter '" + parameter.name +
-          "' was replaced from outside (assigning to .data, set_(), or a module's .to(), which a model may "
-          "call itself); write values inside engine.gather(..., modifier_rank=0), and let modules keep their "
+          "' was replaced from outside (assigning to .data, set_(), share_memory(), or a module's .to(), which a model "
+          "may call itself); write values inside engine.gather(..., modifier_rank=0), and let modules keep their "
           "dtype and device");
 }
 

@@ -237,6 +237,19 @@ def replaced_storage(rank, stage):
             one_step(engine, rank, 1)
 
 
+def moved_storage(rank, stage):
+    """torch moves to shared memory what other processes are to see."""
+    with training(rank, stage) as engine:
+        one_step(engine, rank, 0)
+        with engine.gather():
+            engine.module.share_memory()
+        if stage < 3:
+            with pytest.raises(errors.StateError, match=r"'inlet\.weight' was replaced.*share_memory\(\)"):
+                one_step(engine, rank, 1)
+        else:  # what was moved is gone with the block
+            goes_on(engine, rank, stage, done=1)
+
+
 def unfrozen_after_the_start(rank, stage):
     case = zoo.Case(small_models.frozen_parts)
     with training(rank, stage, case=case) as engine:
@@ -348,6 +361,7 @@ CHECKS = [
     (engine_faults.not_a_number_in_fp16, ()),
     (engine_inside_its_own_forward, ()),
     (replaced_storage, ()),
+    (moved_storage, ()),
     (unfrozen_after_the_start, ()),
     (used_behind_the_engine, ()),
     (unit_called_alone, ()),
