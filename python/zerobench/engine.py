@@ -255,6 +255,7 @@ class Engine(EngineFacts):
         groups = self._hyperparameters()
         with self._following_the_core():
             self._core.step(groups)
+        self._hooks.parameters_changed()
         self._micro_step = 0
         self._stepped = True
         self._changes.step_ended()
@@ -408,6 +409,7 @@ class Engine(EngineFacts):
         raise_everywhere(self._core, refusal)
         scale = None if loss_scale is None else (loss_scale["scale"], int(loss_scale["good_steps"]))
         self._core.load_full_state(states, step=step, loss_scale=scale)
+        self._hooks.parameters_changed()
         for name, value in (buffers or {}).items():
             unheld[name].data.copy_(value)
         self._share_unheld()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -31,6 +32,7 @@ class ModuleHooks:
         self._input_dtype = input_dtype
         self._enter = enter
         self._unit_num = len(units.names)
+        self._updates = 0
         self._begin_failed = False
         self._error_before_forward: BaseException | None = None
         self._awaited_at_once: list[int] = []
@@ -42,7 +44,7 @@ class ModuleHooks:
             self._install(hooks, module)
         self._handles = [
             begin,
-            root.register_forward_hook(self._end_forward, always_call=True),
+            root.register_forward_hook(self._end_forward, with_kwargs=True, always_call=True),
         ]
         for module in root.modules():
             # Models share modules that hold nothing, such as transformers' activations.
@@ -75,6 +77,10 @@ class ModuleHooks:
 
     def __reduce__(self) -> Any:
         raise _no_copies()
+
+    def parameters_changed(self) -> None:
+        """By a step or a state: from now on graphs of earlier forwards go with other values than there are."""
+        self._updates += 1
 
     def _expect_readable(self, *_: Any) -> None:
         expect_settled(self._core)
@@ -116,16 +122,34 @@ class ModuleHooks:
             raise
         return None if self._input_dtype is None else _cast((args, kwargs), self._input_dtype)
 
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._begin_failed:
             self._begin_failed = False
             return
         if sys.exc_info()[1] is self._error_before_forward:
             self._core.post_forward(0)
             self._core.end_forward()
+            self._watch_age((args, kwargs), output)
             return
         with contextlib.suppress(Exception):  # the error that ends this forward is the one to report
             self._core.abandon_forward()
+
+    def _watch_age(self, given: Any, output: Any) -> None:
+        """torch would see that a backward comes too late by versions, which the core's updates leave as they are."""
+        if not torch.is_grad_enabled():
+            return
+        expect_fresh = functools.partial(self._expect_fresh, self._updates)
+        passed_on = {tensor.grad_fn for tensor in _tensors(given)}
+        for node in {tensor.grad_fn for tensor in _tensors(output)} - passed_on:
+            if node is not None:
+                node.register_prehook(expect_fresh)
+
+    def _expect_fresh(self, updates: int, _: Any) -> None:
+        if updates != self._updates:
+            raise StateError(
+                "a backward came to a forward from before the last step, which has changed the parameters since: its "
+                "gradients would be of neither; call the engine again after each step, and backward before the next"
+            )
 
 
 class UnitHooks:

@@ -183,6 +183,22 @@ def backwards_without_a_step(rank, stage):
         goes_on(engine, rank, stage, done=1)
 
 
+def backward_of_an_earlier_step(rank, stage):
+    """Its gradients would be of activations by the old parameters and of the new ones."""
+    for config in ({}, {"offload_optimizer": {"device": "cpu"}}) if stage else ({},):
+        with training(rank, stage, **config) as engine:
+            one_step(engine, rank, 0)
+            state = engine.full_state()
+            for change in (lambda: one_step(engine, rank, 1), lambda: engine.load_full_state(**state)):  # noqa: B023
+                early = engine(**zoo.points(1, rank.rank))
+                change()
+                with pytest.raises(
+                    errors.StateError, match=r"from before the last step.*call the engine again"
+                ):
+                    engine.backward(early)
+            goes_on(engine, rank, stage, done=1, **config)
+
+
 def hyperparameters_that_cannot_be(rank, stage):
     """The gradients wait for others."""
     case = zoo.Case(fused, plan="FBFB", steps=3, config={"gradient_accumulation_steps": 2})
@@ -354,6 +370,7 @@ CHECKS = [
     (plain_backward, ()),
     (step_without_backward, ()),
     (backwards_without_a_step, ()),
+    (backward_of_an_earlier_step, ()),
     (hyperparameters_that_cannot_be, ()),
     (backward_of_a_vector, ()),
     (engine_faults.not_a_number, ("fp32",)),

@@ -227,6 +227,20 @@ def test_scripted_modules_are_refused():
             zerobench.initialize(model, config={"world_size": 1})
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_a_model_passes_on_belongs_to_no_step(stage):
+    """A discriminator that returns what it was given, whose graph is the generator's."""
+    model = nn.Sequential(small_models.Block(5), small_models.Block(5))
+    model.register_forward_hook(lambda _, args, output: (output.mean(), *args))
+    engine = zerobench.initialize(model, config={"world_size": 1, "stage": stage})
+    made = nn.Linear(5, 5)(torch.ones(2, 5))
+    assert engine(made)[1] is made
+    engine.backward(engine(made.detach())[0])
+    engine.step()
+    made.sum().backward()
+    engine.close()
+
+
 def test_what_needs_a_module_is_told_that_an_engine_is_none():
     engine = zerobench.initialize(small_models.Bare(), config={"world_size": 1})
     with pytest.raises(AttributeError, match=r"no '_modules'.*engine\.module"):
