@@ -7,7 +7,9 @@ import copy
 import dataclasses
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ class ModuleHooks:
         self._updates = 0
         self._begin_failed = False
         self._error_before_forward: BaseException | None = None
+        self._running: tuple[int, FrameType] | None = None  # thread and caller of the forward under way
         self._awaited_at_once: list[int] = []
         self._unit_handles: list[Any] = []
         root = units.modules[0]
@@ -105,11 +108,13 @@ class ModuleHooks:
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._error_before_forward = sys.exc_info()[1]
         self._enter()
+        self._end_interrupted()
         try:
             self._core.begin_forward(train=torch.is_grad_enabled())
         except BaseException:
             self._begin_failed = True  # the hook that ends forwards must leave the running one alone
             raise
+        self._running = threading.get_ident(), sys._getframe(1)
         for hooks in self._of_units:
             hooks.forget_inputs()
         try:
@@ -126,6 +131,7 @@ class ModuleHooks:
         if self._begin_failed:
             self._begin_failed = False
             return
+        self._running = None
         if sys.exc_info()[1] is self._error_before_forward:
             self._core.post_forward(0)
             self._core.end_forward()
@@ -133,6 +139,18 @@ class ModuleHooks:
             return
         with contextlib.suppress(Exception):  # the error that ends this forward is the one to report
             self._core.abandon_forward()
+
+    def _end_interrupted(self) -> None:
+        """Torch calls no hooks where Ctrl-C ends a forward, and the engine saw none of one within, say, generate()."""
+        if self._running is None or self._running[0] != threading.get_ident():
+            return
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._running[1]:
+            frame = frame.f_back
+        if frame is None:
+            self._running = None
+            with contextlib.suppress(Exception):  # the call that begins now finds it, too
+                self._core.abandon_forward()
 
     def _watch_age(self, given: Any, output: Any) -> None:
         """torch would see that a backward comes too late by versions, which the core's updates leave as they are."""

@@ -136,6 +136,25 @@ def interrupt_in_forward(rank, stage):
         goes_on(engine, rank, stage)
 
 
+def interrupt_in_a_method(rank, stage):
+    """Of the model, whose forward the engine does not call itself."""
+    with training(rank, stage) as engine:
+        fuse = engine.module.blocks[1].fuse
+        engine.module.generate = lambda: engine.module(**zoo.points(0, rank.rank))
+        for call in (engine.generate, engine.module.generate):
+            fuse.kind, fuse.blown = KeyboardInterrupt, "forward"
+            with pytest.raises(KeyboardInterrupt), torch.no_grad():
+                call()
+            fuse.blown = None
+            with torch.no_grad():
+                engine(**zoo.points(0, rank.rank))
+        nested = engine.module.blocks[1].register_forward_pre_hook(lambda *_: engine(**zoo.points(0, 0)))
+        with pytest.raises(errors.StateError, match="cannot be nested"):
+            engine.module(**zoo.points(0, rank.rank))
+        nested.remove()
+        goes_on(engine, rank, stage)
+
+
 def interrupt_in_backward(rank, stage):
     with training(rank, stage) as engine:
         loss = engine(**zoo.points(0, rank.rank))
@@ -366,6 +385,7 @@ CHECKS = [
     (exception_in_backward, (2,)),
     (exception_while_accumulating, ()),
     (interrupt_in_forward, ()),
+    (interrupt_in_a_method, ()),
     (interrupt_in_backward, ()),
     (plain_backward, ()),
     (step_without_backward, ()),
