@@ -42,6 +42,8 @@ class DDPStrategy(PeerStrategy):
             # no_sync under a static graph is an internal error of DDP, and dynamo's splitting at buckets knows none
             static_graph=self.settings.grad_accum == 1 and self.settings.compile != "whole",
         )
+        # Or rank 0 sends them before every forward. They are equal at the start, and no model here changes its own.
+        self._ddp.broadcast_buffers = False
         return self._ddp
 
     def _reduce_dtype(self) -> torch.dtype:
@@ -147,6 +149,11 @@ class DDPMasterStrategy(DDPStrategy):
     def _optimized(self) -> list[nn.Parameter]:
         return [master for _, master in self._trained()]
 
+    def _held_gradient_bytes(self) -> int:
+        """With the masters', which are made from them."""
+        masters = sum(master.nbytes for parameter, master in self._trained() if parameter.grad is not None)
+        return super()._held_gradient_bytes() + masters
+
     def _update(self, *, norm: bool) -> tuple[torch.Tensor | None, bool | None]:
         pairs = self._trained()
         arrived = [(p.grad, master) for p, master in pairs if p.grad is not None]
@@ -155,7 +162,6 @@ class DDPMasterStrategy(DDPStrategy):
         torch._foreach_copy_(
             [m.grad for _, m in arrived if m.grad is not None], [grad for grad, _ in arrived]
         )
-        self._gradient_bytes = storage_bytes(p.grad for pair in pairs for p in pair)
         found = super()._update(norm=norm)
         with torch.no_grad():
             torch._foreach_copy_([p for p, _ in pairs], [master for _, master in pairs])
