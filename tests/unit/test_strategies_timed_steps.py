@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_strategies import make_batches, make_model, make_settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerobench import strategies
 from zerobench.bench.environments import free_ports
-from zerobench.strategies import ddp, peer
+from zerobench.strategies import ddp, megatron_fsdp, peer, shared
 from zerobench.strategies.flight_recorder import recorded
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do, and to how many tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.tensors: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        self.tensors[str(func)] += len(args[0]) if isinstance(args[0], list | tuple) else 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -56,3 +74,39 @@ def test_masters_beside_ddp_are_counted_once(own_process_group, monkeypatch):
     monkeypatch.undo()
     assert counted == (2 + 4) * sum(p.numel() for p in strategy.module().parameters())
     strategy.close()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5, 1e6])
+def test_megatron_fsdp_clips_all_gradients_at_once(monkeypatch, clip):
+    monkeypatch.setattr(megatron_fsdp.dist, "all_reduce", lambda tensor: None)
+
+    def clipped(parameter_num):
+        generator = torch.Generator().manual_seed(0)
+        gradients = [torch.randn(5, generator=generator) for _ in range(parameter_num)]
+        expected = [torch.nn.Parameter(torch.zeros(5)) for _ in gradients]
+        for parameter, gradient in zip(expected, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        norm = torch.nn.utils.clip_grad_norm_(expected, float("inf") if clip is None else clip)
+        strategy = strategies.get("mfsdp3")(make_settings(clip=clip))
+        held = {str(index): SimpleNamespace(grad=gradient) for index, gradient in enumerate(gradients)}
+        monkeypatch.setattr(
+            strategy, "_named_parameters", lambda: held | {"no part": SimpleNamespace(grad=None)}
+        )
+        with Operations() as operations:
+            found = strategy._clip(clip)
+        torch.testing.assert_close(found, norm)
+        torch.testing.assert_close(gradients, [parameter.grad for parameter in expected])
+        return operations.calls
+
+    assert clipped(40) == clipped(2)
+
+
+def test_norms_on_the_host_are_taken_by_all_threads_whatever_the_size():
+    def tensors(numel):
+        tensor = torch.linspace(0, 1, numel)
+        with Operations() as operations:
+            norm = shared.total_norm([tensor])
+        assert float(norm) == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+        return operations.tensors
+
+    assert tensors(1 << 22) == tensors((1 << 16) + 3) == tensors(7)

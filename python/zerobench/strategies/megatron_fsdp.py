@@ -115,9 +115,8 @@ class MegatronFSDPStrategy(PeerStrategy):
             squares += torch.stack(torch._foreach_norm(gradients)).square().sum()
         dist.all_reduce(squares)
         total_norm = squares.sqrt()
-        if clip is not None:
-            for gradient in gradients:
-                gradient *= clip_coefficient(total_norm, clip)
+        if clip is not None and gradients:
+            torch._foreach_mul_(gradients, clip_coefficient(total_norm, clip))
         return total_norm
 
     def _after_step(self) -> None:
