@@ -310,6 +310,10 @@ def test_communication_bytes(ranks):
     assert moved("fsdp2", "bf16") == {name: bytes_ // 2 for name, bytes_ in sharded.items()}
     # What stays gathered is gathered once, and what is compressed is half as long.
     assert moved("fsdp2_keep", "fp32") == {"all_gather": full // 2, "reduce_scatter": full // 2}
+    # Micro-batches reduce once, and gather again only what was let go.
+    assert moved("fsdp2_keep", "bf16-accum4-clip") == {"all_gather": full // 4, "reduce_scatter": full // 4}
+    gathered = root + 2 * 4 * (numel - root)
+    assert moved("fsdp2", "bf16-accum4-clip") == {"all_gather": steps * gathered, "reduce_scatter": full // 4}
     assert moved("ddp_compress", "bf16") == {"all_reduce": full // 2}
     assert moved("ddp_master", "bf16-accum4-clip") == {"all_reduce": full // 2}
 

@@ -80,6 +80,9 @@ class FSDP2Strategy(PeerStrategy):
     def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
         if self.settings.grad_accum > 1:  # it visits every module
             self._root.set_requires_gradient_sync(is_last)
+            # What stays gathered after forward stays so until the last backward, as in FSDP1: memory peaks where all of
+            # it is there anyway, beside the sums of gradients and a micro-batch's activations.
+            self._root.set_reshard_after_backward(is_last, recurse=not self.reshard_after_forward)
         return nullcontext()
 
     def _held_gradient_bytes(self) -> int:
