@@ -1,4 +1,5 @@
-"""DeepSpeed at ZeRO stages 0 to 3, with communication overlapped, timers off and buckets sized for the model.
+"""DeepSpeed at ZeRO stages 0 to 3, with timers off and, from stage 1 on, communication overlapped and buckets sized for
+the model.
 
 DeepSpeed is imported in ``build`` and not before: importing it initialises CUDA.
 """
