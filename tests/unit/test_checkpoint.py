@@ -9,7 +9,7 @@ import torch
 
 from zerobench import models
 from zerobench.errors import ConfigError
-from zerobench.models.materialise import materialise
+from zerobench.models.materialise import Origin, materialise, on_meta
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install '.[hf]'"
@@ -86,6 +86,18 @@ def test_torch_files_base_models_and_old_names(tmp_path):
 def test_checkpoints_of_the_base_model(tmp_path):
     expected = saved("hf:gpt2", tmp_path, base_only=True)
     assert_equal(models.build(models.find(str(tmp_path)), 0, device="cpu"), expected)
+
+
+def test_what_from_pretrained_loaded_is_not_drawn_anew(tmp_path):
+    expected = saved("llama", tmp_path)
+    model = on_meta(lambda: type(expected).from_pretrained(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"from_pretrained loaded '.*zerobench_origin = Origin\(weights=FOLDER\)"
+    ):
+        materialise(model, device="cpu")
+    model.zerobench_origin = Origin(weights=str(tmp_path))
+    materialise(model, device="cpu")
+    assert_equal(model, expected)
 
 
 def test_weights_are_cast_to_fp32(tmp_path):

@@ -87,6 +87,28 @@ def test_objects_ties_and_requires_grad_stay():
     assert all(isinstance(p, nn.Parameter) and not p.is_meta for p in optimizer.param_groups[0]["params"])
 
 
+class Decay(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.empty(3))
+        for parameter in self.parameters():
+            parameter._no_weight_decay = True
+            parameter.register_hook(lambda gradient: 2 * gradient)
+
+    def reset_parameters(self) -> None:
+        self.real.fill_(1.0)
+        self.empty.fill_(1.0)
+
+
+def test_attributes_and_hooks_of_parameters_stay():
+    model = on_meta(Decay)
+    materialise(model, device="cpu")
+    (model.real + model.empty).sum().backward()
+    for parameter in model.parameters():
+        assert parameter._no_weight_decay
+        assert torch.equal(parameter.grad, torch.full((3,), 2.0))
+
+
 def test_the_seed_is_the_builds_unless_given():
     first, second = on_the_meta_device(3), on_the_meta_device(4)
     materialise(first, device="cpu")

@@ -57,17 +57,20 @@ def materialise(
     """Give parameters on the meta device memory on ``device`` and their first values; others are left alone.
 
     ``names``: parameters as ``model.named_parameters()`` names them, or modules, which stand for all of theirs; None
-    for everything. ``seed`` replaces that of the model's Origin. Parameter objects, their ties and ``requires_grad``
-    stay. Buffers come along in the first call, all of them: they are small and belong to no unit.
+    for everything. ``seed`` replaces that of the model's Origin. Parameter objects, their ties, hooks, attributes and
+    ``requires_grad`` stay. Buffers come along in the first call, all of them: they are small and belong to no unit.
 
     Values: those of the Origin's checkpoint, else what ``_init_weights(module)`` of the innermost model that has one
     gives (Hugging Face's protocol, and ours), else the module's ``reset_parameters()``. Returns the names of the
-    parameters. Raises ConfigError for an unknown name and for a parameter or buffer that gets no value.
+    parameters. Raises ConfigError for an unknown name, for a parameter or buffer that gets no value and, without a
+    checkpoint, for a parameter that ``from_pretrained`` had loaded.
     """
     origin = getattr(model, "zerobench_origin", Origin())
     device = torch.empty(0, device=device).device  # "cuda" is the current GPU
     every = dict(model.named_parameters())
     chosen = [name for name in _selected(model, every, names) if every[name].is_meta]
+    if origin.weights is None:
+        _expect_nothing_loaded(every, chosen)
     with torch.no_grad(), device:  # whatever initialisation makes by itself is made there, whoever calls
         buffers = _move_buffers(model, device)
         for name in chosen:
@@ -102,9 +105,22 @@ def _selected(model: nn.Module, every: Mapping[str, nn.Parameter], names: Iterab
     return [name for name in every if name in wanted]
 
 
+def _expect_nothing_loaded(every: Mapping[str, nn.Parameter], chosen: list[str]) -> None:
+    """transformers marks what it loaded, also onto the meta device."""
+    for name in chosen:
+        if getattr(every[name], "_is_hf_initialized", False):
+            raise ConfigError(
+                f"from_pretrained loaded {name!r}, which is on the meta device now, and new values would be drawn for "
+                "it: set model.zerobench_origin = Origin(weights=FOLDER), from where they are read again"
+            )
+
+
 def _replace(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Other memory behind the same object, so that ties, optimizers and hooks that hold it go on."""
-    torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    other = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)  # such as _no_weight_decay, which param groups are made by
+    other._backward_hooks = parameter._backward_hooks
+    torch.utils.swap_tensors(parameter, other)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
