@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from zerobench.models.materialise import Origin, materialise, on_meta
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install '.[hf]'"
 )
+import safetensors.torch  # noqa: E402 - comes with transformers
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_seq_length": 16, "vocab_size": 64}
 CASES = {
@@ -134,6 +136,59 @@ def test_weights_that_have_gone_since(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="holds no weights"):
         models.build(config, 0, device="cpu")
+
+
+def test_a_whole_file_counts_before_the_index_of_a_sharded_one(tmp_path):
+    saved("llama", tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    newer = original("llama")
+    safetensors.torch.save_file(newer.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = models.build(models.find(str(tmp_path)), 0, device="cpu")
+    assert_equal(model, newer)
+    assert_equal(model, type(newer).from_pretrained(tmp_path))
+
+
+def test_an_index_that_names_the_wrong_file(tmp_path):
+    saved("llama", tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    file = content["weight_map"]["model.embed_tokens.weight"]
+    content["weight_map"] = dict.fromkeys(content["weight_map"], file)
+    index.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=rf"{file} lacks '.*', for which the index names it: complete"):
+        models.build(models.find(str(tmp_path)), 0, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ([1], r"cannot be read as weights \(it holds a list, no tensors by name\)"),
+        ({"transformer.wte.weight": [1.0]}, "holds a list as 'transformer.wte.weight' and no tensor"),
+    ],
+)
+def test_torch_files_of_something_else(tmp_path, held, words):
+    saved("hf:gpt2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(held, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=words):
+        models.build(models.find(str(tmp_path)), 0, device="cpu")
+
+
+def test_one_weight_of_which_a_checkpoint_has_two_values(tmp_path):
+    expected = saved("Qwen/Qwen2.5-0.5B", tmp_path)
+
+    def write(head: torch.Tensor) -> None:
+        state = expected.state_dict() | {"lm_head.weight": head.clone()}
+        safetensors.torch.save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    write(expected.lm_head.weight)
+    assert_equal(models.build(models.find(str(tmp_path)), 0, device="cpu"), expected)
+    write(expected.lm_head.weight + 1)
+    with pytest.raises(ConfigError, match=r"other values for 'lm_head.weight' than for 'model.embed_tokens"):
+        models.build(models.find(str(tmp_path)), 0, device="cpu")
+    untied = models.find(str(tmp_path), {"tied_embeddings": False, "weights": str(tmp_path)})
+    model = models.build(untied, 0, device="cpu")
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
 
 
 def test_torch_files_from_before_zip_archives(tmp_path):

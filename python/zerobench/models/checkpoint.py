@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class Checkpoint:
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         for name in names:
             parameter = parameters[name]
-            found = [key for alias in aliases[id(parameter)] for key in self._spellings(alias, prefix)]
+            spellings = (key for alias in aliases[id(parameter)] for key in self._spellings(alias, prefix))
+            found = list(dict.fromkeys(spellings))
             values = self.read(found[0]) if found else self._fused(name, parameter.shape)
             if values is None:
                 raise ConfigError(
@@ -46,20 +47,35 @@ class Checkpoint:
                     f"parameter {name!r} has shape {tuple(values.shape)} in {self.folder} and {tuple(parameter.shape)} "
                     "in the model: leave sizes as published or take random weights"
                 )
+            for other in found[1:]:
+                self._expect_tied(found[0], values, other)
             parameter.copy_(values)
 
     def read(self, name: str) -> torch.Tensor:
         file = self._files[name]
         source = self._open(file)
-        return source.get_tensor(name) if file.suffix == ".safetensors" else source[name]
+        try:
+            values = source.get_tensor(name) if file.suffix == ".safetensors" else source[name]
+        except Exception as error:
+            raise ConfigError(f"{file} lacks {name!r}, for which the index names it: {CURE}") from error
+        if not isinstance(values, torch.Tensor):
+            raise ConfigError(f"{file} holds a {type(values).__name__} as {name!r} and no tensor: {CURE}")
+        return values
+
+    def _expect_tied(self, name: str, values: torch.Tensor, other: str) -> None:
+        if not torch.equal(self.read(other), values):
+            raise ConfigError(
+                f"the checkpoint in {self.folder} has other values for {other!r} than for {name!r}, and the model one "
+                f"weight: take --model-option tied_embeddings=false --model-option weights={self.folder}"
+            )
 
     def _index(self) -> dict[str, Path]:
         for stem in STEMS:
             index, single = self.folder / f"{stem}.index.json", self.folder / stem
-            if index.is_file():
-                return weight_map(index)
             if single.is_file():
                 return dict.fromkeys(self._open_file(single).keys(), single)
+            if index.is_file():
+                return weight_map(index)
         raise ConfigError(f"{self.folder} holds no weights ({' or '.join(STEMS)}): {CURE}")
 
     @staticmethod
@@ -70,7 +86,10 @@ class Checkpoint:
 
                 return safe_open(file, framework="pt")
             # Files from before torch 1.6 are no zip archives, and cannot be mapped.
-            return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
+            held = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
+            if not isinstance(held, Mapping):
+                raise TypeError(f"it holds a {type(held).__name__}, no tensors by name")
+            return held
         except Exception as error:  # of many kinds: a pointer to a file that was not fetched, half of a file
             said = " ".join(str(error).split())
             raise ConfigError(f"{file} cannot be read as weights ({said}): {CURE}") from error

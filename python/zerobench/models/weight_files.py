@@ -7,7 +7,10 @@ from pathlib import Path
 
 from zerobench.errors import ConfigError
 
-STEMS = ("model.safetensors", "pytorch_model.bin")  # the first of these counts, sharded or whole
+STEMS = (
+    "model.safetensors",
+    "pytorch_model.bin",
+)  # the first of these counts, whole or sharded, as in transformers
 CURE = "complete the download, or take --model-option weights=random"
 
 
@@ -28,10 +31,10 @@ def missing_files(folder: Path) -> list[str]:
     """What the index of a sharded checkpoint names and the folder lacks."""
     for stem in STEMS:
         index = folder / f"{stem}.index.json"
-        if index.is_file():
-            return sorted({file.name for file in weight_map(index).values() if not file.is_file()})
         if (folder / stem).is_file():
             break
+        if index.is_file():
+            return sorted({file.name for file in weight_map(index).values() if not file.is_file()})
     return []
 
 
