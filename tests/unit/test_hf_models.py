@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -236,6 +237,19 @@ def test_shapes_of_the_peer_benchmark():
         assert {k: v.shape for k, v in model.state_dict().items()} == {
             k: v.shape for k, v in expected.state_dict().items()
         }
+
+
+@pytest.mark.parametrize("name", [*UNTIED, "mistralai/Mixtral-8x7B-v0.1"])
+def test_rotary_embeddings_are_scaled_as_transformers_scales_them(name, tmp_path):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    published = models.hub_models()[name]["config"] | {"num_hidden_layers": 1, "rope_scaling": scaling}
+    published["head_dim"] = published["hidden_size"] // published["num_attention_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model = models.build(models.find(str(tmp_path)), 0, device="meta")
+    rotary = model.model.rotary_emb
+    assert torch.equal(
+        rotary.inv_freq, type(rotary)(transformers.AutoConfig.from_pretrained(tmp_path)).inv_freq
+    )
 
 
 def test_a_refusal_of_transformers_names_the_model():

@@ -178,8 +178,6 @@ class HFConfig(ModelConfig):
         """Keyword arguments of the architecture's configuration class."""
         kind = ARCHITECTURES[self.architecture]
         arguments = {key: getattr(self, field) for field, key in kind.keys.items()}
-        if self.head_size * self.num_heads == self.hidden_size:
-            arguments.pop("head_dim", None)  # not every version of every class knows it
         arguments |= dict.fromkeys(kind.dropouts, self.dropout)
         # No padding: our batches are full, and a padding row of the embedding would get no gradient.
         fixed = {"use_cache": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
