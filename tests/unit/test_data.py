@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 
 import pytest
 import torch
@@ -132,6 +133,24 @@ def test_folder_is_read_in_sorted_order_without_binaries(tmp_path):
     assert set(rows(data.micro_batches(0, rank=0, world_size=1, batch_size=64)).unique().tolist()) == {49, 50}
     held_out = data.validation_batches(rank=0, world_size=1, batch_size=1, num_batches=1)
     assert set(rows(held_out).unique().tolist()) == {50}
+
+
+def test_large_files_of_a_folder_that_serve_nothing_are_not_read(tmp_path, monkeypatch):
+    """Weights beside text, say, which every rank would read."""
+    (tmp_path / "a.txt").write_bytes(b"1" * 100)
+    (tmp_path / "weights").write_bytes(b"\0")
+    os.truncate(tmp_path / "weights", 64 << 20)
+    tracemalloc.start()
+    try:
+        assert open_small(tmp_path).train_bytes == 84
+        (tmp_path / "weights").write_bytes(b"1" * 10000)
+        os.truncate(tmp_path / "weights", 64 << 20)
+        monkeypatch.setattr(sources, "FOLDER_LIMIT_BYTES", 1 << 20)
+        with pytest.raises(DataError, match="GiB of text"):
+            open_small(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_folders_of_results_are_no_text_to_train_on(tmp_path):

@@ -86,7 +86,9 @@ def test_the_peak_is_that_of_the_dtype_that_multiplies() -> None:
 
 def test_an_unknown_peak_gives_no_figure() -> None:
     assert utilisation(row(), "NVIDIA H200 MIG 1g.18gb") is None
-    assert utilisation(row(), "NVIDIA A100-SXM-64GB") is None  # 124 multiprocessors, not the 108 of the data sheet
+    assert (
+        utilisation(row(), "NVIDIA A100-SXM-64GB") is None
+    )  # 124 multiprocessors, not the 108 of the data sheet
     assert utilisation(row(), "Some other GPU") is None
     assert utilisation(row(compute="float8_e4m3fn"), "NVIDIA H200") is None
     assert utilisation(row(), "Tesla T4") is None  # no bf16 units

@@ -87,12 +87,14 @@ def _join(paths: Iterable[Path], *, limit_bytes: int) -> tuple[bytearray, int, b
     """Concatenated text files (no NUL near the start), how many, and whether the limit cut them off."""
     joined, num_files = bytearray(), 0
     for path in paths:
-        content = path.read_bytes()
-        if b"\0" in content[:_PROBE_BYTES]:
-            continue
-        if len(joined) + len(content) > limit_bytes:
-            return joined, num_files, True
-        joined += content
+        with path.open("rb") as file:
+            start = file.read(_PROBE_BYTES)
+            if b"\0" in start:
+                continue
+            if len(joined) + os.fstat(file.fileno()).st_size > limit_bytes:
+                return joined, num_files, True
+            joined += start
+            joined += file.read()
         num_files += 1
     return joined, num_files, False
 
