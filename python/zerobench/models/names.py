@@ -26,7 +26,7 @@ from zerobench.errors import ConfigError
 from zerobench.models.config import ModelConfig, suggest
 from zerobench.models.hf_config import RANDOM_WEIGHTS, HFConfig, from_published
 from zerobench.models.presets import preset_names, resolve_preset
-from zerobench.models.weight_files import checked_weights, has_weights, missing_files
+from zerobench.models.weight_files import checked_weights, has_weights, is_whole
 
 
 def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -55,8 +55,7 @@ def find(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     name = _without_prefix(name) if name.startswith("hf:") else name
     cached = cached_folder(name) if "/" in name else None
     if name in known:  # a download that was interrupted is none
-        is_whole = cached is not None and has_weights(cached) and not missing_files(cached)
-        weights = str(cached) if is_whole else RANDOM_WEIGHTS
+        weights = str(cached) if cached is not None and is_whole(cached) else RANDOM_WEIGHTS
         return from_published(name, known[name]["config"], overrides=given, weights=weights)
     if cached is not None:
         return _of_folder(name, cached, given)

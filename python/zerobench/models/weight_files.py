@@ -38,6 +38,14 @@ def missing_files(folder: Path) -> list[str]:
     return []
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether all weights of a download are there."""
+    try:
+        return has_weights(folder) and not missing_files(folder)
+    except ConfigError:
+        return False
+
+
 def checked_weights(folder: Path) -> Path:
     """The folder. Raises ConfigError where it holds no weights, or not all that its index names."""
     if not has_weights(folder):
