@@ -66,7 +66,14 @@ def unheld_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def share_unheld(core: Any, model: nn.Module, *, device: str, dtype: torch.dtype) -> None:
     """Give every rank what rank 0 has and the core does not hold: buffers, put on the device, and integer and complex
-    parameters. Statistics of normalisation layers become ``dtype``, the parameters'. Collective."""
+    parameters. Statistics of normalisation layers become ``dtype``, the parameters'. Collective. Raises ConfigError for
+    a buffer without values."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(
+                f"buffer '{name}' is on the meta device and has no values; have the function given as materialise= put "
+                "buffers onto the device, too, or build the model with them there"
+            )
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             buffer = buffer.to(device)

@@ -308,3 +308,15 @@ def test_a_model_without_memory_needs_a_function_that_gives_it_values() -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with pytest.raises(ValueError, match="materialise="):
         zerobench.initialize(model, config={"device": "cpu"})
+
+
+def test_buffers_without_memory_need_values_too() -> None:
+    def parameters_alone(model: nn.Module, names: list[str], *, device: str) -> None:
+        for name in names:
+            module = model.get_submodule(name.rpartition(".")[0])
+            setattr(module, name.rpartition(".")[2], nn.Parameter(torch.ones(3, device=device)))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.BatchNorm1d(3))
+    with pytest.raises(ConfigError, match=r"buffer '0\.running_mean' is on the meta device"):
+        zerobench.initialize(model, config={"device": "cpu"}, materialise=parameters_alone)
