@@ -83,8 +83,8 @@ def _folder(text: str) -> Path:
     folder = Path(
         os.path.expanduser(text)
     ).resolve()  # which leaves ~name as it is where nobody has that name
-    if not folder.is_dir():
-        raise ConfigError(f"{text}: no such folder: name one that holds a config.json")
+    if not text or not os.path.isdir(folder):  # which is false of a name that is too long, too
+        raise ConfigError(f"{text or 'an empty name'}: no such folder: name one that holds a config.json")
     return folder
 
 
@@ -142,4 +142,8 @@ def _without_prefix(name: str) -> str:
 
 
 def _local_hint(name: str) -> str:
-    return f"; for the folder of that name write ./{name}" if Path(name, "config.json").is_file() else ""
+    return (
+        f"; for the folder of that name write ./{name}"
+        if os.path.isfile(os.path.join(name, "config.json"))
+        else ""
+    )
