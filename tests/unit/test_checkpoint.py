@@ -130,6 +130,16 @@ def test_a_checkpoint_that_does_not_fit(tmp_path):
         models.build(deep, 0, device="cpu")
 
 
+def test_a_mixture_that_lacks_a_part_of_an_expert(tmp_path):
+    saved("mistralai/Mixtral-8x7B-v0.1", tmp_path)
+    file, lost = tmp_path / "model.safetensors", "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    state = safetensors.torch.load_file(file)
+    del state[lost]
+    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"has no parameter '{lost}': it is of another model"):
+        models.build(models.find(str(tmp_path)), 0, device="cpu")
+
+
 def test_weights_that_have_gone_since(tmp_path):
     saved("llama", tmp_path)
     config = models.find(str(tmp_path))
@@ -178,7 +188,7 @@ def test_one_weight_of_which_a_checkpoint_has_two_values(tmp_path):
     expected = saved("Qwen/Qwen2.5-0.5B", tmp_path)
 
     def write(head: torch.Tensor) -> None:
-        state = expected.state_dict() | {"lm_head.weight": head.clone()}
+        state = expected.state_dict() | {"lm_head.weight": head.double()}
         safetensors.torch.save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
     write(expected.lm_head.weight)

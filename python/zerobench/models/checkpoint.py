@@ -39,9 +39,7 @@ class Checkpoint:
             found = list(dict.fromkeys(spellings))
             values = self.read(found[0]) if found else self._fused(name, parameter.shape)
             if values is None:
-                raise ConfigError(
-                    f"the checkpoint in {self.folder} has no parameter {name!r}: it is of another model"
-                )
+                raise self._lacks(name)
             if values.shape != parameter.shape:
                 raise ConfigError(
                     f"parameter {name!r} has shape {tuple(values.shape)} in {self.folder} and {tuple(parameter.shape)} "
@@ -52,6 +50,8 @@ class Checkpoint:
             parameter.copy_(values)
 
     def read(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise self._lacks(name)
         file = self._files[name]
         source = self._open(file)
         try:
@@ -62,8 +62,13 @@ class Checkpoint:
             raise ConfigError(f"{file} holds a {type(values).__name__} as {name!r} and no tensor: {CURE}")
         return values
 
+    def _lacks(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"the checkpoint in {self.folder} has no parameter {name!r}: it is of another model"
+        )
+
     def _expect_tied(self, name: str, values: torch.Tensor, other: str) -> None:
-        if not torch.equal(self.read(other), values):
+        if not torch.equal(self.read(other).to(values.dtype), values):
             raise ConfigError(
                 f"the checkpoint in {self.folder} has other values for {other!r} than for {name!r}, and the model one "
                 f"weight: take --model-option tied_embeddings=false --model-option weights={self.folder}"
