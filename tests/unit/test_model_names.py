@@ -261,6 +261,19 @@ def test_weights_that_are_not_whole_are_told_before_anything_runs(tmp_path, no_c
         assert models.find("facebook/opt-125m").weights == "random"
 
 
+def test_weights_of_which_a_part_is_there_are_not_passed_over(tmp_path):
+    published = PUBLISHED["llama"]["config"] | {"num_hidden_layers": 2}
+    folder = write(tmp_path / "mine", published, "model-00001-of-00002.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks model\.safetensors\.index\.json of its weights"):
+        models.find(str(folder))
+    assert models.find(str(folder), {"weights": "random"}).weights == "random"
+    (folder / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"lacks model\.safetensors of its weights"):
+        models.find(str(folder))
+    (folder / "pytorch_model.bin").touch()  # which transformers would take, too
+    assert models.find(str(folder)).weights == str(folder)
+
+
 def test_mixtral_needs_a_transformers_that_takes_its_experts_together(monkeypatch):
     monkeypatch.setattr(models.names, "_major_version", lambda package: 4)
     with pytest.raises(ConfigError, match=r"before transformers 5 .*pip install -U transformers"):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerobench.errors import ConfigError
-from zerobench.models.weight_files import CURE, STEMS, weight_map
+from zerobench.models.weight_files import CURE, checked_weights, source, weight_map
 
 _FUSED_EXPERTS = re.compile(r"(?P<layer>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
 
@@ -75,13 +75,11 @@ class Checkpoint:
             )
 
     def _index(self) -> dict[str, Path]:
-        for stem in STEMS:
-            index, single = self.folder / f"{stem}.index.json", self.folder / stem
-            if single.is_file():
-                return dict.fromkeys(self._open_file(single).keys(), single)
-            if index.is_file():
-                return weight_map(index)
-        raise ConfigError(f"{self.folder} holds no weights ({' or '.join(STEMS)}): {CURE}")
+        found = source(checked_weights(self.folder))
+        assert found is not None
+        if found.suffix == ".json":
+            return weight_map(found)
+        return dict.fromkeys(self._open_file(found).keys(), found)
 
     @staticmethod
     def _open_file(file: Path) -> Any:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from zerobench.errors import ConfigError
 
-STEMS = (
-    "model.safetensors",
-    "pytorch_model.bin",
-)  # the first of these counts, whole or sharded, as in transformers
+STEMS = ("model.safetensors", "pytorch_model.bin")
 CURE = "complete the download, or take --model-option weights=random"
 
 
+def source(folder: Path) -> Path | None:
+    """The file, or the index of files, that counts where there are several: the first one, as in transformers."""
+    names = [name for stem in STEMS for name in (stem, f"{stem}.index.json")]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
 def has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for stem in STEMS for name in (f"{stem}.index.json", stem))
+    """Whether it holds any, be they whole or not."""
+    return source(folder) is not None or bool(missing_files(folder))
 
 
 def weight_map(index: Path) -> dict[str, Path]:
@@ -28,29 +33,35 @@ def weight_map(index: Path) -> dict[str, Path]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What the index of a sharded checkpoint names and the folder lacks."""
-    for stem in STEMS:
-        index = folder / f"{stem}.index.json"
-        if (folder / stem).is_file():
-            break
-        if index.is_file():
-            return sorted({file.name for file in weight_map(index).values() if not file.is_file()})
+    """What an index names and the folder lacks, or the first file of weights of which there are traces alone: a link
+    that leads nowhere, or files without their index."""
+    found = source(folder)
+    if found is None:
+        return [name for stem in STEMS for name in _traces(folder, stem)][:1]
+    if found.suffix == ".json":
+        return sorted(file.name for file in set(weight_map(found).values()) if not file.is_file())
     return []
+
+
+def _traces(folder: Path, stem: str) -> list[str]:
+    index, (name, _, suffix) = f"{stem}.index.json", stem.partition(".")
+    has_files = any(folder.glob(f"{name}-*-of-*.{suffix}"))
+    return [each for each in (stem, index) if os.path.lexists(folder / each) or (each == index and has_files)]
 
 
 def is_whole(folder: Path) -> bool:
     """Whether all weights of a download are there."""
     try:
-        return has_weights(folder) and not missing_files(folder)
+        return source(folder) is not None and not missing_files(folder)
     except ConfigError:
         return False
 
 
 def checked_weights(folder: Path) -> Path:
     """The folder. Raises ConfigError where it holds no weights, or not all that its index names."""
-    if not has_weights(folder):
-        raise ConfigError(f"{folder} holds no weights ({' or '.join(STEMS)}): {CURE}")
     if missing := missing_files(folder):
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"{folder} lacks {missing[0]}{others} of its weights: {CURE}")
+    if source(folder) is None:
+        raise ConfigError(f"{folder} holds no weights ({' or '.join(STEMS)}): {CURE}")
     return folder
