@@ -101,7 +101,7 @@ def test_megatron_fsdp_clips_all_gradients_at_once(monkeypatch, clip):
     assert clipped(40) == clipped(2)
 
 
-def test_norms_on_the_host_are_taken_by_all_threads_whatever_the_size():
+def test_norms_on_the_host_are_of_as_many_tensors_whatever_the_size():
     def tensors(numel):
         tensor = torch.linspace(0, 1, numel)
         with Operations() as operations:
