@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/error.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/norm.h"
 #include "lane_races.h"
@@ -157,10 +158,12 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   }
   void synchronize(const MarkPtr& mark) override {
     if (mark == nullptr) return;
+    expect_sound();
     run_until([&] { return static_cast<const LaneMark&>(*mark).is_passed.load(); });
     join(clocks_[kHost], static_cast<const LaneMark&>(*mark).clock);
   }
   void synchronize() override {
+    expect_sound();
     run_until([&] { return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane.empty(); }); });
     for (std::size_t lane = 0; lane < kLaneNum; ++lane) join(clocks_[kHost], clocks_[lane]);
     freed_.clear();
@@ -168,6 +171,8 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
 
   // From now on nothing more can be allocated, or again.
   void set_full(bool is_full) { is_full_ = is_full; }
+  // From now on whoever waits for the lanes gets an error, or no more.
+  void set_failed(bool has_failed) { has_failed_ = has_failed; }
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string_view what) override {
     if (is_full_) throw OutOfMemoryError("no memory is left for " + std::string(what));
@@ -342,6 +347,10 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
     touch_on_host(operation, touched);
   }
 
+  void expect_sound() const {
+    if (has_failed_) throw CudaError("the device has failed", 1);
+  }
+
   void idle() {
     try {
       peers_->idle();
@@ -385,6 +394,7 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   const CpuKernels& kernels_ = cpu_kernels();
   std::thread::id owner_ = std::this_thread::get_id();
   bool is_full_ = false;
+  bool has_failed_ = false;
   LaneSchedule schedule_;
   std::mt19937 random_;
   std::shared_ptr<Peers> peers_;

@@ -89,6 +89,22 @@ TEST_P(EngineGathers, AForwardInsideAGatherUsesWhatIsThere) {
   EXPECT_EQ(master, test::reference_master(world_size(), 2));
 }
 
+// Such as an assertion of the model's, whose error the caller gets.
+TEST_P(EngineGathers, ADeviceThatFailsInsideAGatherDoesNotEndTheProcess) {
+  const std::vector<std::size_t> all{kRoot, 1, 2, 3, 4};
+  for (std::uint32_t number = 0; number < options().lane_schedule_num; ++number) {
+    test::run_in_lanes(options(), number, [&](ToyRank& toy) {
+      toy.train();
+      toy.engine().gather(all);
+      toy.lanes().set_failed(true);
+      toy.engine().end_gather(all, -1);
+      toy.lanes().set_failed(false);
+      toy.train();
+      EXPECT_EQ(toy.state(FullState::kMaster), test::reference_master(world_size(), 2));
+    });
+  }
+}
+
 // Rank 0 ends its forward while the others have not ended theirs, though it turns out to need a unit that nobody
 // expected.
 class SettledGathers : public testing::TestWithParam<int> {};

@@ -78,7 +78,7 @@ std::vector<Region> GatherSlots::destinations(const SlotLease& slot, std::size_t
   return regions;
 }
 
-void GatherSlots::drop_spares() {
+void GatherSlots::drop_spares() noexcept {
   plain_.drop_spares();
   spliced_.drop_spares();
 }

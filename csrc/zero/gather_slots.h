@@ -25,7 +25,7 @@ class GatherSlots {
   // Of the unit's flats.
   std::vector<Region> destinations(const SlotLease& slot, std::size_t unit) const;
   // Frees what was taken beyond what is reserved and nobody holds.
-  void drop_spares();
+  void drop_spares() noexcept;
 
  private:
   void reserve(SlotPool& pool, bool spliced, std::size_t prefetch_bytes, bool reshard);

@@ -1,6 +1,7 @@
 #include "zero/slot_pool.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "common/error.h"
@@ -96,11 +97,15 @@ SlotLease SlotPool::acquire(std::size_t bytes, std::size_t preferred_index, std:
   return take(slots.size() - 1);
 }
 
-void SlotPool::drop_spares() {
+void SlotPool::drop_spares() noexcept {
   const auto is_idle_spare = [](const Slot& slot) { return slot.spare && slot.has_memory() && !slot.taken; };
   for (auto& [bytes, slots] : classes_) {
     if (std::none_of(slots.begin(), slots.end(), is_idle_spare)) continue;
-    device_.synchronize();
+    try {
+      device_.synchronize();
+    } catch (const std::exception&) {
+      return;  // the device has failed, and says so in its next call
+    }
     for (Slot& slot : slots) {
       if (is_idle_spare(slot)) slot = {};
     }

@@ -67,7 +67,7 @@ class SlotPool {
   // taken. `beside` is a further lane that writes to it first.
   SlotLease acquire(std::size_t bytes, std::size_t preferred_index, std::optional<Lane> beside = std::nullopt);
   // Frees spares that nobody holds, once all lanes have passed.
-  void drop_spares();
+  void drop_spares() noexcept;
 
  private:
   friend class SlotLease;
