@@ -137,5 +137,31 @@ TEST_P(SettledGathers, NobodyWaitsForPeers) {
   }
 }
 
+// What ranks say about an earlier forward may be read in the middle of the running one, by a rank alone, which goes on
+// with what the others go on with.
+TEST_P(SettledGathers, AnEarlierForwardDoesNotChangeTheRunningOne) {
+  ToyOptions options;
+  options.stage = ZeroStage::kZero3;
+  options.world_size = GetParam();
+  const std::vector<std::size_t> few{1, 2};
+  const std::vector<std::size_t> all{kRoot, 1, 2, 3, 4};
+  for (std::uint32_t number = 0; number < 2 * test::kLanePolicyNum; ++number) {
+    if (test::lane_collectives(number) != test::LaneCollectives::kPulled) continue;
+    std::vector<Values> masters(static_cast<std::size_t>(GetParam()));
+    test::run_in_lanes(options, number, [&](ToyRank& toy) {
+      for (int step = 0; step < 3; ++step) toy.train(few);
+      toy.forward(kUnits);
+      toy.engine().gather(all);
+      toy.engine().end_gather(all, 0);  // no shard is settled now
+      toy.forward(toy.rank() == 0 ? std::vector<std::size_t>{1, 2, 3} : few);
+      toy.backward({4, 3, 2, 1});
+      toy.start_step();
+      toy.train(few);
+      masters[static_cast<std::size_t>(toy.rank())] = toy.state(FullState::kMaster);
+    });
+    for (const Values& master : masters) EXPECT_EQ(master, masters.front());
+  }
+}
+
 }  // namespace
 }  // namespace zb

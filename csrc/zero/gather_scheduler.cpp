@@ -207,6 +207,7 @@ void GatherScheduler::get_unexpected(std::size_t unit_index) {
   while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
   drop_prefetched_before(SIZE_MAX);
   finish_agreement();
+  cursor_ = sequence().size();  // one that was adopted just now is for later passes
   while (units_[unit_index].parameter_state == ParameterState::kSharded) {
     serve_wishes(agree(pass_, static_cast<std::int32_t>(unit_index)));
   }
