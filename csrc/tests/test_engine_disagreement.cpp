@@ -1,4 +1,6 @@
 // Ranks that end, or do something else than the others.
+#include <cmath>
+
 #include "engine_steps.h"
 #include "engine_support.h"
 
@@ -48,6 +50,27 @@ TEST_P(EngineDisagreement, WhatAnAbortedCollectiveLeavesIsNotRead) {
   });
   for (const std::exception_ptr& error : errors) {
     EXPECT_NE(message_of(error).find("rank 1 is out of data"), std::string::npos) << message_of(error);
+  }
+}
+
+// A gather that ends without an error had values, and leaves them.
+TEST_P(EngineDisagreement, WhatAnAbortedCollectiveLeavesIsAnErrorOfTheGather) {
+  const std::vector<std::size_t> units{1, 2};
+  for (const bool writes : {false, true}) {
+    const std::vector<std::exception_ptr> errors = try_ranks(options(), [&](ToyRank& toy) {
+      toy.train();
+      if (writes) toy.engine().gather(units);
+      if (toy.rank() == 1) throw StateError("rank 1 is out of data");
+      if (!writes) toy.engine().gather(units);
+      const float found = toy.tensor(2).get(0);
+      toy.engine().end_gather(units, writes ? 1 : -1);
+      EXPECT_TRUE(std::isfinite(found));
+      EXPECT_TRUE(toy.tensor(2).data == nullptr || std::isfinite(toy.tensor(2).get(0)));
+      toy.train_step();
+    });
+    for (const std::exception_ptr& error : errors) {
+      EXPECT_NE(message_of(error).find("rank 1 is out of data"), std::string::npos) << message_of(error);
+    }
   }
 }
 

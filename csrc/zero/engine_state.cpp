@@ -282,13 +282,15 @@ void Engine::end_gather(const std::vector<std::size_t>& units, int modifier_rank
     ZB_EXPECT(modifier_rank < world_size(), "modifier_rank " + std::to_string(modifier_rank) +
                                                 " is not below the world size " + std::to_string(world_size()));
     const ScopeExit over([&] { gathers_->unpin(units); });
-    if (modifier_rank < 0) return;
-    try {
-      for (const std::size_t unit : units) write_back(units_[unit], modifier_rank);
-    } catch (const std::exception& error) {
-      if (world_size() > 1) abort(error.what());  // the peers wait for this rank's part
-      throw;
+    if (modifier_rank >= 0) {
+      try {
+        for (const std::size_t unit : units) write_back(units_[unit], modifier_rank);
+      } catch (const std::exception& error) {
+        if (world_size() > 1) abort(error.what());  // the peers wait for this rank's part
+        throw;
+      }
     }
+    if (device().is_async()) check_communicators();  // what the host has read in the block may come of aborted lanes
   });
 }
 

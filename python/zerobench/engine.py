@@ -328,10 +328,13 @@ class Engine(EngineFacts):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The module's full state dict (parameters in param_dtype, buffers) as copies. Collective."""
         with self.gather():
-            return {
+            copies = {
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in self.module.state_dict().items()
             }
+            if self._place.device is not None:
+                self._place.device.synchronize()  # whether a peer was lost before, the block's end says
+        return copies
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a full state dict into the module and the masters: rank 0's values become everybody's. Collective,
