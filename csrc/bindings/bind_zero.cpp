@@ -72,9 +72,8 @@ void bind_engine_state(py::class_<BoundEngine>& engine) {
            py::arg("loss_scale"), Release(),
            "Rank 0's full values by kind and parameter name, and its loss_scale_state (None: it stays), for all. "
            "Collective.")
-      .def(
-          "settle_parameters", [](BoundEngine& e) { return e.get().settle_parameters(); }, Release(),
-          "Makes what is not sharded readable as the last step left it; False where that takes a forward or a gather.")
+      .def("settle_parameters", &BoundEngine::settle_parameters, Release(),
+           "Makes what is not sharded readable as the last step left it; False where that takes a forward or a gather.")
       .def(
           "gather", [](BoundEngine& e, const std::vector<std::size_t>& units) { e.get().gather(units); },
           py::arg("units"), Release())

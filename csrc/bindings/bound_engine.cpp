@@ -120,6 +120,12 @@ void BoundEngine::inputs_done(std::size_t unit) {
   get().inputs_done(unit);
 }
 
+bool BoundEngine::settle_parameters() {
+  const bool are_settled = get().settle_parameters();
+  if (memory_) memory_->lead_current_stream();
+  return are_settled;
+}
+
 void BoundEngine::begin_backward(bool last, const std::vector<AdamHyperparameters>& groups) {
   // A plain loss.backward() may have left an error that nobody asked for.
   if (hooks_) static_cast<void>(hooks_->take_error());

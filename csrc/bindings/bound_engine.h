@@ -51,6 +51,8 @@ class BoundEngine {
   void post_forward(std::size_t unit);
   void pre_backward(std::size_t unit);
   void inputs_done(std::size_t unit);
+  // For the calling thread's current stream, too.
+  bool settle_parameters();
   void begin_backward(bool last, const std::vector<AdamHyperparameters>& groups);
   // Throws what a gradient hook threw in the last backward, with its own type.
   void rethrow_hook_error();

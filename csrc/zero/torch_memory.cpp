@@ -23,8 +23,7 @@ void order(const c10::Stream& first, const c10::Stream& second) {
 
 }  // namespace
 
-TorchMemory::TorchMemory(const std::string& device)
-    : device_(device), stream_(c10::impl::VirtualGuardImpl(device_.type()).getDefaultStream(device_)) {}
+TorchMemory::TorchMemory(const std::string& device) : device_(device), stream_(current_stream(device_)) {}
 
 void TorchMemory::follow_current_stream() { stream_ = current_stream(device_); }
 

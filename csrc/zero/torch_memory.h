@@ -10,8 +10,8 @@
 
 namespace zb {
 
-// Memory belongs to the stream that was torch's current one when it was followed last, or the device's default stream:
-// once its owner lets go, later work of that stream may get it.
+// Memory belongs to the stream that was torch's current one when this was made or followed last: once its owner lets
+// go, later work of that stream may get it.
 class TorchMemory {
  public:
   explicit TorchMemory(const std::string& device);

@@ -99,11 +99,11 @@ class Engine(EngineFacts):
         self._dtypes = config.effective_dtypes()
         self._micro_step = 0
         self._stepped = False
-        self._stream = 0
         arguments = core_arguments(
             core, units=self._units, groups=self.optimizer.param_groups, dtypes=self._dtypes
         )
         self._place = placement.choose(model, config, self.topology)
+        self._stream = self._place.stream()
         used_bytes = self._place.used_bytes()
         communicators = topology_module.make_communicators(core, config, self.topology, self._place.device)
         self._communicator_bytes = max(self._place.used_bytes() - used_bytes, 0)

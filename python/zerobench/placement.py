@@ -37,7 +37,7 @@ class Place(ABC):
 
     @abstractmethod
     def parts(self, use: CpuUse) -> Any:
-        """The capsule that makes an engine compute here."""
+        """The capsule that makes an engine compute here, in the caller's stream."""
 
     @abstractmethod
     def stream(self) -> int:
@@ -105,6 +105,7 @@ class CudaPlace(Place):
         return _native.load_cuda().device_info(self._index).pci_bus_id
 
     def parts(self, use: CpuUse) -> Any:
+        self.device.set_compute_stream(self.stream())
         return self.device.parts()
 
     def stream(self) -> int:

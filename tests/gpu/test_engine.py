@@ -161,6 +161,32 @@ def test_a_stream_of_its_own_trains_the_same(name, stage):
     assert digests[0] == digests[1]
 
 
+def make_on_streams(rank: ranks.Rank, stage: int) -> list[str]:
+    """Engines of models that lie on the device, made on the default stream and on one of its own, which is late."""
+    import zerobench
+
+    device = prepare(rank)
+    case = zoo.CASES["blocks"]
+    digests = []
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        model = zoo.make(case).to(device)
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)
+            settings = rank.config(stage=stage, communicator="peer", **zoo.optimizer_config(case))
+            engine = zerobench.initialize(model, config=settings)
+        digests.append(zoo.digest(engine.full_parameters()))
+        engine.close()
+    return digests
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_is_read_in_the_stream_that_the_engine_is_made_in(world_size, stage):
+    for digests in ranks.run(make_on_streams, stage, world_size=world_size):
+        assert digests[0] == digests[1]
+
+
 def delay_lanes(engine: Any) -> None:
     """What is in the engine's lanes now comes late."""
     for lane in ("gather", "reduce"):
