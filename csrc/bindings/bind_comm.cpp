@@ -10,6 +10,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/capsules.h"
+#include "bindings/exchange.h"
 
 #include "comm/buffer.h"
 #include "comm/c10d_communicator.h"
@@ -159,14 +160,9 @@ void bind_communicator(py::module_& m) {
           "barrier", [](const OwnedCommunicator& c) { c.get().barrier(kLabel); }, Release())
       .def(
           "exchange",
-          [](const OwnedCommunicator& c, const py::bytes& message) {
-            const std::string mine = message;
-            std::string all(mine.size() * static_cast<std::size_t>(c.get().world_size()), '\0');
-            {
-              const py::gil_scoped_release release;
-              c.get().exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)), kLabel);
-            }
-            return py::bytes(all);
+          [](const OwnedCommunicator& c, const py::bytes& mine) {
+            return exchanged(mine, c.get().world_size(),
+                             [&](auto own, auto all) { c.get().exchange(own, all, kLabel); });
           },
           py::arg("mine"), "Every rank's bytes, one after the other; all ranks give equally many.")
       .def(

@@ -3,6 +3,7 @@
 #include "bindings/bindings.h"
 #include "bindings/bound_engine.h"
 #include "bindings/capsules.h"
+#include "bindings/exchange.h"
 #include "bindings/offload.h"
 #include "kernels/cpu_device.h"
 
@@ -93,14 +94,8 @@ void bind_engine_state(py::class_<BoundEngine>& engine) {
           py::arg("tensor"), Release(), "Makes rank 0's values everybody's, in place. Collective.")
       .def(
           "exchange",
-          [](BoundEngine& e, const py::bytes& message) {
-            const std::string mine = message;
-            std::string all(mine.size() * static_cast<std::size_t>(e.get().world_size()), '\0');
-            {
-              const py::gil_scoped_release release;
-              e.get().exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
-            }
-            return py::bytes(all);
+          [](BoundEngine& e, const py::bytes& mine) {
+            return exchanged(mine, e.get().world_size(), [&](auto own, auto all) { e.get().exchange(own, all); });
           },
           py::arg("mine"), "Every rank's bytes, one after the other; all ranks give equally many. Collective.")
       .def(
