@@ -47,3 +47,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a strategy needs to make torch's process group in this process, which is gone behind the test."""
+    import torch
+
+    from zerobench.bench.environments import free_ports
+
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -12,7 +12,6 @@ import torch
 
 from zerobench import models, strategies
 from zerobench.bench import verify
-from zerobench.bench.environments import free_ports
 from zerobench.config import parse
 from zerobench.errors import ConfigError
 from zerobench.models.materialise import materialise
@@ -421,9 +420,9 @@ def test_options_that_contradict_the_row_are_errors(options):
 
 
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "fsdp2"])
-def test_what_shards_parameters_never_holds_the_whole_model_in_fp32(name, monkeypatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+def test_what_shards_parameters_never_holds_the_whole_model_in_fp32(
+    own_process_group, name, monkeypatch
+) -> None:
     shape = SMALL | {"num_layers": 2}
     asked, given = [], []
 

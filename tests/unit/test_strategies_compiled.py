@@ -10,23 +10,15 @@ import torch
 from test_strategies import make_batches, make_model, make_settings
 
 from zerobench import models, strategies
-from zerobench.bench.environments import free_ports
 from zerobench.errors import ConfigError
 from zerobench.strategies.compiled import Compiler, repeated_blocks
 
-# The compiler's own code warns.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # the compiler's own code warns
+    pytest.mark.usefixtures("own_process_group"),
+]
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_seq_length": 12, "vocab_size": 31}
-
-
-@pytest.fixture(autouse=True)
-def own_process_group(monkeypatch):
-    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def factory(*, device=None):

@@ -11,7 +11,6 @@ from test_strategies import make_batches, make_model, make_settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerobench import strategies
-from zerobench.bench.environments import free_ports
 from zerobench.strategies import ddp, megatron_fsdp, peer, shared
 from zerobench.strategies.flight_recorder import recorded
 
@@ -28,15 +27,6 @@ class Operations(TorchDispatchMode):
         self.calls[str(func)] += 1
         self.tensors[str(func)] += len(args[0]) if isinstance(args[0], list | tuple) else 1
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def own_process_group(monkeypatch):
-    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def built(name, factory=make_model, **fields):
