@@ -27,6 +27,20 @@ DType gradient_dtype(const at::Tensor& gradient, const std::string& name) {
   return *dtype;
 }
 
+// Of a gradient in memory that followed streams use; where there are none, of the gradient alone.
+struct UsedGradient {
+  UsedGradient(at::Tensor used, std::shared_ptr<const TorchMemory> user)
+      : gradient(std::move(used)), use(std::move(user), gradient.storage().data_ptr()) {}
+
+  at::Tensor gradient;
+  TorchMemory::Use use;
+};
+
+std::shared_ptr<const void> owner_of(at::Tensor gradient, const std::shared_ptr<const TorchMemory>& memory) {
+  if (memory) return std::make_shared<UsedGradient>(std::move(gradient), memory);
+  return std::make_shared<at::Tensor>(std::move(gradient));
+}
+
 class TorchGradientHooks final : public GradientHooks {
  public:
   TorchGradientHooks(std::shared_ptr<Engine> engine, std::shared_ptr<const TorchMemory> memory,
@@ -90,7 +104,7 @@ class TorchGradientHooks final : public GradientHooks {
         const DType dtype = gradient_dtype(dense, name);
         if (memory) memory->take_over(dense.storage().data_ptr());
         engine->gradient_arrived(index, data, dtype, torch::autograd::get_current_graph_task_id(),
-                                 std::make_shared<at::Tensor>(std::move(dense)));
+                                 owner_of(std::move(dense), memory));
       } catch (...) {
         if (!error) error = std::current_exception();
         throw;

@@ -187,6 +187,55 @@ def test_a_model_is_read_in_the_stream_that_the_engine_is_made_in(world_size, st
         assert digests[0] == digests[1]
 
 
+SLEEP_CYCLES = 200_000_000  # about 0.1 s
+
+
+def spoil_free_memory(device: str) -> None:
+    """All small pieces that torch's allocator has for the default stream."""
+    reserved, pieces = torch.cuda.memory_reserved(), []
+    while torch.cuda.memory_reserved() == reserved:
+        pieces += [torch.full((128,), float("nan"), device=device) for _ in range(256)]
+
+
+def train_partly_aside(rank: ranks.Rank, stage: int, part: str) -> list[str]:
+    """Forwards or steps in a stream of their own, all else on the default one; updates come late."""
+    import zerobench
+
+    device = prepare(rank)
+    case = zoo.CASES["blocks"]
+    main = torch.cuda.default_stream()
+    digests = []
+    for side in (main, torch.cuda.Stream()):
+        forward, update = (side, main) if part == "forward" else (main, side)
+        settings = rank.config(stage=stage, communicator="peer", **zoo.optimizer_config(case))
+        engine = zerobench.initialize(zoo.make(case).to(device), config=settings)
+        for step in range(case.steps):
+            batch = zoo.on_device(case.batch(step, rank.rank, 0), device)
+            forward.wait_stream(main)
+            with torch.cuda.stream(forward):
+                loss = engine(**batch)
+            spoil_free_memory(device)
+            main.wait_stream(forward)
+            engine.backward(loss)
+            update.wait_stream(main)
+            reduce = torch.cuda.ExternalStream(engine._place.device.stream("reduce"))
+            with torch.cuda.stream(update if part == "step" else reduce):  # that updates run in
+                torch.cuda._sleep(SLEEP_CYCLES)
+            with torch.cuda.stream(update):
+                engine.step()
+            spoil_free_memory(device)
+            main.wait_stream(update)
+        digests.append(zoo.state_of(engine)["digest"])
+        engine.close()
+    return digests
+
+
+@pytest.mark.parametrize(("world_size", "stage", "part"), [(1, 0, "step"), (2, 2, "forward")])
+def test_gradients_stay_until_updates_have_read_them(world_size, stage, part):
+    for digests in ranks.run(train_partly_aside, stage, part, world_size=world_size):
+        assert digests[0] == digests[1]
+
+
 def delay_lanes(engine: Any) -> None:
     """What is in the engine's lanes now comes late."""
     for lane in ("gather", "reduce"):
