@@ -274,7 +274,9 @@ def choose(model: nn.Module, config: Config, topology: Topology) -> Place:
         index %= torch.cuda.device_count()
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"rank {topology.rank} would use CUDA device {index} and torch sees {torch.cuda.device_count()}; start at "
-            "most one rank a device, or name the communicator 'peer', whose ranks may share one to try things out"
+            f"rank {topology.rank} would use CUDA device {index}, by its local rank, and torch sees "
+            f"{torch.cuda.device_count()}; where each rank is shown a device of its own, show it all of the host's or "
+            "move its model there first; else start at most one rank a device, or name the communicator 'peer', whose "
+            "ranks may share one to try things out"
         )
     return CudaPlace(index)

@@ -129,3 +129,13 @@ def test_what_is_free_is_below_the_limit_by_the_peak_what_comes_and_a_margin() -
     # Without a limit, a rank's part of the host.
     whole, part = free(limit_bytes=None, extra_bytes=0), free(4, limit_bytes=None, extra_bytes=0)
     assert part == pytest.approx(whole / 4, rel=0.2)
+
+
+def test_ranks_that_are_shown_a_device_each_learn_what_to_do(monkeypatch) -> None:
+    """As Slurm's --gpus-per-task shows them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        ConfigError, match=r"CUDA device 3, by its local rank, and torch sees 1; where each rank is"
+    ):
+        placement.choose(torch.nn.Linear(1, 1), parse({"device": "cuda"}), Topology(3, 4, 3, 4))
