@@ -93,3 +93,26 @@ def load_cuda() -> ModuleType:
             f"zerobench's CUDA module does not load here: {error} (built because {_build_info.CUDA_REASON})"
         ) from error
     return _cuda
+
+
+def expect_kernels_for(device: str, name: str, *, major: int, minor: int) -> None:
+    """Raise Error where the CUDA module has no code for a device of this compute capability."""
+    from zerobench import _build_info
+
+    built_for = _build_info.CUDA_ARCHITECTURES
+    if not any(_runs_on(architecture, major, minor) for architecture in built_for):
+        raise errors.Error(
+            f"{device} ({name}) is of compute capability {major}.{minor} and zerobench's kernels were built for "
+            f"{', '.join(built_for)}; reinstall it with `CUDAARCHS={major}{minor} ZEROBENCH_CUDA=on pip install "
+            "--force-reinstall --no-deps .`"
+        )
+
+
+def _runs_on(architecture: str, major: int, minor: int) -> bool:
+    """Whether code for one of CMake's architectures does: machine code within its major version, PTX from its own
+    version on. What is no number ("native", "90a") is left to the driver."""
+    number, _, kind = architecture.partition("-")
+    if not number.isdigit():
+        return True
+    built_for = divmod(int(number), 10)
+    return built_for <= (major, minor) and (kind != "real" or built_for[0] == major)

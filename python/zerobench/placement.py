@@ -94,9 +94,11 @@ class CudaPlace(Place):
 
     def __init__(self, index: int) -> None:
         cuda = _native.load_cuda()
+        self.name = f"cuda:{index}"
+        info = cuda.device_info(index)
+        _native.expect_kernels_for(self.name, info.name, major=info.compute_major, minor=info.compute_minor)
         torch.cuda.set_device(index)
         torch.cuda.empty_cache()  # NCCL connects next, and asks the driver for memory only once
-        self.name = f"cuda:{index}"
         self._index = index
         self.device = cuda.make_device(index, on_out_of_memory=torch.cuda.empty_cache)
 

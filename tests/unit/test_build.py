@@ -249,6 +249,30 @@ def test_a_torch_of_another_minor_is_noticed_before_it_is_imported(monkeypatch) 
         _native.check_installation()
 
 
+@pytest.mark.parametrize(
+    ("built_for", "capabilities", "others"),
+    [
+        (("80-real", "90-real", "100"), [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)], [(7, 5)]),
+        (("86-real",), [(8, 6), (8, 9)], [(8, 0), (9, 0)]),
+        (("75-virtual",), [(7, 5), (9, 0)], [(7, 0)]),
+        (("90a-real",), [(9, 0), (7, 5)], []),  # left to the driver
+    ],
+)
+def test_a_gpu_that_the_kernels_were_not_built_for_is_named_with_the_cure(
+    monkeypatch, built_for, capabilities, others
+) -> None:
+    from zerobench import _build_info, _native
+
+    monkeypatch.setattr(_build_info, "CUDA_ARCHITECTURES", built_for)
+    for major, minor in capabilities:
+        _native.expect_kernels_for("cuda:0", "a GPU", major=major, minor=minor)
+    for major, minor in others:
+        with pytest.raises(
+            errors.Error, match=rf"cuda:0 \(a GPU\) .* {major}\.{minor} .* `CUDAARCHS={major}{minor} "
+        ):
+            _native.expect_kernels_for("cuda:0", "a GPU", major=major, minor=minor)
+
+
 def test_one_version_everywhere() -> None:
     import zerobench
     from zerobench import _build_info
