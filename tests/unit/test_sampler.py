@@ -38,6 +38,8 @@ def test_host_figures_are_sampled_until_the_end(tmp_path) -> None:
     assert found is not None and found.sample_num == len(samples)
     assert found.host_used_peak_bytes == max(sample["host_used_bytes"] for sample in samples)
     assert found.power_w is None and found.shared_gpus is None
+    alone = summarise(samples[:1], begin_s=start_s, gpu_num=0)
+    assert alone is not None and alone.cpu_pct is None
 
 
 def test_the_sampler_ends_with_the_command(tmp_path) -> None:
@@ -80,7 +82,7 @@ def sample(time_s: float, *gpus, **figures):
 
 def test_a_row_has_the_figures_of_its_own_gpus() -> None:
     samples = [
-        sample(10.05, gpu(utilisation_pct=3), gpu(utilisation_pct=5), gpu(utilisation_pct=77)),
+        sample(10.05, gpu(utilisation_pct=3), gpu(utilisation_pct=5), gpu(utilisation_pct=77), cpu_pct=99.0),
         sample(10.30, gpu(used_bytes=40, sm_clock_mhz=1500), gpu(power_w=700.0, temperature_c=60), gpu()),
         sample(10.40, gpu(utilisation_pct=None), gpu(shared=True), gpu(used_bytes=99), cpu_pct=40.0),
     ]
@@ -92,7 +94,7 @@ def test_a_row_has_the_figures_of_its_own_gpus() -> None:
     assert found.sm_clock_mhz == pytest.approx((5 * 1900 + 1500) / 6) and found.sm_clock_min_mhz == 1500
     assert found.temperature_peak_c == 60
     assert (found.power_cap_pct, found.thermal_limit_pct, found.other_limit_pct) == (100, 0, 0)
-    assert found.cpu_pct == pytest.approx(80 / 3)
+    assert found.cpu_pct == 30.0  # a reading is of the time since the one before it
     assert found.shared_gpus == [1]
 
 
@@ -139,7 +141,7 @@ def test_energy_is_read_when_the_driver_has_just_counted_it() -> None:
 
 
 def test_what_the_driver_does_not_know_is_null() -> None:
-    found = summarise([sample(1.0, None), sample(1.5, None, cpu_pct=None)], begin_s=0.0, gpu_num=1)
+    found = summarise([sample(1.0, None, cpu_pct=None), sample(1.5, None)], begin_s=0.0, gpu_num=1)
     assert found is not None
     assert found.gpu_utilisation_pct is None and found.power_w is None and found.shared_gpus is None
     assert found.power_cap_pct is None and found.thermal_limit_pct is None

@@ -106,7 +106,8 @@ def summarise(samples: Sequence[Sample], *, begin_s: float, gpu_num: int) -> Sam
         power_cap_pct=_limited_pct(gpus, "power_cap"),
         thermal_limit_pct=_limited_pct(gpus, "thermal"),
         other_limit_pct=_limited_pct(gpus, "other"),
-        cpu_pct=_over(fmean, samples, "cpu_pct"),
+        # A reading is since the sample before it; the first one's began before the window.
+        cpu_pct=_over(fmean, samples[1:], "cpu_pct"),
         host_used_peak_bytes=_over(max, samples, "host_used_bytes"),
         shared_gpus=shared if any(entry["shared"] is not None for entry in gpus) else None,
     )
