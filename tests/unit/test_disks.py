@@ -50,7 +50,7 @@ def test_a_slow_disk_is_a_warning_tuned_or_not(tmp_path, monkeypatch) -> None:
             write_settings(tmp_path / name, tuned, file=default_file())
     probed = []
     monkeypatch.setattr(disks, "probe", lambda paths, io: (probed.append(paths), rates(2e9))[1])
-    rows = swapping(*(tmp_path / name for name in found))
+    rows = swapping(*(tmp_path / name for name in found), strategies=("zero3", "fsdp2", "zero0"))
     slow, unknown = disks.disk_warnings(rows)
     assert probed == [[str(tmp_path / "unknown")]]
     count = rows[0].settings.parameter_count or 0
@@ -96,6 +96,9 @@ def test_what_moves_nothing_needs_no_probe_and_no_warning(tmp_path, monkeypatch)
     monkeypatch.setattr(disks, "probe", lambda paths, io: pytest.fail("probed"))
     assert disks.disk_warnings(swapping(tmp_path, host_memory_gib=64.0)) == []
     assert disks.disk_warnings(swapping(offloads=("none",))) == []
+    cannot = ("zero0", "fsdp2", "deepspeed2", "deepspeed3")  # on CPU ranks
+    assert disks.disk_warnings(swapping(tmp_path, strategies=cannot, offloads=("nvme",))) == []
+    assert disks.disk_warnings(swapping(tmp_path, strategies=("zero1",), offloads=("nvme_full",))) == []
 
 
 def test_folders_on_one_disk_are_told_and_count_once(tmp_path, monkeypatch) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zerobench.bench.mfu import likely_compute_s
 from zerobench.bench.names import OURS
 from zerobench.bench.storage import free_bytes, lockable_bytes
-from zerobench.bench.swap_plan import Swap, swap_of
+from zerobench.bench.swap_plan import Swap, may_swap, swap_of
 from zerobench.errors import Error
 from zerobench.io_settings import IoChoice, Rates, default_file, io_choice, settings_for, slow_path_warning
 from zerobench.report.words import MIB
@@ -88,7 +88,7 @@ def disk_warnings(
     """Of folders on one disk, and of disks whose transfers are likely to be the limit: as `tune io` found them, else
     probed now. ``gpu_name``: of each rank's."""
     warnings = []
-    swapping = [c for c in configurations if c.settings.offload in NVME_OFFLOADS]
+    swapping = list(filter(may_swap, configurations))
     for paths in dict.fromkeys(tuple(c.settings.nvme_paths) for c in swapping):
         rows = [c for c in swapping if tuple(c.settings.nvme_paths) == paths]
         swaps = [swap_of(row, host_ranks=host_ranks) for row in rows]

@@ -13,6 +13,7 @@ from zerobench.bench.names import OURS
 from zerobench.bench.swap_frames import LINE_NUMEL, PAGE_BYTES, STATE_BYTES, Frames, Swapping, round_up
 from zerobench.io_settings import io_choice
 from zerobench.report.words import GIB
+from zerobench.strategies.base import NVME_OFFLOADS
 
 if TYPE_CHECKING:
     from zerobench.bench.plan import Configuration
@@ -27,6 +28,17 @@ class Swap:
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     locked_bytes: float = 0.0
+
+
+def may_swap(configuration: Configuration) -> bool:
+    """Whether a row can have state on NVMe as it asks for, as far as names tell: built-in strategies that cannot are
+    skipped, and move nothing."""
+    strategy, settings = configuration.strategy, configuration.settings
+    if settings.offload not in NVME_OFFLOADS:
+        return False
+    if strategy in OURS:
+        return configuration.stage == 3 or (configuration.stage != 0 and settings.offload == "nvme")
+    return ":" in strategy or (strategy == "deepspeed3" and settings.device == "cuda")
 
 
 def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> Swap | None:
