@@ -110,9 +110,11 @@ class Disk:
             file_bytes = max(least * chunk_bytes, self._fitting_bytes(paths, settings[0].engine))
         self.chunk_num = file_bytes // chunk_bytes
         if self.chunk_num < least:
+            # Rounded down it would be refused again.
+            enough_gib = math.ceil(least * chunk_bytes / GIB * 1000) / 1000
             raise ConfigError(
-                f"--size-gib is too small for these settings: give {least * chunk_bytes / GIB:.3g} or more, or a "
-                "smaller --depth, --block-bytes or --chunk-mib"
+                f"--size-gib is too small for these settings: give {enough_gib:g} or more, or a smaller --depth, "
+                "--block-bytes or --chunk-mib"
             )
         self._files = self._core.IoBench(
             directories=[str(path) for path in paths], chunk_bytes=chunk_bytes, chunk_num=self.chunk_num
