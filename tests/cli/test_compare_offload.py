@@ -88,7 +88,7 @@ def test_what_needs_more_than_the_device_limit_is_oom(command) -> None:
     assert {name: row["status"] for name, row in rows.items()} == {"single": "oom", "zero0": "oom"}, (
         result.stderr
     )
-    assert "--device-memory-gib allows 0.002" in rows["zero0"]["error"]
+    assert " MiB of the device are needed and --device-memory-gib allows 2.05" in rows["zero0"]["error"]
     assert result.returncode == 1  # none is ok
 
 

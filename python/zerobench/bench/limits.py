@@ -7,10 +7,10 @@ from types import TracebackType
 
 import torch
 
+from zerobench.bench.fit import two_amounts
 from zerobench.bench.job import DeviceMemory
 from zerobench.bench.meters import CudaMeter, Meter
 from zerobench.errors import OutOfMemoryError
-from zerobench.report.words import GIB
 
 
 def judge_host(memory_bytes: Mapping[str, Mapping[str, int]], limit_bytes: int | None) -> None:
@@ -18,9 +18,9 @@ def judge_host(memory_bytes: Mapping[str, Mapping[str, int]], limit_bytes: int |
     --host-memory-gib."""
     held = sum(memory_bytes.get("host", {}).values())
     if limit_bytes is not None and held > limit_bytes:
+        held_text, limit_text = two_amounts(held, limit_bytes)
         raise MemoryError(
-            f"{held / GIB:.3g} GiB of host memory are held for offloaded state and --host-memory-gib leaves a rank "
-            f"{limit_bytes / GIB:.3g}"
+            f"{held_text} of host memory are held for offloaded state and --host-memory-gib leaves a rank {limit_text}"
         )
 
 
@@ -64,7 +64,5 @@ class DeviceLimit:
 
     def _exceeded(self, used_bytes: int) -> OutOfMemoryError:
         assert self._limit_bytes is not None
-        return OutOfMemoryError(
-            f"{used_bytes / GIB:.3g} GiB of the device are needed and --device-memory-gib allows "
-            f"{self._limit_bytes / GIB:.3g}"
-        )
+        needed, allowed = two_amounts(used_bytes, self._limit_bytes)
+        return OutOfMemoryError(f"{needed} of the device are needed and --device-memory-gib allows {allowed}")
