@@ -39,6 +39,10 @@ def test_offloaded_state_is_on_the_host_and_right(placed) -> None:
     assert row["name"] == "fsdp2_bf16_ranks2_bs2_sl32_offload-cpu_full"
     assert row["settings"]["host_memory_gib"] == 1 and plain["settings"]["host_memory_gib"] is None
     assert row["memory_bytes"]["host"] == plain["memory_bytes"]["device"]
+    kept = {name: held for name, held in row["memory_bytes"]["host"].items() if name != "gradients"}
+    assert row["peak_device_bytes"] == pytest.approx(
+        plain["peak_device_bytes"] - sum(kept.values()), rel=1e-3
+    )
     assert row["deviation"]["reference"] == "single"
     assert row["checksum"] == plain["checksum"]
     assert row["loss"] == plain["loss"]

@@ -175,7 +175,7 @@ def test_memory_is_without_the_batches_that_wait() -> None:
         def memory(self) -> DeviceMemory:
             return DeviceMemory(peak_bytes=100, allocated_bytes=60)
 
-    found = measure.step_memory(Weighed(), waiting_bytes=30)
+    found = measure.step_memory(Weighed(), elsewhere_bytes=30)
     assert (found.peak_bytes, found.allocated_bytes) == (70, 30)
 
 

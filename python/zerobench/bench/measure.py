@@ -44,6 +44,7 @@ def measure(
             strategy.step(batches)
         tick("measurement", 0)  # the message of a new phase, before anything is timed
         strategy.reset_counters()
+        offloaded_bytes = strategy.offloaded_tensor_bytes()
         host_peak_was_reset = reset_peak_host_bytes()
         began_s = time.time()
         step_times_ms, losses = timed_window(strategy, window, meter, tick)
@@ -53,7 +54,7 @@ def measure(
         )
     # Peaks end with the window: what follows is no training. Training would hold one step's batches at a time.
     waiting_bytes = waiting_batch_bytes([*warmup, *window, *profile], validation=validation)
-    memory = step_memory(meter, waiting_bytes=waiting_bytes)
+    memory = step_memory(meter, elsewhere_bytes=waiting_bytes + offloaded_bytes)
     peak_host = peak_host_bytes() if host_peak_was_reset else None
     moved_bytes = strategy.communication_bytes()
     memory_bytes = strategy.memory_bytes()
@@ -123,11 +124,12 @@ def energy_per_step(
     return (after_j - before_j) / steps_since_settle(warmup_num, window_num)
 
 
-def step_memory(meter: Meter, *, waiting_bytes: int) -> DeviceMemory:
-    """Of the window that was just stopped, without batches that wait for their step."""
+def step_memory(meter: Meter, *, elsewhere_bytes: int) -> DeviceMemory:
+    """Of the window that was just stopped, without what lay in the same memory throughout and belongs elsewhere:
+    batches that wait for their step, and what CPU ranks offload."""
     memory = meter.memory()
-    memory.peak_bytes -= waiting_bytes
-    memory.allocated_bytes -= waiting_bytes
+    memory.peak_bytes -= elsewhere_bytes
+    memory.allocated_bytes -= elsewhere_bytes
     return memory
 
 
@@ -149,7 +151,7 @@ def activations(
         return None
     meter.mark()
     meter.stop()
-    peak_bytes = step_memory(meter, waiting_bytes=waiting_bytes).peak_bytes
+    peak_bytes = step_memory(meter, elsewhere_bytes=waiting_bytes).peak_bytes
     return max(peak_bytes - strategy.memory_bytes()["device"]["parameters"], 0)
 
 

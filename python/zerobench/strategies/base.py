@@ -194,6 +194,11 @@ class Strategy(ABC):
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         """{tier: {category: bytes}} that this rank holds at peak, by the ledger's names."""
 
+    def offloaded_tensor_bytes(self) -> int:
+        """Bytes of offloaded state that this rank keeps throughout as torch's tensors on a CPU rank, whose allocator
+        counts them as the device's."""
+        return 0
+
     def communicator(self) -> str | None:
         """What moves this strategy's data between ranks ("shm", "gloo", "nccl", ...), None where nothing is moved."""
         return None

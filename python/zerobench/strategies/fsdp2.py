@@ -102,6 +102,12 @@ class FSDP2Strategy(PeerStrategy):
             return held
         return {"host": held["device"], "device": {"gradients": self._accumulated_bytes()}}
 
+    def offloaded_tensor_bytes(self) -> int:
+        if self.settings.offload == "none" or self.settings.device != "cpu":
+            return 0
+        held = super().memory_bytes()["device"]
+        return held["parameters"] + held["exp_avg"] + held["exp_avg_sq"]  # gradients come and go
+
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())
 
