@@ -83,19 +83,27 @@ def sample(time_s: float, *gpus, **figures):
 def test_a_row_has_the_figures_of_its_own_gpus() -> None:
     samples = [
         sample(10.05, gpu(utilisation_pct=3), gpu(utilisation_pct=5), gpu(utilisation_pct=77), cpu_pct=99.0),
-        sample(10.30, gpu(used_bytes=40, sm_clock_mhz=1500), gpu(power_w=700.0, temperature_c=60), gpu()),
-        sample(10.40, gpu(utilisation_pct=None), gpu(shared=True), gpu(used_bytes=99), cpu_pct=40.0),
+        sample(10.95, gpu(used_bytes=40, sm_clock_mhz=1500), gpu(power_w=90.0, temperature_c=60), gpu()),
+        sample(
+            11.40,
+            gpu(utilisation_pct=None),
+            gpu(shared=True, power_w=700.0),
+            gpu(used_bytes=99),
+            cpu_pct=40.0,
+        ),
     ]
     found = summarise(samples, begin_s=10.0, gpu_num=2)
     assert found is not None
     assert found.gpu_utilisation_pct == 90.0  # readings right after the beginning are about the time before
     assert found.gpu_used_peak_bytes == 40
-    assert found.power_w == pytest.approx((5 * 500 + 700) / 6) and found.power_peak_w == 700
+    assert (found.power_w, found.power_peak_w) == (600, 700)  # readings are means of the second before them
     assert found.sm_clock_mhz == pytest.approx((5 * 1900 + 1500) / 6) and found.sm_clock_min_mhz == 1500
     assert found.temperature_peak_c == 60
     assert (found.power_cap_pct, found.thermal_limit_pct, found.other_limit_pct) == (100, 0, 0)
     assert found.cpu_pct == 30.0  # a reading is of the time since the one before it
     assert found.shared_gpus == [1]
+    short = summarise(samples[:2], begin_s=10.0, gpu_num=2)
+    assert short is not None and short.power_w is None and short.power_peak_w is None
 
 
 def test_shares_of_samples_in_which_clocks_were_held_down() -> None:

@@ -30,6 +30,7 @@ GPU_INTERVAL_S = 0.25
 PROCESSES_INTERVAL_S = 1.0
 HOST_INTERVAL_S = 0.5
 DRIVER_PERIOD_S = 0.2  # the driver's utilisation covers about this long before it is read
+POWER_PERIOD_S = 1.0  # and its power, from Ampere on (but for A100)
 BUSY_PCT = 10
 HELD_BYTES = GIB
 
@@ -84,21 +85,20 @@ def summarise(samples: Sequence[Sample], *, begin_s: float, gpu_num: int) -> Sam
         return None
     by_gpu = [[sample["gpus"][gpu] for sample in samples if sample["gpus"][gpu]] for gpu in range(gpu_num)]
     gpus = [entry for entries in by_gpu for entry in entries]
-    # The first readings are still about the time before the window.
-    settled = [
-        sample["gpus"][gpu]
-        for sample in samples
-        if sample["time_s"] >= begin_s + DRIVER_PERIOD_S
-        for gpu in range(gpu_num)
-        if sample["gpus"][gpu]
-    ]
+
+    def settled(period_s: float) -> list[dict[str, Any]]:
+        """Without the first readings, which are still about the time before the window."""
+        within = [sample["gpus"] for sample in samples if sample["time_s"] >= begin_s + period_s]
+        return [entries[gpu] for entries in within for gpu in range(gpu_num) if entries[gpu]]
+
+    powers = settled(POWER_PERIOD_S)
     shared = [gpu for gpu, entries in enumerate(by_gpu) if any(entry["shared"] for entry in entries)]
     return Sampled(
         sample_num=len(samples),
-        gpu_utilisation_pct=_over(fmean, settled, "utilisation_pct"),
+        gpu_utilisation_pct=_over(fmean, settled(DRIVER_PERIOD_S), "utilisation_pct"),
         gpu_used_peak_bytes=_over(max, gpus, "used_bytes"),
-        power_w=_over(fmean, gpus, "power_w"),
-        power_peak_w=_over(max, gpus, "power_w"),
+        power_w=_over(fmean, powers, "power_w"),
+        power_peak_w=_over(max, powers, "power_w"),
         sm_clock_mhz=_over(fmean, gpus, "sm_clock_mhz"),
         sm_clock_min_mhz=_over(min, gpus, "sm_clock_mhz"),
         memory_clock_mhz=_over(fmean, gpus, "memory_clock_mhz"),
