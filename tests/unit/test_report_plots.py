@@ -162,6 +162,17 @@ def test_the_floor_is_no_point_of_speed_against_memory() -> None:
     assert drawn == sum(row.status == "ok" for row in gpus().rows) - 1
 
 
+def test_a_peak_of_the_very_first_step_is_no_point_of_speed_against_memory() -> None:
+    from zerobench.report.scatter import speed_memory_figure
+
+    results = sample()
+    for row in results.rows[1:]:
+        row.settings.warmup_steps, row.settings.num_steps = 0, 1
+    figure = speed_memory_figure(results)
+    assert figure is not None
+    assert sum(len(points.get_offsets()) for points in figure.axes[0].collections) == 1
+
+
 def test_a_tick_marks_a_peak_below_the_sum_of_its_categories() -> None:
     from zerobench.report.plots import memory_figure
 

@@ -15,10 +15,10 @@ from .rows import (
     by_workload,
     exceeds_noise,
     fastest,
+    has_peak,
     is_ranked,
     noise,
     row_labels,
-    saw_all_state,
     setting_text,
     step_rate,
     ties_with_fastest,
@@ -62,11 +62,6 @@ def _advise_on(rows: Sequence[Row]) -> list[str]:
         _basis_text(ranked),
     ]
     return [text for text in texts if text]
-
-
-def _has_peak(row: Row) -> bool:
-    """One that may be held against others'."""
-    return bool(row.peak_device_bytes) and saw_all_state(row)
 
 
 def _time_text(row: Row) -> str:
@@ -121,7 +116,7 @@ def _memory_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     best = fastest(rows)
     assert best is not None
     near = [
-        row for row in rows if _has_peak(row) and row.relative is not None and row.relative <= NEAR_FASTEST
+        row for row in rows if has_peak(row) and row.relative is not None and row.relative <= NEAR_FASTEST
     ]
     unclear = _noise_unknown(best, rows) or _too_noisy(_tied_with(best, rows))
     if not near or len(rows) == 1 or unclear:
@@ -196,7 +191,7 @@ def _little_saved_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
 
 def _smallest(rows: Sequence[Row]) -> Row | None:
     """Of the ranked ones."""
-    measured = [row for row in rows if is_ranked(row) and _has_peak(row)]
+    measured = [row for row in rows if is_ranked(row) and has_peak(row)]
     return min(measured, key=lambda row: (_peak(row), row.name), default=None)
 
 
@@ -214,7 +209,7 @@ def _is_faster(row: Row, other: Row) -> bool:
 
 def _offload_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     """What the smallest offloaded row saves and costs against itself without offload; or that nothing else fits."""
-    moved = [row for row in rows if is_ranked(row) and row.settings.offload != "none" and _has_peak(row)]
+    moved = [row for row in rows if is_ranked(row) and row.settings.offload != "none" and has_peak(row)]
     if not moved:
         return ""
     least = min(moved, key=lambda row: (row.peak_device_bytes or 0, row.relative or 0.0, row.name))
@@ -226,7 +221,7 @@ def _offload_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
         if refused and all(refused):
             return f"{labels[id(least)]} fits, with a peak of {peak}, where {least.strategy} without offload does not."
         return ""
-    if not kept.peak_device_bytes or not _has_peak(kept) or not kept.step_time_ms or not is_ranked(kept):
+    if not kept.peak_device_bytes or not has_peak(kept) or not kept.step_time_ms or not is_ranked(kept):
         return ""
     saved = 100.0 * (1.0 - least.peak_device_bytes / kept.peak_device_bytes)
     times = least.step_time_ms.median / kept.step_time_ms.median

@@ -125,6 +125,11 @@ def saw_all_state(row: Row) -> bool:
     return row.settings.warmup_steps + row.settings.num_steps > 1
 
 
+def has_peak(row: Row) -> bool:
+    """One that may be held against others'."""
+    return bool(row.peak_device_bytes) and saw_all_state(row)
+
+
 def fastest(rows: Sequence[Row]) -> Row | None:
     """The ranked row with the highest rate; equal ones by name, so that row order does not matter."""
     ranked = [row for row in rows if is_ranked(row)]

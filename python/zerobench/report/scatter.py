@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zerobench.bench.result import Results, Row
 
 from .plots import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
-from .rows import FLOOR, by_workload, row_labels, step_rate
+from .rows import FLOOR, by_workload, has_peak, row_labels, step_rate
 from .words import memory_unit
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def speed_memory_figure(results: Results) -> Figure | None:
 
 
 def _has_point(row: Row) -> bool:
-    measured = row.status == "ok" and step_rate(row) is not None and bool(row.peak_device_bytes)
+    measured = row.status == "ok" and step_rate(row) is not None and has_peak(row)
     return measured and row.strategy != FLOOR  # which has the rate of one GPU, and trains nothing
 
 
