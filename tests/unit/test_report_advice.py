@@ -84,6 +84,13 @@ def test_step_times_are_written_in_ms() -> None:
     ]  # fmt: skip
 
 
+def test_slow_rates_have_a_decimal_as_in_the_table() -> None:
+    results = chosen(zero1=(400_000.0, 800), zero3=(500_000.0, 800))
+    assert "zero1 is the fastest of 2 correct rows: 5.1 tokens/s (" in advise(results)[0]
+    results = chosen(zero1=(100_000.0, 800), zero3=(100_400.0, 800))
+    assert "tie as the fastest of 2 correct rows, 20.4 to 20.5 tokens/s" in advise(results)[0]
+
+
 def test_advice_names_one_where_the_difference_is_clear() -> None:
     results = sample()
     results.rows[4].step_time_ms = summarise([60.0, 60.5, 59.5, 60.2, 59.8, 60.0])

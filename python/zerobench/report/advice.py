@@ -25,7 +25,7 @@ from .rows import (
     workload_heads,
 )
 from .stats import FEWEST_SAMPLES, median, median_error
-from .words import all_ranks_text, bytes_text, count_text, join_words, memory_unit, ms_text
+from .words import all_ranks_text, bytes_text, count_text, join_words, memory_unit, ms_text, rate_text
 
 NEAR_FASTEST = 1.10  # memory is worth giving up this much time
 NOTABLE_SAVING_PCT = 2.0
@@ -65,8 +65,9 @@ def _advise_on(rows: Sequence[Row]) -> list[str]:
 
 
 def _time_text(row: Row) -> str:
-    assert row.step_time_ms is not None
-    return f"{step_rate(row):,.0f} tokens/s ({ms_text(row.step_time_ms.median)} a step)"
+    rate = step_rate(row)
+    assert row.step_time_ms is not None and rate is not None
+    return f"{rate_text(rate)} tokens/s ({ms_text(row.step_time_ms.median)} a step)"
 
 
 def _fastest_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
@@ -85,18 +86,15 @@ def _fastest_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     if not tied:
         return f"{labels[id(best)]} is the fastest of {len(rows)} correct rows: {_time_text(best)}."
     names = join_words([labels[id(row)] for row in (best, *tied)])
-    rates = sorted(rate for row in (best, *tied) if (rate := step_rate(row)) is not None)
+    found = sorted(rate for row in (best, *tied) if (rate := step_rate(row)) is not None)
+    rates = f"{rate_text(found[0])} to {rate_text(found[-1])} tokens/s"
     if _too_noisy(tied):
         error_pct = 100.0 * max(noise(row) or 0.0 for row in tied)
         return (
-            f"Too noisy to rank: {names} may each be the fastest of {len(rows)} correct rows, {rates[0]:,.0f} to "
-            f"{rates[-1]:,.0f} tokens/s with errors of up to {error_pct:.0f} %; measure more steps (--num-steps), on a "
-            "quieter machine."
+            f"Too noisy to rank: {names} may each be the fastest of {len(rows)} correct rows, {rates} with errors "
+            f"of up to {error_pct:.0f} %; measure more steps (--num-steps), on a quieter machine."
         )
-    return (
-        f"{names} tie as the fastest of {len(rows)} correct rows, {rates[0]:,.0f} to {rates[-1]:,.0f} tokens/s: "
-        "their differences are below the noise."
-    )
+    return f"{names} tie as the fastest of {len(rows)} correct rows, {rates}: their differences are below the noise."
 
 
 def _tied_with(best: Row, rows: Sequence[Row]) -> list[Row]:

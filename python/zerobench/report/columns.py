@@ -19,7 +19,7 @@ from .rows import (
     setting_word,
     varying_settings,
 )
-from .words import memory_unit
+from .words import memory_unit, rate_text
 
 ABSENT = "-"
 ALWAYS = 100  # shown though empty
@@ -134,8 +134,7 @@ def _right(spread: str, width: int) -> str:
 def _tokens_cell(row: Row) -> str | None:
     if row.tokens_per_s is None:
         return None
-    decimals = 0 if row.tokens_per_s >= 100 else 1
-    return f"{row.tokens_per_s:,.{decimals}f}" + ("" if row.comparable else " †")
+    return rate_text(row.tokens_per_s) + ("" if row.comparable else " †")
 
 
 def _relative_cell(row: Row) -> str | None:

@@ -49,6 +49,10 @@ def ms_text(value: float) -> str:
     return f"{value:.0f} ms" if value >= 1000 else f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
 
 
+def rate_text(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
 def all_ranks_text(rows: Sequence[Row]) -> str:
     """Such as "1 and 2 ranks"."""
     *fewer, most = sorted({row.settings.world_size for row in rows})
