@@ -1,7 +1,7 @@
 """Peers with a switch that their rows leave as it is, as strategies of one's own, to see what each is worth:
 
 PYTHONPATH=benchmarks python -m zerobench compare --model llama-1.3b --batch-size 4 --seq-length 2048 --precision bf16 \
-    --strategies fsdp2,peer_switches:FSDP2Groups,peer_switches:FSDP2Prefetch,mfsdp3,peer_switches:MegatronAverage,...
+    --strategies fsdp2,peer_switches:FSDP2Prefetch,mfsdp3,peer_switches:MegatronAverage,...
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zerobench.strategies import fsdp2
 from zerobench.strategies.base import ModelFactory
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.ddp import DDPMasterStrategy
@@ -22,27 +20,6 @@ from zerobench.strategies.deepspeed import DeepSpeed3Strategy
 from zerobench.strategies.fsdp2 import FSDP2Strategy
 from zerobench.strategies.megatron_fsdp import MegatronFSDP3Strategy
 from zerobench.strategies.shared import merge
-
-
-class FSDP2Groups(FSDP2Strategy):
-    """An embedding and a head that is not tied to it are groups of their own, as in torchtitan."""
-
-    name = "fsdp2_groups"
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        blocks = repeated_blocks
-
-        def with_ends(found: nn.Module) -> list[nn.Module]:
-            inputs: Any = found.get_input_embeddings()  # type: ignore[operator]
-            outputs: Any = found.get_output_embeddings()  # type: ignore[operator]
-            ends = [] if inputs.weight is outputs.weight else [inputs, outputs]
-            return ends[:1] + blocks(found) + ends[1:]
-
-        fsdp2.repeated_blocks = with_ends
-        try:
-            return super()._wrap(model)
-        finally:
-            fsdp2.repeated_blocks = blocks
 
 
 class FSDP2Prefetch(FSDP2Strategy):

@@ -1,4 +1,5 @@
-"""FSDP2 (fully_shard): every block a group of its own, the rest with the root."""
+"""FSDP2 (fully_shard): every block a group of its own, as is a large embedding or head that is not tied, as in
+torchtitan; the rest with the root."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from torch.distributed.fsdp import (
 
 from zerobench.models.materialise import materialise
 from zerobench.strategies.base import Batch, StrategySettings
-from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.shared import precision_dtype, torch_device
+from zerobench.units import find_units
 
 
 class FSDP2Strategy(PeerStrategy):
@@ -64,10 +65,10 @@ class FSDP2Strategy(PeerStrategy):
         mesh = init_device_mesh(self.settings.device, (self.settings.world_size,))
         shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": self._offload_policy()}
         device = torch_device(self.settings)
-        names = {module: name for name, module in model.named_modules()}
-        for block in repeated_blocks(model):
-            materialise(model, [names[block]], device=device)
-            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **shared)
+        units = find_units(model)  # those of our own stages
+        for name, module in zip(units.names[1:], units.modules[1:], strict=True):
+            materialise(model, [name], device=device)
+            fully_shard(module, reshard_after_forward=self.reshard_after_forward, **shared)
         materialise(model, device=device)
         # The root's parameters are needed first in backward, so they stay gathered after forward.
         self._root: FSDPModule = fully_shard(model, reshard_after_forward=False, **shared)
