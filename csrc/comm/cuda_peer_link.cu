@@ -13,6 +13,7 @@
 #include "comm/cuda_driver.h"
 #include "comm/cuda_shared_memory.h"
 #include "comm/cuda_watchdog.h"
+#include "comm/or_abort.h"
 #include "comm/shm_memory.h"
 #include "common/cuda_check.h"
 #include "common/error.h"
@@ -126,12 +127,14 @@ void set_error(Report& report, Outcome outcome, std::string_view text) {
 // A rank's row of flags, pinned for this process.
 class PinnedRow {
  public:
-  explicit PinnedRow(std::shared_ptr<shm::Mapping> mapping) : mapping_(std::move(mapping)) {
+  PinnedRow(std::shared_ptr<CudaDevice> device, std::shared_ptr<shm::Mapping> mapping)
+      : device_(std::move(device)), mapping_(std::move(mapping)) {
+    device_->bind_thread();
     ZB_CUDA(cudaHostRegister(mapping_->data(), mapping_->bytes(), cudaHostRegisterMapped));
   }
   PinnedRow(const PinnedRow&) = delete;
   PinnedRow& operator=(const PinnedRow&) = delete;
-  ~PinnedRow() { static_cast<void>(cudaHostUnregister(mapping_->data())); }
+  ~PinnedRow() { device_->unregister_host(mapping_->data()); }
 
   std::byte* data() const noexcept { return mapping_->data(); }
   std::byte* data_on_device() const {
@@ -141,6 +144,7 @@ class PinnedRow {
   }
 
  private:
+  std::shared_ptr<CudaDevice> device_;
   std::shared_ptr<shm::Mapping> mapping_;
 };
 
@@ -162,14 +166,13 @@ CudaPeerLink::CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Commun
       mesh_(control, timeout),
       flags_(std::make_unique<Flags>()) {
   const std::size_t row_bytes = round_up_to_page(PeerFlags::row_bytes(world_size_));
-  const shm::FileDescriptor own = shm::create_memfd(row_bytes);
+  const shm::FileDescriptor own = or_abort(control_, [&] { return shm::create_memfd(row_bytes); });
   const std::vector<shm::FileDescriptor> all = mesh_.exchange(own, next_number_++);
   std::vector<std::byte*> on_host;
   std::vector<std::byte*> on_device;
-  device_->bind_thread();
   for (int rank = 0; rank < world_size_; ++rank) {
     const shm::FileDescriptor& memfd = rank == rank_ ? own : all[static_cast<std::size_t>(rank)];
-    flags_->rows.push_back(std::make_unique<PinnedRow>(shm::Mapping::of_file(memfd, row_bytes)));
+    flags_->rows.push_back(std::make_unique<PinnedRow>(device_, shm::Mapping::of_file(memfd, row_bytes)));
     on_host.push_back(flags_->rows.back()->data());
     on_device.push_back(flags_->rows.back()->data_on_device());
   }
@@ -179,14 +182,12 @@ CudaPeerLink::CudaPeerLink(std::shared_ptr<CudaDevice> device, Lane lane, Commun
 
 CudaPeerLink::~CudaPeerLink() = default;
 
-std::shared_ptr<PeerMemory> CudaPeerLink::allocate(std::size_t bytes, std::string_view what) {
-  const std::size_t mapped_bytes = round_up(bytes, granularity_bytes_);
-  Report report{.bytes = mapped_bytes, .number = next_number_++};
-  MappedMemory mine;
-  shm::FileDescriptor descriptor;
+// Does a rank's part of an allocation. Where that fails on one rank, all of them raise what happened there.
+template <typename Part>
+void CudaPeerLink::agree(std::size_t bytes, std::uint64_t number, std::string_view what, const Part& part) {
+  Report report{.bytes = bytes, .number = number};
   try {
-    mine = MappedMemory::create(*device_, mapped_bytes, what);
-    descriptor = mine.handle().export_descriptor();
+    part();
   } catch (const OutOfMemoryError& error) {
     set_error(report, Outcome::kOutOfMemory, error.what());
   } catch (const std::exception& error) {
@@ -195,12 +196,25 @@ std::shared_ptr<PeerMemory> CudaPeerLink::allocate(std::size_t bytes, std::strin
   std::vector<Report> reports(static_cast<std::size_t>(world_size_));
   control_.exchange(std::as_bytes(std::span(&report, 1)), std::as_writable_bytes(std::span(reports)), what);
   check_reports(reports);
-  const std::vector<shm::FileDescriptor> theirs = mesh_.exchange(descriptor, report.number);
+}
+
+std::shared_ptr<PeerMemory> CudaPeerLink::allocate(std::size_t bytes, std::string_view what) {
+  const std::size_t mapped_bytes = round_up(bytes, granularity_bytes_);
+  const std::uint64_t number = next_number_++;
+  MappedMemory mine;
+  shm::FileDescriptor descriptor;
+  agree(mapped_bytes, number, what, [&] {
+    mine = MappedMemory::create(*device_, mapped_bytes, what);
+    descriptor = mine.handle().export_descriptor();
+  });
+  const std::vector<shm::FileDescriptor> theirs = mesh_.exchange(descriptor, number);
   std::vector<MappedMemory> parts(static_cast<std::size_t>(world_size_));
-  for (int rank = 0; rank < world_size_; ++rank) {
-    const auto index = static_cast<std::size_t>(rank);
-    parts[index] = rank == rank_ ? std::move(mine) : MappedMemory::import(*device_, mapped_bytes, theirs[index]);
-  }
+  agree(mapped_bytes, number, what, [&] {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      const auto index = static_cast<std::size_t>(rank);
+      parts[index] = rank == rank_ ? std::move(mine) : MappedMemory::import(*device_, mapped_bytes, theirs[index]);
+    }
+  });
   return std::make_shared<CudaPeerMemory>(device_, std::move(parts), mapped_bytes, overhead_);
 }
 

@@ -36,6 +36,8 @@ class CudaPeerLink final : public PeerLink {
  private:
   struct Flags;
 
+  template <typename Part>
+  void agree(std::size_t bytes, std::uint64_t number, std::string_view what, const Part& part);
   // Puts one memory operation for each peer into the lane, all together.
   template <typename Describe>
   void put_in_for_peers(const Describe& describe);

@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/or_abort.h"
 #include "comm/shm_socket.h"
 #include "comm/text.h"
 
@@ -37,10 +38,14 @@ struct Hello {
 
 DescriptorMesh::DescriptorMesh(Communicator& control, std::chrono::milliseconds timeout)
     : control_(control), timeout_(timeout), sockets_(static_cast<std::size_t>(control.world_size())) {
+  or_abort(control_, [&] { listen_and_connect(); });
+}
+
+void DescriptorMesh::listen_and_connect() {
   const FileDescriptor listener = shm::make_socket();
   const sockaddr_un any{.sun_family = AF_UNIX, .sun_path = {}};
   ZB_SYS(::bind(listener.get(), reinterpret_cast<const sockaddr*>(&any), sizeof(any.sun_family)));
-  ZB_SYS(::listen(listener.get(), control.world_size()));
+  ZB_SYS(::listen(listener.get(), control_.world_size()));
   connect(listener);
 }
 
@@ -90,9 +95,13 @@ void DescriptorMesh::connect(const FileDescriptor& listener) {
   }
 }
 
+void DescriptorMesh::check_control() const {
+  if (const auto cause = control_.poisoned()) throw CommunicationError(*cause);
+}
+
 void DescriptorMesh::keep_waiting(Patience& patience, int peer) const {
   patience.signals.look();
-  if (const auto cause = control_.poisoned()) throw CommunicationError(*cause);
+  check_control();
   if (Clock::now() < patience.deadline) return;
   throw CommunicationError(rank_text(control_.rank()) + " waited " + seconds_text(timeout_) + " for " +
                                (peer < 0 ? "its peers" : rank_text(peer)) + " to pass a file descriptor",
@@ -100,6 +109,10 @@ void DescriptorMesh::keep_waiting(Patience& patience, int peer) const {
 }
 
 std::vector<FileDescriptor> DescriptorMesh::exchange(const FileDescriptor& mine, std::uint64_t number) {
+  return or_abort(control_, [&] { return pass(mine, number); });
+}
+
+std::vector<FileDescriptor> DescriptorMesh::pass(const FileDescriptor& mine, std::uint64_t number) {
   Patience patience{Clock::now() + timeout_};
   const int rank = control_.rank();
   const int own_number = mine.get();
@@ -115,6 +128,7 @@ std::vector<FileDescriptor> DescriptorMesh::exchange(const FileDescriptor& mine,
     shm::Message message = shm::receive_message(sockets_[index], [&] { keep_waiting(patience, peer); });
     std::uint64_t theirs = 0;
     if (message.bytes.empty()) {
+      check_control();
       throw CommunicationError(
           rank_text(peer) + " died or left while ranks passed file descriptors (noticed by " + rank_text(rank) + ")",
           peer);

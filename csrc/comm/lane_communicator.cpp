@@ -8,6 +8,7 @@
 #include "comm/arguments.h"
 #include "comm/collective_history.h"
 #include "comm/lane_buffer.h"
+#include "comm/or_abort.h"
 #include "comm/solo_transport.h"
 #include "comm/spliced_slot.h"
 #include "comm/watchdog.h"
@@ -242,10 +243,7 @@ class LaneCommunicator final : public Communicator {
   void progress() override { check(); }
 
   void abort(std::string_view reason) noexcept override {
-    if (watched_->cause->set("rank " + std::to_string(rank()) + " aborted: " + std::string(reason), rank())) {
-      watched_->control->abort(reason);
-      wake();
-    }
+    if (watched_->give_up(reason)) wake();
   }
   // A peer that gave up says so over the control communicator before its lane is let go. What that lane then does looks
   // well to this rank's, so the peer's cause counts from then on, not from the watchdog's next turn.
@@ -304,9 +302,10 @@ class LaneCommunicator final : public Communicator {
     try {
       body();
     } catch (const std::exception& error) {
-      watched_->poison_for_failure(name.text(), error.what());
+      or_abort(*watched_->control, [&] { watched_->poison_for_failure(name.text(), error.what()); });
       wake();
       check();
+      throw;  // there was no memory to say so
     }
   }
 
@@ -355,12 +354,7 @@ std::unique_ptr<Communicator> make_connected_communicator(LaneOptions options,
     options.transport = std::make_unique<SoloTransport>(options.device, options.lane);
     return make_lane_communicator(std::move(options));
   }
-  try {
-    connect(options);
-  } catch (const std::exception& error) {
-    options.control->abort(error.what());  // or the peers would wait for this rank until their timeout
-    throw;
-  }
+  or_abort(*options.control, [&] { connect(options); });
   return make_lane_communicator(std::move(options));
 }
 

@@ -14,6 +14,7 @@
 #include "comm/cuda_ranks.h"
 #include "comm/cuda_shared_memory.h"
 #include "comm/lane_communicator.h"
+#include "comm/or_abort.h"
 #include "comm/peer_transport.h"
 #include "common/cuda_check.h"
 #include "common/error.h"
@@ -193,9 +194,11 @@ void connect(const std::shared_ptr<CudaDevice>& device, LaneOptions& options) {
 std::string peer_obstacle(const std::shared_ptr<CudaDevice>& device, Communicator& control,
                           std::chrono::milliseconds timeout) {
   if (control.world_size() == 1) return {};
-  const std::vector<RankDevice> ranks = meet(*device, control);
-  check_one_rank_a_gpu(ranks);
-  return obstacle_among(ranks, device, control, timeout);
+  return or_abort(control, [&] {
+    const std::vector<RankDevice> ranks = meet(*device, control);
+    check_one_rank_a_gpu(ranks);
+    return obstacle_among(ranks, device, control, timeout);
+  });
 }
 
 std::unique_ptr<Communicator> make_peer_communicator(PeerOptions options) {

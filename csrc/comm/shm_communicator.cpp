@@ -1,6 +1,8 @@
 #include "comm/shm_communicator.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <functional>
 #include <system_error>
 
@@ -133,7 +135,10 @@ class ShmCommunicator final : public Communicator {
   }
 
   void abort(std::string_view reason) noexcept override {
-    queue_->peers().poison(rank(), "rank " + std::to_string(rank()) + " aborted: " + std::string(reason));
+    std::array<char, kReasonBytes> text{};  // without memory that may be lacking
+    std::snprintf(text.data(), text.size(), "rank %d aborted: %.*s", rank(), static_cast<int>(reason.size()),
+                  reason.data());
+    queue_->peers().poison(rank(), text.data());
   }
 
   std::optional<CommunicationError> poisoned() const noexcept override { return queue_->peers().cause(); }
@@ -200,8 +205,19 @@ class ShmCommunicator final : public Communicator {
     }
   }
 
-  // One memfd made by rank 0 holds the parts of all ranks; each rank gives its own part memory, on its NUMA node.
   std::shared_ptr<Mapping> allocate_shared(std::size_t bytes, Category category) {
+    try {
+      return map_shared(bytes, category);
+    } catch (const OutOfMemoryError&) {
+      throw;  // on all ranks
+    } catch (const std::exception& error) {
+      abort(error.what());  // the peers wait for this rank's step
+      throw;
+    }
+  }
+
+  // One memfd made by rank 0 holds the parts of all ranks; each rank gives its own part memory, on its NUMA node.
+  std::shared_ptr<Mapping> map_shared(std::size_t bytes, Category category) {
     const std::size_t total_bytes = stride_of(bytes) * ranks();
     FileDescriptor memfd;
     agree(bytes, category, [&] {

@@ -18,19 +18,37 @@ constexpr std::chrono::milliseconds kDeathGrace{500};
 // A dead peer's connections break before its process counts as ended, which waits for the driver: to name it is better.
 constexpr std::chrono::milliseconds kFailureGrace{5000};
 constexpr std::chrono::seconds kCloseGrace{10};
+constexpr std::string_view kNoMemory = "no host memory is left to say what failed";
 
 }  // namespace
 
-void WatchedLane::poison(const std::string& reason, int fault_rank) noexcept {
+template <typename Reason>
+void WatchedLane::poison_with(int fault_rank, const Reason& reason) noexcept {
   try {
-    if (cause->set(reason, fault_rank)) control->abort(reason);
+    const std::string text = reason();
+    if (cause->set(text, fault_rank)) control->abort(text);
   } catch (const std::exception&) {
-    // No memory for the text: the peers notice at their timeout.
+    control->abort(kNoMemory);
   }
 }
 
+void WatchedLane::poison(const std::string& reason, int fault_rank) noexcept {
+  poison_with(fault_rank, [&] { return reason; });
+}
+
+bool WatchedLane::give_up(std::string_view reason) noexcept {
+  try {
+    if (!cause->set(rank_text(rank) + " aborted: " + std::string(reason), rank)) return false;
+  } catch (const std::exception&) {
+    // No memory for the text; the watchdog finds what the control communicator has of it.
+  }
+  control->abort(reason);
+  return true;
+}
+
 void WatchedLane::poison_for_dead(int dead, const std::string& operation) noexcept {
-  poison(rank_text(dead) + " died during " + operation + " (noticed by " + rank_text(rank) + ")", dead);
+  poison_with(dead,
+              [&] { return rank_text(dead) + " died during " + operation + " (noticed by " + rank_text(rank) + ")"; });
 }
 
 void WatchedLane::poison_for_failure(const std::string& operation, const std::string& failure) noexcept {
@@ -40,7 +58,7 @@ void WatchedLane::poison_for_failure(const std::string& operation, const std::st
     if (const auto theirs = control->poisoned()) return poison(theirs->what(), theirs->rank());
     std::this_thread::sleep_for(kTurn);
   }
-  poison(operation + " failed on " + rank_text(rank) + ": " + failure, -1);
+  poison_with(-1, [&] { return operation + " failed on " + rank_text(rank) + ": " + failure; });
 }
 
 // What is remembered from one turn to the next.

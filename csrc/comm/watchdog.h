@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 
 #include "comm/cause.h"
@@ -35,9 +36,16 @@ struct WatchedLane {
 
   // The first cause stays. Callable from any thread.
   void poison(const std::string& reason, int fault_rank) noexcept;
+  // This rank gives up. False where an earlier cause stays.
+  bool give_up(std::string_view reason) noexcept;
   void poison_for_dead(int dead, const std::string& operation) noexcept;
   // The transport said that an operation failed. Waits a while for a dead peer that would explain it.
   void poison_for_failure(const std::string& operation, const std::string& failure) noexcept;
+
+ private:
+  // `reason` makes the text.
+  template <typename Reason>
+  void poison_with(int fault_rank, const Reason& reason) noexcept;
 };
 
 class Watchdog {

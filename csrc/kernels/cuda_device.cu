@@ -154,7 +154,14 @@ void CudaDevice::register_host(std::byte* data, std::size_t bytes) {
   ZB_CUDA(code);
 }
 
-void CudaDevice::unregister_host(std::byte* data) noexcept { static_cast<void>(cudaHostUnregister(data)); }
+void CudaDevice::unregister_host(std::byte* data) noexcept {
+  try {
+    bind_thread();  // on another device's thread that one would get a context, and an error
+    static_cast<void>(cudaHostUnregister(data));
+  } catch (const std::exception&) {
+    // The driver is on its way out, or this is a forked child.
+  }
+}
 
 void CudaDevice::cast(Lane lane, void* destination, DType destination_dtype, const void* source, DType source_dtype,
                       std::size_t numel) {

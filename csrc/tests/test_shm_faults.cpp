@@ -435,6 +435,36 @@ TEST(ShmRendezvous, ARankThatMayOpenTooFewFilesSaysSo) {
   EXPECT_NE(of_peer.find("rank 0 died or left while ranks connected"), std::string::npos) << of_peer;
 }
 
+#if !defined(__SANITIZE_ADDRESS__)
+// The sanitizer of undefined behaviour opens files to look at an exception, too.
+TEST(ShmFaults, ARankThatMayOpenTooFewFilesForAnAllocationTellsTheOthers) {
+  const std::string rendezvous = unique_rendezvous();
+  std::string of_peer;
+  std::thread peer([&] {
+    const auto comm = make_shm_communicator(options_of(0, 2, rendezvous));
+    of_peer = communication_error([&] { shared(*comm, 400); });
+  });
+  EXPECT_TRUE(test::holds_in_child([&] {
+    const auto comm = make_shm_communicator(options_of(1, 2, rendezvous));
+    const int next = ::dup(STDERR_FILENO);
+    ::close(next);
+    rlimit before{};
+    EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+    const rlimit few{static_cast<rlim_t>(next), before.rlim_max};
+    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+    try {
+      shared(*comm, 400);
+    } catch (const IoError& error) {
+      EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);  // sanitizers open files too
+      return error.code().value() == EMFILE;
+    }
+    return false;
+  }));
+  peer.join();
+  EXPECT_NE(of_peer.find("ulimit -n"), std::string::npos) << of_peer;
+}
+#endif
+
 TEST(ShmRendezvous, OneNameServesOneCommunicatorAfterAnother) {
   const std::string rendezvous = unique_rendezvous() + std::string(300, 'x');
   std::vector<std::thread> threads;
