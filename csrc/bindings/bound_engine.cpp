@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "bindings/bindings.h"
+#include "comm/or_abort.h"
 #include "zero/torch_parameter.h"
 
 namespace py = pybind11;
@@ -16,6 +17,8 @@ BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> 
                          const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
                          const py::object& reduce_communicator, const std::string& device, DeviceParts parts,
                          const py::object& materialise) {
+  auto gather = take_communicator(gather_communicator);
+  auto reduce = take_communicator(reduce_communicator);
   EngineModel model;
   unit_num_ = unit_names.size();
   model.unit_names = std::move(unit_names);
@@ -34,7 +37,7 @@ BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> 
                                 .trainable = argument.trainable,
                                 .param_group = argument.param_group,
                                 .unit = argument.unit});
-    model.bindings.push_back(make_torch_parameter(argument.name, argument.tensor, device));
+    or_abort(*reduce, [&] { model.bindings.push_back(make_torch_parameter(argument.name, argument.tensor, device)); });
   }
   for (const auto& binding : model.bindings) bindings.push_back(binding.get());
   if (!materialise.is_none()) {
@@ -52,8 +55,6 @@ BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> 
     memory_ = std::make_shared<TorchMemory>(device);
     with_memory.allocate_in_compute = [memory = memory_](std::size_t bytes) { return memory->allocate(bytes); };
   }
-  auto gather = take_communicator(gather_communicator);
-  auto reduce = take_communicator(reduce_communicator);
   const py::gil_scoped_release release;
   engine_ =
       std::make_shared<Engine>(with_memory, std::move(model), std::move(parts), std::move(gather), std::move(reduce));

@@ -1,5 +1,9 @@
 // The engine when things go wrong on a rank: exceptions in forwards and backwards, memory that runs out, gradients that
 // are not finite, calls at the wrong moment.
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+
 #include "engine_steps.h"
 #include "engine_support.h"
 
@@ -328,6 +332,103 @@ TEST_P(EngineFaults, AReplacedStorageIsFoundAndNamed) {
   for (const std::exception_ptr& error : errors) {
     EXPECT_NE(message_of(error).find("'b.weight'"), std::string::npos) << message_of(error);
   }
+}
+
+// The error comes in front of what peers wait for and behind it, with units in the order recorded and in another.
+TEST_P(EngineFaults, AReplacedStorageOfOneRankLeavesNobodyWaiting) {
+  if (stage_policy(options().stage, world_size()).parameters != Placement::kSharded)
+    GTEST_SKIP() << "ranks do not meet in forwards";
+  const Values master = same_on_all(options(), [&](ToyRank& toy) {
+    for (int step = 0; step < 2; ++step) {
+      const bool replaces = toy.rank() == 0;
+      toy.tensor(4).intact = !replaces;  // of unit 2
+      if (replaces) {
+        EXPECT_THROW(toy.forward({2, 1, 3, 4}), StateError);
+        toy.engine().abandon_forward();
+        toy.forward({1, 3, 4});
+      } else {
+        toy.failing_forward(kUnits);
+        toy.forward(kUnits);
+      }
+      toy.tensor(4).intact = true;
+      toy.backward(kReversed);
+      toy.start_step();
+    }
+    return toy.state(FullState::kMaster);
+  });
+  EXPECT_EQ(master, test::reference_master(world_size(), 2));
+}
+
+TEST_P(EngineFaults, AStoreThatOneRankCannotMakeEndsAll) {
+  std::atomic<int> num{0};
+  ToyOptions with = options();
+  with.make_store = [&](Ledger* ledger, const DeviceParts& parts) {
+    if (num++ % world_size() == 0) throw IoError(ENOENT, "no such folder of swap files");
+    return make_device_store(ledger, parts);
+  };
+  for (const std::exception_ptr& error : try_ranks(with, [](ToyRank&) {})) {
+    EXPECT_NE(message_of(error).find("no such folder"), std::string::npos) << message_of(error);
+  }
+}
+
+TEST_P(EngineFaults, WhatARankLacksMemoryForAloneEndsAllAtOnce) {
+  const std::vector<std::size_t> all{0, 1, 2, 3, 4};
+  const auto broadcast = [](ToyRank& toy) {
+    std::vector<std::byte> bytes(1 << 10);
+    toy.engine().broadcast(bytes.data(), bytes.size());
+  };
+  const auto end_of_forward = [](ToyRank& toy) {  // what is pinned is received beside it
+    toy.engine().begin_forward(true);
+    toy.engine().end_forward();
+  };
+  const auto end_of_backward = [](ToyRank& toy) {
+    toy.engine().begin_backward(true);
+    toy.engine().end_backward();
+  };
+  for (std::uint32_t number = 0; number < options().lane_schedule_num; ++number) {
+    if (world_size() == 1 || test::lane_collectives(number) != test::LaneCollectives::kMet) continue;
+    std::vector<std::function<void(ToyRank&)>> calls{broadcast};
+    if (options().stage == ZeroStage::kZero3) calls.insert(calls.end(), {end_of_forward, end_of_backward});
+    for (const auto& call : calls) {
+      std::atomic<int> num{0};
+      test::run_in_lanes(options(), number, [&](ToyRank& toy) {
+        const ScopeExit through([&] { ++num; });
+        const bool lacks = toy.rank() == 0;
+        std::string message;
+        try {
+          toy.train();
+          toy.engine().gather(all);
+          toy.lanes().set_full(lacks);
+          for (int round = 0; round < 3; ++round) call(toy);
+        } catch (const OutOfMemoryError&) {
+          EXPECT_TRUE(lacks);
+          toy.lanes().set_full(false);
+          while (num < world_size() - 1) toy.linger(std::chrono::microseconds(100));
+          message = test::communication_error([&] { call(toy); });
+        } catch (const CommunicationError& error) {
+          message = error.what();
+          EXPECT_FALSE(lacks);
+        }
+        EXPECT_NE(message.find("rank 0 aborted: no memory is left"), std::string::npos) << message;
+      });
+    }
+  }
+}
+
+TEST(LoneEngine, LoadsAStateForWhichItLackedMemoryBefore) {
+  const auto read = [](FullState, std::size_t parameter, float* values) {
+    std::fill_n(values, toy_parameters()[parameter].numel, 0.5F);
+  };
+  ToyOptions options;
+  options.stage = ZeroStage::kZero3;
+  test::run_in_lanes(options, 0, [&](ToyRank& toy) {
+    toy.lanes().set_full(true);
+    EXPECT_THROW(toy.engine().write_full_state({}, read), OutOfMemoryError);
+    EXPECT_THROW(toy.engine().begin_forward(true), StateError);
+    toy.lanes().set_full(false);
+    toy.engine().write_full_state({}, read);
+    toy.train();
+  });
 }
 
 TEST_P(EngineFaults, TheLedgerIsBackToItsLevelAfterEveryStep) {

@@ -22,18 +22,21 @@ void Engine::begin_forward(bool train) {
 }
 
 void Engine::end_forward() {
-  enter([&] {
-    const ScopeExit over([this] { end_pass_ranges(); });
-    publish_all();  // peers may use what this rank did not
-    gathers_->end_pass();
-  });
+  enter([&] { end_open_forward(); });
 }
 
 void Engine::abandon_forward() {
   enter_torn([&] {
     if (!gathers_->in_pass() || gathers_->pass_kind() == PassKind::kBackward) return;
-    const ScopeExit over([this] { end_pass_ranges(); });
     if (gathers_->pass_kind() == PassKind::kTrainForward) reduces_->abandon_forward();
+    end_open_forward();
+  });
+}
+
+// Peers may use what this rank did not.
+void Engine::end_open_forward() {
+  const ScopeExit over([this] { end_pass_ranges(); });
+  or_abort([&] {
     publish_all();
     gathers_->end_pass();
   });
@@ -137,7 +140,7 @@ void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> grou
     }
     await_gathers_of_forward();
     gathers_->begin_pass(PassKind::kBackward);
-    try {
+    or_leave_backward([&] {
       in_backward_.start(device(), "backward");
       drop_offers();
       for (Unit& unit : units_) unit.missed_update = unit.is_updating;
@@ -149,12 +152,7 @@ void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> grou
         // No hook asks for the root's parameters; an earlier backward may have resharded them.
         if (units_[index].is_root) gathers_->use(index);
       }
-    } catch (const Interrupted&) {
-      throw;  // the engine ends with it
-    } catch (...) {
-      leave_backward();
-      throw;
-    }
+    });
   });
 }
 
@@ -190,20 +188,11 @@ void Engine::throw_missed(const Unit& unit) {
 void Engine::end_backward() {
   enter([&] {
     const ScopeExit over([this] { end_pass_ranges(); });
-    try {
-      gathers_->end_pass();
+    or_leave_backward([&] {
+      or_abort([&] { gathers_->end_pass(); });
       reduces_->end_backward();
       finish_updates_in_backward();
-    } catch (const CommunicationError&) {
-      reduces_->drop_backward();
-      throw;
-    } catch (const Interrupted&) {
-      reduces_->drop_backward();
-      throw;
-    } catch (...) {  // of this rank alone: the others are not left waiting
-      leave_backward();
-      throw;
-    }
+    });
     gathers_->release_all();
   });
 }
@@ -218,13 +207,24 @@ void Engine::leave_backward() {
     end_pass_ranges();
   });
   try {
-    gathers_->end_pass();
-    reduces_->abort_backward();
+    or_abort([&] {
+      gathers_->end_pass();
+      reduces_->abort_backward();
+    });
   } catch (...) {
     reduces_->drop_backward();
     throw;
   }
   gathers_->release_all();
+}
+
+// The first error is the one to report.
+void Engine::leave_failed_backward() {
+  try {
+    leave_backward();
+  } catch (const std::exception& error) {
+    note(error);
+  }
 }
 
 void Engine::make_gradient_shards(Unit& unit) {
@@ -315,6 +315,21 @@ void Engine::reset_counters() {
   ledger_.reset_peaks();
 }
 
+bool Engine::ends_engine(const std::exception& error) noexcept {
+  return dynamic_cast<const CommunicationError*>(&error) != nullptr ||
+         dynamic_cast<const Interrupted*>(&error) != nullptr;
+}
+
+void Engine::note(const std::exception& error) {
+  if (const auto* const communication = dynamic_cast<const CommunicationError*>(&error)) {
+    fail(*communication);
+  } else if (const auto* const interrupt = dynamic_cast<const Interrupted*>(&error)) {
+    fail(cause_of(*interrupt));
+  } else {
+    fail_with_store();
+  }
+}
+
 // One communicator may notice what the other has yet to find out, and the peers wait on either.
 void Engine::fail(const CommunicationError& error) noexcept {
   failure_ = error;
@@ -330,7 +345,7 @@ CommunicationError Engine::cause_of(const Interrupted& interrupt) const {
 
 // Where the store has ended for good: the peers would wait for updates that never come.
 void Engine::fail_with_store() noexcept {
-  store_failure_ = store_->failure();
+  store_failure_ = store_ ? store_->failure() : nullptr;
   if (!store_failure_) return;
   try {
     std::rethrow_exception(store_failure_);

@@ -228,17 +228,39 @@ class Engine {
     if (store_failure_) std::rethrow_exception(store_failure_);
     try {
       return body();
-    } catch (const CommunicationError& error) {
-      fail(error);
-      throw;
-    } catch (const Interrupted& interrupt) {
-      fail(cause_of(interrupt));
-      throw;
-    } catch (const std::exception&) {
-      fail_with_store();
+    } catch (const std::exception& error) {
+      note(error);
       throw;
     }
   }
+  // What all ranks do: the peers of one that fails at it alone wait for its part, and learn why it does not come.
+  template <typename Body>
+  auto or_abort(const Body& body) -> decltype(body()) {
+    try {
+      return body();
+    } catch (const std::exception& error) {
+      if (world_size() > 1 && !ends_engine(error)) abort(error.what());
+      throw;
+    }
+  }
+  // A part of a backward. One that fails on this rank alone is left, so that peers can end theirs.
+  template <typename Body>
+  void or_leave_backward(const Body& body) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      if (ends_engine(error)) {
+        reduces_->drop_backward();
+      } else {
+        leave_failed_backward();
+      }
+      throw;
+    }
+  }
+  // Whether no rank can go on behind it, which note() tells them.
+  static bool ends_engine(const std::exception& error) noexcept;
+  // An error of a call, which may be one that ends this rank's later calls, and those of the peers.
+  void note(const std::exception& error);
   void fail(const CommunicationError& error) noexcept;
   // What later calls and the peers raise.
   CommunicationError cause_of(const Interrupted& interrupt) const;
@@ -250,7 +272,9 @@ class Engine {
   void reserve_store();
   void build_norms();
   void make_gradient_shards(Unit& unit);
+  void end_open_forward();
   void leave_backward();
+  void leave_failed_backward();
   void start_backward_range(Unit& unit);
   void end_pass_ranges() noexcept;
   void await_gathers_of_forward();

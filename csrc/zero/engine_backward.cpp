@@ -46,9 +46,10 @@ void Engine::begin_updates(bool last, std::span<const AdamHyperparameters> group
   for (const AdamHyperparameters& group : groups) updates.rows.push_back(make_adam_scalars(group, step, 1.0F));
   const double divisor = static_cast<double>(world_size()) * static_cast<double>(reduces_->window_backwards() + 1);
   const StepScalars scalars{.factor = static_cast<float>(1.0 / divisor)};
-  if (scalars.factor != std::exchange(updates.factor, scalars.factor)) {
+  if (scalars.factor != updates.factor) {
     device().upload(updates.scalars.data(), &scalars, sizeof(scalars));
     std::memcpy(updates.scalars_on_host.get(), &scalars, sizeof(scalars));
+    updates.factor = scalars.factor;
   }
   updates.is_on = true;
 }

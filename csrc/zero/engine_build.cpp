@@ -26,20 +26,13 @@ Engine::Engine(const EngineOptions& options, EngineModel model, DeviceParts part
       reduce_communicator_(std::move(reduce_communicator)),
       policy_(stage_policy(options.stage, reduce_communicator_->world_size(), options.parameters_away)),
       parts_(std::move(parts)),
-      store_(options.make_store(&ledger_, parts_)),
       scaler_(options.loss_scale) {
-  try {
-    build(model);
-  } catch (const CommunicationError&) {
-    throw;
-  } catch (const std::exception& error) {
-    abort(error.what());  // the peers wait for this rank's part of what is built
-    throw;
-  }
+  enter([&] { or_abort([&] { build(model); }); });
 }
 
 void Engine::build(EngineModel& model) {
   const EngineOptions& options = options_;
+  store_ = options.make_store(&ledger_, parts_);
   store_->set_timeline(&timeline_);
   ZB_EXPECT(options.accumulation_steps >= 1, "gradient_accumulation_steps must be at least 1");
   ZB_EXPECT(!options.optimizer_in_backward || (options.clip == 0.0 && !options.loss_scale.enabled),

@@ -32,12 +32,8 @@ void Engine::read_full_state(FullState kind, const VisitState& visit) {
   enter([&] {
     expect_no_updates();
     finish_updates();
-    try {
-      assemble_full_state(kind, visit);
-    } catch (const std::exception& error) {
-      if (world_size() > 1 && state_sharded()) abort(error.what());  // the peers wait for this rank's part
-      throw;
-    }
+    if (!state_sharded()) return assemble_full_state(kind, visit);  // every rank for itself
+    or_abort([&] { assemble_full_state(kind, visit); });
   });
 }
 
@@ -112,14 +108,11 @@ double Engine::place_state(double fitting_share) {
                                    "what fits on the device");
     const double fitting = std::clamp(*std::min_element(all.begin(), all.end()), 0.0, 1.0);
     const double share = 1.0 - std::floor(fitting * kSteps) / kSteps;
-    try {
+    or_abort([&] {
       store_->choose_share(share);
       if (world_size() > 1) reduce_communicator_->barrier("the store's memory");
       store_->take_share();
-    } catch (const std::exception& error) {
-      abort(error.what());  // peers that have room do not wait for this rank
-      throw;
-    }
+    });
     return share;
   });
 }
@@ -160,12 +153,7 @@ void Engine::write_full_state(const FullStateFacts& facts, const ReadState& read
       // Of a step that this state takes the place of.
     }
     is_torn_ = true;  // until all of it is there
-    try {
-      take_full_state(facts, read);
-    } catch (const std::exception& error) {
-      abort(error.what());  // the peers wait for this rank's part
-      throw;
-    }
+    or_abort([&] { take_full_state(facts, read); });
     is_torn_ = false;
   });
 }
@@ -233,7 +221,7 @@ void Engine::exchange(std::span<const std::byte> mine, std::span<std::byte> all)
 }
 
 void Engine::broadcast(std::byte* data, std::size_t bytes) {
-  enter([&] { broadcast_bytes(data, bytes); });
+  enter([&] { or_abort([&] { broadcast_bytes(data, bytes); }); });
 }
 
 void Engine::broadcast_bytes(std::byte* data, std::size_t bytes) {
@@ -262,18 +250,14 @@ bool Engine::settle_parameters() {
 void Engine::gather(const std::vector<std::size_t>& units) {
   enter([&] {
     expect_no_updates();
+    ZB_EXPECT_STATE(!gathers_->in_pass(),
+                    "engine.gather() cannot be called inside a " + std::string(pass_kind_name(gathers_->pass_kind())));
     finish_updates();
   });
   quiesce();  // the caller may write
   enter([&] {
-    try {
-      gathers_->gather(units);
-    } catch (const StateError&) {
-      throw;  // every rank's own, in front of any gather or behind all of them
-    } catch (const std::exception& error) {
-      if (world_size() > 1 && parameters_sharded()) abort(error.what());  // the peers wait for this rank's part
-      throw;
-    }
+    if (parameters_sharded()) or_abort([&] { gathers_->gather(units); });
+    gathers_->pin(units);
   });
 }
 
@@ -283,12 +267,9 @@ void Engine::end_gather(const std::vector<std::size_t>& units, int modifier_rank
                                                 " is not below the world size " + std::to_string(world_size()));
     const ScopeExit over([&] { gathers_->unpin(units); });
     if (modifier_rank >= 0) {
-      try {
+      or_abort([&] {
         for (const std::size_t unit : units) write_back(units_[unit], modifier_rank);
-      } catch (const std::exception& error) {
-        if (world_size() > 1) abort(error.what());  // the peers wait for this rank's part
-        throw;
-      }
+      });
     }
     if (device().is_async()) check_communicators();  // what the host has read in the block may come of aborted lanes
   });

@@ -166,15 +166,17 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
         backward_updates_.is_on = false;
       });
       settle_step();
-      if (!backward_updates_.is_on) finish_updates();
-      exchange_reports(groups);
-      combine_norm();
-      gathers_->release_all();
-      if (backward_updates_.is_on) {
-        publish_updates();
-      } else {
-        update(groups);
-      }
+      or_abort([&] {
+        if (!backward_updates_.is_on) finish_updates();
+        exchange_reports(groups);
+        combine_norm();
+        gathers_->release_all();
+        if (backward_updates_.is_on) {
+          publish_updates();
+        } else {
+          update(groups);
+        }
+      });
     }
     if (!device().is_async()) settle_step();
   });

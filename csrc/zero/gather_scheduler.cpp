@@ -83,6 +83,7 @@ void GatherScheduler::use(std::size_t unit_index) {
     const auto found = std::find(order.begin() + static_cast<std::ptrdiff_t>(cursor_), order.end(), unit_index);
     if (found == order.end()) {
       get_unexpected(unit_index);
+      expect_intact(unit);
       return;
     }
     start_through(static_cast<std::size_t>(found - order.begin()));
@@ -99,6 +100,7 @@ void GatherScheduler::use(std::size_t unit_index) {
   pass_.gathered.push_back(unit_index);
   prefetch();
   wait_gather(unit_index);
+  expect_intact(unit);
 }
 
 void GatherScheduler::start_through(std::size_t position) {
@@ -208,9 +210,7 @@ void GatherScheduler::get_unexpected(std::size_t unit_index) {
   drop_prefetched_before(SIZE_MAX);
   finish_agreement();
   cursor_ = sequence().size();  // one that was adopted just now is for later passes
-  while (units_[unit_index].parameter_state == ParameterState::kSharded) {
-    serve_wishes(agree(pass_, static_cast<std::int32_t>(unit_index)));
-  }
+  serve_wishes(agree(pass_, static_cast<std::int32_t>(unit_index)));
 }
 
 std::vector<GatherMessage> GatherScheduler::agree(const Pass& pass, std::int32_t wish) {

@@ -85,9 +85,10 @@ class GatherScheduler {
   bool in_pass() const noexcept { return in_pass_; }
   PassKind pass_kind() const noexcept { return pass_.kind; }
 
-  // Explicit gathers, outside passes, called alike on all ranks. A gathered unit stays unsharded until unpinned. Where
-  // parameters are replicated only the pins count.
+  // Explicit gathers, outside passes, called alike on all ranks. A gathered unit that is pinned stays unsharded until
+  // unpinned. Where parameters are replicated only the pins count.
   void gather(const std::vector<std::size_t>& units);
+  void pin(const std::vector<std::size_t>& units);
   void unpin(const std::vector<std::size_t>& units);
   void release(std::size_t unit);
   void release_all();
@@ -150,9 +151,13 @@ class GatherScheduler {
   void wait_own_parts(Unit& unit);
   bool leave_spliced_slot(std::size_t unit);
   void drop_gather(Unit& unit) noexcept;
+  static void drop_gathered(Unit& unit) noexcept;
+  bool is_intact(const Unit& unit) const;
+  void expect_intact(const Unit& unit) const;
   // Into a spliced slot, where the unit is and the caller does not mind.
   void start_gather(std::size_t unit, bool spliced = true);
   void serve(std::size_t unit);  // takes part in a gather whose result this rank does not need, if others need it to
+  // A unit that is not intact comes out sharded: it is an error where it is used, behind all that peers wait for here.
   void wait_gather(std::size_t unit);
   void wait_works(const Unit& unit, std::span<const WorkPtr> works);
   void attach(std::size_t unit);

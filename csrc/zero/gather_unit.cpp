@@ -157,11 +157,24 @@ void GatherScheduler::wait_gather(std::size_t unit_index) {
   wait_works(unit, unit.gathering);
   unit.gathering.clear();
   wait_own_parts(unit);
+  if (!is_intact(unit)) return drop_gathered(unit);
+  unit.set_parameter_state(ParameterState::kUnsharded);
+  attach(unit_index);
+}
+
+bool GatherScheduler::is_intact(const Unit& unit) const {
+  return std::all_of(unit.flats.begin(), unit.flats.end(), [&](const FlatBuffer& flat) {
+    return std::all_of(flat.parameters.begin(), flat.parameters.end(),
+                       [&](std::size_t index) { return parameters_[index].binding->intact(); });
+  });
+}
+
+// Of a unit that was gathered.
+void GatherScheduler::expect_intact(const Unit& unit) const {
+  if (unit.parameter_state == ParameterState::kUnsharded) return;
   for (const FlatBuffer& flat : unit.flats) {
     for (const std::size_t index : flat.parameters) check_intact(parameters_[index]);
   }
-  unit.set_parameter_state(ParameterState::kUnsharded);
-  attach(unit_index);
 }
 
 void GatherScheduler::wait_works(const Unit& unit, std::span<const WorkPtr> works) {
@@ -182,19 +195,22 @@ void GatherScheduler::attach(std::size_t unit_index) {
 }
 
 void GatherScheduler::gather(const std::vector<std::size_t>& units) {
-  ZB_EXPECT_STATE(!in_pass_, "engine.gather() cannot be called inside a " + std::string(pass_kind_name(pass_.kind)));
-  if (options_.sharded) {
-    try {
-      for (const std::size_t unit : units) {
-        const bool is_needed = leave_spliced_slot(unit);
-        start_gather(unit, false);
-        units_[unit].needed_for_backward = is_needed;
-      }
-      for (const std::size_t unit : units) wait_gather(unit);
-    } catch (...) {
-      for (const std::size_t unit : units) drop_gather(units_[unit]);
-      throw;
+  try {
+    for (const std::size_t unit : units) {
+      const bool is_needed = leave_spliced_slot(unit);
+      start_gather(unit, false);
+      units_[unit].needed_for_backward = is_needed;
     }
+    for (const std::size_t unit : units) wait_gather(unit);
+  } catch (...) {
+    for (const std::size_t unit : units) drop_gather(units_[unit]);
+    throw;
+  }
+}
+
+void GatherScheduler::pin(const std::vector<std::size_t>& units) {
+  for (const std::size_t unit : units) {
+    if (options_.sharded) expect_intact(units_[unit]);
   }
   for (const std::size_t unit : units) ++units_[unit].pins;
 }
@@ -216,6 +232,10 @@ void GatherScheduler::drop_gather(Unit& unit) noexcept {
   } catch (const std::exception&) {
     // The communicator has failed, and the engine ends with it.
   }
+  drop_gathered(unit);
+}
+
+void GatherScheduler::drop_gathered(Unit& unit) noexcept {
   unit.gathering.clear();
   unit.gathered.clear();
   unit.gather_slot.reset();
