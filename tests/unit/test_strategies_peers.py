@@ -66,7 +66,7 @@ def test_what_torch_brings_is_skipped_nowhere(name):
     [
         ("ddp_compress", {"precision": "fp32"}, "ddp is the same"),
         ("ddp_master", {"precision": "fp32"}, "ddp is the same"),
-        ("deepspeed3", {"device": "cuda", "compile": "block"}, "use --compile whole"),
+        ("deepspeed3", {"device": "cuda", "compile": "block", "offload": "cpu_full"}, "use --compile whole"),
         ("deepcompile3", {"device": "cuda", "compile": "block"}, "use --compile whole"),
         ("mfsdp3", {"device": "cuda", "compile": "whole"}, "use --compile block"),
         ("mfsdp1", {"device": "cuda", "precision": "fp16"}, "no loss scaling"),
@@ -115,6 +115,22 @@ def test_deepspeed_runs_overlapped_without_timers_and_asks_for_nothing_in_timed_
         not in deepspeed_config(on_gpus(deterministic=True), stage=1, parameter_count=1)["zero_optimization"]
     )
     assert deepspeed_config(on_gpus(), stage=0, parameter_count=1)["optimizer"]["type"] == "AdamW"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "leaves"),
+    [
+        ("deepspeed3", {}, ["zerobench.models.transformer.Block"]),
+        ("deepspeed3", {"offload": "cpu_full"}, []),
+        ("deepspeed2", {}, []),
+        ("deepcompile3", {}, []),
+    ],
+)
+def test_deepspeeds_stage_3_gathers_blocks_as_one(name, fields, leaves):
+    strategy = strategies.get(name)(on_gpus(**fields))
+    assert strategy._leaf_classes(make_model()) == leaves
+    config = deepspeed_config(on_gpus(), stage=3, parameter_count=1, leaf_classes=leaves)
+    assert config["zero_optimization"].get("leaf_module", {"classes": []}) == {"classes": leaves}
 
 
 def test_a_deepspeed_files_keys_lie_over_ours_and_auto_leaves_them():

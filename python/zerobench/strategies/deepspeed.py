@@ -23,7 +23,7 @@ from zerobench.strategies.base import (
     StrategySettings,
 )
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
-from zerobench.strategies.compiled import Compiler
+from zerobench.strategies.compiled import Compiler, repeated_blocks
 from zerobench.strategies.deepspeed_config import deepspeed_config, fuses_with_torch
 from zerobench.strategies.deepspeed_offload import unplaced
 from zerobench.strategies.deepspeed_state import (
@@ -71,8 +71,8 @@ class DeepSpeedStrategy(Strategy):
             return f"{cls.name} is compared on GPUs only"
         if reason := missing_package("deepspeed", DEEPSPEED):
             return reason
-        if settings.compile == "block" and cls.stage == 3:
-            return "DeepSpeed ZeRO-3 gathers inside blocks, module by module: use --compile whole"
+        if settings.compile == "block" and cls.stage == 3 and settings.offload != "none":
+            return "DeepSpeed ZeRO-3 with offload gathers inside blocks, module by module: use --compile whole"
         if cls.stage == 0 and settings.precision == "fp16":
             return "DeepSpeed's engine scales no loss at stage 0, though its fp16 optimizer unscales: use bf16 or fp32"
         if cls.stage == 0 and not fuses_with_torch(settings, stage=cls.stage):
@@ -106,6 +106,7 @@ class DeepSpeedStrategy(Strategy):
             stage=self.stage,
             parameter_count=parameter_count,
             largest_numel=max(numels),
+            leaf_classes=self._leaf_classes(model),
             deepcompile=self.deepcompile,
             super_offload=self.super_offload,
             swap_folder=self._swap_folder.path if self._swap_folder else None,
@@ -128,6 +129,13 @@ class DeepSpeedStrategy(Strategy):
 
     def _check_room(self, parameter_count: int) -> None:
         """Raise MemoryError where what the stage needs besides usual memory is not there."""
+
+    def _leaf_classes(self, model: nn.Module) -> list[str]:
+        """Of what stage 3 gathers as one, with one pair of hooks. DeepCompile gathers by operators of its graphs."""
+        if self.stage != 3 or self.deepcompile or self.settings.offload != "none":
+            return []
+        kinds = {type(block) for block in repeated_blocks(model)}
+        return sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
     def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return make_adamw(parameters, self.settings.optimizer)

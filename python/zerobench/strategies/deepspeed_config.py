@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerobench.errors import ConfigError
@@ -30,12 +30,14 @@ def deepspeed_config(
     stage: int,
     parameter_count: int,
     largest_numel: int = 0,
+    leaf_classes: Sequence[str] = (),
     deepcompile: bool = False,
     super_offload: bool = False,
     swap_folder: str | None = None,
 ) -> dict[str, Any]:
     """DeepSpeed's configuration: the settings, with ``settings.options`` (a DeepSpeed file) over them.
-    ``largest_numel``, of one parameter, sizes what parameters are swapped through."""
+    ``largest_numel``, of one parameter, sizes what parameters are swapped through. Modules of ``leaf_classes`` are
+    gathered as one."""
     bucket = bucket_numel(parameter_count)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": settings.batch_size,
@@ -66,6 +68,8 @@ def deepspeed_config(
         and not settings.deterministic
     ):
         config["zero_optimization"]["compute_grad_norm"] = False  # nobody asks for it in a timed step
+    if leaf_classes:
+        config["zero_optimization"]["leaf_module"] = {"classes": list(leaf_classes)}
     offload = offload_options(
         settings,
         parameter_count=parameter_count,
