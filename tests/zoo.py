@@ -24,6 +24,7 @@ from small_models import (
     Handing,
     NormBlock,
     Odd,
+    Prompted,
     RecursiveBlock,
     Stems,
     Structured,
@@ -107,6 +108,9 @@ CASES: dict[str, Case] = {
     "lora used twice": Case(lambda: lora(merged=False), ordered(lambda step, rank: [0, 1, 0, 2, 1])),
     "lora non-reentrant": Case(lambda: lora(merged=True, reentrant=False)),
     "lora reentrant": Case(lambda: lora(merged=False, reentrant=True)),
+    "a prompt for frozen blocks": Case(
+        Prompted, plan="FFBB", config={"gradient_accumulation_steps": 2, "keep_root_bytes": 0}
+    ),
     "tied": Case(Tied, ids),
     "tied as a plain tensor": Case(lambda: Tied(plain=True), ids, config={"units": ["Block"]}),
     "tied with a checkpointed head": Case(lambda: Tied(checkpoint_head=True), ids),

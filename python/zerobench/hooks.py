@@ -201,9 +201,13 @@ class UnitHooks:
                 inputs[id(tensor)] = (tensor, tensor._version)
         if self._is_frozen and inputs:
             self._core.await_inputs(self._unit)
-            torch.autograd.graph.register_multi_grad_hook(
-                [tensor for tensor, _ in inputs.values()], lambda _: self._core.inputs_done(self._unit)
-            )
+            given = [tensor for tensor, _ in inputs.values()]
+            # A hook on a parameter would stay there and speak of this forward in backwards of others. Its gradient is
+            # complete when all of backward is about over, and then units are resharded anyway.
+            if not any(isinstance(tensor, nn.Parameter) for tensor in given):
+                torch.autograd.graph.register_multi_grad_hook(
+                    given, lambda _: self._core.inputs_done(self._unit)
+                )
 
     def after_sharded(self, module: nn.Module, args: Any, output: Any) -> None:
         inputs = self._inputs.pop() if self._inputs else {}
