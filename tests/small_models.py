@@ -274,18 +274,18 @@ class Parts:
 
 
 class PartsBlock(nn.Module):
-    """Takes and returns dataclasses, dicts and tuples."""
+    """Takes and returns dataclasses, dicts and tuples, and a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left = nn.Linear(WIDTH, WIDTH)
         self.right = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, *, parts: Parts) -> tuple[dict[str, Parts], None]:
+    def forward(self, *, parts: Parts) -> tuple[dict[str, Parts], nn.Parameter]:
         right = parts.left if parts.right is None else parts.right
         return {
             "parts": Parts(parts.left + torch.tanh(self.left(right)), torch.tanh(self.right(parts.left)))
-        }, None
+        }, self.left.bias
 
 
 class Structured(Chain):

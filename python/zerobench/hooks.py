@@ -219,10 +219,9 @@ class UnitHooks:
             if id(tensor) in inputs and inputs[id(tensor)][1] == tensor._version:
                 continue
             # Nodes' hooks run after tensors' hooks, so a frozen unit behind this one is resharded before.
+            # Behind a tensor without a node, such as a parameter of its own, backward goes no further.
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._before_backward)
-            elif tensor.requires_grad:
-                tensor.register_hook(self._before_backward)
             # A view that the model changes in place gets another node, behind which backward comes to its base's.
             base = tensor._base
             if base is not None and base.grad_fn is not None and not _were_given(base, inputs):
