@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -260,6 +261,9 @@ def engine_inside_its_own_forward(rank, stage):
         with pytest.raises(errors.StateError, match="cannot be nested"):
             engine(**zoo.points(0, rank.rank))
         nested.remove()
+        loss = checkpoint(engine, **zoo.points(0, rank.rank), use_reentrant=False)
+        with pytest.raises(errors.StateError, match="checkpoint blocks inside of it"):
+            engine.backward(loss)
         goes_on(engine, rank, stage)
 
 
