@@ -22,6 +22,11 @@ def expect_trainable(model: object, materialise: object) -> None:
             f"materialise must be a function, not {type(materialise).__name__}; pass "
             "zerobench.models.materialise.materialise, or one of your own"
         )
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "zerobench.initialize was called in torch.inference_mode(), where nothing made can be trained; call it "
+            "outside"
+        )
     _expect_no_engine(model)
     _expect_unspread(model)
     for name, module in model.named_modules():

@@ -211,10 +211,13 @@ def test_tensors_that_lie_in_one_memory_are_refused(stage):
     zerobench.initialize(model, config=config).close()
 
 
-def test_a_model_made_in_inference_mode_is_refused():
+def test_what_is_made_in_inference_mode_is_refused():
     with torch.inference_mode():
         model = small_models.Bare()
     with pytest.raises(ConfigError, match=r"'first\.weight' was made in torch\.inference_mode\(\)"):
+        zerobench.initialize(model, config={"world_size": 1})
+    model = small_models.Bare()
+    with torch.inference_mode(), pytest.raises(ConfigError, match="call it outside"):
         zerobench.initialize(model, config={"world_size": 1})
 
 
