@@ -164,6 +164,19 @@ def lora(*, merged: bool, reentrant: bool | None = None, frozen_inlet: bool = Fa
     return model
 
 
+class Mapped(Chain):
+    """Blocks that torch.vmap calls, which gives them tensors of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__(block=lambda: LoraBlock(merged=False))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.inlet(x)
+        for block in self.blocks:
+            h = torch.vmap(block)(h)
+        return F.mse_loss(self.outlet(h).float(), y.float())
+
+
 class PromptedBlock(nn.Module):
     """Takes a trained parameter of the model, whose gradient is there before backward leaves the frozen parts."""
 

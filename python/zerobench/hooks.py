@@ -294,6 +294,8 @@ def _were_given(base: torch.Tensor, inputs: dict[int, tuple[torch.Tensor, int]])
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in nested containers and dataclasses, and those that objects of other classes hold themselves."""
     if isinstance(value, torch.Tensor):
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):  # torch.vmap's, which have no node
+            value = torch._C._functorch.get_unwrapped(value)
         yield value
     elif type(value) in (tuple, list, dict):  # without pytree, which takes several times as long
         for held in value.values() if type(value) is dict else value:
