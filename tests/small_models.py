@@ -286,19 +286,22 @@ class Parts:
     right: torch.Tensor | None
 
 
+class Listed(list):
+    """No container that pytree knows."""
+
+
 class PartsBlock(nn.Module):
-    """Takes and returns dataclasses, dicts and tuples, and a parameter of its own."""
+    """Takes and returns dataclasses, lists, dicts and tuples, and a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left = nn.Linear(WIDTH, WIDTH)
         self.right = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, *, parts: Parts) -> tuple[dict[str, Parts], nn.Parameter]:
+    def forward(self, *, parts: Parts) -> tuple[dict[str, Listed], nn.Parameter]:
         right = parts.left if parts.right is None else parts.right
-        return {
-            "parts": Parts(parts.left + torch.tanh(self.left(right)), torch.tanh(self.right(parts.left)))
-        }, self.left.bias
+        left = parts.left + torch.tanh(self.left(right))
+        return {"parts": Listed([Parts(left, torch.tanh(self.right(parts.left)))])}, self.left.bias
 
 
 class Structured(Chain):
@@ -308,7 +311,7 @@ class Structured(Chain):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         parts = Parts(self.inlet(x), None)
         for block in self.blocks:
-            parts = block(parts=parts)[0]["parts"]
+            (parts,) = block(parts=parts)[0]["parts"]
         return F.mse_loss(self.outlet(parts.left + parts.right), y.float())
 
 

@@ -305,6 +305,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _tensors(getattr(value, field.name, None))
+    elif isinstance(value, (tuple, list, set, frozenset, dict)):  # pytree looks into no set and no subclass
+        for held in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(held)
     else:
         leaves = pytree.tree_leaves(value)
         if len(leaves) == 1 and leaves[0] is value:  # no container that pytree knows
