@@ -43,6 +43,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     f"param group {index} has the unknown key '{sorted(unknown)[0]}'; known keys are {', '.join(_KEYS)}"
                 )
+        self._parameter_nums = self._count_parameters()
 
     def attach(self, engine: Engine) -> None:
         """Tie to the engine that updates these groups."""
@@ -54,12 +55,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._engine is not None and self._engine.was_step_skipped()
 
     def hyperparameters(self) -> list[dict[str, float | bool]]:
-        """Hyperparameters by group, as they are now. Raises ConfigError for what no update can have."""
+        """Hyperparameters by group, as they are now. Raises ConfigError for what no update can have, StateError where
+        groups lost parameters or got others."""
+        if self._count_parameters() != self._parameter_nums:
+            raise StateError(
+                "param groups hold other parameters than in zerobench.initialize, by which the engine laid out their "
+                "state; put them back, or train with a new engine that is given these groups"
+            )
         cure = "set it in engine.optimizer.param_groups and repeat the call"
         return [
             {**_expect_possible(index, group, cure=cure), "decoupled": self.decoupled}
             for index, group in enumerate(self.param_groups)
         ]
+
+    def _count_parameters(self) -> list[int]:
+        return [len(group["params"]) for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """For torch's own constructor. Raises StateError once an engine updates the groups."""

@@ -242,6 +242,11 @@ def hyperparameters_that_cannot_be(rank, stage):
                 with pytest.raises(errors.ConfigError, match=r"engine\.optimizer\.param_groups and repeat"):
                     engine.step()
                 group[key] = right
+            if not in_backward:
+                last = group["params"].pop()
+                with pytest.raises(errors.StateError, match="param groups hold other parameters"):
+                    engine.step()
+                group["params"].append(last)
             engine.step()
             goes_on(engine, rank, stage, done=1, case=case, **config)
 
