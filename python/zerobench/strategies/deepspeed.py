@@ -72,7 +72,9 @@ class DeepSpeedStrategy(Strategy):
         if reason := missing_package("deepspeed", DEEPSPEED):
             return reason
         if settings.compile == "block" and cls.stage == 3 and settings.offload != "none":
-            return "DeepSpeed ZeRO-3 with offload gathers inside blocks, module by module: use --compile whole"
+            return (
+                "DeepSpeed ZeRO-3 with offload gathers inside blocks, module by module: use --compile whole"
+            )
         if cls.stage == 0 and settings.precision == "fp16":
             return "DeepSpeed's engine scales no loss at stage 0, though its fp16 optimizer unscales: use bf16 or fp32"
         if cls.stage == 0 and not fuses_with_torch(settings, stage=cls.stage):
