@@ -21,6 +21,24 @@ def test_what_cannot_fit_is_found_before_it_starts() -> None:
     assert fit.why_too_large(configuration(), rank_memory_bytes=1 << 30) is None
 
 
+@pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2)])
+def test_logits_that_cannot_fit_are_found_before_it_starts(precision, itemsize) -> None:
+    logits_bytes = 6 * 128 * 50257 * itemsize
+    options = {"models": ("gpt2",), "precisions": (precision,), "batch_sizes": (6,), "seq_lengths": (128,)}
+    for on in ({}, ON_GPUS):
+        row = configuration(**{**options, **on, "precisions": (precision,)})
+        assert fit.logits_bytes(row) == logits_bytes
+    gpus = [gpu.model_copy(update={"total_bytes": 80 << 30}) for gpu in GPUS]
+    options |= {"batch_sizes": (10_000_000,), "strategies": ("zero3",)}
+    for on, words in (({}, "and the host has available"), (ON_GPUS, "on each rank and GPU 0 has 80.00")):
+        row = configuration(**{**options, **on, "precisions": (precision,)})
+        found = fit.why_too_large(row, rank_memory_bytes=None, gpus=gpus if on else ())
+        assert found is not None and found.reason.startswith("the logits of one micro-batch alone need")
+        assert words in found.reason
+    own = configuration(**{**options, "strategies": ("zerobench.strategies.single:SingleStrategy",)})
+    assert fit.logits_bytes(own) == 0
+
+
 # Bytes a parameter on the device and on the host, of two ranks in fp32 and in bf16.
 WHAT_EACH_RANK_HOLDS = [
     ("ddp", {}, (16, 0), (16, 0)),  # fp32 parameters under autocast

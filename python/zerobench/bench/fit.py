@@ -1,5 +1,5 @@
-"""Whether a configuration can fit at all, before any process starts. A lower bound: activations, buffers and gathered
-parameters come on top, so what passes here may still run out of memory, but what does not pass cannot fit."""
+"""Whether a configuration can fit at all, before any process starts. A lower bound: most activations, buffers and
+gathered parameters come on top, so what passes here may still run out of memory, but what does not pass cannot fit."""
 
 from __future__ import annotations
 
@@ -80,6 +80,16 @@ def least_rank_bytes(configuration: Configuration) -> Need:
     return Need(device=parameters + state - gone, host=gone)
 
 
+def logits_bytes(configuration: Configuration) -> int:
+    """Of a micro-batch on a rank. Every strategy here has them as a whole; one of the user's own need not."""
+    if ":" in configuration.strategy:
+        return 0
+    settings = configuration.settings
+    vocab_size = models.ModelConfig.model_validate(configuration.model).vocab_size
+    itemsize = 4 if settings.precision == "fp32" else 2
+    return settings.batch_size * settings.seq_length * vocab_size * itemsize
+
+
 def why_too_large(
     configuration: Configuration,
     *,
@@ -90,20 +100,12 @@ def why_too_large(
     """One sentence when the configuration cannot fit on this host or on one of ``gpus``, else None. ``host_ranks``: of
     this host, where others have some, too."""
     settings = configuration.settings
-    need, ranks = least_rank_bytes(configuration), settings.world_size
-    on_gpus = settings.device == "cuda"
-    on_host = need.host if on_gpus else need.device + need.host  # CPU ranks have the host's memory for both
+    ranks, on_gpus = settings.world_size, settings.device == "cuda"
     host_ranks = min(ranks, host_ranks or (len(gpus) if on_gpus else ranks))
-    what = "parameters, gradients and optimizer state"
-    limits: list[tuple[int, float, str, Literal["device", "host"]]] = []
-    if settings.device_memory_gib is not None:
-        limit = settings.device_memory_gib * GIB
-        limits.append((need.device, limit, "on each rank and --device-memory-gib allows", _tier(on_gpus)))
-    smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None)
-    if on_gpus and smallest is not None:
-        limits.append(
-            (need.device, smallest.total_bytes, f"on each rank and GPU {smallest.index} has", "device")
-        )
+    ranks_text = "one rank" if host_ranks == 1 else f"{host_ranks} ranks"
+    available = memory_available_bytes()
+    smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None) if on_gpus else None
+    if smallest is not None:
         whole_bytes = 4 * models.parameter_count(models.ModelConfig.model_validate(configuration.model))
         if configuration.strategy.startswith(_BUILT_WHOLE) and whole_bytes > smallest.total_bytes:
             return TooLarge(
@@ -112,20 +114,35 @@ def why_too_large(
                 "not started",
                 "device",
             )
-    if rank_memory_bytes is not None:
-        limits.append((on_host, rank_memory_bytes, "on each rank and --rank-memory-gib allows", "host"))
-    if settings.host_memory_gib is not None:
-        limit = settings.host_memory_gib * GIB
-        limits.append((need.host * host_ranks, limit, "of host memory and --host-memory-gib allows", "host"))
-    available = memory_available_bytes()
-    limits.append(
-        (on_host * host_ranks, available, f"for {host_ranks} ranks and the host has available", "host")
-    )
-    for needed, limit, sentence, tier in limits:
-        if needed > limit:
-            needs, allowed = two_amounts(needed, limit)
-            text = f"{what} alone need {needs} {sentence} {allowed}: not started"
-            return TooLarge(text, tier)
+    for what, need in (
+        ("parameters, gradients and optimizer state", least_rank_bytes(configuration)),
+        ("the logits of one micro-batch", Need(device=logits_bytes(configuration))),
+    ):
+        limits: list[tuple[int, float, str, Literal["device", "host"]]] = []
+        if settings.device_memory_gib is not None:
+            limit = settings.device_memory_gib * GIB
+            limits.append((need.device, limit, "on each rank and --device-memory-gib allows", _tier(on_gpus)))
+        if smallest is not None:
+            limits.append(
+                (need.device, smallest.total_bytes, f"on each rank and GPU {smallest.index} has", "device")
+            )
+        on_host = (
+            need.host if on_gpus else need.device + need.host
+        )  # CPU ranks have the host's memory for both
+        if rank_memory_bytes is not None:
+            limits.append((on_host, rank_memory_bytes, "on each rank and --rank-memory-gib allows", "host"))
+        if settings.host_memory_gib is not None:
+            limit = settings.host_memory_gib * GIB
+            limits.append(
+                (need.host * host_ranks, limit, "of host memory and --host-memory-gib allows", "host")
+            )
+        limits.append(
+            (on_host * host_ranks, available, f"for {ranks_text} and the host has available", "host")
+        )
+        for needed, limit, sentence, tier in limits:
+            if needed > limit:
+                needs, allowed = two_amounts(needed, limit)
+                return TooLarge(f"{what} alone need {needs} {sentence} {allowed}: not started", tier)
     return None
 
 
