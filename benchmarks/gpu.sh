@@ -18,8 +18,8 @@ shift || true
 mkdir -p "$out"
 gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
 ours=compute_only,zero1,zero2,zero3
-eager="$ours",ddp,ddp_compress,ddp_master,fsdp2,fsdp2_keep,deepspeed1,deepspeed2,deepspeed3,mfsdp1,mfsdp2,mfsdp3
-compiled="$ours",ddp,ddp_master,fsdp2,deepspeed1,deepspeed2,mfsdp1,mfsdp2,mfsdp3
+eager="$ours",ddp,ddp_compress,ddp_master,fsdp2,fsdp2_keep,deepspeed1,deepspeed2,deepspeed3,deepspeed3_leaves,mfsdp1,mfsdp2,mfsdp3
+compiled="$ours",ddp,ddp_master,fsdp2,deepspeed1,deepspeed2,deepspeed3_leaves,mfsdp1,mfsdp2,mfsdp3
 deepcompile=deepcompile3,deepcompile3_prefetch,deepcompile3_selective,deepcompile3_both
 
 # compare NAME MODEL BATCH SEQ STEPS STRATEGIES [OPTION...]: a step is timed alike in every row of one call.

@@ -25,7 +25,7 @@ from zerobench.report.stats import ratio_error
 
 DDP = ("ddp", "ddp_compress", "ddp_master")
 FSDP2 = ("fsdp2", "fsdp2_keep")
-DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3")
+DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_leaves")
 MEGATRON = ("mfsdp1", "mfsdp2", "mfsdp3")
 DEEPCOMPILE = ("deepcompile3", "deepcompile3_prefetch", "deepcompile3_selective", "deepcompile3_both")
 PEERS = (*DDP, *FSDP2, *DEEPSPEED, *MEGATRON)

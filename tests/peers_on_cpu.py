@@ -46,5 +46,9 @@ class DeepSpeed3(DeepSpeedOnCpu, deepspeed.DeepSpeed3Strategy):
     name = "deepspeed3-on-cpu"
 
 
+class DeepSpeed3Leaves(DeepSpeedOnCpu, deepspeed.DeepSpeed3LeavesStrategy):
+    name = "deepspeed3-leaves-on-cpu"
+
+
 class FSDP1(OnCpu, fsdp1.FSDP1Strategy):
     name = "fsdp1-on-cpu"

@@ -50,10 +50,10 @@ def compare(
         str | None,
         typer.Option(
             help="single, compute_only, zero0 to zero3, ddp, ddp_compress, ddp_master, fsdp1, fsdp2, fsdp2_keep, "
-            "deepspeed0 to deepspeed3, deepspeed3_super, deepcompile3 (also with _prefetch, _selective or _both behind "
-            "it), mfsdp1 to mfsdp3, or package.module:ClassName of your own. Default: single, zero0 to zero3, ddp and "
-            "fsdp2; on GPUs compute_only to fsdp2_keep, and deepspeed0 to deepspeed3 and mfsdp1 to mfsdp3 where they "
-            "are installed."
+            "deepspeed0 to deepspeed3, deepspeed3_leaves, deepspeed3_super, deepcompile3 (also with _prefetch, "
+            "_selective or _both behind it), mfsdp1 to mfsdp3, or package.module:ClassName of your own. Default: "
+            "single, zero0 to zero3, ddp and fsdp2; on GPUs compute_only to fsdp2_keep, and deepspeed0 to "
+            "deepspeed3_leaves and mfsdp1 to mfsdp3 where they are installed."
         ),
     ] = None,
     stages: Annotated[

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: pip install '.[deepspeed]'",
 )
-PEERS = ["DeepSpeed0", "DeepSpeed1", "DeepSpeed2", "DeepSpeed3", "FSDP1"]
+PEERS = ["DeepSpeed0", "DeepSpeed1", "DeepSpeed2", "DeepSpeed3", "DeepSpeed3Leaves", "FSDP1"]
 
 
 # Three ranks divide few sizes, so peers pad. At a low rate, masters that began rounded would be far off.
@@ -20,7 +20,7 @@ PEERS = ["DeepSpeed0", "DeepSpeed1", "DeepSpeed2", "DeepSpeed3", "FSDP1"]
     [
         (3, "fp32", PEERS, ("--checkpointing",)),
         (3, "bf16", PEERS, ("--lr", "1e-5")),
-        (3, "fp16", PEERS[1:4], ("--grad-accum", "2", "--clip", "0.5", "--warmup-steps", "8")),
+        (3, "fp16", PEERS[1:5], ("--grad-accum", "2", "--clip", "0.5", "--warmup-steps", "8")),
         (1, "bf16", PEERS, ("--grad-accum", "2")),
         (1, "bf16", PEERS, ("--hidden-size", "256", "--lr", "0.01")),  # its loss rises first
     ],

@@ -36,7 +36,7 @@ SEQ_LENGTH = 64
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "max_seq_length": SEQ_LENGTH}
 OURS = ["zero0", "zero1", "zero2", "zero3"]
 TORCHS = ["ddp", "ddp_compress", "ddp_master", "fsdp1", "fsdp2", "fsdp2_keep"]
-DEEPSPEED = ["deepspeed1", "deepspeed2", "deepspeed3"]
+DEEPSPEED = ["deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_leaves"]
 MEGATRON = ["mfsdp1", "mfsdp2", "mfsdp3"]
 TRAINERS = [*OURS, *TORCHS, *DEEPSPEED, *MEGATRON]
 BUILT_AT_FIRST_USE = [  # a minute or two of nvcc each
@@ -307,6 +307,7 @@ def test_megatron_clips_and_accumulates(name):
         ("deepspeed1", "whole", 1),
         ("mfsdp3", "block", 2),
         ("fsdp1", "block", 2),
+        ("deepspeed3_leaves", "block", 2),
     ],
 )
 def test_compiled(name, mode, graphs):

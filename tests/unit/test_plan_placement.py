@@ -67,8 +67,8 @@ def test_what_cannot_fit_is_known_by_tier(options, device, host) -> None:
         }
     )
     found = fit.why_too_large(limited, rank_memory_bytes=None, gpus=GPUS)
-    assert found is None if device == 0 else (found is not None and "--device-memory-gib" in found.reason)
-    assert found is None or found.tier == "device"
+    assert found is not None and found.tier == "device" and "--device-memory-gib" in found.reason
+    assert found.reason.startswith("parameters" if device else "the logits")
     limited.settings.device_memory_gib, limited.settings.host_memory_gib = None, host * count / GIB * 0.99
     found = fit.why_too_large(limited, rank_memory_bytes=None, gpus=GPUS)
     assert found is None if host == 0 else (found is not None and found.tier == "host")

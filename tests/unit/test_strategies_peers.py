@@ -20,6 +20,7 @@ from zerobench.strategies.deepspeed_config import MAX_BUCKET_NUMEL, bucket_numel
 
 DEEPSPEED = [f"deepspeed{stage}" for stage in range(4)]
 SUPER = "deepspeed3_super"
+LEAVES = "deepspeed3_leaves"
 DEEPCOMPILE = [f"deepcompile3{passes}" for passes in ("", "_prefetch", "_selective", "_both")]
 MEGATRON = [f"mfsdp{stage}" for stage in (1, 2, 3)]
 DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
@@ -33,7 +34,7 @@ def test_every_peer_of_gpus_has_a_name_and_a_stage():
     assert set(strategies.available()) == {
         "single", "zero0", "zero1", "zero2", "zero3", "compute_only",
         "ddp", "ddp_compress", "ddp_master", "fsdp1", "fsdp2", "fsdp2_keep",
-        *DEEPSPEED, SUPER, *DEEPCOMPILE, *MEGATRON,
+        *DEEPSPEED, LEAVES, SUPER, *DEEPCOMPILE, *MEGATRON,
     }  # fmt: skip
     assert [strategies.get(name).stage for name in DEEPSPEED] == [0, 1, 2, 3]
     assert [strategies.get(name).stage for name in (*MEGATRON, *DEEPCOMPILE)] == [1, 2, 3, 3, 3, 3, 3]
@@ -48,7 +49,7 @@ def test_importing_every_strategy_imports_no_peer():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["fsdp1", *DEEPSPEED, *DEEPCOMPILE, *MEGATRON])
+@pytest.mark.parametrize("name", ["fsdp1", *DEEPSPEED, LEAVES, *DEEPCOMPILE, *MEGATRON])
 def test_peers_of_gpus_are_skipped_on_cpu_with_a_reason(name):
     assert "GPUs" in strategies.get(name).unsupported(make_settings())
 
@@ -66,7 +67,7 @@ def test_what_torch_brings_is_skipped_nowhere(name):
     [
         ("ddp_compress", {"precision": "fp32"}, "ddp is the same"),
         ("ddp_master", {"precision": "fp32"}, "ddp is the same"),
-        ("deepspeed3", {"device": "cuda", "compile": "block", "offload": "cpu_full"}, "use --compile whole"),
+        ("deepspeed3", {"device": "cuda", "compile": "block"}, "use --compile whole or deepspeed3_leaves"),
         ("deepcompile3", {"device": "cuda", "compile": "block"}, "use --compile whole"),
         ("mfsdp3", {"device": "cuda", "compile": "whole"}, "use --compile block"),
         ("mfsdp1", {"device": "cuda", "precision": "fp16"}, "no loss scaling"),
@@ -118,16 +119,15 @@ def test_deepspeed_runs_overlapped_without_timers_and_asks_for_nothing_in_timed_
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "leaves"),
+    ("name", "leaves"),
     [
-        ("deepspeed3", {}, ["zerobench.models.transformer.Block"]),
-        ("deepspeed3", {"offload": "cpu_full"}, []),
-        ("deepspeed2", {}, []),
-        ("deepcompile3", {}, []),
+        ("deepspeed3_leaves", ["zerobench.models.transformer.Block"]),
+        ("deepspeed3", []),
+        ("deepcompile3", []),
     ],
 )
-def test_deepspeeds_stage_3_gathers_blocks_as_one(name, fields, leaves):
-    strategy = strategies.get(name)(on_gpus(**fields))
+def test_deepspeeds_stage_3_gathers_blocks_as_one(name, leaves):
+    strategy = strategies.get(name)(on_gpus())
     assert strategy._leaf_classes(make_model()) == leaves
     config = deepspeed_config(on_gpus(), stage=3, parameter_count=1, leaf_classes=leaves)
     assert config["zero_optimization"].get("leaf_module", {"classes": []}) == {"classes": leaves}

@@ -73,11 +73,11 @@ def defaults_on(
 
 
 def _installed_peers(installed: Callable[[str], bool]) -> list[str]:
-    """One row a ZeRO stage of each further package, where it can be imported."""
+    """One row a ZeRO stage of each further package, where it can be imported, and DeepSpeed's faster stage 3."""
     return [
         name
         for prefix, package in _FURTHER_PEERS.items()
         if installed(package)
         for name in strategies.available()
-        if re.fullmatch(rf"{prefix}\d", name)
+        if re.fullmatch(rf"{prefix}\d(_leaves)?", name)
     ]

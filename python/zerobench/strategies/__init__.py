@@ -32,6 +32,7 @@ _PLACES = {
     "deepspeed1": "zerobench.strategies.deepspeed:DeepSpeed1Strategy",
     "deepspeed2": "zerobench.strategies.deepspeed:DeepSpeed2Strategy",
     "deepspeed3": "zerobench.strategies.deepspeed:DeepSpeed3Strategy",
+    "deepspeed3_leaves": "zerobench.strategies.deepspeed:DeepSpeed3LeavesStrategy",
     "deepspeed3_super": "zerobench.strategies.deepspeed_super:DeepSpeed3SuperStrategy",
     "deepcompile3": "zerobench.strategies.deepcompile:DeepCompile3Strategy",
     "deepcompile3_prefetch": "zerobench.strategies.deepcompile:DeepCompile3PrefetchStrategy",
