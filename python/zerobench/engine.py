@@ -24,13 +24,7 @@ from zerobench.change_watch import ChangeWatch
 from zerobench.config import Config
 from zerobench.engine_facts import EngineFacts
 from zerobench.errors import ConfigError, StateError
-from zerobench.full_state import (
-    checked_states,
-    expect_same_tensors,
-    of_rank_0,
-    share_unheld,
-    unheld_tensors,
-)
+from zerobench.full_state import Checked, checked_for_loading, of_rank_0, share_unheld, unheld_tensors
 from zerobench.hooks import ModuleHooks, expect_settled
 from zerobench.known_parameters import KnownParameters
 from zerobench.optimizer import ZeroOptimizer
@@ -393,33 +387,39 @@ class Engine(EngineFacts):
         tensors are not read, and may be none, as ``full_state(rank0_only=True)`` gives them.
 
         Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks,
-        for a loss scale that this precision has no use for, and for another number of groups.
+        for a loss scale that this precision has no use for, for another number of groups, and for numbers that cannot
+        be; then nothing was loaded.
         """
         unheld = unheld_tensors(self.module)
-        states: dict[str, dict[str, torch.Tensor]] = {}
+        checked: Checked | None = None
         refusal: Exception | None = None
         try:
-            states = self._checked_for_loading(
+            checked = checked_for_loading(
+                self.module,
                 {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
+                step=step,
                 loss_scale=loss_scale,
+                scales_loss=self._core.loss_scale_state is not None,
                 param_groups=param_groups,
+                groups=self.optimizer.param_groups,
                 buffers=buffers,
                 unheld=unheld,
+                may_be_none=self.topology.rank > 0,
             )
         except Exception as error:  # of this rank alone, perhaps
             refusal = error
         self._enter_stream()
         raise_everywhere(self._core, refusal)
-        scale = None if loss_scale is None else (loss_scale["scale"], int(loss_scale["good_steps"]))
-        self._core.load_full_state(states, step=step, loss_scale=scale)
+        assert checked is not None
+        self._core.load_full_state(checked.tensors, step=checked.step, loss_scale=checked.loss_scale)
         self._hooks.parameters_changed()
         for name, value in (buffers or {}).items():
             unheld[name].data.copy_(value)
         self._share_unheld()
         self._changes.accept()
-        groups = self.optimizer.param_groups
-        for group, given_group in zip(groups, param_groups or groups, strict=True):
-            group.update(given_group)
+        if checked.param_groups is not None:
+            for group, loaded in zip(self.optimizer.param_groups, checked.param_groups, strict=True):
+                group.update(loaded)
         self._micro_step = 0
         self._stepped = False
 
@@ -459,30 +459,6 @@ class Engine(EngineFacts):
         except BaseException:
             self._micro_step = self._core.window_backwards
             raise
-
-    def _checked_for_loading(
-        self,
-        given: dict[str, Mapping[str, torch.Tensor]],
-        *,
-        loss_scale: Mapping[str, float] | None,
-        param_groups: Sequence[Mapping[str, Any]] | None,
-        buffers: Mapping[str, torch.Tensor] | None,
-        unheld: dict[str, torch.Tensor],
-    ) -> dict[str, dict[str, torch.Tensor]]:
-        """What the core is to load of what ``load_full_state`` was given."""
-        may_be_none = self.topology.rank > 0
-        states = checked_states(self.module, given, may_be_none=may_be_none)
-        if buffers or (buffers is not None and not may_be_none):
-            expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
-        if loss_scale is not None and self._core.loss_scale_state is None:
-            raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")
-        groups = self.optimizer.param_groups
-        if param_groups is not None and len(param_groups) != len(groups):
-            raise ConfigError(
-                f"the state to load has {len(param_groups)} param groups and the engine {len(groups)}; give "
-                "zerobench.initialize the same model_parameters"
-            )
-        return states
 
     def _hyperparameters(self) -> list[Any]:
         return [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]

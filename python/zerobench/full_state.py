@@ -2,14 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zerobench.errors import ConfigError
+from zerobench.parameters import expect_possible, hyperparameters_of
+
+_MOST_STEPS = 2**63 - 1
+
+
+class Checked(NamedTuple):
+    """A state that the engine can load."""
+
+    tensors: dict[str, dict[str, torch.Tensor]]  # by kind and parameter name
+    step: int
+    loss_scale: tuple[float, int] | None
+    param_groups: list[dict[str, Any]] | None
+
+
+def checked_for_loading(
+    model: nn.Module,
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    *,
+    step: int,
+    loss_scale: Mapping[str, float] | None,
+    scales_loss: bool,
+    param_groups: Sequence[Mapping[str, Any]] | None,
+    groups: Sequence[Mapping[str, Any]],
+    buffers: Mapping[str, torch.Tensor] | None,
+    unheld: Mapping[str, torch.Tensor],
+    may_be_none: bool,
+) -> Checked:
+    """What ``load_full_state`` was given, for an engine with ``groups`` that ``scales_loss``. Raises ConfigError for
+    what cannot be loaded. Where tensors ``may_be_none``, other ranks' are not read."""
+    states = checked_states(model, tensors, may_be_none=may_be_none)
+    if buffers or (buffers is not None and not may_be_none):
+        expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
+    return Checked(
+        states,
+        _checked_step(step),
+        _checked_scale(loss_scale, scales_loss=scales_loss),
+        _checked_groups(param_groups, groups),
+    )
+
+
+def _checked_step(step: Any) -> int:
+    try:
+        found = operator.index(step)
+    except TypeError:
+        found = -1
+    if not 0 <= found <= _MOST_STEPS:
+        raise ConfigError(f"the step to load is {step!r}, which must be a whole number of at least 0")
+    return found
+
+
+def _checked_scale(loss_scale: Any, *, scales_loss: bool) -> tuple[float, int] | None:
+    if loss_scale is None:
+        return None
+    if not scales_loss:
+        raise ConfigError("a loss scale was given to load, and only fp16 training scales its loss")
+    try:
+        scale, good_steps = float(loss_scale["scale"]), operator.index(loss_scale["good_steps"])
+    except (TypeError, KeyError, IndexError, ValueError):
+        scale, good_steps = math.nan, 0
+    if not (0.0 < scale < math.inf and 0 <= good_steps <= _MOST_STEPS):
+        raise ConfigError(
+            f"the loss scale to load is {loss_scale!r}, which must have a positive 'scale' and a count of "
+            "'good_steps', as engine.loss_scale_state() gives them"
+        )
+    return scale, good_steps
+
+
+def _checked_groups(given: Any, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Hyperparameters by group, with what schedulers keep there."""
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or not all(isinstance(group, Mapping) for group in given):
+        raise ConfigError(
+            "the param groups to load must be a list of dicts, as engine.full_state() gives them"
+        )
+    if len(given) != len(groups):
+        raise ConfigError(
+            f"the state to load has {len(given)} param groups and the engine {len(groups)}; give "
+            "zerobench.initialize the same model_parameters"
+        )
+    found = [hyperparameters_of(group) for group in given]
+    for index, (mine, theirs) in enumerate(zip(groups, found, strict=True)):
+        expect_possible(index, {**mine, **theirs}, cure="put it right in the state to load")
+    return found
 
 
 def checked_states(
@@ -36,7 +122,10 @@ def expect_same_tensors(
     wanted: Mapping[str, torch.Tensor],
     known: Mapping[str, torch.Tensor],
 ) -> None:
-    """Raise ConfigError where ``given`` lacks what is ``wanted``, has what is not ``known``, or another shape."""
+    """Raise ConfigError where ``given`` lacks what is ``wanted``, has what is not ``known``, another shape, or no
+    tensors."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"the {kind} to load must be tensors by name, not {type(given).__name__}")
     if missing := sorted(wanted.keys() - given.keys()):
         raise ConfigError(f"the {kind} to load have no '{missing[0]}', which the model has")
     if unknown := sorted(given.keys() - known.keys()):
@@ -45,6 +134,10 @@ def expect_same_tensors(
             "saved from"
         )
     for name, tensor in wanted.items():
+        if not isinstance(given[name], torch.Tensor):
+            raise ConfigError(
+                f"{kind} of '{name}' to load must be a tensor, not {type(given[name]).__name__}"
+            )
         if given[name].shape != tensor.shape:
             raise ConfigError(
                 f"{kind} of '{name}' to load have shape {tuple(given[name].shape)}, the model's have "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import torch
 
 from zerobench.config import OptimizerConfig
 from zerobench.errors import ConfigError, StateError
+from zerobench.parameters import expect_possible
 
 if TYPE_CHECKING:
     from zerobench.engine import Engine
@@ -37,7 +37,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self.decoupled = defaults.type == "adamw"
         for index, group in enumerate(self.param_groups):
-            _expect_possible(index, group, cure="give zerobench.initialize another in model_parameters")
+            expect_possible(index, group, cure="give zerobench.initialize another in model_parameters")
             unknown = set(group) - {"params", "param_names", "name", "initial_lr", *_KEYS}
             if unknown:
                 raise ConfigError(
@@ -64,7 +64,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         cure = "set it in engine.optimizer.param_groups and repeat the call"
         return [
-            {**_expect_possible(index, group, cure=cure), "decoupled": self.decoupled}
+            {**expect_possible(index, group, cure=cure), "decoupled": self.decoupled}
             for index, group in enumerate(self.param_groups)
         ]
 
@@ -109,28 +109,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: see the class."""
-
-
-def _expect_possible(index: int, group: dict[str, Any], *, cure: str) -> dict[str, float]:
-    """The group's numbers, before the core is asked for anything, so that gathered gradients wait for what is put
-    right."""
-    betas = group["betas"]
-    if not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise ConfigError(f"param group {index} has betas {betas!r}, which must be two numbers; {cure}")
-    given = {"lr": group["lr"], "beta1": betas[0], "beta2": betas[1]}
-    given |= {key: group[key] for key in ("eps", "weight_decay")}
-    found = {}
-    for key, value in given.items():
-        limit = 1.0 if key in ("beta1", "beta2") else math.inf
-        try:
-            found[key] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last: of a tensor with several elements
-            raise ConfigError(
-                f"param group {index} has {key} {value!r}, which must be a number; {cure}"
-            ) from None
-        if not 0.0 <= found[key] < limit:
-            raise ConfigError(
-                f"param group {index} has {key} {found[key]}, which must be at least 0 and "
-                f"{'below 1' if limit == 1.0 else 'finite'}; {cure}"
-            )
-    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -70,6 +71,31 @@ def hyperparameters_of(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
+
+
+def expect_possible(index: int, group: Mapping[str, Any], *, cure: str) -> dict[str, float]:
+    """The group's numbers, before the core is asked for anything, so that gathered gradients wait for what is put
+    right. Raises ConfigError for what no update can have."""
+    betas = group["betas"]
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise ConfigError(f"param group {index} has betas {betas!r}, which must be two numbers; {cure}")
+    given = {"lr": group["lr"], "beta1": betas[0], "beta2": betas[1]}
+    given |= {key: group[key] for key in ("eps", "weight_decay")}
+    found = {}
+    for key, value in given.items():
+        limit = 1.0 if key in ("beta1", "beta2") else math.inf
+        try:
+            found[key] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last: of a tensor with several elements
+            raise ConfigError(
+                f"param group {index} has {key} {value!r}, which must be a number; {cure}"
+            ) from None
+        if not 0.0 <= found[key] < limit:
+            raise ConfigError(
+                f"param group {index} has {key} {found[key]}, which must be at least 0 and "
+                f"{'below 1' if limit == 1.0 else 'finite'}; {cure}"
+            )
+    return found
 
 
 def core_arguments(

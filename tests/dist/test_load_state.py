@@ -21,7 +21,7 @@ import small_models
 import zoo
 
 import zerobench
-from zerobench import engine as engine_module
+from zerobench import full_state as full_state_module
 from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientError, StateError
 
 STAGES = (0, 1, 2, 3)
@@ -207,6 +207,8 @@ def load_wrongly(rank: ranks.Rank) -> dict[str, str]:
     more = {"more.weight": torch.zeros(3)}
     for kind in ("parameters", "exp_avg", "buffers"):
         refuse(f"more {kind}", ConfigError, kept | {kind: kept.get(kind, {}) | more})
+    for key, wrong in (("step", 2.5), ("loss_scale", 5), ("param_groups", [{"lr": float("nan")}])):
+        refuse(f"{key} of one", ConfigError, kept | ({key: wrong} if rank.rank == 1 else {}))
     refuse("shape", ConfigError, kept | {"parameters": kept["parameters"] | {name: torch.zeros(3)}})
     engine.backward(engine(**case.batch(1, rank.rank, 0)))
     refuse("in a step", StateError, kept)
@@ -224,6 +226,8 @@ def test_what_cannot_be_loaded_is_refused():
         assert "exp_avg" in said["missing"] and "shape (3,)" in said["shape"]
         for kind in ("parameters", "exp_avg", "buffers"):
             assert f"the {kind} to load have 'more.weight', which the model lacks" in said[f"more {kind}"]
+        assert "the step to load is 2.5" in said["step of one"]
+        assert "only fp16" in said["loss_scale of one"] and "lr nan" in said["param_groups of one"]
         assert "between steps" in said["in a step"] and "leave the block" in said["in a gather"]
         assert said["steps"] == "1" and "fp16" in said["scale"]
 
@@ -238,7 +242,7 @@ def load_without_scale(rank: ranks.Rank) -> tuple[dict, dict]:
     engine.load_full_state(**kept)
     after = engine.loss_scale_state()
     for scale, good_steps in ((0.0, 0), (float("nan"), 0), (2.0, -1)):
-        with pytest.raises(ValueError, match="positive"):
+        with pytest.raises(ConfigError, match="positive"):
             engine.load_full_state(**kept, loss_scale={"scale": scale, "good_steps": good_steps})
     engine.close()
     return before, after
@@ -327,7 +331,7 @@ def refused_by_one(rank: ranks.Rank) -> tuple[str, str, str]:
         engine.load_full_state(**kept | ({"exp_avg": dict.fromkeys(names[1:])} if rank.rank == 0 else {}))
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 0:
-            patch.setattr(engine_module, "checked_states", no_memory)
+            patch.setattr(full_state_module, "checked_states", no_memory)
         with pytest.raises((MemoryError, CommunicationError)) as failed:
             engine.load_full_state(**kept)
     assert time.monotonic() - began < 30.0

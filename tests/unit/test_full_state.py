@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zerobench.errors import ConfigError
-from zerobench.full_state import checked_states, unheld_tensors
+from zerobench.full_state import checked_for_loading, checked_states, unheld_tensors
 
 
 class Model(nn.Module):
@@ -55,6 +55,8 @@ def test_what_is_trained_has_all_states_and_what_is_frozen_its_values() -> None:
             {**states()["parameters"], "linear.weight": torch.ones(2, 3)},
             r"have shape \(2, 3\), the model's have \(3, 2\)",
         ),
+        ({**states()["parameters"], "linear.weight": 1.0}, "must be a tensor, not float"),
+        ([1], "must be tensors by name, not list"),
     ],
 )
 def test_what_does_not_fit_is_named(kind, tensors, words) -> None:
@@ -67,6 +69,53 @@ def test_no_state_at_all_is_one_only_where_it_may_be() -> None:
     assert checked_states(Model(), none, may_be_none=True) == none
     with pytest.raises(ConfigError, match="the parameters to load have no"):
         checked_states(Model(), none, may_be_none=False)
+
+
+GROUPS = [{"params": [], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
+
+
+def checked(*, scales_loss=True, **given):
+    fields = {"step": 0, "loss_scale": None, "param_groups": None, "buffers": None} | given
+    return checked_for_loading(
+        Model(), states(), **fields, scales_loss=scales_loss, groups=GROUPS, unheld={}, may_be_none=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        *(("step", step, "a whole number of at least 0") for step in (-1, 2.5, "a", None, 2**63)),
+        *(
+            ("loss_scale", scale, "a positive 'scale' and a count of 'good_steps'")
+            for scale in (
+                5,
+                {"scale": 1.0},
+                {"scale": "x", "good_steps": 0},
+                {"scale": float("inf"), "good_steps": 0},
+                {"scale": 1.0, "good_steps": 0.5},
+                {"scale": 1.0, "good_steps": -1},
+            )
+        ),
+        *(("param_groups", groups, "a list of dicts") for groups in ([5], {"lr": 1.0}, 5)),
+        ("param_groups", [], "has 0 param groups and the engine 1"),
+        ("param_groups", [{"lr": float("nan")}], "group 0 has lr nan.*in the state to load"),
+        ("param_groups", [{"betas": 0.9}], "must be two numbers"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(field, value, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        checked(**{field: value})
+
+
+def test_numbers_that_can_be_are_taken() -> None:
+    found = checked(
+        step=torch.tensor(3),
+        loss_scale={"scale": 2, "good_steps": 1},
+        param_groups=[{"params": [1], "lr": torch.tensor(0.5), "max_lr": 1.0}],
+    )
+    assert (found.step, found.loss_scale, found.param_groups) == (3, (2.0, 1), [{"lr": 0.5, "max_lr": 1.0}])
+    with pytest.raises(ConfigError, match="only fp16"):
+        checked(scales_loss=False, loss_scale={"scale": 2.0, "good_steps": 0})
 
 
 def test_a_state_has_persistent_buffers_and_parameters_of_integers() -> None:
