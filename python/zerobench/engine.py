@@ -498,13 +498,21 @@ class Engine(EngineFacts):
             parameters = [parameters]
         if isinstance(parameters, (nn.Module, Engine)):
             parameters = parameters.parameters()
+        if isinstance(parameters, str) or not isinstance(parameters, Iterable):
+            raise ConfigError(
+                f"gather takes parameters, a module or nothing, not {parameters!r}; of a name take "
+                "engine.module.get_parameter(name) or get_submodule(name)"
+            )
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         units = set()
         for parameter in parameters:
             if id(parameter) not in names:
-                raise ConfigError(
-                    f"gather got a parameter of shape {tuple(parameter.shape)} that the model does not have"
+                what = (
+                    f"a parameter of shape {tuple(parameter.shape)}"
+                    if isinstance(parameter, torch.Tensor)
+                    else repr(parameter)
                 )
+                raise ConfigError(f"gather got {what} that the model does not have")
             units.add(self._parameter_units[names[id(parameter)]])
         return sorted(units)
 

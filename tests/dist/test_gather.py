@@ -173,11 +173,13 @@ def what_is_not_legal(rank, stage):
         engine.gather(modifier_rank=2),
     ):
         pass
-    with (
-        pytest.raises(errors.ConfigError, match="that the model does not have"),
-        engine.gather([torch.nn.Parameter(torch.ones(3))]),
+    for what, words in (
+        ([torch.nn.Parameter(torch.ones(3))], r"a parameter of shape \(3,\) that the model does not have"),
+        (["blocks.0"], "'blocks.0' that the model does not have"),
+        ("blocks.0", r"not 'blocks.0'.*engine\.module\.get_parameter"),
     ):
-        pass
+        with pytest.raises(errors.ConfigError, match=words), engine.gather(what):
+            pass
     handle = engine.module.blocks[0].register_forward_pre_hook(lambda *_: engine.gather().__enter__())
     with pytest.raises(errors.StateError, match="cannot be called inside a training forward"):
         engine(**zoo.points(0, rank.rank))
