@@ -174,6 +174,8 @@ def test_a_deepspeed_file_is_a_row(tmp_path):
         "deepcompile3_both",
         {"config_file": str(path)},
     )
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 8}))
+    assert read_row(path, optimizer=DEFAULTS, device="cpu")[0] == "deepspeed0"
 
 
 @pytest.mark.parametrize(
@@ -213,6 +215,21 @@ def test_a_deepspeed_file_decides_what_it_answers_and_leaves_auto_to_the_options
         ),
         ({"zero_optimization": {}, "bf16": True}, "bf16 should be a valid dictionary, got True"),
         ({"train_batch_size": 64}, "train_micro_batch_size_per_gpu"),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 1.5}}}, "less than or equal to 1, got 1.5"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"ratio": -0.5}}},
+            "greater than or equal to 0, got -0.5",
+        ),
+        (
+            {"zero_optimization": {}, "gradient_clipping": -1.0},
+            "gradient_clipping should be greater than or equal",
+        ),
+        *(
+            ({"zero_optimization": {}, "optimizer": {"params": {key: -0.1}}}, f"{key} should be greater than")
+            for key in ("lr", "eps", "weight_decay")
+        ),
+        ({"zero_optimization": {}, "optimizer": {"params": {"betas": [0.9, 1.0]}}}, "betas.* less than 1"),
+        ({"zero_optimization": {}, "optimizer": {"params": {"betas": [0.9] * 3}}}, "at most 2 items"),
         ({"zero_optimization": {}, "optimizer": {"type": "Lamb"}}, "runs AdamW, not Lamb"),
         ({"zero_optimization": {}, "optimizer": {"params": {"amsgrad": True}}}, "amsgrad should be False"),
         (
