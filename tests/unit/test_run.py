@@ -29,6 +29,7 @@ from zerobench.bench.plan import make_plan
 from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.result import Deviation, RowDtypes
 from zerobench.bench.run import Comparison
+from zerobench.errors import DataError
 from zerobench.strategies.single import SingleStrategy
 
 GPUS = tuple(
@@ -103,6 +104,33 @@ def test_the_reference_accumulates_what_all_ranks_train_on(comparison, monkeypat
     settings = worker.strategy_settings(job, place(1, 1), deterministic=True)
     assert (settings.grad_accum, settings.world_size, settings.deterministic) == (12, 1, True)
     assert (settings.offload, settings.host_memory_bytes) == ("none", None)
+    # Alone on its host it has all cores, and takes as many as each of the ranks: sums are rounded by their order.
+    share = job.settings.threads_per_rank
+    assert share is not None
+    job.settings.threads_per_rank = share + 1
+    assert worker.threads_of(job, place(1, 1)) == share + 1
+
+
+def test_ranks_train_on_the_bytes_that_the_comparison_began_with(comparison, tmp_path, monkeypatch) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"a" * 1000)
+    found = comparison(device="cpu", gpus=(), strategies=("zero1",), data=str(text))
+    monkeypatch.setattr(
+        found, "make_row", lambda configuration, display: first_row(configuration, status="ok")
+    )
+    found.run(ProgressDisplay(Console(file=io.StringIO()), found.work()))
+    monkeypatch.setenv("MASTER_PORT", "1")
+    place = worker.Place(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", ports=("2", "3")
+    )
+    (row,) = found.plan.configurations
+    jobs = [*found.passes(row, None), found.reference_job(row, found.verification_model(row))]
+    for job in jobs:
+        worker.open_batches(job, worker.strategy_settings(job, place), job.model)
+    text.write_bytes(b"b" * 1000)
+    for job in jobs:
+        with pytest.raises(DataError, match="does not hold the bytes that the comparison began with"):
+            worker.open_batches(job, worker.strategy_settings(job, place), job.model)
 
 
 def test_a_rank_warms_up_measures_and_profiles_on_steps_that_follow_each_other(
@@ -134,6 +162,18 @@ def test_a_rank_warms_up_measures_and_profiles_on_steps_that_follow_each_other(
     for step, batches in enumerate(steps):
         (expected,) = dataset.micro_batches(step, rank=0, world_size=1, batch_size=job.settings.batch_size)
         assert [batch["input_ids"].tolist() for batch in batches] == [expected["input_ids"].tolist()], step
+    # What a rank then holds on the host is its share of --host-memory-gib at most.
+    job.settings.host_memory_gib = 1.0
+    monkeypatch.setattr(
+        worker.measure, "measure", lambda *_, **__: window(memory_bytes={"host": {"master": 2 << 30}})
+    )
+    with (
+        open(os.devnull, "wb") as nowhere,
+        pytest.raises(MemoryError, match=r"--host-memory-gib leaves a rank 1\.00"),
+    ):
+        worker.measured(
+            job, SingleStrategy, place, worker.Channel(nowhere.fileno(), device="cpu"), CpuMeter()
+        )
 
 
 def test_a_reference_file_goes_with_its_last_row(comparison, tmp_path) -> None:
@@ -249,10 +289,19 @@ def test_figures_that_are_none_of_the_rows_are_not_shown(comparison, figures, sa
     configuration = comparison().plan.configurations[2]
     row = first_row(configuration, status="failed")
     reports = {0: Report(dtypes=BF16, window=window()), 1: Report(dtypes=BF16, window=window(**figures))}
-    if "losses" not in figures:  # all ranks show the same
+    if not figures.keys() & {"losses", "validation_loss"}:  # all ranks show the same
         reports[0] = reports[1]
     assert apply_outcome(row, Outcome(status="ok", reports=reports), configuration, None) == []
     assert row.status == "failed" and said in (row.error or "") and row.step_time_ms is None
+
+
+def test_a_row_that_skips_the_updates_of_few_steps_is_shown_and_says_how_many(comparison) -> None:
+    configuration = comparison().plan.configurations[2]
+    row = first_row(configuration, status="failed")
+    shown = window(step_times_ms=[10.0] * 3, losses=[1.0] * 3, applied_steps=3, skipped_steps=1)
+    reports = {rank: Report(dtypes=BF16, window=shown) for rank in range(2)}
+    assert apply_outcome(row, Outcome(status="ok", reports=reports), configuration, None) == [shown, shown]
+    assert (row.status, row.error, row.skipped_steps) == ("ok", None, 1)
 
 
 @pytest.mark.parametrize("quantity", ["gradient", "update", "piece", "optimizer"])
