@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,22 @@ def test_the_loss_is_the_mean_over_ranks() -> None:
     assert not exceeded(assess.assess(reports(5.0, deviation=FINE), row, known))
     found = assess.assess(reports(5.1, deviation=FINE, norm=1.1), row, known)
     assert exceeded(found) == ["loss", "norm"]
+    assert (found.loss, found.norm) == pytest.approx((0.02, 0.1)) and found.reference == "single"
     assert found.verdict is not None and "loss deviates by 0.02" in found.verdict
+    without = reports(5.0, deviation=FINE)  # of a peer that does not say, or of a reference that did not
+    assert without[0].verification is not None
+    without[0].verification.norm = None
+    found = assess.assess(without, row, known)
+    assert found.norm is None and not exceeded(found)
+    unknown = replace(known, norm=None)
+    assert assess.assess(reports(5.0, deviation=FINE), row, unknown).norm is None
+
+
+def test_a_row_without_a_reference_is_one_and_votes_with_its_group() -> None:
+    (row,) = make_plan(CompareOptions(data="synthetic", strategies=("zero1",))).configurations
+    alone = assess.assess(reports(5.0, deviation=FINE), row, None)
+    assert alone == Deviation(checksum_group=row.checksum_group(), verdict="is the reference")
+    assert row.checksum_group() and not exceeded(alone)
 
 
 def evaluated(

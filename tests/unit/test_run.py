@@ -105,10 +105,8 @@ def test_the_reference_accumulates_what_all_ranks_train_on(comparison, monkeypat
     assert (settings.grad_accum, settings.world_size, settings.deterministic) == (12, 1, True)
     assert (settings.offload, settings.host_memory_bytes) == ("none", None)
     # Alone on its host it has all cores, and takes as many as each of the ranks: sums are rounded by their order.
-    share = job.settings.threads_per_rank
-    assert share is not None
-    job.settings.threads_per_rank = share + 1
-    assert worker.threads_of(job, place(1, 1)) == share + 1
+    job.settings.threads_per_rank = worker.cpus_usable() + 1
+    assert worker.threads_of(job, place(1, 1)) == job.settings.threads_per_rank
 
 
 def test_ranks_train_on_the_bytes_that_the_comparison_began_with(comparison, tmp_path, monkeypatch) -> None:
