@@ -17,6 +17,7 @@ from zerobench.bench.result import Deviation, Results, Row, RowDtypes, Settings
 from zerobench.bench.tolerances import (
     describe,
     exceeded,
+    tolerances,
 )
 from zerobench.errors import Error
 
@@ -66,6 +67,24 @@ def test_a_row_without_a_reference_is_one_and_votes_with_its_group() -> None:
     alone = assess.assess(reports(5.0, deviation=FINE), row, None)
     assert alone == Deviation(checksum_group=row.checksum_group(), verdict="is the reference")
     assert row.checksum_group() and not exceeded(alone)
+
+
+def test_a_row_votes_with_its_group_and_has_the_limits_of_its_dtypes() -> None:
+    (row,) = make_plan(CompareOptions(data="synthetic", strategies=("zero1",))).configurations
+    known = assess.ReferenceRun(model=row.model, file="f", loss=5.0, norm=1.0)
+    plain = assess.assess(reports(5.0, deviation=FINE), row, known)
+    assert plain.checksum_group == row.checksum_group() and row.checksum_group()
+    assert plain.tolerance == tolerances("fp32")
+    low = reports(5.0, deviation=FINE)
+    for report in low:
+        report.dtypes.reduce = "bfloat16"
+        assert report.verification is not None
+        report.verification.loss_dtype = "bfloat16"
+    reference = replace(known, loss_dtype="float32")
+    assert assess.assess(low, row, reference).tolerance == tolerances("bf16", loss_dtype="bfloat16")
+    both = replace(known, loss_dtype="bfloat16")
+    expected = tolerances("bf16", loss_dtype="bfloat16", reference_loss_dtype="bfloat16")
+    assert assess.assess(low, row, both).tolerance == expected != tolerances("bf16", loss_dtype="bfloat16")
 
 
 def evaluated(
