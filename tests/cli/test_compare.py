@@ -103,8 +103,8 @@ def test_stages_end_with_the_same_bits_and_a_fault_in_one_is_wrong(command) -> N
     assert result.returncode == 1, result.stderr
     assert rows.pop("HalvedZero2")["status"] == "wrong"
     assert {name: row["status"] for name, row in rows.items()} == {f"zero{stage}": "ok" for stage in range(4)}
-    assert len({row["checksum"] for row in rows.values()}) == 1
-    assert len({row["deviation"]["checksum_group"] for row in rows.values()}) == 1
+    (told,) = {(row["checksum"], row["deviation"]["checksum_group"]) for row in rows.values()}
+    assert None not in told
     assert {row["dtypes"]["param"] for row in rows.values()} == {"bfloat16"}
 
 

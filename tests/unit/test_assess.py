@@ -69,12 +69,17 @@ def test_a_row_without_a_reference_is_one_and_votes_with_its_group() -> None:
     assert row.checksum_group() and not exceeded(alone)
 
 
-def test_a_row_votes_with_its_group_and_has_the_limits_of_its_dtypes() -> None:
+def test_a_verified_row_votes_with_its_group_and_has_the_limits_of_its_dtypes() -> None:
     (row,) = make_plan(CompareOptions(data="synthetic", strategies=("zero1",))).configurations
     known = assess.ReferenceRun(model=row.model, file="f", loss=5.0, norm=1.0)
     plain = assess.assess(reports(5.0, deviation=FINE), row, known)
     assert plain.checksum_group == row.checksum_group() and row.checksum_group()
     assert plain.tolerance == tolerances("fp32")
+    assert plain.verdict == "as single on the same global batches, step 1 and 4 steps"
+    row.settings.dropout = 0.1
+    dropped = assess.assess(reports(5.0, deviation=FINE), row, known)
+    assert dropped.verdict == f"{plain.verdict} without dropout"
+    row.settings.dropout = 0.0
     low = reports(5.0, deviation=FINE)
     for report in low:
         report.dtypes.reduce = "bfloat16"
