@@ -87,7 +87,11 @@ def test_shares_are_of_what_is_allowed_and_share_no_cpu(data, nodes) -> None:
         st.sampled_from([*nodes, None, 99]).map(on_gpu),
         st.sampled_from([*nodes]).map(on_gpu),
     )
-    ranks = data.draw(st.lists(kinds, min_size=1, max_size=9))
+    usable = [node for node, its in nodes.items() if not set(its).isdisjoint(allowed)]
+    on_all_nodes = st.lists(st.sampled_from(usable), max_size=5).flatmap(
+        lambda more: st.permutations([on_gpu(node) for node in (*usable, *more)])
+    )
+    ranks = data.draw(st.one_of(st.lists(kinds, min_size=1, max_size=9), on_all_nodes))
     found = [share_of_rank(rank, ranks, nodes, allowed) for rank in range(len(ranks))]
     assert all(share.cpus and set(share.cpus) <= set(allowed) for share in found)
     for share in found:

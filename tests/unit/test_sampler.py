@@ -83,7 +83,12 @@ def sample(time_s: float, *gpus, **figures):
 def test_a_row_has_the_figures_of_its_own_gpus() -> None:
     samples = [
         sample(10.05, gpu(utilisation_pct=3), gpu(utilisation_pct=5), gpu(utilisation_pct=77), cpu_pct=99.0),
-        sample(10.95, gpu(used_bytes=40, sm_clock_mhz=1500), gpu(power_w=90.0, temperature_c=60), gpu()),
+        sample(
+            10.95,
+            gpu(used_bytes=40, sm_clock_mhz=1500, memory_clock_mhz=2000),
+            gpu(power_w=90.0, temperature_c=60),
+            gpu(),
+        ),
         sample(
             11.40,
             gpu(utilisation_pct=None),
@@ -98,6 +103,7 @@ def test_a_row_has_the_figures_of_its_own_gpus() -> None:
     assert found.gpu_used_peak_bytes == 40
     assert (found.power_w, found.power_peak_w) == (600, 700)  # readings are means of the second before them
     assert found.sm_clock_mhz == pytest.approx((5 * 1900 + 1500) / 6) and found.sm_clock_min_mhz == 1500
+    assert found.memory_clock_mhz == 2500
     assert found.temperature_peak_c == 60
     assert (found.power_cap_pct, found.thermal_limit_pct, found.other_limit_pct) == (100, 0, 0)
     assert found.cpu_pct == 30.0  # a reading is of the time since the one before it
