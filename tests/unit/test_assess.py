@@ -123,6 +123,8 @@ def test_the_worst_rank_decides_what_is_read_and_evaluated() -> None:
     old = found([4.0, 6.0], [0.0, 1e-6])
     assert exceeded(old) == ["reads"]
     assert "0.0001 % of what forward reads of h.0.ln_1.weight on rank 1 is not" in describe(old, "reads")
+    first = found([4.0, 9.0], [1e-6, 0.0])
+    assert first.reads_worst == "h.0.ln_1.weight on rank 0" and first.evaluation == pytest.approx(0.5)
     half = evaluated(reports(5.0, deviation=FINE), losses=[4.0, None], reads=[None, None])
     assert half[0].verification is not None
     half[0].verification.expected_evaluations = [4.0, 6.0]
