@@ -436,6 +436,19 @@ def test_each_rank_has_a_median_of_its_own() -> None:
     assert row.rank_step_times_ms == [2.0, 3.0]
 
 
+def test_a_row_says_where_its_ranks_ran_and_how_they_spoke() -> None:
+    row = empty_row()
+    told = [{"binding": "node 0: 0-3", "update_cpus": "0-3"}, {"binding": None, "update_cpus": "4-7"}]
+    assess.apply_windows(
+        row, [window([1.0], [1.0], threads=3, communicator="shm", **of_rank) for of_rank in told]
+    )
+    assert (row.settings.threads_per_rank, row.settings.communicator) == (3, "shm")
+    assert (row.binding, row.update_cpus) == (["node 0: 0-3"], ["0-3", "4-7"])
+    row = empty_row()
+    assess.apply_windows(row, [window([1.0], [1.0])] * 2)
+    assert row.binding is None and row.update_cpus is None
+
+
 def test_communication_is_that_of_the_rank_that_moves_most() -> None:
     row = empty_row()
     moved = [{"all_gather": 6, "reduce_scatter": 4}, {"all_gather": 5, "reduce_scatter": 6}]
