@@ -20,6 +20,8 @@ class Model(nn.Module):
         self.table = nn.Parameter(torch.arange(4), requires_grad=False)
         self.register_buffer("kept", torch.zeros(2))
         self.register_buffer("made_again", torch.zeros(2), persistent=False)
+        self.norm = nn.BatchNorm1d(2, affine=False)
+        self.norm.register_buffer("made_again", torch.zeros(2), persistent=False)
 
 
 def states(**changes: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -119,4 +121,5 @@ def test_numbers_that_can_be_are_taken() -> None:
 
 
 def test_a_state_has_persistent_buffers_and_parameters_of_integers() -> None:
-    assert sorted(unheld_tensors(Model())) == ["kept", "table"]
+    of_norm = ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
+    assert sorted(unheld_tensors(Model())) == ["kept", *of_norm, "table"]

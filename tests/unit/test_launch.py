@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from zerobench.bench.environments import free_ports, local_environments
-from zerobench.bench.given import Answer, merge
+from zerobench.bench.given import Answer, GivenRank, merge, run_part
 from zerobench.bench.job import Progress, RankError, Report, Skipped
 from zerobench.bench.launch import Launcher
-from zerobench.bench.outcome import judge
+from zerobench.bench.outcome import Outcome, judge
 from zerobench.bench.ranks import RankState, where
 from zerobench.bench.result import RowDtypes
 
@@ -123,6 +124,38 @@ def test_the_outcome_of_given_ranks_is_the_worst_part() -> None:
     assert merge([fine, victim]).error == "stopped"
     later = Answer(status="failed", secondary=False, reports={}, error="peer is gone", failed_at_s=7.5)
     assert merge([later, cause]).error == "broke"
+    timeless = Answer(status="failed", secondary=False, reports={}, error="who knows", failed_at_s=None)
+    assert merge([timeless, cause]).error == "broke"
+    full = Outcome(status="oom", error="no memory", oom_tier="device", failed_at_s=9.0)
+    found = merge([fine, cause, Answer.from_text(Answer.of(full).text())])
+    assert (found.status, found.error, found.oom_tier) == ("oom", "no memory", "device")
+    skipped = Answer.of(Outcome(status="skipped", error="needs a GPU"))
+    assert (skipped.failed_at_s, merge([fine, skipped]).error) == (None, "needs a GPU")
+    assert merge([skipped, cause]).error == "broke"
+
+
+@pytest.mark.parametrize("status", ["failed", "oom", "skipped", "ok"])
+def test_given_ranks_end_their_part_where_anothers_failed(status, tmp_path) -> None:
+    """Of a job of two ranks: the one that fails tells the other, which else would wait for the timeout."""
+    distributed = pytest.importorskip("torch.distributed")
+    store, heard = distributed.HashStore(), []
+    ranks = [
+        GivenRank(
+            rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_addr="h", master_port=1
+        )
+        for rank in range(2)
+    ]
+
+    def run(job, *, environments, aborted, **_) -> Outcome:
+        heard.append((environments[0]["RANK"], environments[0]["PLACE"], aborted()))
+        return Outcome(status=status)
+
+    for given in ranks:
+        job = SimpleNamespace(num_ranks=2)
+        run_part(run, given, store, 3, job, {"PLACE": "shared"}, tmp_path / "log", None)
+    assert heard == [("0", "shared", False), ("1", "shared", status in ("failed", "oom"))]
+    run_part(run, ranks[1], store, 4, job, {"PLACE": "shared"}, tmp_path / "log", None)
+    assert heard[-1][2] is False  # the next job is another
 
 
 def test_the_innermost_function_is_read_from_a_dump(tmp_path) -> None:
