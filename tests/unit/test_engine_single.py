@@ -323,3 +323,17 @@ def test_buffers_without_memory_need_values_too() -> None:
         model = nn.Sequential(nn.BatchNorm1d(3))
     with pytest.raises(ConfigError, match=r"buffer '0\.running_mean' is on the meta device"):
         zerobench.initialize(model, config={"device": "cpu"}, materialise=parameters_alone)
+
+
+def test_in_low_precision_statistics_of_norms_alone_change_their_dtype() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    frequencies = torch.rand(3)
+    model.register_buffer("frequencies", frequencies.clone())
+    zerobench.initialize(model, config={"device": "cpu", "precision": "bf16"}).close()
+    assert torch.equal(model.frequencies, frequencies)
+    dtypes = {name: buffer.dtype for name, buffer in model[1].named_buffers()}
+    assert dtypes == {
+        "running_mean": torch.bfloat16,
+        "running_var": torch.bfloat16,
+        "num_batches_tracked": torch.int64,
+    }
