@@ -37,7 +37,7 @@ def resolve(config: Config, environment: Mapping[str, str] = os.environ) -> Topo
 
     world_size = value(config.world_size, "WORLD_SIZE", 1)
     rank = value(config.rank, "RANK", 0)
-    if config.world_size == 1 and config.rank is None:
+    if config.world_size == 1:
         rank = 0
     expect_rank(rank, world_size)
     local_world_size = min(value(config.local_world_size, "LOCAL_WORLD_SIZE", world_size), world_size)

@@ -51,6 +51,15 @@ def test_a_controller_is_known_by_its_whole_name(host) -> None:
     assert cpu_quota(host.files) == 2.0
 
 
+def test_files_that_a_container_does_not_show_limit_nothing(host) -> None:
+    host.write("proc/self/cgroup", "0::/mine")
+    host.write("cgroup/mine/memory.max", "10")
+    host.write("cgroup/mine/cpu.max", "100000")
+    assert memory_limits(host.files) == [] and cpu_quota(host.files) is None
+    host.write("cgroup/mine/memory.current", "4")  # and nothing of what is cached
+    assert memory_limits(host.files) == [MemoryLimit(limit_bytes=10, used_bytes=4)]
+
+
 def test_a_group_above_its_limit_has_nothing_left() -> None:
     assert MemoryLimit(limit_bytes=10, used_bytes=12).left_bytes == 0
 

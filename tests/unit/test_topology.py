@@ -50,6 +50,22 @@ def made(device: Any = None, **values: Any) -> topology.Communicators:
     return topology.make_communicators(_native.load(), parsed, topology.resolve(parsed, {}), device)
 
 
+@pytest.mark.parametrize(
+    ("values", "environment", "place"),
+    [
+        ({}, {}, (0, 1, 0, 1)),
+        ({"world_size": 4, "rank": 3}, {}, (3, 4, 3, 4)),
+        ({"world_size": 4, "rank": 2, "local_world_size": 2}, {}, (2, 4, 0, 2)),
+        ({}, {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}, (3, 6, 0, 3)),
+        ({}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, (1, 2, 1, 2)),
+        ({"world_size": 1}, {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}, (0, 1, 0, 1)),
+    ],
+)
+def test_what_a_configuration_leaves_open_the_environment_says(values, environment, place) -> None:
+    found = topology.resolve(config.parse(values), environment)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == place
+
+
 @pytest.mark.parametrize("kind", ["auto", "shm"])
 def test_ranks_of_one_host_on_cpu_share_memory(kind: str) -> None:
     communicators = made(communicator=kind)
