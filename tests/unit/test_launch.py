@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from zerobench.bench.environments import free_ports, local_environments
 from zerobench.bench.given import Answer, GivenRank, merge, run_part
 from zerobench.bench.job import Progress, RankError, Report, Skipped
 from zerobench.bench.launch import Launcher
-from zerobench.bench.outcome import Outcome, judge
+from zerobench.bench.outcome import Outcome, failed_at_s, judge
 from zerobench.bench.ranks import RankState, where
 from zerobench.bench.result import RowDtypes
 
@@ -71,9 +72,25 @@ def test_a_kill_is_oom_only_when_the_kernel_counted_one() -> None:
     assert outcome(reported(0), killed).status == "failed"
     found = outcome(reported(0), killed, was_oom_killed=True)
     assert found.status == "oom"
-    assert found.error is not None and "out-of-memory killer" in found.error
-    segfault = rank(1, exit_signal=signal.SIGSEGV, open=False)
-    assert outcome(reported(0), segfault, was_oom_killed=True).status == "failed"
+    assert found.error is not None and "out-of-memory killer" in found.error and found.oom_tier == "host"
+    segfault = rank(0, exit_signal=signal.SIGSEGV, open=False)
+    assert outcome(segfault, reported(1), was_oom_killed=True).status == "failed"
+    assert outcome(segfault, killed, was_oom_killed=True).status == "oom"
+
+
+def test_how_a_rank_ends_after_its_own_word_counts_no_more() -> None:
+    """Such as one that crashes while it closes after an error."""
+    said = raised(0, 1.0)
+    said.exit_code, said.exit_signal = None, signal.SIGSEGV
+    assert outcome(said, reported(1)).error == "rank 0: ValueError: no"
+
+
+def test_a_failure_is_as_old_as_the_error_or_the_silent_end() -> None:
+    assert failed_at_s(raised(0, 7.0)) == 7.0
+    assert failed_at_s(rank(0, exit_signal=signal.SIGKILL, exit_s=8.0, open=False)) == 8.0
+    done = reported(0)
+    done.exit_s = 9.0
+    assert failed_at_s(done) == failed_at_s(rank(0)) == math.inf
 
 
 def test_the_first_error_of_a_rank_itself_counts() -> None:
@@ -99,6 +116,11 @@ def test_stalled_ranks_are_named_with_their_place() -> None:
     found = outcome(raised(0, 1.0, message="timed out"), rank(1), stalled={1: "step (mine.py:3)"})
     assert found.error == (
         "no progress for 10 s (--timeout): rank 1 in step (mine.py:3); rank 0: ValueError: timed out"
+    )
+    both = outcome(rank(0), rank(1), stalled={1: "step (mine.py:3)", 0: "wait (mine.py:9)"})
+    assert (
+        both.error
+        == "no progress for 10 s (--timeout): rank 0 in wait (mine.py:9), rank 1 in step (mine.py:3)"
     )
 
 
