@@ -98,7 +98,11 @@ def test_the_first_error_of_a_rank_itself_counts() -> None:
     found = outcome(peers, raised(1, 2.0))
     assert found.error == "rank 1: ValueError: no"
     assert not found.secondary
-    assert outcome(peers, rank(1)).secondary
+    alone = outcome(peers, rank(1))
+    assert (alone.error, alone.secondary) == ("rank 0: CommunicationError: rank 1 is gone", True)
+    stopped = outcome(reported(0), rank(1))  # of given ranks: the failure was another host's
+    assert (stopped.status, stopped.secondary) == ("failed", True)
+    assert stopped.error == "rank 1 was stopped after ranks elsewhere failed"
     both = outcome(raised(0, 2.0, message="second"), raised(1, 1.0, message="first"))
     assert both.error == "rank 1: ValueError: first"
     memory = {"type": "MemoryError", "out_of_memory": "host"}
