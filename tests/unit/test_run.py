@@ -15,7 +15,7 @@ from rich.console import Console
 
 from zerobench import data
 from zerobench.bench import worker
-from zerobench.bench.assess import ReferenceRun, apply_outcome, first_row
+from zerobench.bench.assess import ReferenceRun, apply_outcome, apply_windows, first_row
 from zerobench.bench.channel import describe_error
 from zerobench.bench.environments import environment_of
 from zerobench.bench.gpus import Gpu
@@ -51,6 +51,10 @@ def comparison(tmp_path):
             return Comparison(make_plan(CompareOptions(**chosen)), OutputFolder(tmp_path / "out"), launcher)
 
         yield of
+
+
+def quiet(found: Comparison) -> ProgressDisplay:
+    return ProgressDisplay(Console(file=io.StringIO()), found.work())
 
 
 def test_verification_has_processes_of_its_own_on_gpus(comparison) -> None:
@@ -116,7 +120,7 @@ def test_ranks_train_on_the_bytes_that_the_comparison_began_with(comparison, tmp
     monkeypatch.setattr(
         found, "make_row", lambda configuration, display: first_row(configuration, status="ok")
     )
-    found.run(ProgressDisplay(Console(file=io.StringIO()), found.work()))
+    found.run(quiet(found))
     monkeypatch.setenv("MASTER_PORT", "1")
     place = worker.Place(
         rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", ports=("2", "3")
@@ -204,10 +208,94 @@ def test_a_tie_of_checksums_is_undone_by_the_rows_that_follow(comparison, monkey
     monkeypatch.setattr(
         found.output, "write_results", lambda results: seen.append([row.status for row in results.rows])
     )
-    found.run(ProgressDisplay(Console(file=io.StringIO()), found.work()))
+    found.run(quiet(found))
     assert seen[1:5] == [["ok"], ["wrong"] * 2, ["ok", "wrong", "ok"], ["ok", "wrong", "ok", "ok"]]
     assert repeated == ["zero0", "zero2", "zero3"]  # nothing is measured again of what is wrong
     assert seen[-1] == ["oom", "wrong", "failed", "oom"]
+
+
+def test_a_row_whose_verification_did_not_end_is_never_measured(comparison, monkeypatch) -> None:
+    found = comparison()
+    zero1 = found.plan.configurations[2]
+    group, asked = zero1.reference_group(), []
+
+    def run(job, **_):
+        asked.append((job.kind, job.verify, job.measure))
+        return Outcome(status="failed", error="no")
+
+    monkeypatch.setattr(found.launcher, "run", run)
+    found.references[group] = ReferenceRun(model=zero1.model, file="f", loss=1.0)
+    row = found.make_row(zero1, quiet(found))
+    assert (row.status, row.error, asked) == ("failed", "no", [("row", True, False)])
+    del found.references[group]
+    row = found.make_row(zero1, quiet(found))
+    assert asked[1:] == [("reference", True, False)]
+    assert row.status == "failed"
+    assert row.error == "cannot be verified, since the reference did not run: failed: no"
+    monkeypatch.setattr("zerobench.bench.run.why_not_lockable", lambda *_, **__: "no memory to lock")
+    row = found.make_row(zero1, quiet(found))
+    assert (row.status, row.error, row.oom_tier) == ("oom", "no memory to lock", "host")
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("fitting", "asked", "tried", "why"),
+    [
+        (2, None, [4, 2], "since the reference of all would not fit"),
+        (4, 2, [2], "as --verify-layers asks"),
+        (0, None, [4, 2, 1], None),
+    ],
+)
+def test_a_reference_without_room_is_tried_with_half_the_layers(
+    comparison, monkeypatch, fitting, asked, tried, why
+) -> None:
+    found = comparison(num_layers=(4,), verify_layers=asked)
+    zero1, layers = found.plan.configurations[2], []
+
+    def run(job, **_):
+        layers.append(job.verify_model["num_layers"])
+        if layers[-1] > fitting:
+            return Outcome(status="oom", error="no room")
+        return Outcome(
+            status="ok", reports={0: Report(dtypes=BF16, verification=Verification(loss=5.0, norm=1.0))}
+        )
+
+    monkeypatch.setattr(found.launcher, "run", run)
+    reference = found.reference_of(zero1, quiet(found))
+    assert layers == tried and reference.model["num_layers"] == tried[-1]
+    assert reference.error == ("oom: no room" if why is None else None)
+    assert why is None or (reference.why_fewer_layers, reference.loss) == (why, 5.0)
+    assert found.reference_of(zero1, quiet(found)) is reference and layers == tried
+
+
+def test_a_repeat_adds_its_samples_or_takes_all_figures_away(comparison, monkeypatch) -> None:
+    found = comparison(device="cpu", gpus=(), strategies=("zero0", "zero1", "zero2"), repeats=2)
+
+    def make_row(configuration, display):
+        row = first_row(configuration, status="ok", checksum="c", deviation=Deviation(checksum_group="g"))
+        apply_windows(row, [window()] * 2)
+        return row
+
+    def run(job, **_):
+        assert job.measure and not job.verify
+        if job.strategy == "zero2":
+            return Outcome(status="oom", error="no memory", oom_tier="host")
+        losses = [2.0, math.nan] if job.strategy == "zero1" else [2.0, 1.0]
+        repeated = window(step_times_ms=[30.0, 30.0], losses=losses)
+        return Outcome(status="ok", reports={rank: Report(dtypes=BF16, window=repeated) for rank in range(2)})
+
+    monkeypatch.setattr(found, "make_row", make_row)
+    monkeypatch.setattr(found.launcher, "run", run)
+    found.run(quiet(found))
+    zero0, zero1, zero2 = found.results.rows
+    assert zero0.status == "ok" and zero0.step_time_ms is not None
+    assert zero0.step_time_ms.samples == [10.0, 10.0, 30.0, 30.0]
+    assert zero1.status == "failed"
+    assert (zero1.error or "").startswith("repeat 2: the loss of measured step 2 is not finite")
+    assert (zero2.status, zero2.error, zero2.oom_tier) == ("oom", "repeat 2: no memory", "host")
+    for row in (zero1, zero2):
+        assert row.step_time_ms is row.tokens_per_s is row.peak_device_bytes is row.loss is None
+    assert found.results.complete
 
 
 def window(**figures) -> Window:
@@ -401,5 +489,5 @@ def test_ctrl_c_while_rows_are_judged_shows_those_that_were(comparison, monkeypa
     monkeypatch.setattr("zerobench.bench.run.finish_rows", finish_rows)
     monkeypatch.setattr(found, "make_row", make_row)
     with pytest.raises(KeyboardInterrupt):
-        found.run(ProgressDisplay(Console(file=io.StringIO()), found.work()))
+        found.run(quiet(found))
     assert [row.strategy for row in found.results.rows] == ["zero0"]
