@@ -178,6 +178,22 @@ def test_a_rank_warms_up_measures_and_profiles_on_steps_that_follow_each_other(
         )
 
 
+def test_rows_say_the_mode_that_fp32_products_run_in(comparison, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    place = worker.Place(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", ports=("2", "3")
+    )
+
+    def compute(precision: str, *, tf32: bool) -> str:
+        found = comparison(device="cpu", gpus=(), strategies=("single",), precisions=(precision,))
+        (job,) = found.passes(found.plan.configurations[0], None)
+        job.settings.tf32 = tf32
+        return worker.row_dtypes(SingleStrategy(worker.strategy_settings(job, place)), job).compute
+
+    assert (compute("fp32", tf32=True), compute("fp32", tf32=False)) == ("tf32", "float32")
+    assert compute("bf16", tf32=True) == "bfloat16"
+
+
 def test_a_reference_file_goes_with_its_last_row(comparison, tmp_path) -> None:
     found = comparison()
     _, _, zero1, zero3 = found.plan.configurations
