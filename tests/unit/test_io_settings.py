@@ -95,7 +95,19 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         '{"other": 1}',
         "[" * 100_000,
         json.dumps({"paths": {"/x": {**settings().model_dump(), "engine": "foo"}}}),
-        json.dumps({"paths": {"/x": {**settings().model_dump(), "depth": 1025}}}),
+        *(
+            json.dumps({"paths": {"/x": {**settings().model_dump(), key: value}}})
+            for key, value in (
+                ("depth", 0),
+                ("depth", 1025),
+                ("block_bytes", 0),
+                ("block_bytes", 4097),
+                ("read_bytes_per_s", 0.0),
+                ("write_bytes_per_s", -1.0),
+                ("both_bytes_per_s", 0.0),
+                ("other", 1),
+            )
+        ),
     ],
 )
 def test_a_file_of_nonsense_is_refused_with_its_name(tmp_path: Path, content: str) -> None:
