@@ -481,6 +481,46 @@ def test_a_thread_for_whose_stack_a_limit_leaves_no_room_is_memory_that_ran_out(
     assert message.endswith("(the 0.000977 GiB that --rank-memory-gib allows a rank are used up)")
 
 
+class EndsBadly(SingleStrategy):
+    def close(self) -> None:
+        super().close()
+        raise RuntimeError("of closing")
+
+
+def test_what_went_wrong_first_is_what_a_rank_says(comparison, monkeypatch) -> None:
+    found = comparison(device="cpu", gpus=(), strategies=("single",), num_layers=(1,), hidden_sizes=(16,))
+    (job,) = found.passes(found.plan.configurations[0], None)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    place = worker.Place(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", ports=("2", "3")
+    )
+    settings, build = worker.strategy_settings(job, place), worker.model_factory(job.model, 0)
+    read, write = os.pipe()
+    with open(read, "rb") as told, open(write, "wb") as pipe:
+        channel = worker.Channel(pipe.fileno(), device="cpu")
+        for step in range(3):
+            channel.tick("measurement", step)  # at most two a second
+        with (
+            pytest.raises(ValueError, match="of a step"),
+            worker.open_strategy(EndsBadly, settings, build, channel, CpuMeter()),
+        ):
+            raise ValueError("of a step")
+        channel.fail(RuntimeError("of the peers"))
+        with (
+            pytest.raises(RuntimeError, match="of closing"),
+            worker.open_strategy(EndsBadly, settings, build, channel, CpuMeter()),
+        ):
+            pass
+        pipe.close()
+        progress, error = map(json.loads, told)
+    assert progress == {"kind": "progress", "body": {"phase": "measurement", "step": 0}}
+    assert (error["kind"], error["body"]["type"], error["body"]["message"]) == (
+        "error",
+        "ValueError",
+        "of a step",
+    )
+
+
 def test_results_say_what_ranks_were_told(comparison) -> None:
     machine = comparison().results.machine
     assert machine["details"]["rank_environment"] == {"NCCL_NVLS_ENABLE": "0"}
