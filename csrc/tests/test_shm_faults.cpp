@@ -411,25 +411,31 @@ TEST(ShmRendezvous, ARankThatConnectsAfterADisagreementHearsOfIt) {
   }
 }
 
+// Whether `body` fails for it where this process may open `more` files than it has open.
+template <typename Body>
+bool lacks_files(rlim_t more, const Body& body) {
+  const int next = ::dup(STDERR_FILENO);
+  ::close(next);
+  rlimit before{};
+  EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit few{static_cast<rlim_t>(next) + more, before.rlim_max};
+  EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  try {
+    body();
+  } catch (const IoError& error) {
+    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);  // sanitizers open files too
+    return error.code().value() == EMFILE;
+  }
+  return false;
+}
+
 TEST(ShmRendezvous, ARankThatMayOpenTooFewFilesSaysSo) {
   const std::string rendezvous = unique_rendezvous();
   std::string of_peer;
   std::thread peer(
       [&] { of_peer = communication_error([&] { make_shm_communicator(options_of(1, 2, rendezvous, 5s)); }); });
   EXPECT_TRUE(test::holds_in_child([&] {
-    const int next = ::dup(STDERR_FILENO);
-    ::close(next);
-    rlimit before{};
-    EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
-    const rlimit few{static_cast<rlim_t>(next) + 1, before.rlim_max};  // enough to listen, not to accept
-    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
-    try {
-      make_shm_communicator(options_of(0, 2, rendezvous, 5s));
-    } catch (const IoError& error) {
-      EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);  // sanitizers open files too
-      return error.code().value() == EMFILE;
-    }
-    return false;
+    return lacks_files(1, [&] { make_shm_communicator(options_of(0, 2, rendezvous, 5s)); });  // one to listen
   }));
   peer.join();
   EXPECT_NE(of_peer.find("rank 0 died or left while ranks connected"), std::string::npos) << of_peer;
@@ -446,19 +452,7 @@ TEST(ShmFaults, ARankThatMayOpenTooFewFilesForAnAllocationTellsTheOthers) {
   });
   EXPECT_TRUE(test::holds_in_child([&] {
     const auto comm = make_shm_communicator(options_of(1, 2, rendezvous));
-    const int next = ::dup(STDERR_FILENO);
-    ::close(next);
-    rlimit before{};
-    EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
-    const rlimit few{static_cast<rlim_t>(next), before.rlim_max};
-    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
-    try {
-      shared(*comm, 400);
-    } catch (const IoError& error) {
-      EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);  // sanitizers open files too
-      return error.code().value() == EMFILE;
-    }
-    return false;
+    return lacks_files(0, [&] { shared(*comm, 400); });
   }));
   peer.join();
   EXPECT_NE(of_peer.find("ulimit -n"), std::string::npos) << of_peer;
