@@ -3,7 +3,7 @@ gathered parameters come on top, so what passes here may still run out of memory
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -103,7 +103,6 @@ def why_too_large(
     ranks, on_gpus = settings.world_size, settings.device == "cuda"
     host_ranks = min(ranks, host_ranks or (len(gpus) if on_gpus else ranks))
     ranks_text = "one rank" if host_ranks == 1 else f"{host_ranks} ranks"
-    available = memory_available_bytes()
     smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None) if on_gpus else None
     if smallest is not None:
         whole_bytes = 4 * models.parameter_count(models.ModelConfig.model_validate(configuration.model))
@@ -114,33 +113,33 @@ def why_too_large(
                 "not started",
                 "device",
             )
+
+    def on_host(need: Need) -> int:  # CPU ranks have the host's memory for both
+        return need.host if on_gpus else need.device + need.host
+
+    limits: list[tuple[Callable[[Need], int], float, str, Literal["device", "host"]]] = []
+    if settings.device_memory_gib is not None:
+        limit = settings.device_memory_gib * GIB
+        limits.append(
+            (lambda need: need.device, limit, "on each rank and --device-memory-gib allows", _tier(on_gpus))
+        )
+    if smallest is not None:
+        has = f"on each rank and GPU {smallest.index} has"
+        limits.append((lambda need: need.device, smallest.total_bytes, has, "device"))
+    if rank_memory_bytes is not None:
+        limits.append((on_host, rank_memory_bytes, "on each rank and --rank-memory-gib allows", "host"))
+    if settings.host_memory_gib is not None:
+        limit = settings.host_memory_gib * GIB
+        allows = "of host memory and --host-memory-gib allows"
+        limits.append((lambda need: need.host * host_ranks, limit, allows, "host"))
+    has = f"for {ranks_text} and the host has available"
+    limits.append((lambda need: on_host(need) * host_ranks, memory_available_bytes(), has, "host"))
     for what, need in (
         ("parameters, gradients and optimizer state", least_rank_bytes(configuration)),
         ("the logits of one micro-batch", Need(device=logits_bytes(configuration))),
     ):
-        limits: list[tuple[int, float, str, Literal["device", "host"]]] = []
-        if settings.device_memory_gib is not None:
-            limit = settings.device_memory_gib * GIB
-            limits.append((need.device, limit, "on each rank and --device-memory-gib allows", _tier(on_gpus)))
-        if smallest is not None:
-            limits.append(
-                (need.device, smallest.total_bytes, f"on each rank and GPU {smallest.index} has", "device")
-            )
-        on_host = (
-            need.host if on_gpus else need.device + need.host
-        )  # CPU ranks have the host's memory for both
-        if rank_memory_bytes is not None:
-            limits.append((on_host, rank_memory_bytes, "on each rank and --rank-memory-gib allows", "host"))
-        if settings.host_memory_gib is not None:
-            limit = settings.host_memory_gib * GIB
-            limits.append(
-                (need.host * host_ranks, limit, "of host memory and --host-memory-gib allows", "host")
-            )
-        limits.append(
-            (on_host * host_ranks, available, f"for {ranks_text} and the host has available", "host")
-        )
-        for needed, limit, sentence, tier in limits:
-            if needed > limit:
+        for needed_of, limit, sentence, tier in limits:
+            if (needed := needed_of(need)) > limit:
                 needs, allowed = two_amounts(needed, limit)
                 return TooLarge(f"{what} alone need {needs} {sentence} {allowed}: not started", tier)
     return None
