@@ -133,6 +133,19 @@ def test_deepspeeds_stage_3_gathers_blocks_as_one(name, leaves):
     assert config["zero_optimization"].get("leaf_module", {"classes": []}) == {"classes": leaves}
 
 
+def test_deepspeeds_own_linear_function_is_left_out_of_what_is_compiled():
+    zeros = [
+        deepspeed_config(on_gpus(compile=mode), stage=stage, parameter_count=1)["zero_optimization"]
+        for stage, mode in ((3, "block"), (3, "whole"), (3, "none"), (2, "whole"))
+    ]
+    assert [zero.get("memory_efficient_linear", "as it is") for zero in zeros] == [
+        False,
+        False,
+        "as it is",
+        "as it is",
+    ]
+
+
 def test_a_deepspeed_files_keys_lie_over_ours_and_auto_leaves_them():
     options = {
         "train_batch_size": 64,

@@ -68,6 +68,10 @@ def deepspeed_config(
         and not settings.deterministic
     ):
         config["zero_optimization"]["compute_grad_norm"] = False  # nobody asks for it in a timed step
+    if stage == 3 and settings.compile != "none":
+        # Its autograd function for linear layers adds the bias in place, which torch 2.11 compiles without gradients:
+        # every layer in front of a compiled linear one with a bias would get zeros. DeepCompile takes it out, too.
+        config["zero_optimization"]["memory_efficient_linear"] = False
     if leaf_classes:
         config["zero_optimization"]["leaf_module"] = {"classes": list(leaf_classes)}
     offload = offload_options(
