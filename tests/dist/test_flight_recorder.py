@@ -61,9 +61,17 @@ def test_a_dtype_of_unknown_size_is_not_guessed(monkeypatch):
     assert traffic.moved_bytes() is None
 
 
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_a_recorder_whose_length_was_set_keeps_it(monkeypatch, name):
+    monkeypatch.setattr(os, "environ", {name: "0"})
+    flight_recorder.switch_recorder_on()
+    assert os.environ == {name: "0"}
+
+
 def run_rank(rank: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     warnings.simplefilter("ignore", FutureWarning)
+    flight_recorder.switch_recorder_on()
     dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
     traffic = StepTraffic()
     found = {"before any step": traffic.moved_bytes()}

@@ -24,6 +24,7 @@ from zerobench.bench.environments import free_ports
 from zerobench.bench.reads import watched
 from zerobench.data import open_data
 from zerobench.strategies.base import OptimizerSettings, StrategySettings
+from zerobench.strategies.flight_recorder import switch_recorder_on
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.pieces import Pieces
 from zerobench.strategies.shared import checksum
@@ -143,6 +144,7 @@ def plan() -> list[tuple[str, str]]:
 def run_rank(rank: int, ports: list[int], folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    switch_recorder_on()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
     results = {}
     for name, case in plan():

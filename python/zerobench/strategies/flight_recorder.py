@@ -1,11 +1,12 @@
 """What torch.distributed's collectives moved, read from torch's flight recorder: it notes the collectives of every
-process group, those that a peer calls from C++ too, and is on by default
+process group, those that a peer calls from C++ too, and is on where `switch_recorder_on` was called
 (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # two recorders in some versions, one in others
+_LENGTHS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # in the environment; 0 switches it off
 _ITEM_BYTES = {
     "Byte": 1, "Char": 1, "Bool": 1, "Half": 2, "BFloat16": 2, "Short": 2, "Int": 4, "Float": 4, "Long": 8, "Double": 8,
 }  # fmt: skip
@@ -28,6 +30,13 @@ _COLLECTIVES = {
     "broadcast": "broadcast",
     "reduce": "reduce",
 }
+
+
+def switch_recorder_on() -> None:
+    """Before a process's first process group: give the recorder torch's usual length, unless the environment has one.
+    Without one torch 2.9 records nothing of gloo, torch 2.11 and later do."""
+    if not any(name in os.environ for name in _LENGTHS):
+        os.environ[_LENGTHS[0]] = "2000"
 
 
 class StepTraffic:

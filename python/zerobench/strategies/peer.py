@@ -19,7 +19,7 @@ from zerobench.meeting import expect_to_meet
 from zerobench.strategies.base import Batch, Dtypes, ModelFactory, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler
-from zerobench.strategies.flight_recorder import StepTraffic
+from zerobench.strategies.flight_recorder import StepTraffic, switch_recorder_on
 from zerobench.strategies.shared import (
     Determinism,
     bind_device,
@@ -58,6 +58,7 @@ class ProcessGroupLease:
             )
         if settings.world_size > 1:
             expect_to_meet(settings.world_size, address=os.environ["MASTER_ADDR"])
+        switch_recorder_on()
         device = bind_device(settings)
         self._on_gpu = on_gpu = device.type == "cuda"
         dist.init_process_group(
