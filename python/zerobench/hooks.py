@@ -19,6 +19,13 @@ from torch.utils import _pytree as pytree
 from zerobench.errors import StateError
 from zerobench.units import UnitModules
 
+# Dynamo would make graphs of what hooks do, and new ones whenever the tensors that they are called with have
+# other ids, wherever a call of the module is compiled and not its forward alone.
+_NOT_COMPILED = torch.compiler.disable(
+    reason="an engine's hook, which no graph can hold: compile each block's forward before "
+    "zerobench.initialize, or at stages 0 to 2 call engine.compile()"
+)
+
 
 class ModuleHooks:
     """The hooks of one engine. A forward that ends by an exception is ended in the core too.
@@ -105,6 +112,7 @@ class ModuleHooks:
             module.register_forward_hook(hooks.after_sharded, always_call=True),
         ]
 
+    @_NOT_COMPILED
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._error_before_forward = sys.exc_info()[1]
         self._enter()
@@ -114,7 +122,7 @@ class ModuleHooks:
         except BaseException:
             self._begin_failed = True  # the hook that ends forwards must leave the running one alone
             raise
-        self._running = threading.get_ident(), sys._getframe(1)
+        self._running = threading.get_ident(), sys._getframe(2)  # 1 is _NOT_COMPILED's
         for hooks in self._of_units:
             hooks.forget_inputs()
         try:
@@ -127,6 +135,7 @@ class ModuleHooks:
             raise
         return None if self._input_dtype is None else _cast((args, kwargs), self._input_dtype)
 
+    @_NOT_COMPILED
     def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._begin_failed:
             self._begin_failed = False
@@ -187,9 +196,11 @@ class UnitHooks:
         """Of forwards that Ctrl-C ended, for which torch calls no hooks."""
         self._inputs.clear()
 
+    @_NOT_COMPILED
     def before(self, module: nn.Module, args: Any) -> None:
         self._core.pre_forward(self._unit)
 
+    @_NOT_COMPILED
     def before_sharded(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs: dict[int, tuple[torch.Tensor, int]] = {}
         self._inputs.append(inputs)  # whatever comes: torch calls the other hook after an error, too
@@ -209,6 +220,7 @@ class UnitHooks:
                     given, lambda _: self._core.inputs_done(self._unit)
                 )
 
+    @_NOT_COMPILED
     def after_sharded(self, module: nn.Module, args: Any, output: Any) -> None:
         inputs = self._inputs.pop() if self._inputs else {}
         self._core.post_forward(self._unit)

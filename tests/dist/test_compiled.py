@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -108,3 +109,31 @@ def compile_stage_3(rank: ranks.Rank):
 
 def test_stage_3_refuses_and_names_the_cure():
     assert all("stage 0, 1 or 2" in text for text in ranks.run(compile_stage_3, world_size=WORLD_SIZE))
+
+
+def compile_calls(rank: ranks.Rank):
+    """Blocks whose calls are compiled, with the engine's hooks in them."""
+    import torch
+
+    import zerobench
+
+    for stage in (1, 3):
+        torch._dynamo.reset()
+        model = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2))
+        )
+        place = replace(rank, meeting_point=f"{rank.meeting_point}-{stage}")
+        engine = zerobench.initialize(model, config=place.config(stage=stage))
+        for block in model:
+            block.compile(backend="eager")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(3):
+                engine.backward(engine(torch.ones(2, 4, requires_grad=True)).square().mean())
+                engine.step()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"forward before zerobench\.initialize"):
+            torch.compile(torch.nn.Sequential(model), backend="eager", fullgraph=True)(torch.ones(2, 4))
+        engine.close()
+
+
+def test_hooks_inside_compiled_calls_are_no_part_of_graphs():
+    ranks.run(compile_calls, world_size=WORLD_SIZE)
