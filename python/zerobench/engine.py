@@ -395,7 +395,7 @@ class Engine(EngineFacts):
         refusal: Exception | None = None
         try:
             checked = checked_for_loading(
-                self.module,
+                self._known.named,
                 {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
                 step=step,
                 loss_scale=loss_scale,
@@ -503,7 +503,7 @@ class Engine(EngineFacts):
                 f"gather takes parameters, a module or nothing, not {parameters!r}; of a name take "
                 "engine.module.get_parameter(name) or get_submodule(name)"
             )
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in self._known.named.items()}
         units = set()
         for parameter in parameters:
             if id(parameter) not in names:

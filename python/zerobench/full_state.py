@@ -27,7 +27,7 @@ class Checked(NamedTuple):
 
 
 def checked_for_loading(
-    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
     tensors: Mapping[str, Mapping[str, torch.Tensor]],
     *,
     step: int,
@@ -39,9 +39,9 @@ def checked_for_loading(
     unheld: Mapping[str, torch.Tensor],
     may_be_none: bool,
 ) -> Checked:
-    """What ``load_full_state`` was given, for an engine with ``groups`` that ``scales_loss``. Raises ConfigError for
-    what cannot be loaded. Where tensors ``may_be_none``, other ranks' are not read."""
-    states = checked_states(model, tensors, may_be_none=may_be_none)
+    """What ``load_full_state`` was given, for an engine with ``groups`` that ``scales_loss`` and parameters ``named``.
+    Raises ConfigError for what cannot be loaded. Where tensors ``may_be_none``, other ranks' are not read."""
+    states = checked_states(named, tensors, may_be_none=may_be_none)
     if buffers or (buffers is not None and not may_be_none):
         expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
     return Checked(
@@ -99,14 +99,14 @@ def _checked_groups(given: Any, groups: Sequence[Mapping[str, Any]]) -> list[dic
 
 
 def checked_states(
-    model: nn.Module, given: Mapping[str, Mapping[str, torch.Tensor]], *, may_be_none: bool
+    named: Mapping[str, nn.Parameter], given: Mapping[str, Mapping[str, torch.Tensor]], *, may_be_none: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
     """What the core is to load, by kind ("parameters", or one of the optimizer's states) and parameter name, in fp32 on
     the host. Raises ConfigError as ``expect_same_tensors`` does; frozen parameters have no optimizer state. Where no
     kind has any, that is an error too unless it ``may_be_none``."""
     if may_be_none and not any(given.values()):
         return {kind: {} for kind in given}
-    named = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    named = {name: p for name, p in named.items() if p.is_floating_point()}
     states: dict[str, dict[str, torch.Tensor]] = {}
     for kind, tensors in given.items():
         wanted = named if kind == "parameters" else {n: p for n, p in named.items() if p.requires_grad}

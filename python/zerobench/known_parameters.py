@@ -8,14 +8,18 @@ from zerobench.errors import StateError
 
 
 class KnownParameters:
-    """``trained`` and ``frozen`` are names by parameter."""
+    """``named`` are parameters by the names that they had, ``trained`` and ``frozen`` those names by parameter.
+
+    Parts that torch.compile wraps after ``zerobench.initialize`` give their parameters other names."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        named = list(model.named_parameters())
-        self.trained = {parameter: name for name, parameter in named if parameter.requires_grad}
-        self.frozen = {parameter: name for name, parameter in named if not parameter.requires_grad}
-        self._shapes = {parameter: parameter.shape for _, parameter in named}
+        self.named = dict(model.named_parameters())
+        self.trained = {parameter: name for name, parameter in self.named.items() if parameter.requires_grad}
+        self.frozen = {
+            parameter: name for name, parameter in self.named.items() if not parameter.requires_grad
+        }
+        self._shapes = {parameter: parameter.shape for parameter in self.named.values()}
 
     def expect_same(self) -> None:
         """Before the first step: scripts change models between ``initialize`` and training."""

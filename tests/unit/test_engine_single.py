@@ -244,6 +244,19 @@ def test_what_a_model_passes_on_belongs_to_no_step(stage):
     engine.close()
 
 
+def test_parts_that_are_wrapped_later_keep_their_parameters_names():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    engine = zerobench.initialize(model, config={"world_size": 1, "stage": 3})
+    model[0] = torch.compile(model[0], backend="eager")
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    with engine.gather(model[0]):
+        state = engine.full_parameters()
+        assert torch.equal(model[0].weight, state["0.weight"])
+    engine.load_full_state(**engine.full_state())
+    engine.close()
+
+
 def test_what_needs_a_module_is_told_that_an_engine_is_none():
     engine = zerobench.initialize(small_models.Bare(), config={"world_size": 1})
     with pytest.raises(AttributeError, match=r"no '_modules'.*engine\.module"):

@@ -24,6 +24,9 @@ class Model(nn.Module):
         self.norm.register_buffer("made_again", torch.zeros(2), persistent=False)
 
 
+NAMED = dict(Model().named_parameters())
+
+
 def states(**changes: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     weight, bias = torch.ones(3, 2, dtype=torch.float16), torch.ones(3)
     trained = {"linear.weight": weight}
@@ -36,7 +39,7 @@ def states(**changes: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tens
 
 
 def test_what_is_trained_has_all_states_and_what_is_frozen_its_values() -> None:
-    found = checked_states(Model(), states(), may_be_none=False)
+    found = checked_states(NAMED, states(), may_be_none=False)
     assert {kind: sorted(tensors) for kind, tensors in found.items()} == {
         "parameters": ["linear.bias", "linear.weight"],
         "exp_avg": ["linear.weight"],
@@ -44,7 +47,7 @@ def test_what_is_trained_has_all_states_and_what_is_frozen_its_values() -> None:
     }
     assert {tensor.dtype for tensors in found.values() for tensor in tensors.values()} == {torch.float32}
     more = states(exp_avg=dict(states()["parameters"]))  # of a run that trained the bias, too
-    assert sorted(checked_states(Model(), more, may_be_none=False)["exp_avg"]) == ["linear.weight"]
+    assert sorted(checked_states(NAMED, more, may_be_none=False)["exp_avg"]) == ["linear.weight"]
 
 
 @pytest.mark.parametrize("kind", ["parameters", "exp_avg", "exp_avg_sq"])
@@ -63,14 +66,14 @@ def test_what_is_trained_has_all_states_and_what_is_frozen_its_values() -> None:
 )
 def test_what_does_not_fit_is_named(kind, tensors, words) -> None:
     with pytest.raises(ConfigError, match=f"{kind}.*{words}"):
-        checked_states(Model(), states(**{kind: tensors}), may_be_none=True)
+        checked_states(NAMED, states(**{kind: tensors}), may_be_none=True)
 
 
 def test_no_state_at_all_is_one_only_where_it_may_be() -> None:
     none = {"parameters": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    assert checked_states(Model(), none, may_be_none=True) == none
+    assert checked_states(NAMED, none, may_be_none=True) == none
     with pytest.raises(ConfigError, match="the parameters to load have no"):
-        checked_states(Model(), none, may_be_none=False)
+        checked_states(NAMED, none, may_be_none=False)
 
 
 GROUPS = [{"params": [], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
@@ -79,7 +82,7 @@ GROUPS = [{"params": [], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_d
 def checked(*, scales_loss=True, **given):
     fields = {"step": 0, "loss_scale": None, "param_groups": None, "buffers": None} | given
     return checked_for_loading(
-        Model(), states(), **fields, scales_loss=scales_loss, groups=GROUPS, unheld={}, may_be_none=False
+        NAMED, states(), **fields, scales_loss=scales_loss, groups=GROUPS, unheld={}, may_be_none=False
     )
 
 
