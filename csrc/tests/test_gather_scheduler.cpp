@@ -18,6 +18,7 @@ using test::ToyRank;
 
 const std::vector<std::size_t> kUnits{1, 2, 3, 4};
 const std::vector<std::size_t> kReversed{4, 3, 2, 1};
+const std::vector<std::size_t> kWithoutTwo{1, 3, 4};
 
 ToyOptions sharded_options(int world_size, std::size_t prefetch_bytes = SIZE_MAX) {
   ToyOptions options;
@@ -90,6 +91,35 @@ TEST_P(Gathers, AnUnknownUnitCostsAnExchangeMore) {
   });
 }
 
+TEST_P(Gathers, WhatOneRankAloneGathersIsKnownFromThenOn) {
+  run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
+    for (int step = 0; step < 2; ++step) toy.train({1, 2, 4});
+    toy.train(toy.rank() == 0 ? std::vector<std::size_t>{1, 2, 4} : std::vector<std::size_t>{1, 2, 4, 3});
+    toy.engine().reset_counters();
+    toy.forward({1, 2, 4, 3});
+    EXPECT_EQ(calls(toy, Collective::kExchange), 1U);
+    toy.engine().abandon_forward();
+  });
+}
+
+// Its parameters may be of modules that are still to come.
+TEST_P(Gathers, TheRootStaysWhenItsGradientsHaveCome) {
+  run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
+    for (int step = 0; step < 3; ++step) {
+      toy.forward(kUnits);
+      toy.engine().begin_backward(true);
+      toy.unit_backward(4);
+      for (const std::size_t parameter : parameters_of(kRoot)) toy.give_gradient(parameter);
+      EXPECT_EQ(state_of(toy, kRoot), ParameterState::kUnsharded) << step;
+      for (const std::size_t unit : {3, 2, 1}) toy.unit_backward(unit);
+      EXPECT_EQ(state_of(toy, kRoot), ParameterState::kUnsharded) << step;
+      toy.engine().end_backward();
+      EXPECT_EQ(state_of(toy, kRoot), ParameterState::kSharded) << step;
+      toy.start_step();
+    }
+  });
+}
+
 TEST_P(Gathers, AForwardOfTrainingKeepsWhatBackwardNeedsFirst) {
   run_ranks(sharded_options(GetParam()), [](ToyRank& toy) {
     for (int step = 0; step < 2; ++step) toy.train();
@@ -135,7 +165,8 @@ TEST_P(Gathers, PrefetchReachesAsFarAsTheBudget) {
       {bytes[2] - 1, 0}, {bytes[2], 1}, {bytes[2] + bytes[3] - 1, 1}, {bytes[2] + bytes[3], 2}};
   for (const auto& [budget, ahead] : cases) {
     run_ranks(sharded_options(GetParam(), budget), [&](ToyRank& toy) {
-      for (int step = 0; step < 3; ++step) toy.train();  // what passes used counts no more
+      // What passes used or dropped, as this rank drops unit 2 in the last, counts no more.
+      for (int step = 0; step < 4; ++step) toy.train(step == 3 && toy.rank() == 1 ? kWithoutTwo : kUnits);
       toy.engine().begin_forward(true);
       toy.engine().pre_forward(kRoot);
       toy.engine().pre_forward(1);
