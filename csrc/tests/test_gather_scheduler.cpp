@@ -2,9 +2,13 @@
 #include "zero/gather_scheduler.h"
 
 #include <algorithm>
+#include <array>
+#include <thread>
 #include <utility>
 
+#include "comm/shm_communicator.h"
 #include "engine_support.h"
+#include "rank_threads.h"
 
 namespace zb {
 namespace {
@@ -209,6 +213,56 @@ TEST_P(Gathers, AnUnitOutsideAPassIsRefusedUnlessGathered) {
     toy.engine().end_gather({2}, -1);
     EXPECT_EQ(state_of(toy, 2), ParameterState::kSharded);
   });
+}
+
+// [Note: staging shards] A peer that is late finds there what was fetched for the gather that it waits for.
+TEST(StagingShards, AreWrittenAgainOnceThePeersHaveReadThem) {
+  constexpr std::size_t kNumel = 64;  // of a rank's shard
+  const std::string rendezvous = test::unique_rendezvous();
+  test::rethrow_first(test::run_rank_threads(2, [&](int rank) {
+    const auto communicator = make_shm_communicator({.rank = rank, .world_size = 2, .rendezvous = rendezvous});
+    if (rank == 1) {  // starts its gathers at once, and waits for them late
+      const Region source{communicator->allocate(kNumel * 2, BufferRole::kShared, nullptr, Category::kStaging)};
+      std::array<Region, 2> full;
+      std::array<WorkPtr, 2> works;
+      for (std::size_t unit = 0; unit < 2; ++unit) {
+        full[unit] = {communicator->allocate(2 * kNumel * 2, BufferRole::kPrivate, nullptr, Category::kStaging)};
+        works[unit] = communicator->start_all_gather(
+            {.source = source, .destination = full[unit], .shard_bytes = kNumel * 2, .label = "late"});
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      for (std::size_t unit = 0; unit < 2; ++unit) {
+        works[unit]->wait();
+        float found = 0.0F;
+        cpu_kernels().cast(&found, DType::kFloat32, full[unit].data(), DType::kBFloat16, 1);
+        EXPECT_EQ(found, 1.0F + static_cast<float>(unit));
+      }
+      works[1]->wait_source_free();
+      return;
+    }
+    std::vector<Parameter> parameters;
+    std::vector<Unit> units =
+        make_units({"root", "a", "b"}, 0,
+                   {{.name = "a", .numel = 2 * kNumel, .param_dtype = DType::kBFloat16, .unit = 1},
+                    {.name = "b", .numel = 2 * kNumel, .param_dtype = DType::kBFloat16, .unit = 2}},
+                   2, parameters);
+    const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+    const auto store = make_device_store_with_masters(nullptr, parts);
+    for (std::size_t unit = 1; unit <= 2; ++unit) {
+      units[unit].fetch_parameters_of([](DType) { return true; });
+      FlatBuffer& flat = units[unit].flats[0];
+      flat.store_shard = store->add_shard({kNumel, DType::kBFloat16, DType::kFloat32, {{0, kNumel, 0}}},
+                                          std::vector<float>(kNumel, static_cast<float>(unit)));
+      flat.parameters.clear();  // which would have to be bound
+      units[unit].parameter_state = ParameterState::kSharded;
+    }
+    CommunicationClock clock;
+    GatherScheduler gathers(*parts.device, *communicator, *store, nullptr, units, parameters, clock, {.sharded = true});
+    gathers.reserve_slots();
+    gathers.gather({1});
+    gathers.gather({2});
+    gathers.release_all();
+  }));
 }
 
 }  // namespace
