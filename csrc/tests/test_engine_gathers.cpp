@@ -89,6 +89,21 @@ TEST_P(EngineGathers, AForwardInsideAGatherUsesWhatIsThere) {
   EXPECT_EQ(master, test::reference_master(world_size(), 2));
 }
 
+// Its order names the units that are there, and gathering them anew would undo it.
+TEST_P(EngineGathers, AForwardInsideAGatherKeepsWhatWasWritten) {
+  same_on_all(options(), [&](ToyRank& toy) {
+    toy.train();
+    toy.forward(kUnits, false);  // whose order the next one goes by
+    toy.engine().gather({1, 4});
+    if (toy.rank() == 0) toy.tensor(2).set(0, 0.5F);
+    toy.forward(kUnits, false);
+    toy.engine().end_gather({1, 4}, 0);
+    Values found = toy.state(FullState::kParameters);
+    EXPECT_EQ(found[2][0], 0.5F);
+    return found;
+  });
+}
+
 // Such as an assertion of the model's, whose error the caller gets.
 TEST_P(EngineGathers, ADeviceThatFailsInsideAGatherDoesNotEndTheProcess) {
   const std::vector<std::size_t> all{kRoot, 1, 2, 3, 4};
