@@ -203,6 +203,27 @@ TEST(LaneMismatch, AnOperationThatOneRankLeftOutIsNamed) {
   });
 }
 
+TEST(LaneMismatch, ADtypeOrARootOfOneRankAloneIsNamed) {
+  run_ranks(2, [](int rank, std::unique_ptr<Communicator> control) {
+    const auto device = make_cpu_device();
+    auto transport = std::make_unique<SoloTransport>(device, Lane::kGather);
+    const auto comm = make_lane_communicator(options_of(device, std::move(transport), std::move(control)));
+    const Region buffer = region(*comm, 64);
+    comm->start_reduce_scatter({buffer, buffer.at(32), 2, rank == 0 ? DType::kBFloat16 : DType::kFloat16, "h.4"});
+    const std::string text = communication_error([&] { comm->barrier("step"); });
+    EXPECT_TRUE(contains(text, "(4 bytes, bfloat16), rank 1 reduce_scatter of 'h.4' (4 bytes, float16)")) << text;
+  });
+  run_ranks(2, [](int rank, std::unique_ptr<Communicator> control) {
+    const auto device = make_cpu_device();
+    auto transport = std::make_unique<SoloTransport>(device, Lane::kGather);
+    const auto comm = make_lane_communicator(options_of(device, std::move(transport), std::move(control)));
+    const Region buffer = region(*comm, 64);
+    comm->start_broadcast({buffer, 64, rank, "h.3"});
+    const std::string text = communication_error([&] { comm->barrier("step"); });
+    EXPECT_TRUE(contains(text, "(64 bytes, root 0), rank 1 broadcast of 'h.3' (64 bytes, root 1)")) << text;
+  });
+}
+
 TEST(LaneCommunicator, TakesNoPushesWhereItsTransportTakesNone) {
   const auto comm = solo(std::make_shared<ThreadDevice>());
   const Region buffer = region(*comm, 64);
