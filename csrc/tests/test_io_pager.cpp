@@ -319,6 +319,7 @@ TEST(Pager, ACorruptedSlotIsFoundByItsChecksum) {
     EXPECT_EQ(text.find("chunk 2") != std::string::npos && text.find("corrupted") != std::string::npos, checksums)
         << text;
     EXPECT_EQ(error_text([&] { paged->flush(); }).empty(), !checksums);
+    EXPECT_EQ(error_text([&] { paged->acquire(2); }) == text, checksums);  // or it is held
   }
 }
 
