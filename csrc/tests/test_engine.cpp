@@ -1,6 +1,8 @@
 // The engine without torch: every stage and world size ends with the bits of a plain loop.
 #include "zero/engine.h"
 
+#include <array>
+
 #include "engine_support.h"
 
 namespace zb {
@@ -100,8 +102,8 @@ TEST_P(EveryStage, FurtherBackwardsBeforeTheStepAdd) {
     for (const std::size_t unit : kUnits) {
       if (!skips(toy.rank(), unit)) units.push_back(unit);
     }
-    for (long step = 0; step < 2; ++step) {
-      for (const bool last : {false, true, true}) {
+    for (const std::array<bool, 3>& backwards : {std::array{false, true, true}, {true, false, true}}) {
+      for (const bool last : backwards) {
         toy.forward(units);
         toy.backward({units.rbegin(), units.rend()}, last);
       }

@@ -376,7 +376,7 @@ void ReduceScheduler::end_backward() {
   expectations_.record();
   expectations_.forget_uses();
   in_backward_ = false;
-  reduced_in_window_ = reduced_in_window_ || last_;
+  reduced_in_window_ = last_;
   ++window_backwards_;
 }
 
