@@ -107,6 +107,33 @@ TEST_P(EngineRefusals, RanksWithDifferentHyperparametersAreTold) {
   }
 }
 
+TEST_P(EngineRefusals, AStateIsLoadedBetweenStepsAndStepsGoOnFromThere) {
+  run_ranks(options(), [&](ToyRank& toy) {
+    const auto load = [&] {
+      toy.engine().write_full_state({.steps_applied = 7}, [](FullState, std::size_t parameter, float* values) {
+        std::fill_n(values, test::toy_parameters()[parameter].numel, 0.5F);
+      });
+    };
+    toy.forward(kUnits);
+    toy.backward(kReversed);
+    EXPECT_THROW(load(), StateError);
+    EXPECT_TRUE(toy.step().applied);  // of the gradients that were there
+    load();
+    EXPECT_EQ(toy.engine().steps_applied(), 7);
+    EXPECT_FALSE(toy.engine().outcome().applied);
+    toy.spoil(2);
+    toy.forward(kUnits);
+    toy.backward(kReversed);
+    try {
+      toy.step();
+      ADD_FAILURE() << "no NonFiniteGradientError";
+    } catch (const NonFiniteGradientError& error) {
+      EXPECT_NE(std::string(error.what()).find("in step 8"), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(toy.engine().steps_applied(), 7);
+  });
+}
+
 TEST_P(EngineRefusals, AModuleMayCallItself) {
   Reference reference(world_size());
   for (long step = 0; step < 3; ++step) {
