@@ -44,7 +44,7 @@ std::vector<AdamScalars> some_rows(long step) {
           make_adam_scalars({.lr = 3e-3, .beta1 = 0.8, .weight_decay = 0.2, .kind = WeightDecayKind::kL2}, step, 0.0F)};
 }
 
-// Everything that a store and the parameters hold after some steps, of which the third is skipped.
+// Everything that a store and the parameters hold after some steps, of which the second is skipped.
 struct Outcome {
   std::vector<std::vector<float>> states;
   std::vector<Elements> parameters;
@@ -70,7 +70,7 @@ Outcome run_steps(Store& store, DType param_dtype, DType gradient_dtype) {
       if (step % 2 == 0) store.offer_gradient(i, {.data = gradients[i].data(), .dtype = gradient_dtype});
     }
     if (step == 4) store.drop_gradients(Lane::kCompute);
-    const StepScalars& scalars = step == 3 ? kSkipped : kStep;
+    const StepScalars& scalars = step == 2 ? kSkipped : kStep;
     for (std::size_t i = specs.size(); i-- > 0;) {
       store.start_update(i, {.gradient = gradients[i].data(),
                              .gradient_dtype = gradient_dtype,
@@ -353,6 +353,40 @@ TEST(HostStore, GradientsMayBeWrittenWhenTheyWereDroppedOrUsed) {
                           .step_on_host = reinterpret_cast<StepScalars*>(scalars.get())});
   store->wait_update(0, Lane::kReduce);
   offer();
+  device->synchronize();
+}
+
+// As by an evaluation between a backward and its step, by an update in backward, and by a gather of the last fetch.
+TEST(HostStore, WaitsForWhatLanesStillDoWithItsGradientsAndParameters) {
+  const auto device = std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
+  const DeviceParts parts{device, std::make_shared<test::LaneAdam>(device)};
+  const auto store = test::make_small_host_store(nullptr, parts);
+  const std::vector<ShardSpec> specs{{1024, DType::kFloat32, DType::kFloat32, {{0, 1024, 0}}}};
+  const std::size_t bytes = 1024 * sizeof(float);
+  const auto initial = device->allocate(bytes, "initial values");
+  const auto gradient = device->allocate(bytes, "a gradient");
+  const auto parameters = device->allocate(bytes, "parameters");
+  const auto scratch = device->allocate(bytes, "what a forward computes");
+  const auto scalars = device->allocate(sizeof(StepScalars), "scalars");
+  store->reserve(specs);
+  store->add_shard(specs[0], {reinterpret_cast<float*>(initial.get()), 1024});
+  const std::vector<AdamScalars> rows = some_rows(1);
+  for (const bool is_offered : {true, false}) {
+    device->zero(Lane::kReduce, gradient.get(), bytes);
+    if (is_offered) store->offer_gradient(0, {.data = gradient.get(), .ready = device->mark(Lane::kReduce)});
+    device->copy(Lane::kCompute, scratch.get(), parameters.get(), bytes);
+    device->wait(Lane::kReduce, device->mark(Lane::kCompute));
+    store->start_update(0, {.lane = Lane::kReduce,
+                            .gradient = gradient.get(),
+                            .parameters = parameters.get(),
+                            .rows = rows,
+                            .step_on_host = reinterpret_cast<StepScalars*>(scalars.get())});
+    store->wait_update(0, Lane::kCompute);
+    device->wait(Lane::kReduce, device->mark(Lane::kCompute));
+    store->fetch_parameters(0, Lane::kCompute, parameters.get());
+    device->copy(Lane::kCompute, scratch.get(), parameters.get(), bytes);
+    store->fetch_parameters(0, Lane::kCompute, parameters.get());
+  }
   device->synchronize();
 }
 
