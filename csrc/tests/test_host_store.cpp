@@ -390,6 +390,34 @@ TEST(HostStore, WaitsForWhatLanesStillDoWithItsGradientsAndParameters) {
   device->synchronize();
 }
 
+// Where the host is the home of parameters, or files are.
+TEST(HostStore, ParametersAreUpdatedBehindTheCopiesThatGathersFetch) {
+  for (const auto make_store : {test::make_home_store, test::make_swapping_home_store}) {
+    const auto device = std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
+    const DeviceParts parts{device, std::make_shared<test::LaneAdam>(device)};
+    const auto store = make_store(nullptr, parts);
+    const std::vector<ShardSpec> specs{{1024, DType::kFloat32, DType::kFloat32, {{0, 1024, 0}}}};
+    const std::size_t bytes = 1024 * sizeof(float);
+    const auto initial = device->allocate(bytes, "initial values");
+    const auto gradient = device->allocate(bytes, "a gradient");
+    const auto fetched = device->allocate(bytes, "a staging shard");
+    const auto scalars = device->allocate(sizeof(StepScalars), "scalars");
+    store->reserve(specs);
+    store->add_shard(specs[0], {reinterpret_cast<float*>(initial.get()), 1024});
+    const std::vector<AdamScalars> rows = some_rows(1);
+    for (int step = 0; step < 2; ++step) {
+      store->fetch_parameters(0, Lane::kGather, fetched.get());
+      store->offer_gradient(0, {.data = gradient.get(), .ready = device->mark(Lane::kReduce)});
+      store->start_update(0, {.lane = Lane::kReduce,
+                              .gradient = gradient.get(),
+                              .rows = rows,
+                              .step_on_host = reinterpret_cast<StepScalars*>(scalars.get())});
+      store->wait_update(0, Lane::kGather);
+    }
+    device->synchronize();
+  }
+}
+
 TEST(HostStore, RejectsWhatCannotBe) {
   const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
   EXPECT_THROW(make_host_store(nullptr, parts, {.chunk_numel = 0}), ArgumentError);
