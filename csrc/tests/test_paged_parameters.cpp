@@ -4,6 +4,7 @@
 
 #include "io_support.h"
 #include "kernels/cpu_device.h"
+#include "lane_device.h"
 #include "stores/paged_parameters.h"
 
 namespace zb {
@@ -78,6 +79,35 @@ PagedStateOptions options_in(const Folder& folder, std::size_t resident_bytes = 
 
 std::vector<ParameterShard> equal_shards(std::size_t num, std::size_t numel = 2 * kChunkNumel) {
   return std::vector<ParameterShard>(num, {.numel = numel, .dtype = DType::kBFloat16});
+}
+
+// In a lane that runs only when somebody waits for it.
+TEST(PagedParameters, FramesAreUsedAgainBehindTheCopiesFromThem) {
+  const Folder folder;
+  constexpr std::size_t kChunkNum = 24;  // more than there are frames
+  const std::vector<ParameterShard> shards = equal_shards(1, kChunkNum * kChunkNumel);
+  const PagedStateOptions options = options_in(folder);
+  const auto device = std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
+  const HostBuffer memory(paged_parameters_bytes(shards, kChunkNumel, options), "a test");
+  PagedParameters pages(shards, kChunkNumel, options, {memory.data(), memory.bytes()}, device, nullptr,
+                        kernel_system());
+  std::vector<std::byte> found;  // the first byte of every chunk
+  std::vector<std::byte> expected;
+  found.reserve(3 * kChunkNum);
+  for (const int round : {0, 1, 2}) {
+    pages.release(0);
+    for (std::size_t chunk = 0; chunk < kChunkNum; ++chunk) {
+      const auto value = static_cast<std::byte>(100 * round + static_cast<int>(chunk));
+      pages.write(0, chunk * kChunkNumel, [&](std::byte* data) { std::memset(data, static_cast<int>(value), 4096); });
+      expected.push_back(value);
+    }
+    pages.fetch(0, [&](std::size_t, std::span<const std::byte> chunk) {
+      device->put_in(Lane::kGather, "copy", {}, [&found, chunk] { found.push_back(chunk[0]); });
+      return device->mark_for_host(Lane::kGather);
+    });
+  }
+  device->synchronize();
+  EXPECT_EQ(found, expected);
 }
 
 // Steps as an engine makes them, in orders that change, over rings whose transfers are short, late and interrupted.
