@@ -4,6 +4,7 @@
 
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "common/error.h"
 #include "host_stores.h"
@@ -264,10 +265,11 @@ class FailingAdam final : public DeviceAdam {
 
 TEST(HostStore, AnErrorInTheThreadReachesWhoWaits) {
   const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
-  for (const int call_num : {1, 3}) {
+  for (const auto& [call_num, share] : {std::pair{1, 1.0}, {3, 1.0}, {3, 0.5}}) {
     HostStoreOptions options = test::small_chunks(parts);
     options.adam = std::make_shared<FailingAdam>(call_num);
-    const auto store = make_host_store(nullptr, parts, options);
+    auto store = make_host_store(nullptr, parts, options);
+    if (share < 1.0) store = make_split_store(make_device_store_with_masters(nullptr, parts), std::move(store), share);
     const std::vector<ShardSpec> specs{{1024, DType::kBFloat16, DType::kFloat32, {{0, 1024, 0}}},
                                        {1024, DType::kBFloat16, DType::kFloat32, {{0, 1024, 0}}}};
     store->reserve(specs);
@@ -276,11 +278,15 @@ TEST(HostStore, AnErrorInTheThreadReachesWhoWaits) {
     Elements parameters(DType::kBFloat16, values, 0);
     const std::vector<AdamScalars> rows = some_rows(1);
     for (const std::size_t shard : {0, 1}) {
-      store->start_update(
-          shard, {.gradient = values.data(), .parameters = parameters.data(), .rows = rows, .step_on_host = &kStep});
+      store->start_update(shard, {.gradient = values.data(),
+                                  .parameters = parameters.data(),
+                                  .rows = rows,
+                                  .step = &kStep,
+                                  .step_on_host = &kStep});
     }
     EXPECT_THROW(store->wait_update(0, Lane::kCompute), OutOfMemoryError);
     EXPECT_THROW(store->wait_update(1, Lane::kCompute), OutOfMemoryError);
+    EXPECT_NE(store->failure(), nullptr);  // by which its engine ends those of the peers
     std::vector<float> state(1024);
     EXPECT_THROW(store->read_state(1, StateKind::kMaster, state), OutOfMemoryError);
   }
