@@ -7,6 +7,7 @@
 
 #include "common/error.h"
 #include "kernels/cpu_device.h"
+#include "lane_device.h"
 #include "stores/store.h"
 #include "test_support.h"
 
@@ -236,6 +237,26 @@ TEST(DeviceStore, StatesAreWrittenAndRead) {
   for (const StateKind kind : {StateKind::kMaster, StateKind::kExpAvg, StateKind::kExpAvgSq}) {
     EXPECT_EQ(state_of(*store, shard, kind), ordinary_floats(kNumel, seed++));
   }
+}
+
+// Without an engine whose lanes wait for each other anyway.
+TEST(DeviceStore, AnUpdateInALaneIsBehindAWriteInAnother) {
+  const auto device = std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
+  const auto store = make_device_store_with_masters(nullptr, {device, std::make_shared<test::LaneAdam>(device)});
+  const std::size_t bytes = 64 * sizeof(float);
+  const auto values = device->allocate(bytes, "values");
+  const auto gradient = device->allocate(bytes, "a gradient");
+  const auto scalars = device->allocate(sizeof(StepScalars), "scalars");
+  const std::span<float> all(reinterpret_cast<float*>(values.get()), 64);
+  store->add_shard({.numel = 64, .segments = {{0, 64, 0}}}, all);
+  store->write_state(0, StateKind::kExpAvg, all);
+  const std::vector<AdamScalars> rows = some_rows(1);
+  store->start_update(0, {.lane = Lane::kReduce,
+                          .gradient = gradient.get(),
+                          .rows = rows,
+                          .step = reinterpret_cast<StepScalars*>(scalars.get())});
+  store->read_state(0, StateKind::kExpAvg, all);
+  device->synchronize();
 }
 
 TEST(DeviceStore, EmptyShardsAreFine) {
