@@ -215,6 +215,30 @@ TEST_P(Gathers, AnUnitOutsideAPassIsRefusedUnlessGathered) {
   });
 }
 
+// Such as a model's frozen part, for which no update is waited, after it was made, loaded or written by a user.
+TEST(FrozenShards, AreGatheredBehindWhatWasWrittenThere) {
+  test::LaneWorld world(1, {.policy = test::LanePolicy::kNone});
+  const auto device = world.make_device(0);
+  const auto communicator = world.make_communicator(device, 0, Lane::kGather, std::chrono::seconds(60));
+  std::vector<Parameter> parameters;
+  std::vector<Unit> units =
+      make_units({"root", "a"}, 0, {{.name = "p", .numel = 64, .trainable = false, .unit = 1}}, 1, parameters);
+  FlatBuffer& flat = units[1].flats[0];
+  flat.parameters.clear();  // which would have to be bound
+  flat.shard_parameters = {
+      communicator->allocate(flat.shard_parameter_bytes(), BufferRole::kShared, nullptr, Category::kParameters)};
+  units[1].parameter_state = ParameterState::kSharded;
+  const auto store = make_device_store(nullptr, {device, std::make_shared<test::LaneAdam>(device)});
+  CommunicationClock clock;
+  GatherScheduler gathers(*device, *communicator, *store, nullptr, units, parameters, clock, {.sharded = true});
+  gathers.reserve_slots();
+  device->zero(Lane::kCompute, flat.shard_parameters.data(), flat.shard_parameter_bytes());
+  flat.written = device->mark(Lane::kCompute);
+  gathers.gather({1});
+  gathers.release_all();
+  device->synchronize();
+}
+
 // [Note: staging shards] A peer that is late finds there what was fetched for the gather that it waits for.
 TEST(StagingShards, AreWrittenAgainOnceThePeersHaveReadThem) {
   constexpr std::size_t kNumel = 64;  // of a rank's shard
