@@ -124,11 +124,14 @@ TEST_P(EveryStage, ClipsByTheGlobalNorm) {
     ASSERT_GT(reference.norm(), kClip);
     reference.step(kClip);
   }
-  const Values master = same_on_all(with, [&](ToyRank& toy) {
-    for (long step = 0; step < kSteps; ++step) toy.train();
-    return toy.state(FullState::kMaster);
-  });
-  EXPECT_EQ(master, reference.master);
+  for (const bool mixes : {false, true}) {
+    with.mixes_reduce_dtypes = mixes;
+    const Values master = same_on_all(with, [&](ToyRank& toy) {
+      for (long step = 0; step < kSteps; ++step) toy.train();
+      return toy.state(FullState::kMaster);
+    });
+    EXPECT_EQ(master, reference.master) << (mixes ? "gradients of two dtypes" : "gradients of one dtype");
+  }
 }
 
 TEST_P(EveryStage, UnitsMayBeSkippedOnOneRankOrOnAll) {

@@ -33,6 +33,7 @@ struct ToyOptions {
   double clip = 0.0;
   DType param_dtype = DType::kFloat32;
   DType reduce_dtype = DType::kFloat32;
+  bool mixes_reduce_dtypes = false;       // every other parameter's gradient is reduced in bf16
   std::size_t prefetch_bytes = SIZE_MAX;  // SIZE_MAX is the default budget
   bool reshard_after_forward = true;
   bool keep_parameter_shards = false;
@@ -69,8 +70,10 @@ class ToyRank {
     model.root_unit = kRoot;
     for (std::size_t index = 0; index < toy_parameters().size(); ++index) {
       const ToyParameter& parameter = toy_parameters()[index];
-      model.parameters.push_back({parameter.name, parameter.numel, options.param_dtype, options.reduce_dtype,
-                                  parameter.trainable, parameter.param_group, parameter.unit});
+      const bool is_other = options.mixes_reduce_dtypes && index % 2 == 1;
+      model.parameters.push_back({parameter.name, parameter.numel, options.param_dtype,
+                                  is_other ? DType::kBFloat16 : options.reduce_dtype, parameter.trainable,
+                                  parameter.param_group, parameter.unit});
       auto tensor = std::make_shared<ToyTensor>();
       tensor->device = parts_.device;
       for (std::size_t i = 0; i < parameter.numel; ++i) {
