@@ -55,7 +55,10 @@ TEST(ShmFaults, DifferentSizesDtypesRootsAndBuffers) {
         const DType dtype = comm.rank() == 1 ? DType::kFloat16 : DType::kBFloat16;
         comm.start_all_reduce({a, 100, dtype, "dtype"})->wait();
       },
-      [](Communicator& comm, Region a, Region) { comm.start_broadcast({a, 100, comm.rank(), "root"}); },
+      [](Communicator& comm, Region a, Region) {
+        comm.start_broadcast({a, 100, comm.rank(), "root"});
+        comm.barrier("after");  // each is through with its own
+      },
       [](Communicator& comm, Region a, Region b) {
         comm.start_all_reduce({comm.rank() == 1 ? a : b, 100, DType::kFloat32, "buffer"})->wait();
       },
@@ -67,6 +70,7 @@ TEST(ShmFaults, DifferentSizesDtypesRootsAndBuffers) {
                                     const Region a = shared(comm, 400);
                                     const Region b = shared(comm, 400);
                                     call(comm, a, b);
+                                    ADD_FAILURE() << "data was moved";
                                     comm.barrier("after");
                                   }),
                       {"all ranks must make the same calls"});
