@@ -119,3 +119,20 @@ def test_modes_that_cannot_be_are_errors():
         Compiler(make_settings(compile="all"))
     with pytest.raises(ConfigError, match="Linear has no repeated blocks"):
         Compiler(make_settings(compile="block")).apply(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_code_is_compiled_for_the_threads_of_its_row(num_threads):
+    import torch._inductor.config as config
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with config.patch({"cpp.threads": -1}):
+            compiled = Compiler(make_settings(compile="whole")).backend(
+                torch.fx.symbolic_trace(torch.nn.ReLU()), [torch.ones(3)]
+            )
+            assert config.cpp.threads == num_threads  # which its cache goes by
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(compiled(torch.tensor([-1.0, 2.0, 3.0])), torch.tensor([0.0, 2.0, 3.0]))

@@ -81,8 +81,11 @@ class Compiler:
 
     def backend(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Inductor, counting each execution of what it compiles. Backward graphs are part of their forward's."""
+        import torch._inductor.config
         from torch._dynamo.backends.registry import lookup_backend
 
+        # Before torch 2.13 the cache hands out code for another row's number of threads, unless the number is set.
+        torch._inductor.config.cpp.threads = torch.get_num_threads()
         compiled = lookup_backend("inductor")(graph, list(example_inputs))
 
         def counted(*args: Any) -> Any:
