@@ -46,9 +46,11 @@ inline LaneOptions options_of(std::shared_ptr<Device> device, std::unique_ptr<La
   return options;
 }
 
-inline std::unique_ptr<Communicator> solo(const std::shared_ptr<Device>& device) {
+// A communicator that moves no data between ranks.
+inline std::unique_ptr<Communicator> solo(const std::shared_ptr<Device>& device,
+                                          std::unique_ptr<Communicator> control = make_solo_communicator()) {
   return make_lane_communicator(
-      options_of(device, std::make_unique<SoloTransport>(device, Lane::kGather), make_solo_communicator()));
+      options_of(device, std::make_unique<SoloTransport>(device, Lane::kGather), std::move(control)));
 }
 
 // A communicator whose operations never end by themselves.

@@ -43,14 +43,23 @@ inline void rethrow_first(const std::vector<std::exception_ptr>& errors) {
   }
 }
 
-// The message of the CommunicationError that this call must throw.
-inline std::string communication_error(const std::function<void()>& call) {
+// The message of the error of this type that the call must throw, or else `missing`.
+template <typename Error>
+std::string thrown(const std::function<void()>& call, const char* missing) {
   try {
     call();
-  } catch (const CommunicationError& error) {
+  } catch (const Error& error) {
     return error.what();
   }
-  return "no CommunicationError";
+  return missing;
+}
+
+inline std::string communication_error(const std::function<void()>& call) {
+  return thrown<CommunicationError>(call, "no CommunicationError");
+}
+
+inline std::string non_finite_error(const std::function<void()>& call) {
+  return thrown<NonFiniteGradientError>(call, "no NonFiniteGradientError");
 }
 
 }  // namespace zb::test

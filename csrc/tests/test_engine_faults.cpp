@@ -154,14 +154,9 @@ TEST_P(EngineFaults, AGradientThatIsNotFiniteBehindUpdatesTearsTheEngine) {
   run_ranks(with, [&](ToyRank& toy) {
     toy.train_step();
     if (toy.rank() == 0) toy.spoil(2);
-    std::string message;
-    try {
-      toy.train_step();
-    } catch (const NonFiniteGradientError& error) {
-      message = error.what();
-    }
-    EXPECT_NE(message.find("step 2"), std::string::npos) << message;
-    EXPECT_NE(message.find("load a state"), std::string::npos) << message;
+    const std::string text = test::non_finite_error([&] { toy.train_step(); });
+    EXPECT_NE(text.find("step 2"), std::string::npos) << text;
+    EXPECT_NE(text.find("load a state"), std::string::npos) << text;
     EXPECT_THROW(toy.engine().begin_forward(true), StateError);
   });
 }
@@ -238,13 +233,9 @@ TEST_P(EngineFaults, AnOverflowWithTheScaleAtItsFloorRaisesAndChangesNothing) {
     if (toy.rank() == 0) toy.spoil(test::parameters_of(3).front());
     EXPECT_FALSE(toy.train_step().applied);
     EXPECT_EQ(toy.engine().loss_scale(), 32.0);
-    try {
-      toy.train_step();
-      ADD_FAILURE() << "no NonFiniteGradientError";
-    } catch (const NonFiniteGradientError& error) {
-      EXPECT_NE(std::string(error.what()).find("unit 'c'"), std::string::npos) << error.what();
-      EXPECT_NE(std::string(error.what()).find("at its floor"), std::string::npos) << error.what();
-    }
+    const std::string text = test::non_finite_error([&] { toy.train_step(); });
+    EXPECT_NE(text.find("unit 'c'"), std::string::npos) << text;
+    EXPECT_NE(text.find("at its floor"), std::string::npos) << text;
     EXPECT_EQ(toy.engine().loss_scale(), 32.0);
     EXPECT_EQ(toy.state(FullState::kMaster), before);
     toy.spoil(SIZE_MAX);
@@ -278,13 +269,9 @@ TEST_P(EngineFaults, AGradientThatIsNotFiniteRaisesEverywhereAndChangesNothing) 
     if (toy.rank() == 0) toy.spoil(test::parameters_of(3).front());
     toy.forward(kUnits);
     toy.backward(kReversed);
-    try {
-      toy.step();
-      ADD_FAILURE() << "no NonFiniteGradientError";
-    } catch (const NonFiniteGradientError& error) {
-      EXPECT_NE(std::string(error.what()).find("unit 'c'"), std::string::npos) << error.what();
-      EXPECT_NE(std::string(error.what()).find("step 2"), std::string::npos) << error.what();
-    }
+    const std::string text = test::non_finite_error([&] { toy.step(); });
+    EXPECT_NE(text.find("unit 'c'"), std::string::npos) << text;
+    EXPECT_NE(text.find("step 2"), std::string::npos) << text;
     toy.spoil(SIZE_MAX);
     EXPECT_THROW(toy.step(), StateError);  // those gradients are gone
     toy.train();

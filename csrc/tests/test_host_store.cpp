@@ -330,68 +330,70 @@ TEST(HostStore, WorksAndGoesBesideLanesThatRunLate) {
   }
 }
 
-// The detector of the device with lanes finds writes that nothing orders behind the gradient's copy.
+// A store of one shard and what its caller has in lanes, whose detector finds what nothing orders.
+struct LaneShard {
+  static constexpr std::size_t kNumel = 1024;
+  static constexpr std::size_t kBytes = kNumel * sizeof(float);
+
+  explicit LaneShard(std::unique_ptr<Store> (*make_store)(Ledger*, const DeviceParts&))
+      : store(make_store(nullptr, {device, std::make_shared<test::LaneAdam>(device)})) {
+    const std::vector<ShardSpec> specs{{kNumel, DType::kFloat32, DType::kFloat32, {{0, kNumel, 0}}}};
+    store->reserve(specs);
+    store->add_shard(specs[0], {reinterpret_cast<float*>(initial.get()), kNumel});
+  }
+  void offer() { store->offer_gradient(0, {.data = gradient.get(), .ready = device->mark(Lane::kReduce)}); }
+  void start_update(std::byte* updated) {
+    store->start_update(0, {.lane = Lane::kReduce,
+                            .gradient = gradient.get(),
+                            .parameters = updated,
+                            .rows = rows,
+                            .step_on_host = reinterpret_cast<StepScalars*>(scalars.get())});
+  }
+
+  std::shared_ptr<test::LaneDevice> device =
+      std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
+  std::unique_ptr<Store> store;
+  std::shared_ptr<std::byte> initial = device->allocate(kBytes, "initial values");
+  std::shared_ptr<std::byte> gradient = device->allocate(kBytes, "a gradient");
+  std::shared_ptr<std::byte> parameters = device->allocate(kBytes, "parameters");  // on the device
+  std::shared_ptr<std::byte> scalars = device->allocate(sizeof(StepScalars), "scalars");
+  std::vector<AdamScalars> rows = some_rows(1);
+};
+
 TEST(HostStore, GradientsMayBeWrittenWhenTheyWereDroppedOrUsed) {
-  const auto device = std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
-  const DeviceParts parts{device, std::make_shared<test::LaneAdam>(device)};
-  const auto store = test::make_small_host_store(nullptr, parts);
-  const std::vector<ShardSpec> specs{{1024, DType::kFloat32, DType::kFloat32, {{0, 1024, 0}}}};
-  const std::size_t bytes = 1024 * sizeof(float);
-  const auto initial = device->allocate(bytes, "initial values");
-  const auto gradient = device->allocate(bytes, "a gradient");
-  const auto parameters = device->allocate(bytes, "parameters");
-  const auto scalars = device->allocate(sizeof(StepScalars), "scalars");
-  reinterpret_cast<StepScalars*>(scalars.get())->is_skipped = 1;
-  store->reserve(specs);
-  store->add_shard(specs[0], {reinterpret_cast<float*>(initial.get()), 1024});
-  const auto offer = [&] {
-    device->zero(Lane::kReduce, gradient.get(), bytes);
-    store->offer_gradient(0, {.data = gradient.get(), .ready = device->mark(Lane::kReduce)});
+  LaneShard shard(test::make_small_host_store);
+  reinterpret_cast<StepScalars*>(shard.scalars.get())->is_skipped = 1;
+  const auto write_and_offer = [&] {
+    shard.device->zero(Lane::kReduce, shard.gradient.get(), LaneShard::kBytes);
+    shard.offer();
   };
-  offer();
-  store->drop_gradients(Lane::kReduce);
-  offer();
-  const std::vector<AdamScalars> rows = some_rows(1);
-  store->start_update(0, {.lane = Lane::kReduce,
-                          .gradient = gradient.get(),
-                          .parameters = parameters.get(),
-                          .rows = rows,
-                          .step_on_host = reinterpret_cast<StepScalars*>(scalars.get())});
-  store->wait_update(0, Lane::kReduce);
-  offer();
-  device->synchronize();
+  write_and_offer();
+  shard.store->drop_gradients(Lane::kReduce);
+  write_and_offer();
+  shard.start_update(shard.parameters.get());
+  shard.store->wait_update(0, Lane::kReduce);
+  write_and_offer();
+  shard.device->synchronize();
 }
 
 // As by an evaluation between a backward and its step, by an update in backward, and by a gather of the last fetch.
 TEST(HostStore, WaitsForWhatLanesStillDoWithItsGradientsAndParameters) {
-  const auto device = std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
-  const DeviceParts parts{device, std::make_shared<test::LaneAdam>(device)};
-  const auto store = test::make_small_host_store(nullptr, parts);
-  const std::vector<ShardSpec> specs{{1024, DType::kFloat32, DType::kFloat32, {{0, 1024, 0}}}};
-  const std::size_t bytes = 1024 * sizeof(float);
-  const auto initial = device->allocate(bytes, "initial values");
-  const auto gradient = device->allocate(bytes, "a gradient");
-  const auto parameters = device->allocate(bytes, "parameters");
-  const auto scratch = device->allocate(bytes, "what a forward computes");
-  const auto scalars = device->allocate(sizeof(StepScalars), "scalars");
-  store->reserve(specs);
-  store->add_shard(specs[0], {reinterpret_cast<float*>(initial.get()), 1024});
-  const std::vector<AdamScalars> rows = some_rows(1);
+  LaneShard shard(test::make_small_host_store);
+  test::LaneDevice* const device = shard.device.get();
+  Store* const store = shard.store.get();
+  std::byte* const parameters = shard.parameters.get();
+  const auto scratch = device->allocate(LaneShard::kBytes, "what a forward computes");
   for (const bool is_offered : {true, false}) {
-    device->zero(Lane::kReduce, gradient.get(), bytes);
-    if (is_offered) store->offer_gradient(0, {.data = gradient.get(), .ready = device->mark(Lane::kReduce)});
-    device->copy(Lane::kCompute, scratch.get(), parameters.get(), bytes);
+    device->zero(Lane::kReduce, shard.gradient.get(), LaneShard::kBytes);
+    if (is_offered) shard.offer();
+    device->copy(Lane::kCompute, scratch.get(), parameters, LaneShard::kBytes);
     device->wait(Lane::kReduce, device->mark(Lane::kCompute));
-    store->start_update(0, {.lane = Lane::kReduce,
-                            .gradient = gradient.get(),
-                            .parameters = parameters.get(),
-                            .rows = rows,
-                            .step_on_host = reinterpret_cast<StepScalars*>(scalars.get())});
+    shard.start_update(parameters);
     store->wait_update(0, Lane::kCompute);
     device->wait(Lane::kReduce, device->mark(Lane::kCompute));
-    store->fetch_parameters(0, Lane::kCompute, parameters.get());
-    device->copy(Lane::kCompute, scratch.get(), parameters.get(), bytes);
-    store->fetch_parameters(0, Lane::kCompute, parameters.get());
+    store->fetch_parameters(0, Lane::kCompute, parameters);
+    device->copy(Lane::kCompute, scratch.get(), parameters, LaneShard::kBytes);
+    store->fetch_parameters(0, Lane::kCompute, parameters);
   }
   device->synchronize();
 }
@@ -399,28 +401,15 @@ TEST(HostStore, WaitsForWhatLanesStillDoWithItsGradientsAndParameters) {
 // Where the host is the home of parameters, or files are.
 TEST(HostStore, ParametersAreUpdatedBehindTheCopiesThatGathersFetch) {
   for (const auto make_store : {test::make_home_store, test::make_swapping_home_store}) {
-    const auto device = std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
-    const DeviceParts parts{device, std::make_shared<test::LaneAdam>(device)};
-    const auto store = make_store(nullptr, parts);
-    const std::vector<ShardSpec> specs{{1024, DType::kFloat32, DType::kFloat32, {{0, 1024, 0}}}};
-    const std::size_t bytes = 1024 * sizeof(float);
-    const auto initial = device->allocate(bytes, "initial values");
-    const auto gradient = device->allocate(bytes, "a gradient");
-    const auto fetched = device->allocate(bytes, "a staging shard");
-    const auto scalars = device->allocate(sizeof(StepScalars), "scalars");
-    store->reserve(specs);
-    store->add_shard(specs[0], {reinterpret_cast<float*>(initial.get()), 1024});
-    const std::vector<AdamScalars> rows = some_rows(1);
+    LaneShard shard(make_store);
+    const auto fetched = shard.device->allocate(LaneShard::kBytes, "a staging shard");
     for (int step = 0; step < 2; ++step) {
-      store->fetch_parameters(0, Lane::kGather, fetched.get());
-      store->offer_gradient(0, {.data = gradient.get(), .ready = device->mark(Lane::kReduce)});
-      store->start_update(0, {.lane = Lane::kReduce,
-                              .gradient = gradient.get(),
-                              .rows = rows,
-                              .step_on_host = reinterpret_cast<StepScalars*>(scalars.get())});
-      store->wait_update(0, Lane::kGather);
+      shard.store->fetch_parameters(0, Lane::kGather, fetched.get());
+      shard.offer();
+      shard.start_update(nullptr);
+      shard.store->wait_update(0, Lane::kGather);
     }
-    device->synchronize();
+    shard.device->synchronize();
   }
 }
 

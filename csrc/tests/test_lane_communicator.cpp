@@ -173,9 +173,7 @@ TEST(LaneConnection, ARankThatCannotConnectTellsItsPeers) {
 TEST(LaneMismatch, TheNextExchangeNamesTheFirstOperationThatDiffers) {
   std::vector<std::string> texts(3);
   run_ranks(3, [&](int rank, std::unique_ptr<Communicator> control) {
-    const auto device = make_cpu_device();
-    auto transport = std::make_unique<SoloTransport>(device, Lane::kGather);
-    const auto comm = make_lane_communicator(options_of(device, std::move(transport), std::move(control)));
+    const auto comm = solo(make_cpu_device(), std::move(control));
     const Region full = region(*comm, 3 * 64);
     for (int i = 0; i < 100; ++i) comm->start_all_gather(gather_of(full, rank, 64, "h." + std::to_string(i)));
     comm->barrier("equal so far");
@@ -191,9 +189,7 @@ TEST(LaneMismatch, TheNextExchangeNamesTheFirstOperationThatDiffers) {
 
 TEST(LaneMismatch, AnOperationThatOneRankLeftOutIsNamed) {
   run_ranks(2, [](int rank, std::unique_ptr<Communicator> control) {
-    const auto device = make_cpu_device();
-    auto transport = std::make_unique<SoloTransport>(device, Lane::kGather);
-    const auto comm = make_lane_communicator(options_of(device, std::move(transport), std::move(control)));
+    const auto comm = solo(make_cpu_device(), std::move(control));
     const Region buffer = region(*comm, 64);
     comm->start_broadcast({buffer, 64, 1, "h.3"});
     if (rank == 0) comm->start_reduce_scatter({buffer, buffer, 2, DType::kBFloat16, "h.4"});
@@ -205,18 +201,14 @@ TEST(LaneMismatch, AnOperationThatOneRankLeftOutIsNamed) {
 
 TEST(LaneMismatch, ADtypeOrARootOfOneRankAloneIsNamed) {
   run_ranks(2, [](int rank, std::unique_ptr<Communicator> control) {
-    const auto device = make_cpu_device();
-    auto transport = std::make_unique<SoloTransport>(device, Lane::kGather);
-    const auto comm = make_lane_communicator(options_of(device, std::move(transport), std::move(control)));
+    const auto comm = solo(make_cpu_device(), std::move(control));
     const Region buffer = region(*comm, 64);
     comm->start_reduce_scatter({buffer, buffer.at(32), 2, rank == 0 ? DType::kBFloat16 : DType::kFloat16, "h.4"});
     const std::string text = communication_error([&] { comm->barrier("step"); });
     EXPECT_TRUE(contains(text, "(4 bytes, bfloat16), rank 1 reduce_scatter of 'h.4' (4 bytes, float16)")) << text;
   });
   run_ranks(2, [](int rank, std::unique_ptr<Communicator> control) {
-    const auto device = make_cpu_device();
-    auto transport = std::make_unique<SoloTransport>(device, Lane::kGather);
-    const auto comm = make_lane_communicator(options_of(device, std::move(transport), std::move(control)));
+    const auto comm = solo(make_cpu_device(), std::move(control));
     const Region buffer = region(*comm, 64);
     comm->start_broadcast({buffer, 64, rank, "h.3"});
     const std::string text = communication_error([&] { comm->barrier("step"); });
