@@ -146,7 +146,7 @@ class ReduceScheduler {
   bool discards_ = false;  // what is reduced now is for the peers alone
   bool last_ = false;
   long window_backwards_ = 0;
-  bool reduced_in_window_ = false;  // the last backward of the window, whose end was that of an accumulation
+  bool reduced_in_window_ = false;  // the latest backward of the window was the last one of an accumulation
 };
 
 }  // namespace zb
