@@ -6,14 +6,17 @@ PYTHONPATH=benchmarks python -m zerobench compare --model llama-1.3b --batch-siz
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import partial
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zerobench.strategies.base import ModelFactory
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.ddp import DDPMasterStrategy
+from zerobench.strategies.deepspeed import DeepSpeed3LeavesStrategy, DeepSpeed3Strategy
 from zerobench.strategies.fsdp2 import FSDP2Strategy
 from zerobench.strategies.megatron_fsdp import MegatronFSDP3Strategy
 
@@ -62,3 +65,26 @@ class MegatronDoubleBuffer(MegatronFSDP3Strategy):
             return super()._wrap(model)
         finally:
             megatron_fsdp.fully_shard_model = shard
+
+
+def _plain_linear(strategy: DeepSpeed3Strategy) -> None:
+    options = {"zero_optimization": {"memory_efficient_linear": False}}
+    strategy.settings = dataclasses.replace(strategy.settings, options=options)
+
+
+class DeepSpeedPlainLinear(DeepSpeed3Strategy):
+    """torch's linear layers instead of DeepSpeed's autograd function, which gathers weights anew for backward."""
+
+    name = "deepspeed3_plain_linear"
+
+    def build(self, model_factory: ModelFactory) -> None:
+        _plain_linear(self)
+        super().build(model_factory)
+
+
+class DeepSpeedLeavesPlainLinear(DeepSpeed3LeavesStrategy):
+    name = "deepspeed3_leaves_plain_linear"
+
+    def build(self, model_factory: ModelFactory) -> None:
+        _plain_linear(self)
+        super().build(model_factory)
