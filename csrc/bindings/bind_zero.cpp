@@ -76,8 +76,11 @@ void bind_engine_state(py::class_<BoundEngine>& engine) {
       .def("settle_parameters", &BoundEngine::settle_parameters, Release(),
            "Makes what is not sharded readable as the last step left it; False where that takes a forward or a gather.")
       .def(
-          "gather", [](BoundEngine& e, const std::vector<std::size_t>& units) { e.get().gather(units); },
-          py::arg("units"), Release())
+          "gather",
+          [](BoundEngine& e, const std::vector<std::size_t>& units, bool may_change) {
+            e.get().gather(units, may_change);
+          },
+          py::arg("units"), py::kw_only(), py::arg("may_change"), Release())
       .def(
           "end_gather",
           [](BoundEngine& e, const std::vector<std::size_t>& units, int modifier_rank) {
@@ -130,9 +133,9 @@ void bind_zero(py::module_& m) {
            py::arg("backoff_factor"), py::arg("growth_interval_steps"), py::arg("min_scale"));
   py::class_<EngineOptions>(m, "EngineOptions", "How an engine keeps and moves its state.")
       .def(py::init([](int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
-                       bool reshard_after_forward, bool keep_parameter_shards, std::size_t keep_root_bytes,
-                       std::size_t push_gradient_bytes, bool optimizer_in_backward, const LossScaleOptions& loss_scale,
-                       const std::optional<OffloadOptions>& offload) {
+                       bool reshard_after_forward, bool keep_parameter_shards, bool store_param_remainders,
+                       std::size_t keep_root_bytes, std::size_t push_gradient_bytes, bool optimizer_in_backward,
+                       const LossScaleOptions& loss_scale, const std::optional<OffloadOptions>& offload) {
              EngineOptions options{.stage = zero_stage_from_int(stage),
                                    .accumulation_steps = accumulation_steps,
                                    .clip = clip,
@@ -140,6 +143,7 @@ void bind_zero(py::module_& m) {
                                    .default_prefetch = !prefetch_bytes.has_value(),
                                    .reshard_after_forward = reshard_after_forward,
                                    .keep_parameter_shards = keep_parameter_shards,
+                                   .store_param_remainders = store_param_remainders,
                                    .loss_scale = loss_scale,
                                    .keep_root_bytes = keep_root_bytes,
                                    .push_gradient_bytes = push_gradient_bytes,
@@ -153,9 +157,9 @@ void bind_zero(py::module_& m) {
              return options;
            }),
            py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
-           py::arg("reshard_after_forward"), py::arg("keep_parameter_shards"), py::arg("keep_root_bytes"),
-           py::arg("push_gradient_bytes"), py::arg("optimizer_in_backward"), py::arg("loss_scale"), py::arg("offload"),
-           "offload: OffloadOptions, or None for state on the device.");
+           py::arg("reshard_after_forward"), py::arg("keep_parameter_shards"), py::arg("store_param_remainders"),
+           py::arg("keep_root_bytes"), py::arg("push_gradient_bytes"), py::arg("optimizer_in_backward"),
+           py::arg("loss_scale"), py::arg("offload"), "offload: OffloadOptions, or None for state on the device.");
   m.def(
       "cpu_device_parts",
       [](std::size_t thread_num, std::vector<int> cpus) {

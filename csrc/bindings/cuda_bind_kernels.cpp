@@ -39,6 +39,7 @@ struct AdamArrays {
   Address low_precision;
   std::string low_precision_dtype;
   std::size_t numel;
+  Address remainder;
 };
 
 AdamRun make_run(const AdamArrays& arrays, const AdamHyperparameters& hyperparameters, long step) {
@@ -49,7 +50,8 @@ AdamRun make_run(const AdamArrays& arrays, const AdamHyperparameters& hyperparam
                    .gradient_dtype = dtype_from_name(arrays.gradient_dtype),
                    .low_precision = pointer(arrays.low_precision),
                    .low_precision_dtype = dtype_from_name(arrays.low_precision_dtype),
-                   .numel = arrays.numel},
+                   .numel = arrays.numel,
+                   .remainder = pointer<std::uint16_t>(arrays.remainder)},
           .scalars = make_adam_scalars(hyperparameters, step, 1.0F)};
 }
 
@@ -134,20 +136,46 @@ void bind_norms(BoundDeviceClass& device) {
 
 void bind_adam(py::module_& m, BoundDeviceClass& device) {
   py::class_<AdamRun>(m, "AdamRun", "One run of a shard and its hyperparameters.")
-      .def(py::init([](Address master, Address exp_avg, Address exp_avg_sq, Address gradient,
-                       const std::string& gradient_dtype, std::optional<Address> low_precision,
-                       const std::string& low_precision_dtype, std::size_t numel, long step, double lr, double beta1,
-                       double beta2, double eps, double weight_decay, bool decoupled) {
-             const AdamArrays arrays{
-                 master, exp_avg, exp_avg_sq, gradient, gradient_dtype, low_precision.value_or(0), low_precision_dtype,
-                 numel};
-             const auto kind = decoupled ? WeightDecayKind::kDecoupled : WeightDecayKind::kL2;
-             return make_run(arrays, {lr, beta1, beta2, eps, weight_decay, kind}, step);
-           }),
-           py::kw_only(), py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("gradient"),
-           py::arg("gradient_dtype"), py::arg("low_precision"), py::arg("low_precision_dtype"), py::arg("numel"),
-           py::arg("step"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
-           py::arg("decoupled"));
+      .def(
+          py::init([](std::optional<Address> master, Address exp_avg, Address exp_avg_sq, Address gradient,
+                      const std::string& gradient_dtype, std::optional<Address> low_precision,
+                      const std::string& low_precision_dtype, std::size_t numel, long step, double lr, double beta1,
+                      double beta2, double eps, double weight_decay, bool decoupled, std::optional<Address> remainder) {
+            ZB_EXPECT(master.has_value() != remainder.has_value(), "a run has masters or remainders of them");
+            const AdamArrays arrays{
+                master.value_or(0),  exp_avg, exp_avg_sq,           gradient, gradient_dtype, low_precision.value_or(0),
+                low_precision_dtype, numel,   remainder.value_or(0)};
+            const auto kind = decoupled ? WeightDecayKind::kDecoupled : WeightDecayKind::kL2;
+            return make_run(arrays, {lr, beta1, beta2, eps, weight_decay, kind}, step);
+          }),
+          py::kw_only(), py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("gradient"),
+          py::arg("gradient_dtype"), py::arg("low_precision"), py::arg("low_precision_dtype"), py::arg("numel"),
+          py::arg("step"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+          py::arg("decoupled"), py::arg("remainder") = std::nullopt);
+  device
+      .def(
+          "read_masters",
+          [](BoundDevice& self, const std::string& lane, const AdamRun& run, Address destination) {
+            self.adam->read_masters(lane_from_name(lane), run.span, pointer<float>(destination));
+          },
+          py::arg("lane"), py::arg("run"), py::kw_only(), py::arg("destination"), Release(),
+          "Writes the fp32 masters of a run with remainders.")
+      .def(
+          "write_masters",
+          [](BoundDevice& self, const std::string& lane, const AdamRun& run, Address source) {
+            self.adam->write_masters(lane_from_name(lane), run.span, pointer<const float>(source));
+          },
+          py::arg("lane"), py::arg("run"), py::kw_only(), py::arg("source"), Release(),
+          "Makes remainders of fp32 masters, whose rounding the run's parameters hold.")
+      .def(
+          "copy_magnitudes",
+          [](BoundDevice& self, const std::string& lane, Address destination, Address source,
+             std::optional<Address> signs, std::size_t numel) {
+            self.adam->copy_magnitudes(lane_from_name(lane), pointer<float>(destination), pointer<const float>(source),
+                                       pointer<const float>(signs.value_or(0)), numel);
+          },
+          py::arg("lane"), py::arg("destination"), py::arg("source"), py::kw_only(), py::arg("signs"), py::arg("numel"),
+          Release(), "Copies fp32 values with the signs of others, or without.");
   device.def(
       "adam",
       [](BoundDevice& self, const std::string& lane, const std::vector<AdamRun>& runs, Address scalars) {

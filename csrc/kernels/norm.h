@@ -4,13 +4,8 @@
 #include <cmath>
 #include <cstddef>
 
+#include "common/host_device.h"
 #include "kernels/device.h"
-
-#if defined(__CUDACC__)
-#define ZB_HOST_DEVICE __host__ __device__
-#else
-#define ZB_HOST_DEVICE
-#endif
 
 namespace zb {
 

@@ -1,11 +1,14 @@
 #include "optim/adam.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <string>
 
 #include "common/error.h"
 #include "optim/adam_forms.h"
+#include "optim/master_remainder.h"
 
 namespace zb {
 namespace {
@@ -31,17 +34,59 @@ void* low_precision_at(const AdamSpan& span, std::size_t index) {
   return static_cast<char*>(span.low_precision) + index * dtype_bytes(span.low_precision_dtype);
 }
 
+// By pieces whose masters a small buffer holds.
+void step_remainders(AdamFunction form, const AdamSpan& span, const AdamScalars& scalars) {
+  constexpr std::size_t kPieceNumel = 1024;
+  alignas(64) std::array<float, kPieceNumel> masters;
+  for (std::size_t begin = 0; begin < span.numel; begin += kPieceNumel) {
+    const AdamSpan piece = adam_subspan(span, begin, std::min(begin + kPieceNumel, span.numel));
+    read_masters(piece, masters.data());
+    copy_magnitudes(piece.exp_avg_sq, piece.exp_avg_sq, nullptr, piece.numel);
+    AdamSpan whole = piece;
+    whole.master = masters.data();
+    whole.remainder = nullptr;
+    form(whole, scalars);
+    write_masters(piece, masters.data());
+  }
+}
+
 }  // namespace
 
+void read_masters(const AdamSpan& span, float* destination) {
+  const auto* rounded = static_cast<const std::uint16_t*>(span.low_precision);
+  for (std::size_t i = 0; i < span.numel; ++i) {
+    const bool is_up = std::signbit(span.exp_avg_sq[i]);
+    destination[i] = std::bit_cast<float>(join_master(rounded[i], span.remainder[i], is_up));
+  }
+}
+
+void write_masters(const AdamSpan& span, const float* source) {
+  const auto* rounded = static_cast<const std::uint16_t*>(span.low_precision);
+  for (std::size_t i = 0; i < span.numel; ++i) {
+    const auto master = std::bit_cast<std::uint32_t>(source[i]);
+    const auto square = std::bit_cast<std::uint32_t>(span.exp_avg_sq[i]);
+    span.remainder[i] = remainder_of(master);
+    span.exp_avg_sq[i] = std::bit_cast<float>(with_sign(square, is_rounded_up(master, rounded[i])));
+  }
+}
+
+void copy_magnitudes(float* destination, const float* source, const float* signs, std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) {
+    const bool is_negative = signs != nullptr && std::signbit(signs[i]);
+    destination[i] = std::bit_cast<float>(with_sign(std::bit_cast<std::uint32_t>(source[i]), is_negative));
+  }
+}
+
 AdamSpan adam_subspan(const AdamSpan& span, std::size_t begin, std::size_t end) {
-  return {.master = span.master + begin,
+  return {.master = span.master == nullptr ? nullptr : span.master + begin,
           .exp_avg = span.exp_avg + begin,
           .exp_avg_sq = span.exp_avg_sq + begin,
           .gradient = gradient_at(span, begin),
           .gradient_dtype = span.gradient_dtype,
           .low_precision = low_precision_at(span, begin),
           .low_precision_dtype = span.low_precision_dtype,
-          .numel = end - begin};
+          .numel = end - begin,
+          .remainder = span.remainder == nullptr ? nullptr : span.remainder + begin};
 }
 
 AdamScalars make_adam_scalars(const AdamHyperparameters& h, long step, float grad_factor) {
@@ -91,8 +136,14 @@ AdamFunction adam_function(Isa isa) {
 
 void adam_step(const AdamSpan& span, const AdamScalars& scalars, ThreadPool& pool) {
   static const AdamFunction best = adam_function(best_isa());
-  pool.parallel_for(span.numel, kGrainNumel,
-                    [&](std::size_t begin, std::size_t end) { best(adam_subspan(span, begin, end), scalars); });
+  pool.parallel_for(span.numel, kGrainNumel, [&](std::size_t begin, std::size_t end) {
+    const AdamSpan piece = adam_subspan(span, begin, end);
+    if (piece.remainder != nullptr) {
+      step_remainders(best, piece, scalars);
+    } else {
+      best(piece, scalars);
+    }
+  });
 }
 
 }  // namespace zb

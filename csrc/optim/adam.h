@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "common/cpu_features.h"
 #include "common/dtype.h"
@@ -43,7 +44,7 @@ AdamScalars make_adam_scalars(const AdamHyperparameters& hyperparameters, long s
 
 // One contiguous run of a shard. `low_precision` may be null; `gradient` is left as it was.
 struct AdamSpan {
-  float* master;
+  float* master;  // null where there are remainders
   float* exp_avg;
   float* exp_avg_sq;
   const void* gradient;
@@ -51,9 +52,18 @@ struct AdamSpan {
   void* low_precision;  // receives master rounded to low_precision_dtype, past the caches where large
   DType low_precision_dtype;
   std::size_t numel;
+  // Instead of masters ([Note: remainders] in master_remainder.h), whose rounding low_precision (bfloat16) holds before
+  // the step, too. Forms of instruction sets do not take them, adam_step does.
+  std::uint16_t* remainder = nullptr;
 };
 
 using AdamFunction = void (*)(const AdamSpan& span, const AdamScalars& scalars);
+
+// The masters of a span with remainders, into `destination`; and from `source`, whose rounding low_precision holds.
+void read_masters(const AdamSpan& span, float* destination);
+void write_masters(const AdamSpan& span, const float* source);
+// destination[i] = source[i] with the sign of signs[i], or positive where that is null. The ranges may be the same.
+void copy_magnitudes(float* destination, const float* source, const float* signs, std::size_t numel);
 
 // Elements [begin, end) of a span, as a span.
 AdamSpan adam_subspan(const AdamSpan& span, std::size_t begin, std::size_t end);

@@ -18,6 +18,12 @@ class CpuAdam final : public DeviceAdam {
     }
   }
 
+  void read_masters(Lane, const AdamSpan& span, float* destination) override { zb::read_masters(span, destination); }
+  void write_masters(Lane, const AdamSpan& span, const float* source) override { zb::write_masters(span, source); }
+  void copy_magnitudes(Lane, float* destination, const float* source, const float* signs, std::size_t numel) override {
+    zb::copy_magnitudes(destination, source, signs, numel);
+  }
+
  private:
   ThreadPool pool_;
 };

@@ -22,6 +22,12 @@ class DeviceAdam {
   virtual ~DeviceAdam() = default;
   // Updates all runs, unless `step` (device memory) says that the step is skipped.
   virtual void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) = 0;
+
+  // What adam.h has under the same names, in a lane and in device memory.
+  virtual void read_masters(Lane lane, const AdamSpan& span, float* destination) = 0;
+  virtual void write_masters(Lane lane, const AdamSpan& span, const float* source) = 0;
+  virtual void copy_magnitudes(Lane lane, float* destination, const float* source, const float* signs,
+                               std::size_t numel) = 0;
 };
 
 // `cpus` as ThreadPool takes them.

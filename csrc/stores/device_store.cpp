@@ -22,7 +22,8 @@ struct Shard {
   std::size_t numel = 0;
   DType param_dtype = DType::kFloat32;
   std::vector<Segment> segments;
-  DeviceBuffer master;  // empty where the parameters are the master
+  DeviceBuffer master;      // empty where the parameters are the master; else floats, or:
+  void* rounded = nullptr;  // the parameters whose masters' remainders those are
   DeviceBuffer exp_avg;
   DeviceBuffer exp_avg_sq;
   Lane changed_in = Lane::kCompute;    // lane of the last change of the state
@@ -48,6 +49,7 @@ class DeviceStore final : public Store {
   bool keeps_master(DType param_dtype) const noexcept override {
     return param_dtype != DType::kFloat32 || fp32_master_ == Fp32Master::kKept;
   }
+  bool takes_remainders() const noexcept override { return true; }
 
   std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) override {
     check_segments(spec);
@@ -60,18 +62,22 @@ class DeviceStore final : public Store {
     shard.segments = spec.segments;
     const std::size_t bytes = spec.numel * sizeof(float);
     const bool has_master = keeps_master(spec.param_dtype);
+    shard.rounded = spec.parameters;
+    ZB_EXPECT(shard.rounded == nullptr || spec.param_dtype == DType::kBFloat16,
+              "masters have remainders beside bfloat16 parameters alone");
+    const std::size_t master_bytes = shard.rounded != nullptr ? spec.numel * sizeof(std::uint16_t) : bytes;
     // One piece of memory, which the driver rounds up once (to 2 MiB).
     const std::size_t stride_bytes = round_up(bytes, kStateAlignment);
     const std::shared_ptr<std::byte> memory =
-        bytes == 0 ? nullptr : device().allocate((has_master ? 3 : 2) * stride_bytes, "optimizer state");
-    const auto part = [&](std::size_t index, Category category) {
-      return DeviceBuffer({memory, memory.get() + index * stride_bytes}, bytes, ledger_, category);
+        bytes == 0 ? nullptr : device().allocate(2 * stride_bytes + (has_master ? master_bytes : 0), "optimizer state");
+    const auto part = [&](std::size_t index, std::size_t part_bytes, Category category) {
+      return DeviceBuffer({memory, memory.get() + index * stride_bytes}, part_bytes, ledger_, category);
     };
-    shard.exp_avg = part(0, Category::kExpAvg);
-    shard.exp_avg_sq = part(1, Category::kExpAvgSq);
+    shard.exp_avg = part(0, bytes, Category::kExpAvg);
+    shard.exp_avg_sq = part(1, bytes, Category::kExpAvgSq);
     if (has_master) {
-      shard.master = part(2, Category::kMaster);
-      device().copy(Lane::kCompute, shard.master.data(), initial.data(), bytes);
+      shard.master = part(2, master_bytes, Category::kMaster);
+      copy_to_master(shard, initial);
     }
     change_in(shard, Lane::kCompute);
     shards_.push_back(std::move(shard));
@@ -103,20 +109,35 @@ class DeviceStore final : public Store {
   void fetch_parameters(std::size_t index, Lane lane, void* destination) override {
     Shard& shard = at(index);
     expect_master(shard);
+    ZB_EXPECT_STATE(shard.rounded == nullptr, "parameters that masters have remainders of are not fetched");
     stand_behind(shard, lane);
     device().cast(lane, destination, shard.param_dtype, shard.master.data(), DType::kFloat32, shard.numel);
   }
 
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
-    const DeviceBuffer& state = state_of(index, kind, destination.size());
+    const Shard& shard = expect_state(index, kind, destination.size());
     stand_behind(at(index), Lane::kCompute);
-    device().copy(Lane::kCompute, destination.data(), state.data(), destination.size_bytes());
+    if (shard.rounded != nullptr && kind == StateKind::kMaster) {
+      parts_.adam->read_masters(Lane::kCompute, whole_span(shard), destination.data());
+    } else if (shard.rounded != nullptr && kind == StateKind::kExpAvgSq) {
+      parts_.adam->copy_magnitudes(Lane::kCompute, destination.data(), shard.exp_avg_sq.as<float>(), nullptr,
+                                   shard.numel);
+    } else {
+      device().copy(Lane::kCompute, destination.data(), state_of(shard, kind).data(), destination.size_bytes());
+    }
   }
 
   void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
-    const DeviceBuffer& state = state_of(index, kind, source.size());
+    const Shard& shard = expect_state(index, kind, source.size());
     stand_behind(at(index), Lane::kCompute);
-    device().copy(Lane::kCompute, state.data(), source.data(), source.size_bytes());
+    if (kind == StateKind::kMaster) {
+      copy_to_master(shard, source);
+    } else if (shard.rounded != nullptr && kind == StateKind::kExpAvgSq) {
+      auto* const squares = shard.exp_avg_sq.as<float>();
+      parts_.adam->copy_magnitudes(Lane::kCompute, squares, source.data(), squares, shard.numel);
+    } else {
+      device().copy(Lane::kCompute, state_of(shard, kind).data(), source.data(), source.size_bytes());
+    }
     change_in(at(index), Lane::kCompute);
   }
 
@@ -128,6 +149,8 @@ class DeviceStore final : public Store {
     ZB_EXPECT(
         shard.numel == 0 || (has_gradient && has_parameters && update.step != nullptr),
         "an update of shard " + std::to_string(index) + " needs its gradient, its parameters and the step's scalars");
+    ZB_EXPECT(shard.rounded == nullptr || update.parameters == shard.rounded,
+              "shard " + std::to_string(index) + " has remainders of other parameters than its update's");
     for (const Segment& segment : shard.segments) {
       ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
                 "shard " + std::to_string(index) + " needs hyperparameters of param group " +
@@ -155,14 +178,38 @@ class DeviceStore final : public Store {
                    const void* gradient) const {
     const bool master_is_parameters = !keeps_master(shard.param_dtype);
     void* parameters = update.parameters == nullptr ? nullptr : element(update.parameters, shard.param_dtype, begin);
-    return {.master = master_is_parameters ? static_cast<float*>(parameters) : shard.master.as<float>() + begin,
+    const bool has_remainders = shard.rounded != nullptr;
+    float* const kept = has_remainders ? nullptr : shard.master.as<float>() + begin;
+    return {.master = master_is_parameters ? static_cast<float*>(parameters) : kept,
             .exp_avg = shard.exp_avg.as<float>() + begin,
             .exp_avg_sq = shard.exp_avg_sq.as<float>() + begin,
             .gradient = gradient,
             .gradient_dtype = update.gradient_dtype,
             .low_precision = master_is_parameters ? nullptr : parameters,
             .low_precision_dtype = shard.param_dtype,
-            .numel = end - begin};
+            .numel = end - begin,
+            .remainder = has_remainders ? shard.master.as<std::uint16_t>() + begin : nullptr};
+  }
+
+  // All of a shard that has remainders, for its masters.
+  static AdamSpan whole_span(const Shard& shard) {
+    return {.master = nullptr,
+            .exp_avg = shard.exp_avg.as<float>(),
+            .exp_avg_sq = shard.exp_avg_sq.as<float>(),
+            .gradient = nullptr,
+            .gradient_dtype = DType::kFloat32,
+            .low_precision = shard.rounded,
+            .low_precision_dtype = shard.param_dtype,
+            .numel = shard.numel,
+            .remainder = shard.master.as<std::uint16_t>()};
+  }
+
+  void copy_to_master(const Shard& shard, std::span<const float> values) {
+    if (shard.rounded != nullptr) {
+      parts_.adam->write_masters(Lane::kCompute, whole_span(shard), values.data());
+    } else {
+      device().copy(Lane::kCompute, shard.master.data(), values.data(), values.size_bytes());
+    }
   }
 
   // Where every rank updates everything in the compute lane, nobody asks and no mark is made.
@@ -186,14 +233,17 @@ class DeviceStore final : public Store {
     return shards_[index];
   }
 
-  const DeviceBuffer& state_of(std::size_t index, StateKind kind, std::size_t numel) {
+  const Shard& expect_state(std::size_t index, StateKind kind, std::size_t numel) {
     const Shard& shard = at(index);
     ZB_EXPECT(numel == shard.numel, "shard " + std::to_string(index) + " has " + std::to_string(shard.numel) +
                                         " elements, the other side of the copy has " + std::to_string(numel));
+    if (kind == StateKind::kMaster) expect_master(shard);
+    return shard;
+  }
+
+  static const DeviceBuffer& state_of(const Shard& shard, StateKind kind) {
     if (kind == StateKind::kExpAvg) return shard.exp_avg;
-    if (kind == StateKind::kExpAvgSq) return shard.exp_avg_sq;
-    expect_master(shard);
-    return shard.master;
+    return kind == StateKind::kExpAvgSq ? shard.exp_avg_sq : shard.master;
   }
 
   void expect_master(const Shard& shard) const {

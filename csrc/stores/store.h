@@ -32,6 +32,10 @@ struct ShardSpec {
   DType gradient_dtype = DType::kFloat32;
   std::vector<Segment> segments;  // relative to the shard
   std::string unit = {};          // its name, for who looks on
+  // Where the parameters lie for good, which hold the rounding of the initial values: a store that takes remainders
+  // keeps those of them instead of masters ([Note: remainders] in master_remainder.h). bfloat16; null for whole
+  // masters.
+  void* parameters = nullptr;
 };
 
 // Throws ArgumentError for segments that are out of order, outside the shard, or of no param group.
@@ -94,6 +98,9 @@ class Store {
   // Whether the store holds a master of parameters of this dtype. Else they are fp32 and their own master.
   virtual bool keeps_master(DType param_dtype) const noexcept { return param_dtype != DType::kFloat32; }
 
+  // Whether ShardSpec::parameters may be given.
+  virtual bool takes_remainders() const noexcept { return false; }
+
   // What has ended its updates for good, since state that is half one step and half the next serves nobody; or null.
   virtual std::exception_ptr failure() const { return nullptr; }
   // Where it records what it does, and under which unit's name (ShardSpec::unit). Before any update.
@@ -146,7 +153,8 @@ class Store {
   virtual void fetch_parameters(std::size_t shard, Lane lane, void* destination) = 0;
 
   // Copies a state out of or into the store (numel floats of device memory), in the compute lane and behind the last
-  // update. kMaster where the store keeps none raises StateError: read the parameters.
+  // update. kMaster where the store keeps none raises StateError: read the parameters. Of remainders it needs the
+  // parameters as the last update left them to be read, and the rounding of what is written to be there.
   virtual void read_state(std::size_t shard, StateKind kind, std::span<float> destination) = 0;
   // States of all shards will be written: what takes memory for them may check that it is there, before a barrier of
   // the ranks as with reserve.

@@ -416,8 +416,9 @@ class LaneAdam final : public DeviceAdam {
     for (const AdamRun& run : runs) {
       const AdamSpan& span = run.span;
       touched.push_back(LaneDevice::read(span.gradient, span.gradient_dtype, span.numel));
+      if (span.remainder != nullptr) touched.push_back(remainders(span, true));
       for (const float* state : {span.master, span.exp_avg, span.exp_avg_sq}) {
-        touched.push_back(LaneDevice::written(state, DType::kFloat32, span.numel));
+        if (state != nullptr) touched.push_back(LaneDevice::written(state, DType::kFloat32, span.numel));
       }
       if (span.low_precision != nullptr) {
         touched.push_back(LaneDevice::written(span.low_precision, span.low_precision_dtype, span.numel));
@@ -429,7 +430,36 @@ class LaneAdam final : public DeviceAdam {
                     });
   }
 
+  void read_masters(Lane lane, const AdamSpan& span, float* destination) override {
+    device_->put_in(lane, "masters read",
+                    {remainders(span, false), LaneDevice::read(span.low_precision, DType::kBFloat16, span.numel),
+                     LaneDevice::read(span.exp_avg_sq, DType::kFloat32, span.numel),
+                     LaneDevice::written(destination, DType::kFloat32, span.numel)},
+                    [adam = adam_, lane, span, destination] { adam->read_masters(lane, span, destination); });
+  }
+  void write_masters(Lane lane, const AdamSpan& span, const float* source) override {
+    device_->put_in(lane, "masters written",
+                    {remainders(span, true), LaneDevice::read(span.low_precision, DType::kBFloat16, span.numel),
+                     LaneDevice::written(span.exp_avg_sq, DType::kFloat32, span.numel),
+                     LaneDevice::read(source, DType::kFloat32, span.numel)},
+                    [adam = adam_, lane, span, source] { adam->write_masters(lane, span, source); });
+  }
+  void copy_magnitudes(Lane lane, float* destination, const float* source, const float* signs,
+                       std::size_t numel) override {
+    std::vector<Touched> touched{LaneDevice::written(destination, DType::kFloat32, numel),
+                                 LaneDevice::read(source, DType::kFloat32, numel)};
+    if (signs != nullptr) touched.push_back(LaneDevice::read(signs, DType::kFloat32, numel));
+    device_->put_in(lane, "magnitudes", touched, [adam = adam_, lane, destination, source, signs, numel] {
+      adam->copy_magnitudes(lane, destination, source, signs, numel);
+    });
+  }
+
  private:
+  static Touched remainders(const AdamSpan& span, bool is_written) {
+    return is_written ? LaneDevice::written(span.remainder, DType::kBFloat16, span.numel)
+                      : LaneDevice::read(span.remainder, DType::kBFloat16, span.numel);
+  }
+
   std::shared_ptr<LaneDevice> device_;
   std::shared_ptr<DeviceAdam> adam_ = make_cpu_adam(1, {});
 };

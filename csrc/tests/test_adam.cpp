@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <string>
 
 #include "common/error.h"
+#include "kernels/cpu_kernels.h"
 #include "test_support.h"
 
 namespace zb {
@@ -244,6 +247,84 @@ TEST(AdamScalars, RejectsWhatCannotBe) {
   }
   EXPECT_THROW(make_adam_scalars({}, 0, 1.0F), ArgumentError);
   EXPECT_NO_THROW(make_adam_scalars(with([](auto& h) { h.beta1 = h.beta2 = h.lr = h.eps = 0.0; }), 1, 1.0F));
+}
+
+// Every upper half, beside lower halves at which rounding turns: all masters come back as they were.
+TEST(Remainders, GiveBackEveryMaster) {
+  constexpr std::size_t kUpperNum = 1U << 16U;
+  std::vector<float> masters(kUpperNum);
+  std::vector<float> found(kUpperNum);
+  std::vector<float> squares(kUpperNum);
+  std::vector<std::uint16_t> rounded(kUpperNum);
+  std::vector<std::uint16_t> remainders(kUpperNum);
+  AdamSpan span{.master = nullptr,
+                .exp_avg = nullptr,
+                .exp_avg_sq = squares.data(),
+                .gradient = nullptr,
+                .gradient_dtype = DType::kFloat32,
+                .low_precision = rounded.data(),
+                .low_precision_dtype = DType::kBFloat16,
+                .numel = kUpperNum,
+                .remainder = remainders.data()};
+  for (const std::uint32_t lower : {0x0000U, 0x0001U, 0x3A5CU, 0x7FFFU, 0x8000U, 0x8001U, 0xC3A5U, 0xFFFFU}) {
+    for (std::uint32_t upper = 0; upper < kUpperNum; ++upper) {
+      masters[upper] = std::bit_cast<float>((upper << 16U) | lower);
+      squares[upper] = upper % 2 == 0 ? 0.25F : -0.25F;  // of a master before
+    }
+    cpu_kernels().cast(rounded.data(), DType::kBFloat16, masters.data(), DType::kFloat32, kUpperNum);
+    write_masters(span, masters.data());
+    read_masters(span, found.data());
+    for (std::uint32_t upper = 0; upper < kUpperNum; ++upper) {
+      ASSERT_TRUE(same_bits(found[upper], masters[upper])) << std::hex << upper << " " << lower;
+      ASSERT_EQ(std::fabs(squares[upper]), 0.25F);
+    }
+  }
+}
+
+TEST(Remainders, MagnitudesKeepTheSignsThatAreAskedFor) {
+  const std::vector<float> source{1.0F, -2.0F, 0.0F, -0.0F, INFINITY};
+  std::vector<float> destination(source.size());
+  copy_magnitudes(destination.data(), source.data(), nullptr, source.size());
+  for (std::size_t i = 0; i < source.size(); ++i) EXPECT_TRUE(same_bits(destination[i], std::fabs(source[i])));
+  const std::vector<float> signs{-0.0F, 3.0F, -1.0F, 0.0F, -5.0F};
+  copy_magnitudes(destination.data(), source.data(), signs.data(), source.size());
+  const std::vector<float> wanted{-1.0F, 2.0F, -0.0F, 0.0F, -INFINITY};
+  for (std::size_t i = 0; i < source.size(); ++i) EXPECT_TRUE(same_bits(destination[i], wanted[i])) << i;
+}
+
+TEST(Remainders, AStepIsThatOfWholeMasters) {
+  std::uint32_t seed = 0;
+  for (const DType gradient_dtype : kDTypes) {
+    for (const std::size_t numel : {0, 1, 15, 1023, 1024, 1025, 9000, 40'003}) {
+      for (const std::size_t thread_num : {1, 3}) {
+        ++seed;
+        ThreadPool pool(thread_num, {});
+        Arrays whole(gradient_dtype, DType::kBFloat16, numel, seed, seed % 4 != 0);
+        for (std::size_t i = 0; i < numel; ++i) {
+          whole.exp_avg_sq.set(i, std::fabs(whole.exp_avg_sq.get(i)));
+          whole.low.set(i, whole.master.get(i));
+        }
+        Arrays halves = whole;
+        std::vector<std::uint16_t> remainders(numel + 1);
+        AdamSpan span = halves.span(true);
+        span.master = nullptr;
+        span.remainder = remainders.data();
+        write_masters(span, static_cast<const float*>(whole.master.data()));
+        for (long step = 1; step <= 3; ++step) {
+          const auto kind = seed % 2 == 0 ? WeightDecayKind::kDecoupled : WeightDecayKind::kL2;
+          const AdamScalars scalars = make_adam_scalars(some_hyperparameters(kind), step, 0.37F);
+          adam_step(whole.span(true), scalars, pool);
+          adam_step(span, scalars, pool);
+        }
+        std::vector<float> masters(numel);
+        read_masters(span, masters.data());
+        copy_magnitudes(span.exp_avg_sq, span.exp_avg_sq, nullptr, numel);
+        for (std::size_t i = 0; i < numel; ++i) halves.master.set(i, masters[i]);
+        expect_equal(halves, whole, std::to_string(numel) + " seed " + std::to_string(seed));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -203,6 +204,94 @@ TEST(DeviceStore, UpdatesStartedTogetherAreThoseOfEach) {
   const StepScalars other = kStep;
   together.back().second.step = &other;
   EXPECT_THROW(store->start_updates(together), ArgumentError);
+}
+
+// Three steps of a shard with whole masters and of one with remainders, in one call and in pieces of a gradient.
+TEST(DeviceStore, RemaindersOfMastersAreUpdatedAsTheyAre) {
+  for (const DType gradient_dtype : kDTypes) {
+    Ledger ledger;
+    const std::unique_ptr<Store> store = make_device_store(&ledger, {make_cpu_device(), make_cpu_adam(2, {})});
+    ASSERT_TRUE(store->takes_remainders());
+    const std::vector<float> initial = ordinary_floats(kNumel, 1);
+    std::vector<Elements> parameters(2, Elements(DType::kBFloat16, initial, 1));
+    ShardSpec spec = some_spec(DType::kBFloat16);
+    store->add_shard(spec, initial);
+    const std::int64_t before = current_bytes(ledger, Category::kMaster);
+    spec.parameters = parameters[1].data();
+    store->add_shard(spec, initial);
+    EXPECT_EQ(current_bytes(ledger, Category::kMaster) - before, 2 * static_cast<std::int64_t>(kNumel));
+    EXPECT_EQ(state_of(*store, 1, StateKind::kMaster), initial);
+    EXPECT_EQ(state_of(*store, 1, StateKind::kExpAvgSq), std::vector<float>(kNumel, 0.0F));
+    for (long step = 1; step <= 3; ++step) {
+      const Elements gradient(gradient_dtype, ordinary_floats(kNumel, static_cast<std::uint32_t>(10 + step)), 1);
+      const std::vector<AdamScalars> rows = some_rows(step);
+      for (const std::size_t shard : {0U, 1U}) {
+        ShardUpdate update{
+            .gradient_dtype = gradient_dtype, .parameters = parameters[shard].data(), .rows = rows, .step = &kStep};
+        const std::array<FlatPiece, 1> whole{{{.begin = 0, .numel = kNumel, .data = gradient.data()}}};
+        if (step == 2) {
+          update.gradient_pieces = whole;
+        } else {
+          update.gradient = gradient.data();
+        }
+        store->start_update(shard, update);
+        store->wait_update(shard, Lane::kCompute);
+      }
+      ASSERT_EQ(parameters[1].first_difference(parameters[0]), -1) << "step " << step;
+      for (const StateKind kind : {StateKind::kMaster, StateKind::kExpAvg, StateKind::kExpAvgSq}) {
+        ASSERT_EQ(state_of(*store, 1, kind), state_of(*store, 0, kind)) << "step " << step;
+      }
+    }
+  }
+}
+
+TEST(DeviceStore, StatesAreWrittenBesideRemaindersInAnyOrder) {
+  Ledger ledger;
+  const std::unique_ptr<Store> store = make_device_store(&ledger, {make_cpu_device(), make_cpu_adam(2, {})});
+  Elements parameters(DType::kBFloat16, ordinary_floats(kNumel, 1), 1);
+  ShardSpec spec = some_spec(DType::kBFloat16);
+  spec.parameters = parameters.data();
+  store->add_shard(spec, ordinary_floats(kNumel, 1));
+  std::vector<float> squares = ordinary_floats(kNumel, 3);
+  for (float& square : squares) square = std::fabs(square);
+  const std::vector<float> moments = ordinary_floats(kNumel, 4);
+  for (const bool master_first : {false, true}) {
+    const std::vector<float> masters = ordinary_floats(kNumel, master_first ? 5 : 6);
+    parameters = Elements(DType::kBFloat16, masters, 1);
+    spec.parameters = parameters.data();
+    const std::size_t shard = store->add_shard(spec, masters);
+    if (master_first) store->write_state(shard, StateKind::kMaster, masters);
+    store->write_state(shard, StateKind::kExpAvgSq, squares);
+    store->write_state(shard, StateKind::kExpAvg, moments);
+    if (!master_first) store->write_state(shard, StateKind::kMaster, masters);
+    EXPECT_EQ(state_of(*store, shard, StateKind::kMaster), masters);
+    EXPECT_EQ(state_of(*store, shard, StateKind::kExpAvgSq), squares);
+    EXPECT_EQ(state_of(*store, shard, StateKind::kExpAvg), moments);
+  }
+}
+
+TEST(DeviceStore, RemaindersAreOfBFloat16ParametersThatStayWhereTheyAre) {
+  Ledger ledger;
+  const std::unique_ptr<Store> store = make_device_store(&ledger, {make_cpu_device(), make_cpu_adam(1, {})});
+  const std::vector<float> values = ordinary_floats(kNumel, 1);
+  Elements parameters(DType::kBFloat16, values, 0);
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16}) {
+    ShardSpec spec = some_spec(dtype);
+    spec.parameters = parameters.data();
+    EXPECT_THROW(store->add_shard(spec, values), ArgumentError);
+  }
+  ShardSpec spec = some_spec(DType::kBFloat16);
+  spec.parameters = parameters.data();
+  const std::size_t shard = store->add_shard(spec, values);
+  Elements others = parameters;
+  const std::vector<AdamScalars> rows = some_rows(1);
+  EXPECT_THROW(store->start_update(shard, {.gradient = values.data(),
+                                           .gradient_dtype = DType::kFloat32,
+                                           .parameters = others.data(),
+                                           .rows = rows,
+                                           .step = &kStep}),
+               ArgumentError);
+  EXPECT_THROW(store->fetch_parameters(shard, Lane::kCompute, others.data()), StateError);
 }
 
 TEST(DeviceStore, ASkippedStepChangesNothing) {

@@ -58,6 +58,37 @@ TEST_P(EngineGathers, ValuesWrittenInsideAGatherReachEveryRankAndTheMaster) {
   }
 }
 
+// Masters of whose values only remainders are kept keep their bits, too, however gathers are nested, and a change that
+// nobody writes back reaches none.
+TEST_P(EngineGathers, MastersWithRemaindersAreThoseOfWholeOnes) {
+  ToyOptions with = options();
+  with.param_dtype = DType::kBFloat16;
+  with.keep_parameter_shards = true;
+  const auto body = [&](ToyRank& toy) {
+    toy.train();
+    toy.engine().gather({1, 3});
+    toy.engine().gather({1});
+    if (toy.rank() == 0) toy.tensor(2).set(0, 0.5F);
+    toy.engine().end_gather({1}, 0);
+    if (toy.rank() == world_size() - 1) toy.tensor(2).set(1, 0.25F);
+    toy.engine().end_gather({1, 3}, world_size() - 1);
+    toy.train();
+    toy.engine().gather({2, 3});
+    for (const std::size_t index : {std::size_t{4}, std::size_t{6}}) toy.tensor(index).set(0, 3.0F);
+    toy.engine().end_gather({2, 3}, -1);
+    Values found = toy.state(FullState::kMaster);
+    toy.train();
+    for (const FullState kind : {FullState::kParameters, FullState::kMaster, FullState::kExpAvgSq}) {
+      const Values more = toy.state(kind);
+      found.insert(found.end(), more.begin(), more.end());
+    }
+    return found;
+  };
+  const Values expected = same_on_all(with, body);
+  with.store_param_remainders = true;
+  EXPECT_EQ(same_on_all(with, body), expected);
+}
+
 TEST_P(EngineGathers, AGatherOnlyReads) {
   const Values master = same_on_all(options(), [&](ToyRank& toy) {
     for (long step = 0; step < 2; ++step) {

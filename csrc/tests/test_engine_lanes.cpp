@@ -50,6 +50,25 @@ TEST_P(EngineLanes, EndAsTheCpuDoes) {
   }
 }
 
+// All of a walk, bits and what is read meanwhile, is the same where masters are kept as remainders.
+TEST_P(EngineLanes, RemaindersEndAsWholeMastersDo) {
+  for (const bool in_backward : {false, true}) {
+    ToyOptions with = options();
+    with.param_dtype = DType::kBFloat16;
+    with.reduce_dtype = in_backward ? DType::kBFloat16 : DType::kFloat32;
+    with.accumulation_steps = in_backward ? 2 : 1;
+    with.optimizer_in_backward = in_backward;
+    with.clip = in_backward ? 0.0 : 0.5;
+    with.keep_parameter_shards = true;
+    ToyOptions plain = with;
+    plain.lane_schedule_num = 0;
+    const Values expected = same_on_all(plain, [&](ToyRank& toy) { return walk(toy, with); });
+    with.store_param_remainders = true;
+    EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected);
+    if (HasFailure()) return;
+  }
+}
+
 // Whose gathers read shards that the step is about to change.
 TEST_P(EngineLanes, AnEvaluationMayComeBetweenBackwardAndStep) {
   ToyOptions with = options();

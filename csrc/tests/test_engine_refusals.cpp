@@ -3,6 +3,7 @@
 
 #include "engine_steps.h"
 #include "engine_support.h"
+#include "late_store.h"
 
 namespace zb {
 namespace {
@@ -41,6 +42,29 @@ TEST_P(EngineRefusals, AStepWithImpossibleHyperparametersIsAsIfItWasNotCalled) {
     return toy.state(FullState::kMaster);
   });
   EXPECT_EQ(master, reference.master);
+}
+
+TEST_P(EngineRefusals, RemaindersNeedStateOnTheDeviceAndKeptShards) {
+  ToyOptions with = options();
+  with.param_dtype = DType::kBFloat16;
+  with.store_param_remainders = true;
+  const bool is_sharded = with.stage == ZeroStage::kZero3 && with.world_size > 1;
+  for (const bool keeps : {false, true}) {
+    with.keep_parameter_shards = keeps;
+    for (const std::exception_ptr& error : test::try_ranks(with, [](ToyRank&) {})) {
+      EXPECT_EQ(test::message_of(error), is_sharded && !keeps
+                                             ? "store_param_remainders needs the shards of parameters to be kept"
+                                             : "nothing was thrown");
+    }
+  }
+  with.make_store = make_device_store_with_masters;
+  for (const std::exception_ptr& error : test::try_ranks(with, [](ToyRank&) {})) {
+    EXPECT_EQ(test::message_of(error), "nothing was thrown");
+  }
+  with.make_store = test::make_late_store;
+  for (const std::exception_ptr& error : test::try_ranks(with, [](ToyRank&) {})) {
+    EXPECT_EQ(test::message_of(error), "store_param_remainders needs the optimizer state on the device");
+  }
 }
 
 TEST_P(EngineRefusals, ABackwardWithUpdatesAndImpossibleHyperparametersIsAsIfItWasNotCalled) {

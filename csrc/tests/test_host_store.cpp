@@ -258,6 +258,9 @@ class FailingAdam final : public DeviceAdam {
   void update(Lane, std::span<const AdamRun>, const StepScalars*) override {
     if (--left_ <= 0) throw OutOfMemoryError("the host is full");
   }
+  void read_masters(Lane, const AdamSpan&, float*) override { FAIL(); }
+  void write_masters(Lane, const AdamSpan&, const float*) override { FAIL(); }
+  void copy_magnitudes(Lane, float*, const float*, const float*, std::size_t) override { FAIL(); }
 
  private:
   int left_;

@@ -37,6 +37,7 @@ struct ToyOptions {
   std::size_t prefetch_bytes = SIZE_MAX;  // SIZE_MAX is the default budget
   bool reshard_after_forward = true;
   bool keep_parameter_shards = false;
+  bool store_param_remainders = false;
   std::size_t keep_root_bytes = SIZE_MAX;
   bool optimizer_in_backward = false;
   std::size_t publish_bytes = 0;  // every unit alone
@@ -90,6 +91,7 @@ class ToyRank {
                                  .default_prefetch = options.prefetch_bytes == SIZE_MAX,
                                  .reshard_after_forward = options.reshard_after_forward,
                                  .keep_parameter_shards = options.keep_parameter_shards,
+                                 .store_param_remainders = options.store_param_remainders,
                                  .publish_bytes = options.publish_bytes,
                                  .loss_scale = options.loss_scale,
                                  .keep_root_bytes = options.keep_root_bytes,

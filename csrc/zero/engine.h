@@ -45,6 +45,9 @@ struct EngineOptions {
   // Stage 3 with low-precision parameters: their shards are kept beside the masters, instead of rounded before each
   // gather.
   bool keep_parameter_shards = false;
+  // Masters of bfloat16 parameters are kept as what their roundings lack ([Note: remainders] in master_remainder.h).
+  // Needs a store that takes them, and at stage 3 kept shards.
+  bool store_param_remainders = false;
   // Stages 1 and 2 gather updated units together up to this size, since starting a collective costs the host more than
   // moving a few MiB.
   std::size_t publish_bytes = std::size_t{64} << 20;
@@ -165,7 +168,8 @@ class Engine {
   // Outside of passes: lets the compute lane read parameters that are not sharded as the last step left them, where
   // that needs no other rank. False where it does: then a forward or gather() does it.
   bool settle_parameters();
-  void gather(const std::vector<std::size_t>& units);
+  // `may_change` where the caller may end it with a modifier, then on all ranks.
+  void gather(const std::vector<std::size_t>& units, bool may_change = true);
   // Ends a gather. With a modifier rank, that rank's values of the units become everybody's first.
   void end_gather(const std::vector<std::size_t>& units, int modifier_rank);
 
@@ -325,6 +329,15 @@ class Engine {
   void read_own_parameters(const FlatBuffer& flat, std::span<float> values);
   void write_back(Unit& unit, int modifier_rank);
   void write_back_flat(FlatBuffer& flat, const std::byte* values);
+  bool has_remainders(const FlatBuffer& flat) const {
+    return options_.store_param_remainders && flat.trainable && flat.param_dtype == DType::kBFloat16;
+  }
+  // This rank's piece of a flat buffer, or all where state is replicated: what its store's shard updates.
+  Region updated_parameters(const FlatBuffer& flat) const {
+    return state_sharded() ? flat.shard_parameters : flat.full_parameters;
+  }
+  void remember_parameters(Unit& unit);
+  void restore_parameters(Unit& unit) noexcept;
   bool is_updating() const {
     return std::any_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.is_updating; });
   }

@@ -47,6 +47,10 @@ void Engine::build(EngineModel& model) {
   units_ = make_units(model.unit_names, model.root_unit, model.parameters, world_size(), parameters_);
   prefetch_bytes_ = options.default_prefetch ? largest_unit_bytes(units_) : options.prefetch_bytes;
   unpublished_ = units_.size();
+  ZB_EXPECT(!options.store_param_remainders || store_->takes_remainders(),
+            "store_param_remainders needs the optimizer state on the device");
+  ZB_EXPECT(!options.store_param_remainders || !parameters_sharded() || options.keep_parameter_shards,
+            "store_param_remainders needs the shards of parameters to be kept");
   if (parameters_sharded() && !options.keep_parameter_shards) {
     const auto keeps_master = [this](DType param_dtype) { return store_->keeps_master(param_dtype); };
     for (Unit& unit : units_) unit.fetch_parameters_of(keeps_master);
@@ -184,7 +188,8 @@ void Engine::build_flat(FlatBuffer& flat) {
                                                  Category::kGradients)};
     flat.shard_gradients = flat.full_gradients.at(static_cast<std::size_t>(rank()) * flat.shard_gradient_bytes());
   }
-  const ShardSpec spec = shard_spec(flat);
+  ShardSpec spec = shard_spec(flat);
+  if (has_remainders(flat)) spec.parameters = updated_parameters(flat).data();
   const std::size_t first = state_sharded() ? rank_offset : 0;
   flat.store_shard = store_->add_shard(spec, std::span<const float>(values + first, spec.numel));
   if (several) communicator.barrier(flat.label);  // nobody reads the broadcast's buffer any more

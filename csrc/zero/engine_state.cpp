@@ -247,7 +247,32 @@ bool Engine::settle_parameters() {
   });
 }
 
-void Engine::gather(const std::vector<std::size_t>& units) {
+// Where parameters are not sharded the caller changes them in place, and their masters could not be told any more.
+void Engine::remember_parameters(Unit& unit) {
+  for (FlatBuffer& flat : unit.flats) {
+    if (!has_remainders(flat) || flat.remembered_parameters.bytes() > 0) continue;
+    const Region parameters = updated_parameters(flat);
+    const std::size_t bytes = state_sharded() ? flat.shard_parameter_bytes() : flat.full_parameter_bytes();
+    flat.remembered_parameters = DeviceBuffer(device(), bytes, &ledger_, Category::kStaging);
+    device().copy(Lane::kCompute, flat.remembered_parameters.data(), parameters.data(), bytes);
+  }
+}
+
+// Undoes changes of this rank's piece that were not written back, as the next step does where masters are whole. A
+// device that fails here fails whatever is called next, too.
+void Engine::restore_parameters(Unit& unit) noexcept {
+  for (FlatBuffer& flat : unit.flats) {
+    if (flat.remembered_parameters.bytes() == 0) continue;
+    try {
+      const DeviceBuffer remembered = std::exchange(flat.remembered_parameters, {});
+      const Drain drain(device());
+      device().copy(Lane::kCompute, updated_parameters(flat).data(), remembered.data(), remembered.bytes());
+    } catch (const std::exception&) {
+    }
+  }
+}
+
+void Engine::gather(const std::vector<std::size_t>& units, bool may_change) {
   enter([&] {
     expect_no_updates();
     ZB_EXPECT_STATE(!gathers_->in_pass(),
@@ -257,6 +282,11 @@ void Engine::gather(const std::vector<std::size_t>& units) {
   quiesce();  // the caller may write
   enter([&] {
     if (parameters_sharded()) or_abort([&] { gathers_->gather(units); });
+    if (may_change && options_.store_param_remainders && !parameters_sharded()) {
+      or_abort([&] {
+        for (const std::size_t unit : units) remember_parameters(units_[unit]);
+      });
+    }
     gathers_->pin(units);
   });
 }
@@ -265,7 +295,12 @@ void Engine::end_gather(const std::vector<std::size_t>& units, int modifier_rank
   enter([&] {
     ZB_EXPECT(modifier_rank < world_size(), "modifier_rank " + std::to_string(modifier_rank) +
                                                 " is not below the world size " + std::to_string(world_size()));
-    const ScopeExit over([&] { gathers_->unpin(units); });
+    const ScopeExit over([&] {
+      gathers_->unpin(units);
+      for (const std::size_t unit : units) {
+        if (units_[unit].pins == 0) restore_parameters(units_[unit]);
+      }
+    });
     if (modifier_rank >= 0) {
       or_abort([&] {
         for (const std::size_t unit : units) write_back(units_[unit], modifier_rank);
@@ -312,18 +347,29 @@ void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
   std::vector<std::byte> before(numel * element_bytes);
   std::vector<std::byte> fresh(numel * element_bytes);
   const Drain drain(device());
-  if (parameters_sharded() && !flat.is_fetched) {
+  const auto write_shard = [&] {
+    if (!parameters_sharded() || flat.is_fetched) return;
     device().copy(Lane::kCompute, flat.shard_parameters.data(), values + shard_begin * element_bytes,
                   flat.shard_parameter_bytes());
     flat.is_settled = false;
     flat.written = device().mark(Lane::kCompute);
+  };
+  if (!has_master) return write_shard();
+  const DeviceBuffer& remembered = flat.remembered_parameters;
+  const std::byte* const own_values = values + (state_sharded() ? shard_begin : 0) * element_bytes;
+  device().download(fresh.data(), own_values, fresh.size());
+  if (remembered.bytes() > 0) {
+    device().copy(Lane::kCompute, updated_parameters(flat).data(), remembered.data(), remembered.bytes());
   }
-  if (!has_master) return;
   store_->read_state(flat.store_shard, StateKind::kMaster, {state.as<float>(), numel});
+  if (remembered.bytes() > 0) {
+    device().upload(remembered.data(), fresh.data(), fresh.size());
+    device().copy(Lane::kCompute, updated_parameters(flat).data(), remembered.data(), remembered.bytes());
+  }
+  write_shard();
   device().cast(Lane::kCompute, rounded.data(), flat.param_dtype, state.data(), DType::kFloat32, numel);
   device().download(master.data(), state.data(), numel * sizeof(float));
   device().download(before.data(), rounded.data(), before.size());
-  device().download(fresh.data(), values + (state_sharded() ? shard_begin : 0) * element_bytes, fresh.size());
   for (std::size_t i = 0; i < numel; ++i) {
     if (std::memcmp(before.data() + i * element_bytes, fresh.data() + i * element_bytes, element_bytes) != 0) {
       cpu_kernels().cast(master.data() + i, DType::kFloat32, fresh.data() + i * element_bytes, flat.param_dtype, 1);

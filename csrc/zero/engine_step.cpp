@@ -295,7 +295,7 @@ void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const Adam
   for (Unit& unit : units) {
     for (FlatBuffer& flat : unit.flats) {
       if (!flat.trainable) continue;
-      const Region& parameters = state_sharded() ? flat.shard_parameters : flat.full_parameters;
+      const Region parameters = updated_parameters(flat);
       updates.emplace_back(flat.store_shard,
                            ShardUpdate{.lane = lane,
                                        .gradient = unit.lent.empty() ? update_gradient(flat) : nullptr,

@@ -23,6 +23,7 @@
 
 #include "comm/communicator.h"
 #include "common/dtype.h"
+#include "kernels/device_buffer.h"
 #include "kernels/device_range.h"
 #include "memory/ledger.h"
 #include "partition/flat_layout.h"
@@ -86,8 +87,10 @@ struct FlatBuffer {
   Region shard_parameters;  // this rank's piece: a slice of full_parameters, or a buffer of its own; or none:
   bool is_fetched = false;  // the store gives this rank's piece before each gather
   bool is_spliced = false;  // gathers find this rank's piece in place ([Note: spliced slots] in spliced_slot.h)
-  Region full_gradients;    // where full gradients persist
-  Region shard_gradients;   // this rank's reduced piece; none between update and reduction where it is made for a step
+  // What the masters' remainders belong to, while a gather lets its caller change parameters in place.
+  DeviceBuffer remembered_parameters;
+  Region full_gradients;   // where full gradients persist
+  Region shard_gradients;  // this rank's reduced piece; none between update and reduction where it is made for a step
   std::vector<FlatPiece> lent_gradients;  // instead of both, of a unit whose gradients are lent: in span order
   std::size_t store_shard = 0;
   double* sum_of_squares = nullptr;  // device memory: of shard_gradients, once reduced

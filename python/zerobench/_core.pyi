@@ -316,6 +316,7 @@ class EngineOptions:
         prefetch_bytes: int | None,
         reshard_after_forward: bool,
         keep_parameter_shards: bool,
+        store_param_remainders: bool,
         keep_root_bytes: int,
         push_gradient_bytes: int,
         optimizer_in_backward: bool,
@@ -374,7 +375,7 @@ class Engine:
         """
         Full values by parameter name, fp32; with rank0_only none on other ranks. Collective.
         """
-    def gather(self, units: Sequence[int]) -> None: ...
+    def gather(self, units: Sequence[int], *, may_change: bool) -> None: ...
     def has_frozen(self, unit: int) -> bool: ...
     def load_full_state(
         self, states: dict[str, dict[str, torch.Tensor]], *, step: int, loss_scale: tuple[float, int] | None

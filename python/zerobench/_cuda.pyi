@@ -56,7 +56,7 @@ class AdamRun:
     def __init__(
         self,
         *,
-        master: int,
+        master: int | None,
         exp_avg: int,
         exp_avg_sq: int,
         gradient: int,
@@ -71,6 +71,7 @@ class AdamRun:
         eps: float,
         weight_decay: float,
         decoupled: bool,
+        remainder: int | None = None,
     ) -> None: ...
 
 class CudaDevice:
@@ -129,6 +130,11 @@ class CudaDevice:
         clip: float,
         flat_sums: int,
         scalars: int,
+    ) -> None: ...
+    def read_masters(self, lane: str, run: AdamRun, *, destination: int) -> None: ...
+    def write_masters(self, lane: str, run: AdamRun, *, source: int) -> None: ...
+    def copy_magnitudes(
+        self, lane: str, destination: int, source: int, *, signs: int | None, numel: int
     ) -> None: ...
     def adam(self, lane: str, runs: Sequence[AdamRun], *, scalars: int) -> None: ...
     def push_range(self, name: str) -> None: ...

@@ -241,6 +241,12 @@ class Config(_Section):
         "backward are then copies alone, and with offload_optimizer, whose masters on the host are no source for a "
         "gather (offload_param keeps none on the device)",
     )
+    store_param_remainders: bool = Field(
+        False,
+        description="true keeps of the fp32 masters of bf16 parameters only the 16 bits that those lack, 2 bytes a "
+        "parameter instead of 4, with the same results to the last bit; for optimizer state on the device, and at "
+        "stage 3 with kept shards of parameters",
+    )
     push_gradient_bytes: int = Field(
         2**23,
         ge=0,
@@ -329,6 +335,27 @@ class Config(_Section):
             raise ValueError(
                 "offload_optimizer keeps parameters' shards on the device, since masters on the host are no source for "
                 "a gather; leave out keep_parameter_shards, or give offload_param"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _remainders_have_parameters(self) -> Config:
+        if not self.store_param_remainders:
+            return self
+        if (param := self.effective_dtypes()["param"]) != "bfloat16":
+            raise ValueError(
+                f"store_param_remainders is for masters of bfloat16 parameters, and these are {param}; leave it out or "
+                'set precision to "bf16"'
+            )
+        if self.offload_optimizer is not None:
+            raise ValueError(
+                "store_param_remainders keeps masters beside parameters on the device; leave out offload_optimizer, or "
+                "it"
+            )
+        if self.stage == 3 and self.keep_parameter_shards is False:
+            raise ValueError(
+                "store_param_remainders needs the shards of parameters that keep_parameter_shards: false does without; "
+                "leave out one of the two"
             )
         return self
 

@@ -117,6 +117,7 @@ class Engine(EngineFacts):
                 prefetch_bytes=config.prefetch_bytes,
                 reshard_after_forward=config.reshard_after_forward,
                 keep_parameter_shards=placement.keeps_parameter_shards(config, communicators.kind),
+                store_param_remainders=config.store_param_remainders,
                 keep_root_bytes=config.keep_root_bytes,
                 push_gradient_bytes=config.push_gradient_bytes,
                 optimizer_in_backward=config.optimizer_in_backward,
@@ -309,7 +310,7 @@ class Engine(EngineFacts):
                 f"modifier_rank {modifier_rank} is not below the world size {self.topology.world_size}"
             )
         self._enter_stream()
-        self._core.gather(units)
+        self._core.gather(units, may_change=modifier_rank is not None)
         may_load, self._hooks.may_load = self._hooks.may_load, modifier_rank is not None
         try:
             yield

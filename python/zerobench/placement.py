@@ -193,6 +193,8 @@ def keeps_parameter_shards(config: Config, communicator: str) -> bool:
         return False
     if config.offload_optimizer is not None:
         return True
+    if config.store_param_remainders:
+        return True
     if config.keep_parameter_shards is None:
         return communicator == "peer"
     return config.keep_parameter_shards

@@ -66,6 +66,12 @@ CASES = {
     "tiny, kept gathered": zoo.Case(tiny, tokens, config={"reshard_after_forward": False}),
     "tiny, bf16, prefetch": zoo.Case(tiny, tokens, config={"precision": "bf16", "prefetch_bytes": 230_000}),
     "tiny, bf16, kept": zoo.Case(tiny, tokens, config={"precision": "bf16", "keep_parameter_shards": True}),
+    "tiny, bf16, remainders": zoo.Case(
+        tiny, tokens, config={"precision": "bf16", "store_param_remainders": True}
+    ),
+    "frozen, bf16, remainders": zoo.Case(
+        small_models.frozen_parts, config={"precision": "bf16", "store_param_remainders": True}
+    ),
     "tiny, in backward": zoo.Case(tiny, tokens, config={"precision": "bf16", "optimizer_in_backward": True}),
     "tiny, accumulation": zoo.Case(tiny, tokens, plan="FBFBFB", config={"gradient_accumulation_steps": 3}),
     "blocks": zoo.CASES["blocks"],
@@ -125,7 +131,8 @@ def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> 
     if world_size == 1:
         stage = 0
     accumulation = config.get("gradient_accumulation_steps", 1)
-    keeps = stage < 3 or config.get("keep_parameter_shards", False)
+    remainders = config.get("store_param_remainders", False)
+    keeps = stage < 3 or config.get("keep_parameter_shards", False) or remainders
     flats = [flat for unit in units for flat in unit["flats"]]
     trained = [flat for flat in flats if flat["trainable"]]
     size = {0: "padded_numel", 1: "shard_numel"}
@@ -135,7 +142,8 @@ def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> 
         flat[size[stage == 3]] * BYTES[flat["param_dtype"]] for flat in flats if keeps or not is_fetched(flat)
     )
     result["gradients"] = sum(flat[size[stage >= 2]] * BYTES[flat["reduce_dtype"]] for flat in trained)
-    result["master"] = sum(4 * flat[size[stage >= 1]] for flat in trained if flat["param_dtype"] != "float32")
+    masters = [flat for flat in trained if flat["param_dtype"] != "float32"]
+    result["master"] = sum((2 if remainders else 4) * flat[size[stage >= 1]] for flat in masters)
     result["exp_avg"] = result["exp_avg_sq"] = states
     if stage == 3:
         ahead = config.get("prefetch_bytes")

@@ -86,6 +86,54 @@ class Run:
             self.arrays[name].assert_holds(wanted, f"{name} of {what}")
 
 
+class RemainderRun(Run):
+    """The same beside bf16 parameters with remainders for masters, which the columns of the host have whole."""
+
+    def __init__(
+        self, device, numel: int, gradient_dtype: str, *, seed: int, shifts=(0, 0, 0, 0, 0, 0)
+    ) -> None:
+        super().__init__(numel, gradient_dtype, "bfloat16", seed=seed, shifts=shifts)
+        self._device = device
+        self.host["exp_avg_sq"].abs_()
+        self.host["low_precision"] = self.host["master"].bfloat16()
+        self.arrays["exp_avg_sq"] = Array(self.host["exp_avg_sq"], shifts[2])
+        self.arrays["low_precision"] = Array(self.host["low_precision"], shifts[4])
+        self.remainder = Array(torch.zeros(numel, dtype=torch.bfloat16), shifts[5])
+        source = Array(self.host["master"])
+        device.write_masters("compute", self.on_device(), source=source.address)
+        device.synchronize()
+
+    def on_device(self):
+        return cuda.AdamRun(
+            master=None,
+            exp_avg=self.arrays["exp_avg"].address,
+            exp_avg_sq=self.arrays["exp_avg_sq"].address,
+            gradient=self.arrays["gradient"].address,
+            gradient_dtype=self.arrays["gradient"].dtype,
+            low_precision=self.arrays["low_precision"].address,
+            low_precision_dtype="bfloat16",
+            remainder=self.remainder.address,
+            numel=self.remainder.numel,
+            step=self.step,
+            **self.hyperparameters(),
+        )
+
+    def assert_equal(self, what: str) -> None:
+        numel = self.remainder.numel
+        masters, squares = (Array(torch.zeros(numel)) for _ in range(2))
+        self._device.read_masters("compute", self.on_device(), destination=masters.address)
+        self._device.copy_magnitudes(
+            "compute", squares.address, self.arrays["exp_avg_sq"].address, signs=None, numel=numel
+        )
+        self._device.synchronize()
+        masters.assert_holds(self.host["master"], f"master of {what}")
+        squares.assert_holds(self.host["exp_avg_sq"], f"exp_avg_sq of {what}")
+        for name in ("exp_avg", "gradient", "low_precision"):
+            self.arrays[name].assert_holds(self.host[name], f"{name} of {what}")
+        for array in (self.arrays["exp_avg_sq"], self.remainder):
+            array.assert_guarded()
+
+
 def update(device, runs: list[Run], *, is_skipped: bool = False, lane: str = "compute") -> None:
     scalars = device.allocate(16, what="the scalars of a test")
     device.upload(scalars.address, struct.pack("<dfI", 1.0, FACTOR, int(is_skipped)))
@@ -155,3 +203,70 @@ def test_nothing_to_update_is_nothing_to_do(device) -> None:
     run = Run(0, "float32", None, seed=0)
     update(device, [run, run])
     run.assert_equal("no element")
+
+
+@pytest.mark.parametrize("gradient_dtype", DTYPES)
+def test_remainders_end_as_whole_masters_do(device, gradient_dtype: str) -> None:
+    runs = [
+        RemainderRun(device, numel, gradient_dtype, seed=index, shifts=(index % 5,) * 6)
+        for index, numel in enumerate([*range(40), *SIZES])
+    ]
+    for _ in range(3):
+        update(device, runs)
+        for run in runs:
+            run.step_on_host()
+            run.step += 1
+    for run in runs:
+        run.assert_equal(f"{run.remainder.numel} elements")
+
+
+@pytest.mark.parametrize(
+    "shifts", [(0, 1, 2, 3, 4, 1), (4, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 2, 0)], ids=str
+)
+def test_remainders_that_cannot_be_aligned_together(device, shifts) -> None:
+    for numel in (1, 5, 129, 4097):
+        run = RemainderRun(device, numel, "bfloat16", seed=numel, shifts=shifts)
+        update(device, [run])
+        run.step_on_host()
+        run.assert_equal(f"{numel} elements")
+
+
+def test_one_call_takes_remainders_and_whole_masters(device) -> None:
+    runs = [
+        RemainderRun(device, 1 + 91 * index, "bfloat16", seed=index)
+        if index % 2
+        else Run(1 + 91 * index, "bfloat16", "bfloat16", seed=index)
+        for index in range(80)
+    ]
+    update(device, runs, lane="reduce")
+    for index, run in enumerate(runs):
+        run.step_on_host()
+        run.assert_equal(f"run {index}")
+
+
+def test_a_skipped_step_leaves_remainders_as_they_were(device) -> None:
+    runs = [RemainderRun(device, numel, "bfloat16", seed=numel) for numel in (1, 7, 9, 4097)]
+    update(device, runs, is_skipped=True)
+    for run in runs:
+        run.assert_equal("a skipped step")
+
+
+def test_every_master_comes_back(device) -> None:
+    """All upper halves, beside lower ones at which rounding turns."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    for lower in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        bits = upper | lower
+        masters = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+        source, low = Array(masters), Array(masters.bfloat16())
+        squares = Array(torch.full((masters.numel(),), 0.25))
+        remainder, found = Array(torch.zeros_like(low.values())), Array(torch.zeros_like(masters))
+        run = cuda.AdamRun(
+            master=None, exp_avg=source.address, exp_avg_sq=squares.address, gradient=source.address,
+            gradient_dtype="float32", low_precision=low.address, low_precision_dtype="bfloat16",
+            remainder=remainder.address, numel=masters.numel(), step=1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8,
+            weight_decay=0.0, decoupled=True,
+        )  # fmt: skip
+        device.write_masters("compute", run, source=source.address)
+        device.read_masters("compute", run, destination=found.address)
+        device.synchronize()
+        found.assert_holds(masters, f"masters that end in {lower:#06x}")

@@ -99,6 +99,24 @@ def test_the_documentation_has_every_key_with_its_default():
             {"stage": 3, "offload_optimizer": {}, "keep_parameter_shards": False},
             "leave out keep_parameter_shards, or give offload_param",
         ),
+        ({"store_param_remainders": True}, "is for masters of bfloat16 parameters, and these are float32"),
+        (
+            {"precision": "bf16", "param_dtype": "float16", "store_param_remainders": True},
+            "and these are float16",
+        ),
+        (
+            {"precision": "bf16", "store_param_remainders": True, "stage": 2, "offload_optimizer": {}},
+            "leave out offload_optimizer",
+        ),
+        (
+            {
+                "precision": "bf16",
+                "store_param_remainders": True,
+                "stage": 3,
+                "keep_parameter_shards": False,
+            },
+            "keep_parameter_shards: false",
+        ),
         ({"stage": 1, "offload_optimizer": {"device": "nvme"}}, "device nvme needs nvme_path"),
         (
             {"stage": 3, "offload_optimizer": {}, "offload_param": {"device": "nvme"}},

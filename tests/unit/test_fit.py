@@ -16,6 +16,13 @@ def test_what_cannot_fit_is_found_before_it_starts() -> None:
     assert fit.least_rank_bytes(row) == fit.Need(device=16 * count)
     sharded = configuration(models=("gpt2-xl",), strategies=("zero3",))
     assert fit.least_rank_bytes(sharded).device == pytest.approx(8 * count, rel=1e-6)
+    bf16 = {"models": ("gpt2-xl",), "precisions": ("bf16",), "world_sizes": (2,)}
+    for strategy, whole, remainders in (("zero0", 16, 14), ("zero1", 10, 9), ("zero3", 7, 7)):
+        row = configuration(strategies=(strategy,), **bf16)
+        assert fit.least_rank_bytes(row) == fit.Need(device=whole * count), strategy
+        row = row.model_copy(update={"options": {"store_param_remainders": True}})
+        assert fit.least_rank_bytes(row) == fit.Need(device=remainders * count), strategy
+    row = configuration(models=("gpt2-xl",), strategies=("ddp",))
     reason = fit.why_too_large(row, rank_memory_bytes=1 << 30)
     assert reason is not None and "--rank-memory-gib" in reason.reason
     assert fit.why_too_large(configuration(), rank_memory_bytes=1 << 30) is None

@@ -55,7 +55,8 @@ def least_rank_bytes(configuration: Configuration) -> Need:
     settings = configuration.settings
     count = models.parameter_count(models.ModelConfig.model_validate(configuration.model))
     low = settings.precision != "fp32" and configuration.strategy not in AUTOCAST
-    parts = (2, 2, 12) if low else (4, 4, 8)
+    remainders = configuration.options.get("store_param_remainders", False)
+    parts = (2, 2, 10 if remainders else 12) if low else (4, 4, 8)
     if configuration.strategy == "compute_only":
         return Need(device=count * (parts[0] + parts[1]))
     unknown = 0 if configuration.strategy in _NOT_SHARDED else 3
@@ -65,7 +66,7 @@ def least_rank_bytes(configuration: Configuration) -> Need:
         for part, whole in zip(parts, replicated, strict=True)
     )
     if settings.offload == "none":
-        if configuration.strategy == "zero3" and low and settings.world_size > 1:
+        if configuration.strategy == "zero3" and low and not remainders and settings.world_size > 1:
             parameters = 0  # they may be rounded from the masters for each gather
         if settings.optimizer_in_backward and settings.grad_accum == 1:
             gradients = 0  # they may end as they come
