@@ -41,6 +41,7 @@ ON_SEVERAL = (
     "prefetch everything",
     "no prefetch",
     "bf16",
+    "bf16 remainders",
     "bf16 reduced in fp32",
     "fp16",
 )
@@ -113,6 +114,14 @@ def test_all_stages_end_with_the_same_bits(results, world_size, communicator, ca
             assert len(found) == 1, (key, alike, found)
         for rank in by_rank:
             assert len({repr(rank[case, stage]["losses"]) for stage in alike}) == 1
+
+
+@pytest.mark.parametrize(("world_size", "communicator"), RUNS)
+def test_remainders_end_as_whole_masters_do(results, world_size, communicator):
+    found = results(world_size, communicator)[0]
+    assert (
+        len({found[case, stage]["digest"] for case in ("bf16", "bf16 remainders") for stage in STAGES}) == 1
+    )
 
 
 def test_trains_what_plain_pytorch_trains(results, world_size, communicator, case):
