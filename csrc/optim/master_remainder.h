@@ -1,9 +1,9 @@
 // [Note: remainders]
 // A float master and its rounding to bfloat16, which a shard of parameters is, have their upper 16 bits in common, but
-// for rounding up: it adds one to them. So a store may keep the lower 16 bits alone, the remainder, beside one bit that
-// says whether the rounding went up. Where it goes to nearest even that bit cannot be told from the other 32 in a tie;
-// it lies in the sign of exp_avg_sq, which is never negative. Masters come back to the last bit (any NaN as some NaN),
-// as long as nobody else writes the rounding.
+// for rounding up, which adds one to them. So a store may keep the lower 16 bits alone, the remainder, and one bit that
+// says whether the rounding went up: the remainder tells that but in a tie (0x8000), which goes to the even neighbour.
+// The bit lies in the sign of exp_avg_sq, which is never negative. Masters come back to the last bit (any NaN as some
+// NaN), as long as nobody else writes the rounding.
 //
 // Transformer Engine's FusedAdam and Apex's DistributedFusedAdam call them store_param_remainders; they round ties up,
 // which needs no further bit, and differs from torch's rounding.
