@@ -242,6 +242,18 @@ def train_or_error(case: Case, rank: Any, **arguments: Any) -> dict[str, Any]:
     return or_error(train_engine, case, rank, **arguments)
 
 
+def train_with_and_without(
+    rank: Any, option: str, names: Iterable[str]
+) -> dict[tuple[str, int, bool], dict[str, Any]]:
+    """Each case at every stage, with an option of the configuration off and on."""
+    return {
+        (name, stage, value): train_or_error(CASES[name], rank, stage=stage, **{option: value})
+        for name in names
+        for stage in range(4)
+        for value in (False, True)
+    }
+
+
 def at_every_stage(
     rank: Any, run: Callable[[Any, str, int], dict[str, Any]], names: Iterable[str]
 ) -> dict[tuple[str, int], dict[str, Any]]:

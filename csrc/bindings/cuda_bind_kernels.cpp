@@ -142,9 +142,15 @@ void bind_adam(py::module_& m, BoundDeviceClass& device) {
                       const std::string& low_precision_dtype, std::size_t numel, long step, double lr, double beta1,
                       double beta2, double eps, double weight_decay, bool decoupled, std::optional<Address> remainder) {
             ZB_EXPECT(master.has_value() != remainder.has_value(), "a run has masters or remainders of them");
-            const AdamArrays arrays{
-                master.value_or(0),  exp_avg, exp_avg_sq,           gradient, gradient_dtype, low_precision.value_or(0),
-                low_precision_dtype, numel,   remainder.value_or(0)};
+            const AdamArrays arrays{.master = master.value_or(0),
+                                    .exp_avg = exp_avg,
+                                    .exp_avg_sq = exp_avg_sq,
+                                    .gradient = gradient,
+                                    .gradient_dtype = gradient_dtype,
+                                    .low_precision = low_precision.value_or(0),
+                                    .low_precision_dtype = low_precision_dtype,
+                                    .numel = numel,
+                                    .remainder = remainder.value_or(0)};
             const auto kind = decoupled ? WeightDecayKind::kDecoupled : WeightDecayKind::kL2;
             return make_run(arrays, {lr, beta1, beta2, eps, weight_decay, kind}, step);
           }),

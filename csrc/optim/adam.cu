@@ -1,10 +1,10 @@
 // A launch takes many runs of the same dtypes: a block updates one tile of one run of the table in its parameters.
-#include <algorithm>
 #include <cstdint>
 #include <utility>
 
 #include "common/cuda_check.h"
 #include "common/dtype_dispatch.h"
+#include "kernels/cuda_grid_stride.h"
 #include "kernels/cuda_kernels.h"
 #include "kernels/cuda_vector.h"
 #include "optim/cuda_adam.h"
@@ -215,14 +215,9 @@ std::span<const AdamRun> launch_some(std::span<const AdamRun> runs, const StepSc
   return runs.subspan(taken);
 }
 
-constexpr std::size_t kMaxBlockNum = 4096;  // enough to fill any device; loops take the rest
-
-__device__ std::size_t first_index() { return static_cast<std::size_t>(blockIdx.x) * kThreadNum + threadIdx.x; }
-__device__ std::size_t stride() { return static_cast<std::size_t>(gridDim.x) * kThreadNum; }
-
 __global__ void read_masters_kernel(AdamSpan span, float* destination) {
   const auto* const rounded = static_cast<const std::uint16_t*>(span.low_precision);
-  for (std::size_t i = first_index(); i < span.numel; i += stride()) {
+  for (std::size_t i = first_of_stride(); i < span.numel; i += grid_stride()) {
     const bool is_up = (__float_as_uint(span.exp_avg_sq[i]) & kSignBit) != 0;
     destination[i] = __uint_as_float(join_master(rounded[i], span.remainder[i], is_up));
   }
@@ -230,7 +225,7 @@ __global__ void read_masters_kernel(AdamSpan span, float* destination) {
 
 __global__ void write_masters_kernel(AdamSpan span, const float* source) {
   const auto* const rounded = static_cast<const std::uint16_t*>(span.low_precision);
-  for (std::size_t i = first_index(); i < span.numel; i += stride()) {
+  for (std::size_t i = first_of_stride(); i < span.numel; i += grid_stride()) {
     const std::uint32_t master = __float_as_uint(source[i]);
     const std::uint32_t square = __float_as_uint(span.exp_avg_sq[i]);
     span.remainder[i] = remainder_of(master);
@@ -239,19 +234,10 @@ __global__ void write_masters_kernel(AdamSpan span, const float* source) {
 }
 
 __global__ void copy_magnitudes_kernel(float* destination, const float* source, const float* signs, std::size_t numel) {
-  for (std::size_t i = first_index(); i < numel; i += stride()) {
+  for (std::size_t i = first_of_stride(); i < numel; i += grid_stride()) {
     const bool is_negative = signs != nullptr && (__float_as_uint(signs[i]) & kSignBit) != 0;
     destination[i] = __uint_as_float(with_sign(__float_as_uint(source[i]), is_negative));
   }
-}
-
-// Launches a kernel whose loop covers so many elements; a grid of zero blocks is an error.
-template <class... Arguments>
-void launch(void (*kernel)(Arguments...), std::size_t numel, cudaStream_t stream, Arguments... arguments) {
-  if (numel == 0) return;
-  const std::size_t block_num = std::min((numel + kThreadNum - 1) / kThreadNum, kMaxBlockNum);
-  kernel<<<static_cast<unsigned>(block_num), kThreadNum, 0, stream>>>(arguments...);
-  ZB_CUDA(cudaGetLastError());
 }
 
 class CudaAdam final : public DeviceAdam {
@@ -265,16 +251,16 @@ class CudaAdam final : public DeviceAdam {
 
   void read_masters(Lane lane, const AdamSpan& span, float* destination) override {
     device_->bind_thread();
-    launch(read_masters_kernel, span.numel, device_->cuda_stream(lane), span, destination);
+    launch_strided(read_masters_kernel, span.numel, device_->cuda_stream(lane), span, destination);
   }
   void write_masters(Lane lane, const AdamSpan& span, const float* source) override {
     device_->bind_thread();
-    launch(write_masters_kernel, span.numel, device_->cuda_stream(lane), span, source);
+    launch_strided(write_masters_kernel, span.numel, device_->cuda_stream(lane), span, source);
   }
   void copy_magnitudes(Lane lane, float* destination, const float* source, const float* signs,
                        std::size_t numel) override {
     device_->bind_thread();
-    launch(copy_magnitudes_kernel, numel, device_->cuda_stream(lane), destination, source, signs, numel);
+    launch_strided(copy_magnitudes_kernel, numel, device_->cuda_stream(lane), destination, source, signs, numel);
   }
 
  private:

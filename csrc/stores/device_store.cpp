@@ -179,8 +179,13 @@ class DeviceStore final : public Store {
     const bool master_is_parameters = !keeps_master(shard.param_dtype);
     void* parameters = update.parameters == nullptr ? nullptr : element(update.parameters, shard.param_dtype, begin);
     const bool has_remainders = shard.rounded != nullptr;
-    float* const kept = has_remainders ? nullptr : shard.master.as<float>() + begin;
-    return {.master = master_is_parameters ? static_cast<float*>(parameters) : kept,
+    float* master = nullptr;
+    if (master_is_parameters) {
+      master = static_cast<float*>(parameters);
+    } else if (!has_remainders) {
+      master = shard.master.as<float>() + begin;
+    }
+    return {.master = master,
             .exp_avg = shard.exp_avg.as<float>() + begin,
             .exp_avg_sq = shard.exp_avg_sq.as<float>() + begin,
             .gradient = gradient,

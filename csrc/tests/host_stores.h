@@ -13,7 +13,15 @@
 
 namespace zb::test {
 
-class TouchingAdam final : public DeviceAdam {
+// Of a store on the host, which keeps no remainders.
+class HostAdam : public DeviceAdam {
+ public:
+  void read_masters(Lane, const AdamSpan&, float*) override { FAIL(); }
+  void write_masters(Lane, const AdamSpan&, const float*) override { FAIL(); }
+  void copy_magnitudes(Lane, float*, const float*, const float*, std::size_t) override { FAIL(); }
+};
+
+class TouchingAdam final : public HostAdam {
  public:
   explicit TouchingAdam(std::shared_ptr<LaneDevice> device) : device_(std::move(device)) {}
 
@@ -30,10 +38,6 @@ class TouchingAdam final : public DeviceAdam {
     }
     adam_->update(lane, runs, step);
   }
-  // No store on the host keeps remainders.
-  void read_masters(Lane, const AdamSpan&, float*) override { FAIL(); }
-  void write_masters(Lane, const AdamSpan&, const float*) override { FAIL(); }
-  void copy_magnitudes(Lane, float*, const float*, const float*, std::size_t) override { FAIL(); }
 
  private:
   std::shared_ptr<LaneDevice> device_;

@@ -252,15 +252,12 @@ TEST(HostStore, TellsWhichRingFellBack) {
 }
 
 // An Adam that fails in its n-th call.
-class FailingAdam final : public DeviceAdam {
+class FailingAdam final : public test::HostAdam {
  public:
   explicit FailingAdam(int call_num) : left_(call_num) {}
   void update(Lane, std::span<const AdamRun>, const StepScalars*) override {
     if (--left_ <= 0) throw OutOfMemoryError("the host is full");
   }
-  void read_masters(Lane, const AdamSpan&, float*) override { FAIL(); }
-  void write_masters(Lane, const AdamSpan&, const float*) override { FAIL(); }
-  void copy_magnitudes(Lane, float*, const float*, const float*, std::size_t) override { FAIL(); }
 
  private:
   int left_;

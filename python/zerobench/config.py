@@ -349,8 +349,8 @@ class Config(_Section):
             )
         if self.offload_optimizer is not None:
             raise ValueError(
-                "store_param_remainders keeps masters beside parameters on the device; leave out offload_optimizer, or "
-                "it"
+                "store_param_remainders keeps masters beside parameters on the device; leave out offload_optimizer or "
+                "store_param_remainders"
             )
         if self.stage == 3 and self.keep_parameter_shards is False:
             raise ValueError(

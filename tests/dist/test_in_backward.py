@@ -51,14 +51,7 @@ def train_offloaded(rank: ranks.Rank) -> dict:
 
 
 def train_all(rank: ranks.Rank) -> dict:
-    return {
-        (name, stage, in_backward): zoo.train_or_error(
-            zoo.CASES[name], rank, stage=stage, optimizer_in_backward=in_backward
-        )
-        for name in NAMES
-        for stage in STAGES
-        for in_backward in (False, True)
-    }
+    return zoo.train_with_and_without(rank, "optimizer_in_backward", NAMES)
 
 
 @pytest.fixture(scope="module")

@@ -19,20 +19,13 @@ STAGES = (0, 1, 2, 3)
 WORLD_SIZES = (1, 2)
 NAMES = ("bf16", "20 steps", "bf16 batch norm", "bf16 reduced in fp32", "bf16 lora")
 CASE = zoo.CASES["bf16"]
-KINDS = ("exp_avg", "exp_avg_sq")
+POINTS = [(stage, remainders) for stage in STAGES for remainders in (False, True)]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train_all(rank: ranks.Rank) -> dict:
-    return {
-        (name, stage, remainders): zoo.train_or_error(
-            zoo.CASES[name], rank, stage=stage, store_param_remainders=remainders
-        )
-        for name in NAMES
-        for stage in STAGES
-        for remainders in (False, True)
-    }
+    return zoo.train_with_and_without(rank, "store_param_remainders", NAMES)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -57,29 +50,25 @@ def run_steps(engine, rank: ranks.Rank, steps: range) -> None:
 
 
 def end_of(engine) -> str:
-    found = {"parameters": engine.full_parameters()}
-    found |= {kind: engine.full_optimizer_state(kind) for kind in KINDS}
-    tensors = {f"{kind} {name}": value for kind in found for name, value in found[kind].items()}
-    tensors |= {f"served {name}": value.float() for name, value in engine.state_dict().items()}
+    found = zoo.state_of(engine)
     engine.close()
-    return zoo.digest(tensors)
+    return found["digest"] + found["served"]
 
 
 def move(rank: ranks.Rank) -> dict:
     """By stage and where a state comes from: the run that went on, and one of the other kind that loaded it."""
     ends = {}
-    for stage in STAGES:
-        for remainders in (False, True):
-            engine = start(rank, stage, remainders=remainders)
-            run_steps(engine, rank, range(3))
-            state = engine.full_state()
-            run_steps(engine, rank, range(10, 12))
-            plain = end_of(engine)
-            engine = start(rank, stage, remainders=not remainders)
-            run_steps(engine, rank, range(5, 6))
-            engine.load_full_state(**state)
-            run_steps(engine, rank, range(10, 12))
-            ends[stage, remainders] = (plain, end_of(engine))
+    for stage, remainders in POINTS:
+        engine = start(rank, stage, remainders=remainders)
+        run_steps(engine, rank, range(3))
+        state = engine.full_state()
+        run_steps(engine, rank, range(10, 12))
+        plain = end_of(engine)
+        engine = start(rank, stage, remainders=not remainders)
+        run_steps(engine, rank, range(5, 6))
+        engine.load_full_state(**state)
+        run_steps(engine, rank, range(10, 12))
+        ends[stage, remainders] = (plain, end_of(engine))
     return ends
 
 
@@ -97,29 +86,28 @@ class Planted(Exception):
 def change(rank: ranks.Rank) -> dict:
     """Parameters written in gathers, nested ones, ones that an error ends, and by load_state_dict."""
     ends = {}
-    for stage in STAGES:
-        for remainders in (False, True):
-            engine = start(rank, stage, remainders=remainders)
-            run_steps(engine, rank, range(2))
-            served = engine.state_dict()
-            first, second = list(engine.module.parameters())[:2]
-            with engine.gather(modifier_rank=0):
-                with engine.gather([first], modifier_rank=rank.world_size - 1), torch.no_grad():
-                    first.view(-1)[::3] = 0.37
-                with torch.no_grad():
-                    second.mul_(1.0 if rank.rank else 1.01)
-            run_steps(engine, rank, range(2, 4))
-            with pytest.raises(Planted), engine.gather([second], modifier_rank=0):
-                with torch.no_grad():
-                    second.view(-1)[1:5] = -0.11
-                raise Planted
-            with engine.gather():
-                norm = sum(float(p.detach().float().norm()) for p in engine.module.parameters())
-            run_steps(engine, rank, range(4, 6))
-            masters = engine.full_parameters()
-            engine.load_state_dict(served)
-            run_steps(engine, rank, range(6, 8))
-            ends[stage, remainders] = (norm, zoo.digest(masters), end_of(engine))
+    for stage, remainders in POINTS:
+        engine = start(rank, stage, remainders=remainders)
+        run_steps(engine, rank, range(2))
+        served = engine.state_dict()
+        first, second = list(engine.module.parameters())[:2]
+        with engine.gather(modifier_rank=0):
+            with engine.gather([first], modifier_rank=rank.world_size - 1), torch.no_grad():
+                first.view(-1)[::3] = 0.37
+            with torch.no_grad():
+                second.mul_(1.0 if rank.rank else 1.01)
+        run_steps(engine, rank, range(2, 4))
+        with pytest.raises(Planted), engine.gather([second], modifier_rank=0):
+            with torch.no_grad():
+                second.view(-1)[1:5] = -0.11
+            raise Planted
+        with engine.gather():
+            norm = sum(float(p.detach().float().norm()) for p in engine.module.parameters())
+        run_steps(engine, rank, range(4, 6))
+        masters = engine.full_parameters()
+        engine.load_state_dict(served)
+        run_steps(engine, rank, range(6, 8))
+        ends[stage, remainders] = (norm, zoo.digest(masters), end_of(engine))
     return ends
 
 

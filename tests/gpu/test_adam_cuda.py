@@ -59,17 +59,20 @@ class Run:
             "decoupled": self.decoupled,
         }
 
+    def masters(self) -> dict[str, int | None]:
+        return {"master": self.arrays["master"].address}
+
     def on_device(self):
         low = self.arrays.get("low_precision")
         return cuda.AdamRun(
-            master=self.arrays["master"].address,
+            **self.masters(),
             exp_avg=self.arrays["exp_avg"].address,
             exp_avg_sq=self.arrays["exp_avg_sq"].address,
             gradient=self.arrays["gradient"].address,
             gradient_dtype=self.arrays["gradient"].dtype,
             low_precision=None if low is None else low.address,
             low_precision_dtype=NO_LOW if low is None else low.dtype,
-            numel=self.arrays["master"].numel,
+            numel=self.arrays["exp_avg"].numel,
             step=self.step,
             **self.hyperparameters(),
         )
@@ -90,10 +93,12 @@ class RemainderRun(Run):
     """The same beside bf16 parameters with remainders for masters, which the columns of the host have whole."""
 
     def __init__(
-        self, device, numel: int, gradient_dtype: str, *, seed: int, shifts=(0, 0, 0, 0, 0, 0)
+        self, device, numel: int, gradient_dtype: str, *, seed: int, shifts=(0, 0, 0, 0, 0, 0), masters=None
     ) -> None:
         super().__init__(numel, gradient_dtype, "bfloat16", seed=seed, shifts=shifts)
         self._device = device
+        if masters is not None:
+            self.host["master"] = masters
         self.host["exp_avg_sq"].abs_()
         self.host["low_precision"] = self.host["master"].bfloat16()
         self.arrays["exp_avg_sq"] = Array(self.host["exp_avg_sq"], shifts[2])
@@ -103,20 +108,8 @@ class RemainderRun(Run):
         device.write_masters("compute", self.on_device(), source=source.address)
         device.synchronize()
 
-    def on_device(self):
-        return cuda.AdamRun(
-            master=None,
-            exp_avg=self.arrays["exp_avg"].address,
-            exp_avg_sq=self.arrays["exp_avg_sq"].address,
-            gradient=self.arrays["gradient"].address,
-            gradient_dtype=self.arrays["gradient"].dtype,
-            low_precision=self.arrays["low_precision"].address,
-            low_precision_dtype="bfloat16",
-            remainder=self.remainder.address,
-            numel=self.remainder.numel,
-            step=self.step,
-            **self.hyperparameters(),
-        )
+    def masters(self) -> dict[str, int | None]:
+        return {"master": None, "remainder": self.remainder.address}
 
     def assert_equal(self, what: str) -> None:
         numel = self.remainder.numel
@@ -141,6 +134,13 @@ def update(device, runs: list[Run], *, is_skipped: bool = False, lane: str = "co
     device.synchronize()
 
 
+def expect_a_step(device, runs: list[Run], *, lane: str = "compute") -> None:
+    update(device, runs, lane=lane)
+    for index, run in enumerate(runs):
+        run.step_on_host()
+        run.assert_equal(f"run {index} of {run.arrays['exp_avg'].numel} elements")
+
+
 @pytest.mark.parametrize("low_dtype", [None, *DTYPES])
 @pytest.mark.parametrize("gradient_dtype", DTYPES)
 def test_every_length_equals_the_scalar_form(device, gradient_dtype: str, low_dtype: str | None) -> None:
@@ -149,10 +149,7 @@ def test_every_length_equals_the_scalar_form(device, gradient_dtype: str, low_dt
         Run(numel, gradient_dtype, low_dtype, seed=index, shifts=(index % 5,) * 5)
         for index, numel in enumerate(lengths)
     ]
-    update(device, runs)
-    for run, numel in zip(runs, lengths, strict=True):
-        run.step_on_host()
-        run.assert_equal(f"{numel} elements")
+    expect_a_step(device, runs)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +159,7 @@ def test_arrays_that_cannot_be_aligned_together(device, shifts) -> None:
     for gradient_dtype in DTYPES:
         for numel in (1, 5, 129, 4097):
             run = Run(numel, gradient_dtype, "bfloat16", seed=numel, shifts=shifts)
-            update(device, [run])
-            run.step_on_host()
-            run.assert_equal(f"{numel} elements, {gradient_dtype}")
+            expect_a_step(device, [run])
 
 
 def test_one_call_takes_runs_of_all_dtypes(device) -> None:
@@ -173,10 +168,7 @@ def test_one_call_takes_runs_of_all_dtypes(device) -> None:
         Run(1 + 37 * index % 5000, *kinds[index // 3 % len(kinds)], seed=index, shifts=(index % 4,) * 5)
         for index in range(100)
     ]
-    update(device, runs, lane="reduce")
-    for index, run in enumerate(runs):
-        run.step_on_host()
-        run.assert_equal(f"run {index}")
+    expect_a_step(device, runs, lane="reduce")
 
 
 def test_many_steps_stay_equal(device) -> None:
@@ -226,9 +218,7 @@ def test_remainders_end_as_whole_masters_do(device, gradient_dtype: str) -> None
 def test_remainders_that_cannot_be_aligned_together(device, shifts) -> None:
     for numel in (1, 5, 129, 4097):
         run = RemainderRun(device, numel, "bfloat16", seed=numel, shifts=shifts)
-        update(device, [run])
-        run.step_on_host()
-        run.assert_equal(f"{numel} elements")
+        expect_a_step(device, [run])
 
 
 def test_one_call_takes_remainders_and_whole_masters(device) -> None:
@@ -238,10 +228,7 @@ def test_one_call_takes_remainders_and_whole_masters(device) -> None:
         else Run(1 + 91 * index, "bfloat16", "bfloat16", seed=index)
         for index in range(80)
     ]
-    update(device, runs, lane="reduce")
-    for index, run in enumerate(runs):
-        run.step_on_host()
-        run.assert_equal(f"run {index}")
+    expect_a_step(device, runs, lane="reduce")
 
 
 def test_a_skipped_step_leaves_remainders_as_they_were(device) -> None:
@@ -257,16 +244,5 @@ def test_every_master_comes_back(device) -> None:
     for lower in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         bits = upper | lower
         masters = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
-        source, low = Array(masters), Array(masters.bfloat16())
-        squares = Array(torch.full((masters.numel(),), 0.25))
-        remainder, found = Array(torch.zeros_like(low.values())), Array(torch.zeros_like(masters))
-        run = cuda.AdamRun(
-            master=None, exp_avg=source.address, exp_avg_sq=squares.address, gradient=source.address,
-            gradient_dtype="float32", low_precision=low.address, low_precision_dtype="bfloat16",
-            remainder=remainder.address, numel=masters.numel(), step=1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8,
-            weight_decay=0.0, decoupled=True,
-        )  # fmt: skip
-        device.write_masters("compute", run, source=source.address)
-        device.read_masters("compute", run, destination=found.address)
-        device.synchronize()
-        found.assert_holds(masters, f"masters that end in {lower:#06x}")
+        run = RemainderRun(device, masters.numel(), "bfloat16", seed=lower, masters=masters)
+        run.assert_equal(f"masters that end in {lower:#06x}")
