@@ -238,14 +238,15 @@ class Config(_Section):
         None,
         description="true keeps low-precision shards of stage 3 beside the fp32 masters, instead of rounding them "
         "before each gather: less work, more memory; null does so with the peer communicator, whose gathers in "
-        "backward are then copies alone, and with offload_optimizer, whose masters on the host are no source for a "
-        "gather (offload_param keeps none on the device)",
+        "backward are then copies alone, with store_param_remainders, which are of no use without them, and with "
+        "offload_optimizer, whose masters on the host are no source for a gather (offload_param keeps none on the "
+        "device)",
     )
-    store_param_remainders: bool = Field(
-        False,
+    store_param_remainders: bool | None = Field(
+        None,
         description="true keeps of the fp32 masters of bf16 parameters only the 16 bits that those lack, 2 bytes a "
         "parameter instead of 4, with the same results to the last bit; for optimizer state on the device, and at "
-        "stage 3 with kept shards of parameters",
+        "stage 3 with kept shards of parameters; null does so on GPUs wherever it can",
     )
     push_gradient_bytes: int = Field(
         2**23,
@@ -340,23 +341,8 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _remainders_have_parameters(self) -> Config:
-        if not self.store_param_remainders:
-            return self
-        if (param := self.effective_dtypes()["param"]) != "bfloat16":
-            raise ValueError(
-                f"store_param_remainders is for masters of bfloat16 parameters, and these are {param}; leave it out or "
-                'set precision to "bf16"'
-            )
-        if self.offload_optimizer is not None:
-            raise ValueError(
-                "store_param_remainders keeps masters beside parameters on the device; leave out offload_optimizer or "
-                "store_param_remainders"
-            )
-        if self.stage == 3 and self.keep_parameter_shards is False:
-            raise ValueError(
-                "store_param_remainders needs the shards of parameters that keep_parameter_shards: false does without; "
-                "leave out one of the two"
-            )
+        if self.store_param_remainders and (reason := self.why_no_param_remainders()) is not None:
+            raise ValueError(reason)
         return self
 
     @model_validator(mode="after")
@@ -370,6 +356,32 @@ class Config(_Section):
                 "optimizer_in_backward updates before an overflow is known: use bf16 or fp32 instead of fp16"
             )
         return self
+
+    def why_no_param_remainders(self) -> str | None:
+        """The sentence that refuses ``store_param_remainders: true`` beside the other settings, or None."""
+        if (param := self.effective_dtypes()["param"]) != "bfloat16":
+            return (
+                f"store_param_remainders is for masters of bfloat16 parameters, and these are {param}; leave it out or "
+                'set precision to "bf16"'
+            )
+        if self.offload_optimizer is not None:
+            return (
+                "store_param_remainders keeps masters beside parameters on the device; leave out offload_optimizer or "
+                "store_param_remainders"
+            )
+        if self.stage == 3 and self.keep_parameter_shards is False:
+            return (
+                "store_param_remainders needs the shards of parameters that keep_parameter_shards: false does without; "
+                "leave out one of the two"
+            )
+        return None
+
+    def stores_param_remainders(self, *, on_gpu: bool) -> bool:
+        """What ``store_param_remainders`` comes to. A GPU's update waits for memory alone, so less of it is faster; a
+        CPU's waits for its arithmetic, too."""
+        if self.store_param_remainders is not None:
+            return self.store_param_remainders
+        return on_gpu and self.why_no_param_remainders() is None
 
     def effective_dtypes(self) -> dict[str, str]:
         """Dtypes by role: param, compute, reduce, master, state."""

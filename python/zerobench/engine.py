@@ -104,6 +104,7 @@ class Engine(EngineFacts):
         expect_same_setup(communicators.reduce, setup_facts(config, self._units, self.optimizer.param_groups))
         share = rank_cpus(config, self.topology, communicators.reduce, gpu_bus_id=self._place.gpu_bus_id)
         use = placement.cpu_use(config, self.topology, share, beside_gpu=self._place.device is not None)
+        remainders = config.stores_param_remainders(on_gpu=self._place.device is not None)
         self._update_cpus = use.text
         self.communicator = communicators.kind
         self.communicator_note = communicators.note
@@ -116,8 +117,10 @@ class Engine(EngineFacts):
                 clip=config.gradient_clipping or 0.0,
                 prefetch_bytes=config.prefetch_bytes,
                 reshard_after_forward=config.reshard_after_forward,
-                keep_parameter_shards=placement.keeps_parameter_shards(config, communicators.kind),
-                store_param_remainders=config.store_param_remainders,
+                keep_parameter_shards=placement.keeps_parameter_shards(
+                    config, communicators.kind, remainders=remainders
+                ),
+                store_param_remainders=remainders,
                 keep_root_bytes=config.keep_root_bytes,
                 push_gradient_bytes=config.push_gradient_bytes,
                 optimizer_in_backward=config.optimizer_in_backward,

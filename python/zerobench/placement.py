@@ -186,14 +186,12 @@ def fitting_share(units: list[dict[str, Any]], *, free_bytes: int) -> float:
     return 1.0 if whole_bytes <= free_bytes else max(free_bytes, 0) / (12 * numel)
 
 
-def keeps_parameter_shards(config: Config, communicator: str) -> bool:
+def keeps_parameter_shards(config: Config, communicator: str, *, remainders: bool) -> bool:
     """Masters on the host are no source for a gather, unless parameters are there too: the configuration takes no
-    ``false`` there."""
+    ``false`` there. What is left of masters with ``remainders`` is none either."""
     if config.offload_param is not None:
         return False
-    if config.offload_optimizer is not None:
-        return True
-    if config.store_param_remainders:
+    if config.offload_optimizer is not None or remainders:
         return True
     if config.keep_parameter_shards is None:
         return communicator == "peer"

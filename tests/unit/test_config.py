@@ -156,6 +156,26 @@ def test_shards_may_be_left_out_where_they_are_not_needed(values):
     assert parse({**values, "keep_parameter_shards": False}).keep_parameter_shards is False
 
 
+@pytest.mark.parametrize(
+    ("values", "on_gpu", "on_cpu"),
+    [
+        ({"precision": "bf16"}, True, False),
+        ({"precision": "bf16", "stage": 3}, True, False),
+        ({"precision": "bf16", "store_param_remainders": False}, False, False),
+        ({"precision": "bf16", "store_param_remainders": True}, True, True),
+        ({"precision": "bf16", "stage": 3, "keep_parameter_shards": False}, False, False),
+        ({"precision": "bf16", "stage": 2, "offload_optimizer": {}}, False, False),
+        ({"precision": "bf16", "param_dtype": "float32"}, False, False),
+        ({"precision": "fp16"}, False, False),
+        ({}, False, False),
+    ],
+)
+def test_remainders_are_stored_on_gpus_where_they_can_be(values, on_gpu, on_cpu):
+    config = parse(values)
+    assert config.stores_param_remainders(on_gpu=True) is on_gpu
+    assert config.stores_param_remainders(on_gpu=False) is on_cpu
+
+
 def test_one_path_is_a_list_of_one():
     config = parse({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}})
     assert config.offload_optimizer is not None

@@ -22,6 +22,12 @@ def test_what_cannot_fit_is_found_before_it_starts() -> None:
         assert fit.least_rank_bytes(row) == fit.Need(device=whole * count), strategy
         row = row.model_copy(update={"options": {"store_param_remainders": True}})
         assert fit.least_rank_bytes(row) == fit.Need(device=remainders * count), strategy
+        on_gpus = configuration(
+            strategies=(strategy,), models=("gpt2-xl",), **ON_GPUS | {"world_sizes": (2,)}
+        )
+        assert fit.least_rank_bytes(on_gpus) == fit.Need(device=remainders * count), strategy
+        whole_masters = on_gpus.model_copy(update={"options": {"store_param_remainders": False}})
+        assert fit.least_rank_bytes(whole_masters) == fit.Need(device=whole * count), strategy
     row = configuration(models=("gpt2-xl",), strategies=("ddp",))
     reason = fit.why_too_large(row, rank_memory_bytes=1 << 30)
     assert reason is not None and "--rank-memory-gib" in reason.reason

@@ -48,7 +48,7 @@ def test_the_reference_and_the_floor_stand_under_rows_of_every_placement(tmp_pat
 @pytest.mark.parametrize(
     ("options", "device", "host"),
     [
-        ({"offloads": ("none",)}, 16, 0),
+        ({"offloads": ("none",)}, 14, 0),  # masters are remainders
         ({"offloads": ("cpu_optimizer",)}, 2, 12),
         ({"offloads": ("cpu_optimizer",), "offload_ratios": (0.25,)}, 2 + 9, 3),
         ({"offloads": ("cpu_full",)}, 0, 14),

@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple
 from zerobench import models
 from zerobench.bench.gpus import Gpu
 from zerobench.bench.machine import memory_available_bytes
-from zerobench.bench.names import AUTOCAST
+from zerobench.bench.names import AUTOCAST, OURS
 from zerobench.bench.plan import Configuration
+from zerobench.config import parse as parse_config
 from zerobench.models.hf_config import RANDOM_WEIGHTS
 from zerobench.report.words import GIB, KIB, MIB
 
@@ -55,7 +56,7 @@ def least_rank_bytes(configuration: Configuration) -> Need:
     settings = configuration.settings
     count = models.parameter_count(models.ModelConfig.model_validate(configuration.model))
     low = settings.precision != "fp32" and configuration.strategy not in AUTOCAST
-    remainders = configuration.options.get("store_param_remainders", False)
+    remainders = low and _stores_remainders(configuration)
     parts = (2, 2, 10 if remainders else 12) if low else (4, 4, 8)
     if configuration.strategy == "compute_only":
         return Need(device=count * (parts[0] + parts[1]))
@@ -79,6 +80,17 @@ def least_rank_bytes(configuration: Configuration) -> Need:
     if settings.offload == "cpu_full":
         return Need(device=state - gone, host=gone + parameters)
     return Need(device=parameters + state - gone, host=gone)
+
+
+def _stores_remainders(configuration: Configuration) -> bool:
+    """Whether our engine keeps remainders for masters; no other keeps any."""
+    settings = configuration.settings
+    if configuration.strategy not in OURS or settings.offload != "none":
+        return False
+    keys = ("param_dtype", "keep_parameter_shards", "store_param_remainders")
+    given = {key: configuration.options[key] for key in keys if key in configuration.options}
+    engine = parse_config({"stage": configuration.stage, "precision": settings.precision, **given})
+    return engine.stores_param_remainders(on_gpu=settings.device == "cuda")
 
 
 def logits_bytes(configuration: Configuration) -> int:

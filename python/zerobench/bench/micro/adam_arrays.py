@@ -28,11 +28,13 @@ class Mix:
 
     gradient: str
     low_precision: str | None
+    remainders: bool = False  # for masters, of which the copy in low precision is the other half
 
     @property
     def text(self) -> str:
         short = {"float32": "fp32", "bfloat16": "bf16", None: "none"}
-        return f"{short[self.gradient]} / {short[self.low_precision]}"
+        text = f"{short[self.gradient]} / {short[self.low_precision]}"
+        return f"{text}, remainders" if self.remainders else text
 
 
 MIXES = (

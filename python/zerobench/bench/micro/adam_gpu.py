@@ -55,11 +55,12 @@ SAMPLE_S = 10e-3
 MAX_CALLS = 100  # more would fill the queue of launches, and the host would wait for the device
 MAX_SLEEP_S = 8.0
 CYCLES_PER_S = 2e9  # no GPU is much faster, so that a sleep is not too short
+GPU_MIXES = (*MIXES, Mix(gradient="bfloat16", low_precision="bfloat16", remainders=True))
 _BYTES_PER_ELEMENT = 20 + 18 + 32  # ours, torch's, both sides of the copy
-_STATE_ELEMENT_BYTES = 24  # master and two moments, read and written
 
 NOTES = (
-    "Dtypes are those of the gradient and of the low-precision copy of the master; times are of the device alone, by "
+    "Dtypes are those of the gradient and of the low-precision copy of the master; with remainders the copy is the "
+    "master's upper half, and the lower one is beside it; times are of the device alone, by "
     "its events; torch is AdamW(fused=True) on one flat fp32 tensor, plus the casts where a dtype is bf16; copy is a "
     "copy within device memory that reads and writes as many bytes as the step; vs torch and of copy are medians of "
     "the ratios of each pair with their 95 % interval (of 6 pairs or more); wrong counts elements that differ from "
@@ -87,7 +88,7 @@ def run_adam_gpu(options: AdamGpuOptions, *, output: OutputFile, console: Consol
     sizes = options.sizes_within(free_bytes, bytes_per_element=_BYTES_PER_ELEMENT, notes=notes)
     machine = machine_line([options.gpu])
     print_comment(console, machine)
-    cases = list(itertools.product(sizes, MIXES))
+    cases = list(itertools.product(sizes, GPU_MIXES))
     rows = []
     with new_progress(notes) as bar:
         task = bar.add_task("adam", total=len(cases) * (options.repeats + 1))
@@ -136,6 +137,29 @@ def adam_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+class GpuArrays(Arrays):
+    """On the device. With remainders ``master`` is what they were made from, and no step touches it."""
+
+    def __init__(self, numel: int, mix: Mix) -> None:
+        import torch
+
+        super().__init__(numel, mix, device="cuda")
+        self.remainder = torch.empty(numel, dtype=torch.int16, device="cuda") if mix.remainders else None
+
+    def split_masters(self, cuda: Any, device: Any) -> None:
+        if self.remainder is None or self.low_precision is None:
+            return
+        self.low_precision.copy_(self.master)
+        device.synchronize()
+        device.write_masters(LANE, adam_run(cuda, self, step=1), source=self.master.data_ptr())
+
+    def join_masters(self, cuda: Any, device: Any) -> None:
+        if self.remainder is not None:
+            device.read_masters(LANE, adam_run(cuda, self, step=1), destination=self.master.data_ptr())
+            device.synchronize()
+            self.exp_avg_sq.abs_()  # whose signs were the remainders'
+
+
 def measure(
     cuda: Any, device: Any, numel: int, mix: Mix, options: AdamGpuOptions, tick: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -144,7 +168,8 @@ def measure(
     what = f"{numel} elements, {mix.text}"
     tick(what)
     wrong = wrong_num(cuda, device, min(numel, CHECK_NUMEL), mix)
-    ours = Arrays(numel, mix, device="cuda")
+    ours = GpuArrays(numel, mix)
+    ours.split_masters(cuda, device)
     bytes_per_step = step_bytes(ours)
     source = torch.zeros(bytes_per_step // 2, dtype=torch.uint8, device="cuda")
     destination = torch.empty_like(source)
@@ -170,17 +195,20 @@ def measure(
     }
 
 
-def step_bytes(arrays: Arrays) -> int:
+def step_bytes(arrays: GpuArrays) -> int:
     """What a step reads and writes."""
-    low = arrays.low_precision
-    read_and_written = arrays.master.numel() * _STATE_ELEMENT_BYTES
-    return read_and_written + arrays.gradient.nbytes + (0 if low is None else low.nbytes)
+    moments = 2 * (arrays.exp_avg.nbytes + arrays.exp_avg_sq.nbytes)
+    low_bytes = 0 if arrays.low_precision is None else arrays.low_precision.nbytes
+    if arrays.remainder is not None:
+        return moments + 2 * (arrays.remainder.nbytes + low_bytes) + arrays.gradient.nbytes
+    return moments + 2 * arrays.master.nbytes + low_bytes + arrays.gradient.nbytes
 
 
-def adam_call(cuda: Any, device: Any, arrays: Arrays, *, step: int, factor: float) -> Call:
-    low = arrays.low_precision
-    run = cuda.AdamRun(
-        master=arrays.master.data_ptr(),
+def adam_run(cuda: Any, arrays: GpuArrays, *, step: int) -> Any:
+    low, remainder = arrays.low_precision, arrays.remainder
+    return cuda.AdamRun(
+        master=arrays.master.data_ptr() if remainder is None else None,
+        remainder=None if remainder is None else remainder.data_ptr(),
         exp_avg=arrays.exp_avg.data_ptr(),
         exp_avg_sq=arrays.exp_avg_sq.data_ptr(),
         gradient=arrays.gradient.data_ptr(),
@@ -196,9 +224,12 @@ def adam_call(cuda: Any, device: Any, arrays: Arrays, *, step: int, factor: floa
         weight_decay=WEIGHT_DECAY,
         decoupled=True,
     )
+
+
+def adam_call(cuda: Any, device: Any, arrays: GpuArrays, *, step: int, factor: float) -> Call:
+    runs = [adam_run(cuda, arrays, step=step)]
     scalars = device.allocate(16, what="the scalars of a step")
     device.upload(scalars.address, struct.pack("<dfI", 1.0, factor, 0))
-    runs = [run]
 
     def call() -> None:
         device.adam(LANE, runs, scalars=scalars.address)
@@ -211,9 +242,10 @@ def wrong_num(cuda: Any, device: Any, numel: int, mix: Mix) -> int:
     from zerobench import _native
 
     core = _native.load()
-    arrays, reference = Arrays(numel, mix, device="cuda"), Arrays(numel, mix)
+    arrays, reference = GpuArrays(numel, mix), Arrays(numel, mix)
     for each in (arrays, reference):
         each.fill_hard()
+    arrays.split_masters(cuda, device)
     hyperparameters = core.AdamHyperparameters(
         lr=LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True
     )
@@ -222,6 +254,7 @@ def wrong_num(cuda: Any, device: Any, numel: int, mix: Mix) -> int:
         adam_call(cuda, device, arrays, step=step, factor=CHECK_FACTOR)()
         device.synchronize()
         scalar.step_as("scalar", step=step, grad_factor=CHECK_FACTOR)
+    arrays.join_masters(cuda, device)
     return differing_num(arrays, reference)
 
 
