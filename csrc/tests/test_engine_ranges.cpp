@@ -90,6 +90,37 @@ TEST(EngineRanges, UpdatesGoByTheOrderOfForwards) {
   }
 }
 
+// A forward waits for the root at its beginning, so nothing else may be updated or published before it: a root that is
+// a model's last norm gets its gradients among the first.
+TEST(EngineRanges, TheRootIsUpdatedFirstWhereverBackwardCompletesIt) {
+  for (const ZeroStage stage : {ZeroStage::kZero1, ZeroStage::kZero2, ZeroStage::kZero3}) {
+    ToyOptions with;
+    with.stage = stage;
+    with.world_size = 2;
+    for (std::uint32_t number = 0; number < test::kLaneScheduleNum; ++number) {
+      test::run_in_lanes(with, number, [&](ToyRank& toy) {
+        const auto train = [&toy] {
+          toy.forward(kUnits);
+          toy.begin_backward(true);
+          toy.unit_backward(4);
+          toy.unit_backward(test::kRoot);
+          for (const std::size_t unit : {3, 2, 1}) toy.unit_backward(unit);
+          toy.end_backward();
+          toy.start_step();
+        };
+        for (int step = 0; step < 3; ++step) train();
+        ranges_of(toy).keep();
+        train();
+        Names updates;
+        for (const std::string& name : ranges_of(toy).take()) {
+          if (name.starts_with("update ")) updates.push_back(name);
+        }
+        EXPECT_EQ(updates, listed("update root, update a, update b, update c, update d"));
+      });
+    }
+  }
+}
+
 TEST(EngineRanges, NameAStepOfStage3) {
   const Names expected = listed(
       "begin forward, gather root, gather a, gather b, wait for gather root, begin forward root, "

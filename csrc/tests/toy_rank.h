@@ -151,6 +151,10 @@ class ToyRank {
     begin_backward(last);
     for (const std::size_t unit : units) unit_backward(unit);
     for (const std::size_t parameter : parameters_of(kRoot)) give_gradient(parameter);
+    end_backward();
+  }
+
+  void end_backward() {
     engine_->end_backward();
     if (options_.world_size > 1) expect_no_gradients();
     ++micro_step_;

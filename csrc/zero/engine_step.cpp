@@ -234,11 +234,17 @@ void Engine::drop_offers() {
   if (std::exchange(has_offered_, false)) store_->drop_gradients(Lane::kCompute);
 }
 
-// The reverse of the order in which backward completes units, which is everybody's: about that of the next forward, so
-// that what it needs first is there first. Before a backward was recorded it is that of registration.
+// [Note: update order]
+// About that in which the next forward waits for units, so that what it needs first is there first: the root, for whose
+// parameters a forward waits at its beginning, wherever it uses them; then the reverse of the order in which backward
+// completes units, which is everybody's. (Backward completes a root that is a last norm as one of the first: last in
+// turn, it would hold up the forward until everything was updated and published.) Before a backward was recorded that
+// is the order of registration.
 void Engine::take_update_order() {
   const std::vector<std::size_t>& reduced = reduces_->order();
   update_order_.assign(reduced.rbegin(), reduced.rend());
+  std::stable_partition(update_order_.begin(), update_order_.end(),
+                        [this](std::size_t unit) { return units_[unit].is_root; });
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     if (!units_[unit].has_trainable()) update_order_.push_back(unit);
   }
@@ -392,7 +398,7 @@ void Engine::release_gradients(Unit& unit) {
 }
 
 void Engine::await_updates(std::size_t unit) {
-  publish_through(unit);
+  if (units_[unit].has_trainable()) publish_through(unit);  // frozen ones are last in turn, and wait for nobody
   wait_updated(units_[unit]);
 }
 
