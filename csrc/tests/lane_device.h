@@ -93,6 +93,10 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
     run_some();
   }
   Clock clock_of(Lane lane) const { return clocks_[index_of(lane)]; }
+  // Whether the lane stands behind anything that was put into `other` since the last range of this name was pushed.
+  bool is_behind(Lane lane, Lane other, const std::string& range) const {
+    return clock_of(lane)[index_of(other)] > at_ranges_.at(range)[index_of(other)][index_of(other)];
+  }
   // As if it had been put into the lane when its clock was this.
   void touch_at(Lane lane, const Clock& clock, std::string_view operation, const std::vector<Touched>& touched) {
     for (const Touched& memory : touched) races_.touch(index_of(lane), clock, operation, memory);
@@ -289,7 +293,10 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
     if (bytes != 0) std::memcpy(destination, host, bytes);
   }
 
-  void push_range(const char* name) override { ranges_.push(name); }
+  void push_range(const char* name) override {
+    at_ranges_[name] = clocks_;
+    ranges_.push(name);
+  }
   void pop_range() noexcept override { ranges_.pop(); }
   RangeId start_range(const char* name) override { return ranges_.start(name); }
   void end_range(RangeId id) noexcept override { ranges_.end(id); }
@@ -400,6 +407,7 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   std::shared_ptr<Peers> peers_;
   RaceDetector races_;
   RangeLog ranges_;
+  std::map<std::string, std::array<Clock, kActorNum>> at_ranges_;
   std::array<Clock, kActorNum> clocks_{};
   std::map<std::string, std::size_t> block_num_;
   std::array<std::deque<Item>, kLaneNum> lanes_;
