@@ -13,6 +13,8 @@ if not torch.cuda.is_available():
 from device_arrays import DTYPES, SIZES, Array, dtype_of, hard_values  # noqa: E402
 
 from zerobench import _native  # noqa: E402
+from zerobench.bench.intervals import is_update  # noqa: E402
+from zerobench.bench.meters import device_activities  # noqa: E402
 
 core, cuda = _native.load(), _native.load_cuda()
 FACTOR = struct.unpack("<f", struct.pack("<f", 1 / 3))[0]
@@ -236,6 +238,16 @@ def test_a_skipped_step_leaves_remainders_as_they_were(device) -> None:
     update(device, runs, is_skipped=True)
     for run in runs:
         run.assert_equal("a skipped step")
+
+
+def test_a_profile_tells_updates_from_other_work(device) -> None:
+    run = Run(4099, "bfloat16", "bfloat16", seed=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        update(device, [run])
+        torch.zeros(5, device="cuda").add_(1)
+        torch.cuda.synchronize()
+    names = [activity.name for activity in device_activities(profiler)]
+    assert [is_update(name) for name in names].count(True) == 1 < len(names), names
 
 
 def test_every_master_comes_back(device) -> None:

@@ -20,6 +20,8 @@ import ranks  # noqa: E402
 from device_arrays import assert_same_bits, hard_values  # noqa: E402
 from gpu_ranks import DTYPES, GPU_NUM, Connected, ordinal_of  # noqa: E402
 
+from zerobench.bench.intervals import is_communication  # noqa: E402
+from zerobench.bench.meters import device_activities  # noqa: E402
 from zerobench.errors import CommunicationError  # noqa: E402
 
 MIB = 2**20
@@ -87,6 +89,18 @@ def check_large(at: Connected) -> None:
     assert torch.equal(tensor, expected)
 
 
+def check_profiled(at: Connected) -> None:
+    """What `compare` calls communication in a profile: the sums too, which are kernels of ours."""
+    numel = 4096
+    full, _ = at.buffer(numel * at.comm.world_size, "bfloat16")
+    shard, _ = at.buffer(numel, "bfloat16")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        at.run(lambda: at.comm.start_reduce_scatter(full, shard, shard_numel=numel, dtype="bfloat16"))
+        torch.cuda.synchronize()
+    names = {activity.name for activity in device_activities(profiler)}
+    assert any("sum_kernel" in name and is_communication(name) for name in names), names
+
+
 def check_private_source(at: Connected) -> None:
     private = at.comm.allocate(64, shared=False)
     full = at.comm.allocate(64 * at.comm.world_size, shared=False)
@@ -118,6 +132,7 @@ def check_bits(rank: ranks.Rank) -> None:
             for numel in (1, 5, 4097, 300_001):
                 check_sums(at, dtype, numel)
         check_large(at)
+        check_profiled(at)
         check_private_source(at)
         check_many(at)
         at.comm.close()

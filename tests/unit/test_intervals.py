@@ -76,6 +76,30 @@ def test_laps_of_one_phase_add_up() -> None:
     assert split([kernel(0, 10)], laps)["forward"] == 2
 
 
+def test_an_update_that_runs_alone_is_the_optimizers() -> None:
+    adam = (
+        "void zb::(anonymous namespace)::adam_kernel<(zb::DType)1, (zb::DType)1, (zb::Masters)1>(zb::Table)"
+    )
+    activities = [
+        kernel(0, 6, adam),
+        nccl(5, 8),  # 6 to 8 exposed
+        kernel(8, 12),
+        kernel(10, 14, adam),  # from 12 on alone
+        kernel(15, 20),
+    ]
+    laps = [Lap(phase="forward", begin=0, end=15), Lap(phase="backward", begin=15, end=20)]
+    phases = split(activities, laps)
+    assert phases == {
+        "forward": 4,
+        "optimizer": 6 + 2,
+        "backward": 5,
+        "exposed_communication": 2,
+        "host_bound": 1,
+    }
+    laps = [Lap(phase="optimizer", begin=0, end=20)]
+    assert split(activities, laps)["optimizer"] == 17
+
+
 def copy(begin: float, end: float, name: str = "Memcpy HtoD (Pinned -> Device)") -> Activity:
     return kernel(begin, end, name)
 
@@ -113,6 +137,8 @@ def test_waits_for_offloaded_state_end_with_a_copy() -> None:
         ("ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)", True),
         ("ncclKernel_AllReduce_RING_LL_Sum_float", True),
         ("Memcpy PtoP (Device -> Device)", True),
+        ("void zb::(anonymous namespace)::sum_kernel<__nv_bfloat16>(zb::SumArguments)", True),
+        ("void at::native::sum_kernel<float>(float*)", False),
         ("Memcpy DtoD (Device -> Device)", False),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", False),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", False),

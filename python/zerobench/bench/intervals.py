@@ -3,6 +3,7 @@ numbers of any one unit. Imports no torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,15 +28,26 @@ class Lap:
     end: float
 
 
+OPTIMIZER = "optimizer"
 EXPOSED = "exposed_communication"
 EXPOSED_OFFLOAD = "exposed_offload"
 EXPOSED_IO = "exposed_io"
 HOST_BOUND = "host_bound"
 
 
+# Kernels of the core (csrc/kernels/sum.cu, csrc/optim/adam.cu), whose names profilers show demangled.
+_PEER_SUM = re.compile(r"\bzb::.*\bsum_kernel\b")
+_UPDATE = re.compile(r"\bzb::.*\badam_kernel\b")
+
+
 def is_communication(name: str) -> bool:
-    """NCCL's kernels, and copies between devices."""
-    return "nccl" in name.lower() or name.startswith("Memcpy PtoP")
+    """NCCL's kernels, copies between devices, and the sums of what these brought."""
+    return "nccl" in name.lower() or name.startswith("Memcpy PtoP") or _PEER_SUM.search(name) is not None
+
+
+def is_update(name: str) -> bool:
+    """Our optimizer, which runs beside the next forward where state is sharded."""
+    return _UPDATE.search(name) is not None
 
 
 def is_transfer(name: str) -> bool:
@@ -88,17 +100,17 @@ def part_for_files(phases: dict[str, float], files_ms: float | None) -> dict[str
 def split(activities: Sequence[Activity], laps: Sequence[Lap], *, offloads: bool = False) -> dict[str, float]:
     """Time by phase, and apart from the phases that it fell into: the time in which communication ran and nothing
     else did, and the time in which nothing ran at all, since the host had not yet asked for anything. All of it adds
-    up to the laps.
+    up to the laps. The time in which our update alone computed is the optimizer's, whatever lap it fell into.
 
     Where state is offloaded, copies between host and device are no computing: a stretch without kernels and
     collectives in which one ran was a wait for offloaded state, since the copy is what ends such a wait."""
     transfers = merged((a.begin, a.end) for a in activities if offloads and is_transfer(a.name))
     communication = merged((a.begin, a.end) for a in activities if is_communication(a.name))
-    compute = merged(
-        (a.begin, a.end)
-        for a in activities
-        if not is_communication(a.name) and not (offloads and is_transfer(a.name))
-    )
+    computing = [
+        a for a in activities if not is_communication(a.name) and not (offloads and is_transfer(a.name))
+    ]
+    compute = merged((a.begin, a.end) for a in computing)
+    updates_alone = subtracted(compute, merged((a.begin, a.end) for a in computing if not is_update(a.name)))
     exposed = subtracted(communication, compute)
     step = [(laps[0].begin, laps[-1].end)] if laps else []
     idle = subtracted(subtracted(step, compute), communication)
@@ -107,12 +119,15 @@ def split(activities: Sequence[Activity], laps: Sequence[Lap], *, offloads: bool
     if offloads:
         phases[EXPOSED_OFFLOAD] = 0.0
     for lap in laps:
-        computing = length_within(compute, lap.begin, lap.end)
+        busy = length_within(compute, lap.begin, lap.end)
+        updating = length_within(updates_alone, lap.begin, lap.end)
         communicating = length_within(exposed, lap.begin, lap.end)
         waiting = length_within(waits, lap.begin, lap.end)
-        phases[lap.phase] += computing
+        phases[lap.phase] += busy - updating
+        if updating > 0:
+            phases[OPTIMIZER] = phases.get(OPTIMIZER, 0.0) + updating
         phases[EXPOSED] += communicating
         if offloads:
             phases[EXPOSED_OFFLOAD] += waiting
-        phases[HOST_BOUND] += max(lap.end - lap.begin - computing - communicating - waiting, 0.0)
+        phases[HOST_BOUND] += max(lap.end - lap.begin - busy - communicating - waiting, 0.0)
     return phases
