@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Measures on this machine's GPUs what the tables of benchmarks/gpu_*.md show: benchmarks/gpu.sh [DIR [SECTION...]]
 # Tables, results and logs go to DIR (default: results/gpu_bench); targets.md there holds every comparison against the
-# targets (benchmarks/targets.py). Installs nothing. Run it on a machine that does nothing else. Sections, all by default;
-# each takes some ten minutes or less on two to four GPUs:
+# targets (benchmarks/targets.py). Installs nothing. Run it on a machine that does nothing else. STRATEGIES=zero1,ddp,...
+# takes these rows alone, in that order, where there is no time for all: a row of Llama 1.3B takes some 40 s, one of
+# DeepCompile minutes. Sections, all by default; each takes some ten minutes or less on two to four GPUs:
 #   llama, llama-compiled    Llama 1.3B, 4x2048: eager; by block and as a whole
 #   gpt2, gpt2-compiled      GPT-2 124M, 32x128, the same
 #   gpt2-long, gpt2-long-compiled   GPT-2 124M, 16x1024, the same
@@ -24,7 +25,7 @@ deepcompile=deepcompile3,deepcompile3_prefetch,deepcompile3_selective,deepcompil
 
 # compare NAME MODEL BATCH SEQ STEPS STRATEGIES [OPTION...]: a step is timed alike in every row of one call.
 compare() {
-  local name="$1" model="$2" batch_size="$3" seq_length="$4" num_steps="$5" strategies="$6"
+  local name="$1" model="$2" batch_size="$3" seq_length="$4" num_steps="$5" strategies="${STRATEGIES:-$6}"
   shift 6
   python3 -m zerobench compare --model "$model" --batch-size "$batch_size" --seq-length "$seq_length" --precision bf16 \
     --num-steps "$num_steps" --warmup-steps 6 --verify-layers 2 --strategies "$strategies" "$@" --output-dir "$out/$name"
