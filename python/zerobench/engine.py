@@ -103,8 +103,9 @@ class Engine(EngineFacts):
         self._communicator_bytes = max(self._place.used_bytes() - used_bytes, 0)
         expect_same_setup(communicators.reduce, setup_facts(config, self._units, self.optimizer.param_groups))
         share = rank_cpus(config, self.topology, communicators.reduce, gpu_bus_id=self._place.gpu_bus_id)
-        use = placement.cpu_use(config, self.topology, share, beside_gpu=self._place.device is not None)
-        remainders = config.stores_param_remainders(on_gpu=self._place.device is not None)
+        on_gpu = self._place.device is not None
+        use = placement.cpu_use(config, self.topology, share, beside_gpu=on_gpu)
+        remainders = config.stores_param_remainders(on_gpu=on_gpu)
         self._update_cpus = use.text
         self.communicator = communicators.kind
         self.communicator_note = communicators.note

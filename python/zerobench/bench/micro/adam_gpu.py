@@ -197,11 +197,13 @@ def measure(
 
 def step_bytes(arrays: GpuArrays) -> int:
     """What a step reads and writes."""
-    moments = 2 * (arrays.exp_avg.nbytes + arrays.exp_avg_sq.nbytes)
     low_bytes = 0 if arrays.low_precision is None else arrays.low_precision.nbytes
-    if arrays.remainder is not None:
-        return moments + 2 * (arrays.remainder.nbytes + low_bytes) + arrays.gradient.nbytes
-    return moments + 2 * arrays.master.nbytes + low_bytes + arrays.gradient.nbytes
+    # The copy is the upper half of what remainders are the lower one of, so then it is read, too.
+    if arrays.remainder is None:
+        master_bytes = 2 * arrays.master.nbytes + low_bytes
+    else:
+        master_bytes = 2 * (arrays.remainder.nbytes + low_bytes)
+    return master_bytes + 2 * (arrays.exp_avg.nbytes + arrays.exp_avg_sq.nbytes) + arrays.gradient.nbytes
 
 
 def adam_run(cuda: Any, arrays: GpuArrays, *, step: int) -> Any:
