@@ -242,7 +242,9 @@ def test_a_skipped_step_leaves_remainders_as_they_were(device) -> None:
 
 def test_a_profile_tells_updates_from_other_work(device) -> None:
     run = Run(4099, "bfloat16", "bfloat16", seed=1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profiler:
         update(device, [run])
         torch.zeros(5, device="cuda").add_(1)
         torch.cuda.synchronize()

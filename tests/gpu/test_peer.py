@@ -94,7 +94,9 @@ def check_profiled(at: Connected) -> None:
     numel = 4096
     full, _ = at.buffer(numel * at.comm.world_size, "bfloat16")
     shard, _ = at.buffer(numel, "bfloat16")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profiler:
         at.run(lambda: at.comm.start_reduce_scatter(full, shard, shard_numel=numel, dtype="bfloat16"))
         torch.cuda.synchronize()
     names = {activity.name for activity in device_activities(profiler)}
