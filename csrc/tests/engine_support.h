@@ -5,123 +5,49 @@
 
 #include <exception>
 #include <functional>
-#include <mutex>
-#include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
-#include "common/scope_exit.h"
 #include "lane_ranks.h"
-#include "rank_threads.h"
-#include "reference.h"
 #include "toy_rank.h"
 
 namespace zb::test {
 
-inline LaneSchedule lane_schedule(std::uint32_t number) {
-  return {number, static_cast<LanePolicy>(number % kLanePolicyNum)};
-}
+LaneSchedule lane_schedule(std::uint32_t number);
 // Both kinds in turn; two rounds of the policies have all of each.
 #ifdef __SANITIZE_THREAD__
 inline constexpr std::uint32_t kLaneScheduleNum = kLanePolicyNum;  // ranks take turns, so there is little to find
 #else
 inline constexpr std::uint32_t kLaneScheduleNum = 2 * kLanePolicyNum;
 #endif
-inline LaneCollectives lane_collectives(std::uint32_t number) {
-  return (number + number / kLanePolicyNum) % 2 == 0 ? LaneCollectives::kMet : LaneCollectives::kPulled;
-}
+LaneCollectives lane_collectives(std::uint32_t number);
 
 using ToyBody = std::function<void(ToyRank&)>;
 
 // Runs the body on threads as ranks; what each threw. The places are by rank.
-inline std::vector<std::exception_ptr> run_threads(const ToyOptions& options, const std::vector<ToyPlace>& places,
-                                                   const ToyBody& body) {
-  return run_rank_threads(options.world_size, [&](int rank) {
-    const ToyPlace& place = places[static_cast<std::size_t>(rank)];
-    if (place.lanes) place.lanes->turns().enter(rank);
-    const ScopeExit leave([&] {
-      if (place.lanes) place.lanes->turns().leave(rank);
-    });
-    SCOPED_TRACE("rank " + std::to_string(rank) + (place.lanes ? ", " + place.lanes->text() : ""));
-    ToyRank toy(options, rank, place);
-    try {
-      body(toy);
-    } catch (const std::exception& error) {
-      toy.engine().abort(error.what());
-      throw;
-    }
-  });
-}
+std::vector<std::exception_ptr> run_threads(const ToyOptions& options, const std::vector<ToyPlace>& places,
+                                            const ToyBody& body);
 
-inline std::vector<ToyPlace> places_on_cpu(const ToyOptions& options) {
-  return std::vector<ToyPlace>(static_cast<std::size_t>(options.world_size),
-                               ToyPlace{.rendezvous = unique_rendezvous()});
-}
+std::vector<ToyPlace> places_on_cpu(const ToyOptions& options);
 
 // What each rank threw, on the CPU or in every schedule.
-inline std::vector<std::exception_ptr> try_ranks(const ToyOptions& options, const ToyBody& body) {
-  if (options.lane_schedule_num == 0) return run_threads(options, places_on_cpu(options), body);
-  std::vector<std::exception_ptr> errors;
-  for (std::uint32_t number = 0; number < options.lane_schedule_num; ++number) {
-    LaneWorld world(options.world_size, lane_schedule(number), lane_collectives(number));
-    const std::vector<ToyPlace> places(static_cast<std::size_t>(options.world_size), ToyPlace{.lanes = &world});
-    const std::vector<std::exception_ptr> found = run_threads(options, places, body);
-    errors.insert(errors.end(), found.begin(), found.end());
-  }
-  return errors;
-}
+std::vector<std::exception_ptr> try_ranks(const ToyOptions& options, const ToyBody& body);
 
-inline void run_in_lanes(const ToyOptions& options, std::uint32_t schedule_number, const ToyBody& body) {
-  LaneWorld world(options.world_size, lane_schedule(schedule_number), lane_collectives(schedule_number));
-  rethrow_first(run_threads(
-      options, std::vector<ToyPlace>(static_cast<std::size_t>(options.world_size), ToyPlace{.lanes = &world}), body));
-}
+void run_in_lanes(const ToyOptions& options, std::uint32_t schedule_number, const ToyBody& body);
 
 // Runs the body on the CPU, and in every schedule, where all that is read must be what was read on the CPU.
-inline void run_ranks(const ToyOptions& options, const ToyBody& body) {
-  std::vector<Reads> reads(static_cast<std::size_t>(options.world_size));
-  std::vector<ToyPlace> places = places_on_cpu(options);
-  for (std::size_t rank = 0; rank < places.size(); ++rank) places[rank].reads = &reads[rank];
-  rethrow_first(run_threads(options, places, body));
-  for (std::uint32_t number = 0; number < options.lane_schedule_num; ++number) {
-    LaneWorld world(options.world_size, lane_schedule(number), lane_collectives(number));
-    for (std::size_t rank = 0; rank < places.size(); ++rank) {
-      places[rank] = {.lanes = &world, .expected_reads = &reads[rank]};
-    }
-    rethrow_first(run_threads(options, places, body));
-    if (testing::Test::HasFailure()) return;
-  }
-}
+void run_ranks(const ToyOptions& options, const ToyBody& body);
 
 // Every rank's result, which must be the same bits on all.
-inline Values same_on_all(const ToyOptions& options, const std::function<Values(ToyRank&)>& body) {
-  std::optional<Values> first;  // of the CPU, then of every schedule
-  std::mutex mutex;
-  run_ranks(options, [&](ToyRank& toy) {
-    Values values = body(toy);
-    const std::lock_guard lock(mutex);
-    if (!first)
-      first = std::move(values);
-    else
-      EXPECT_EQ(values, *first);
-  });
-  return *first;
-}
+Values same_on_all(const ToyOptions& options, const std::function<Values(ToyRank&)>& body);
 
 // Stage, ranks, schedules of lanes (0: on the CPU).
 using StageTestParam = std::tuple<int, int, std::uint32_t>;
 
 class StageTest : public testing::TestWithParam<StageTestParam> {
  protected:
-  ToyOptions options() const {
-    ToyOptions result;
-    result.stage = zero_stage_from_int(std::get<0>(GetParam()));
-    result.world_size = world_size();
-    result.lane_schedule_num = std::get<2>(GetParam());
-    return result;
-  }
+  ToyOptions options() const;
   int world_size() const { return std::get<1>(GetParam()); }
   bool is_in_lanes() const { return std::get<2>(GetParam()) > 0; }
 };
@@ -134,17 +60,8 @@ template <typename WorldSizes>
 auto in_lanes(const WorldSizes& world_sizes, std::uint32_t schedule_num) {
   return testing::Combine(testing::Range(0, 4), world_sizes, testing::Values(schedule_num));
 }
-inline std::string stage_test_name(const testing::TestParamInfo<StageTestParam>& at) {
-  return "Stage" + std::to_string(std::get<0>(at.param)) + "Ranks" + std::to_string(std::get<1>(at.param));
-}
+std::string stage_test_name(const testing::TestParamInfo<StageTestParam>& at);
 
-inline std::string message_of(const std::exception_ptr& error) {
-  try {
-    if (error) std::rethrow_exception(error);
-  } catch (const std::exception& caught) {
-    return caught.what();
-  }
-  return "nothing was thrown";
-}
+std::string message_of(const std::exception_ptr& error);
 
 }  // namespace zb::test

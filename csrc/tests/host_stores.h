@@ -5,109 +5,53 @@
 #include <memory>
 #include <utility>
 
-#include "io_support.h"
 #include "lane_device.h"
 #include "stores/host_store.h"
-#include "stores/split_store.h"
-#include "stores/trial_store.h"
 
 namespace zb::test {
 
 // Of a store on the host, which keeps no remainders.
 class HostAdam : public DeviceAdam {
  public:
-  void read_masters(Lane, const AdamSpan&, float*) override { FAIL(); }
-  void write_masters(Lane, const AdamSpan&, const float*) override { FAIL(); }
-  void copy_magnitudes(Lane, float*, const float*, const float*, std::size_t) override { FAIL(); }
+  void read_masters(Lane, const AdamSpan&, float*) override;
+  void write_masters(Lane, const AdamSpan&, const float*) override;
+  void copy_magnitudes(Lane, float*, const float*, const float*, std::size_t) override;
 };
 
 class TouchingAdam final : public HostAdam {
  public:
   explicit TouchingAdam(std::shared_ptr<LaneDevice> device) : device_(std::move(device)) {}
 
-  void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) override {
-    device_->touch_on_host("the scalars of a host Adam", {step, sizeof(StepScalars), false});
-    for (const AdamRun& run : runs) {
-      const AdamSpan& span = run.span;
-      device_->touch_on_host("a host Adam", LaneDevice::read(span.gradient, span.gradient_dtype, span.numel));
-      device_->touch_on_host("a host Adam",
-                             LaneDevice::written(span.low_precision, span.low_precision_dtype, span.numel));
-      for (const float* state : {span.master, span.exp_avg, span.exp_avg_sq}) {
-        device_->touch_on_host("a host Adam", LaneDevice::written(state, DType::kFloat32, span.numel));
-      }
-    }
-    adam_->update(lane, runs, step);
-  }
+  void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) override;
 
  private:
   std::shared_ptr<LaneDevice> device_;
   std::shared_ptr<DeviceAdam> adam_ = make_cpu_adam(1, {});
 };
 
-inline HostStoreOptions small_chunks(const DeviceParts& parts, std::size_t thread_num = 1) {
-  HostStoreOptions options{.thread_num = thread_num, .chunk_numel = 128};
-  if (const auto lanes = std::dynamic_pointer_cast<LaneDevice>(parts.device)) {
-    options.updates_run = UpdatesRun::kInCaller;
-    options.adam = std::make_shared<TouchingAdam>(lanes);
-  }
-  return options;
-}
+HostStoreOptions small_chunks(const DeviceParts& parts, std::size_t thread_num = 1);
 
-inline std::unique_ptr<Store> make_small_host_store(Ledger* ledger, const DeviceParts& parts) {
-  return make_host_store(ledger, parts, small_chunks(parts));
-}
+std::unique_ptr<Store> make_small_host_store(Ledger* ledger, const DeviceParts& parts);
 
 // Shards of parameters on the host, too.
-inline std::unique_ptr<Store> make_home_store(Ledger* ledger, const DeviceParts& parts) {
-  HostStoreOptions options = small_chunks(parts);
-  options.parameters = ParameterHome::kHost;
-  return make_host_store(ledger, parts, options);
-}
+std::unique_ptr<Store> make_home_store(Ledger* ledger, const DeviceParts& parts);
 
 // Files that go with the test process's folder; tests of stores make engines in many threads.
-inline std::unique_ptr<Store> make_paged_store(Ledger* ledger, const DeviceParts& parts, std::size_t resident_bytes,
-                                               ParameterHome parameters = ParameterHome::kDevice) {
-  static const Folder folder;
-  HostStoreOptions options = small_chunks(parts);
-  options.paged = PagedStateOptions{.directories = {folder.path(), folder.path()},
-                                    .engine = {.allow_fallback = true, .block_bytes = 4096, .depth = 1},
-                                    .resident_bytes = resident_bytes,
-                                    .checksums = true};
-  options.parameters = parameters;
-  options.resident_parameter_bytes = resident_bytes / 3;
-  if (resident_bytes == 0) options.ahead_parameter_bytes = 0;  // with more all of the toy stays in memory
-  return make_host_store(ledger, parts, options);
-}
+std::unique_ptr<Store> make_paged_store(Ledger* ledger, const DeviceParts& parts, std::size_t resident_bytes,
+                                        ParameterHome parameters = ParameterHome::kDevice);
 
 // All state in files, and half of it.
-inline std::unique_ptr<Store> make_swapping_store(Ledger* ledger, const DeviceParts& parts) {
-  return make_paged_store(ledger, parts, 0);
-}
-inline std::unique_ptr<Store> make_half_swapping_store(Ledger* ledger, const DeviceParts& parts) {
-  return make_paged_store(ledger, parts, 6 * 8192);
-}
+std::unique_ptr<Store> make_swapping_store(Ledger* ledger, const DeviceParts& parts);
+std::unique_ptr<Store> make_half_swapping_store(Ledger* ledger, const DeviceParts& parts);
 
 // Parameters in files too: all that swaps, and with memory for some of both.
-inline std::unique_ptr<Store> make_swapping_home_store(Ledger* ledger, const DeviceParts& parts) {
-  return make_paged_store(ledger, parts, 0, ParameterHome::kFiles);
-}
-inline std::unique_ptr<Store> make_half_swapping_home_store(Ledger* ledger, const DeviceParts& parts) {
-  return make_paged_store(ledger, parts, 6 * 8192, ParameterHome::kFiles);
-}
+std::unique_ptr<Store> make_swapping_home_store(Ledger* ledger, const DeviceParts& parts);
+std::unique_ptr<Store> make_half_swapping_home_store(Ledger* ledger, const DeviceParts& parts);
 
 // A third of every shard stays on the device.
-inline std::unique_ptr<Store> make_third_store(Ledger* ledger, const DeviceParts& parts) {
-  return make_split_store(make_device_store_with_masters(ledger, parts), make_small_host_store(ledger, parts), 2.0 / 3);
-}
+std::unique_ptr<Store> make_third_store(Ledger* ledger, const DeviceParts& parts);
 
 // The share on the host is chosen behind the first backward: all, a part, or none.
-inline std::unique_ptr<Store> make_store_on_trial(Ledger* ledger, const DeviceParts& parts) {
-  return make_trial_store(ledger, parts, {}, 1, [ledger, parts](double share) {
-    if (share == 0.0) return make_device_store(ledger, parts);
-    std::unique_ptr<Store> on_host = make_small_host_store(ledger, parts);
-    if (share == 1.0) return on_host;
-    return make_split_store(make_device_store_with_masters(ledger, parts), std::move(on_host), share);
-  });
-}
+std::unique_ptr<Store> make_store_on_trial(Ledger* ledger, const DeviceParts& parts);
 
 }  // namespace zb::test

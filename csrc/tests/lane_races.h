@@ -2,7 +2,6 @@
 // whatever order the work then happened to run in.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -25,9 +24,7 @@ inline constexpr std::size_t kActorNum = kLaneNum + 1;
 // How much of every actor's work comes before a point. (A vector clock.)
 using Clock = std::array<std::uint64_t, kActorNum>;
 
-inline void join(Clock& clock, const Clock& other) {
-  for (std::size_t actor = 0; actor < kActorNum; ++actor) clock[actor] = std::max(clock[actor], other[actor]);
-}
+void join(Clock& clock, const Clock& other);
 
 struct Touched {
   const void* data = nullptr;
@@ -41,23 +38,12 @@ class RaceDetector {
   explicit RaceDetector(std::function<void(const std::string&)> report) : report_(std::move(report)) {}
 
   // Memory of a peer, whose own detector watches it.
-  void mapped(const void* data, std::size_t bytes, std::string_view what) {
-    allocations_[address_of(data)] = {bytes, std::string(what), {}, false};
-  }
+  void mapped(const void* data, std::size_t bytes, std::string_view what);
 
-  void allocated(const void* data, std::size_t bytes, std::string_view what) {
-    allocations_[address_of(data)] = {bytes, std::string(what), {{0, {}}, {bytes, {}}}};
-  }
+  void allocated(const void* data, std::size_t bytes, std::string_view what);
 
   // Memory goes: all that touched it must have passed for the host.
-  void freed(const void* data, const Clock& host) {
-    const auto found = allocations_.find(address_of(data));
-    for (const auto& [begin, piece] : found->second.pieces) {
-      for (const Access& access : piece.reads) check(access, host, "the host frees", found->second);
-      check(piece.write, host, "the host frees", found->second);
-    }
-    allocations_.erase(found);
-  }
+  void freed(const void* data, const Clock& host);
   void forget(const void* data) { allocations_.erase(address_of(data)); }
 
   // Memory that appears elsewhere, too.
@@ -69,30 +55,7 @@ class RaceDetector {
   void forget_alias(const void* data) { aliases_.erase(address_of(data)); }
 
   // `clock` is the actor's, this work included.
-  void touch(std::size_t actor, const Clock& clock, std::string_view operation, const Touched& touched) {
-    if (touched.bytes == 0) return;
-    if (touch_aliased(actor, clock, operation, touched)) return;
-    const auto [allocation, begin] = locate(touched);
-    if (allocation == nullptr) {
-      say(std::string(operation) + " touches memory that is none of the device's, or no longer");
-      return;
-    }
-    if (!allocation->is_watched) return;
-    const std::string who =
-        actor_name(actor) + (touched.is_written ? " writes in " : " reads in ") + std::string(operation);
-    const Access access{actor, clock[actor], &*names_.insert(who).first};
-    const auto first = split(*allocation, begin);
-    const auto last = split(*allocation, begin + touched.bytes);
-    for (auto piece = first; piece != last; ++piece) {
-      check(piece->second.write, clock, who, *allocation);
-      if (!touched.is_written) {
-        piece->second.reads[actor] = access;
-        continue;
-      }
-      for (const Access& read : piece->second.reads) check(read, clock, who, *allocation);
-      piece->second = {access, {}};
-    }
-  }
+  void touch(std::size_t actor, const Clock& clock, std::string_view operation, const Touched& touched);
 
  private:
   struct Access {
@@ -112,53 +75,17 @@ class RaceDetector {
   };
 
   static std::uintptr_t address_of(const void* data) { return reinterpret_cast<std::uintptr_t>(data); }
-  static std::string actor_name(std::size_t actor) {
-    constexpr std::array<const char*, kActorNum> kNames{"the compute lane",       "the gather lane",
-                                                        "the reduce lane",        "the lane to the host",
-                                                        "the lane from the host", "the host"};
-    return kNames[actor];
-  }
+  static std::string actor_name(std::size_t actor);
 
   // Whether it lies in aliased memory: then what is there is touched.
-  bool touch_aliased(std::size_t actor, const Clock& clock, std::string_view operation, const Touched& touched) {
-    const std::uintptr_t begin = address_of(touched.data);
-    auto found = aliases_.upper_bound(begin);
-    if (found == aliases_.begin()) return false;
-    --found;
-    std::uintptr_t at = found->first;
-    for (const Run& run : found->second) {
-      const std::uintptr_t first = std::max(at, begin);
-      const std::uintptr_t last = std::min(at + run.bytes, begin + touched.bytes);
-      if (first < last) touch(actor, clock, operation, {run.data + (first - at), last - first, touched.is_written});
-      at += run.bytes;
-    }
-    return begin < at;  // what lies beyond is nowhere, and is found by the memory being guarded
-  }
+  bool touch_aliased(std::size_t actor, const Clock& clock, std::string_view operation, const Touched& touched);
 
-  std::pair<Memory*, std::size_t> locate(const Touched& touched) {
-    const std::uintptr_t address = address_of(touched.data);
-    auto found = allocations_.upper_bound(address);
-    if (found == allocations_.begin()) return {nullptr, 0};
-    --found;
-    const std::size_t begin = address - found->first;
-    if (begin + touched.bytes > found->second.bytes) return {nullptr, 0};
-    return {&found->second, begin};
-  }
+  std::pair<Memory*, std::size_t> locate(const Touched& touched);
 
-  static std::map<std::size_t, Piece>::iterator split(Memory& memory, std::size_t at) {
-    const auto next = memory.pieces.lower_bound(at);
-    if (next->first == at) return next;
-    return memory.pieces.emplace_hint(next, at, std::prev(next)->second);
-  }
+  static std::map<std::size_t, Piece>::iterator split(Memory& memory, std::size_t at);
 
-  void check(const Access& earlier, const Clock& clock, const std::string& who, const Memory& memory) {
-    if (earlier.tick > clock[earlier.actor]) {
-      say(who + " ('" + memory.what + "'), and nothing orders that behind: " + *earlier.who);
-    }
-  }
-  void say(const std::string& finding) {
-    if (said_.insert(finding).second) report_(finding);
-  }
+  void check(const Access& earlier, const Clock& clock, const std::string& who, const Memory& memory);
+  void say(const std::string& finding);
 
   std::function<void(const std::string&)> report_;
   std::map<std::uintptr_t, Memory> allocations_;

@@ -11,13 +11,9 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <thread>
 
-#include "comm/arguments.h"
 #include "comm/cause.h"
-#include "comm/lane_communicator.h"
-#include "comm/solo_communicator.h"
-#include "comm/solo_transport.h"
+#include "comm/lane_transport.h"
 #include "lane_device.h"
 #include "lane_peers.h"
 
@@ -28,60 +24,20 @@ inline constexpr std::chrono::seconds kLongestStandstill{20};
 // Hands one turn around among the ranks.
 class RankTurns {
  public:
-  RankTurns(int rank_num, std::uint32_t seed)
-      : random_(seed * 104729 + 3),
-        states_(static_cast<std::size_t>(rank_num), State::kMissing),
-        changed_(states_.size()) {}
+  RankTurns(int rank_num, std::uint32_t seed);
 
-  void enter(int rank) {
-    std::unique_lock lock(mutex_);
-    states_[at(rank)] = State::kRunning;
-    if (std::find(states_.begin(), states_.end(), State::kMissing) == states_.end()) hand_over(rank);
-    await_turn(lock, rank);
-  }
-  void leave(int rank) {
-    const std::lock_guard lock(mutex_);
-    states_[at(rank)] = State::kGone;
-    hand_over(rank);
-  }
-  void pause(int rank) {
-    std::unique_lock lock(mutex_);
-    hand_over(rank);
-    await_turn(lock, rank);
-  }
-  void idle(int rank) {
-    std::unique_lock lock(mutex_);
-    if (++idle_num_ == 1) standstill_ = std::chrono::steady_clock::now();
-    if (idle_num_ > 8 * states_.size()) {
-      // Only a watchdog can end this.
-      if (std::chrono::steady_clock::now() - standstill_ > kLongestStandstill) {
-        throw std::runtime_error("the ranks wait for each other: nothing runs any more");
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-    hand_over(rank);
-    await_turn(lock, rank);
-  }
-  void progressed() {
-    const std::lock_guard lock(mutex_);
-    idle_num_ = 0;
-  }
+  void enter(int rank);
+  void leave(int rank);
+  void pause(int rank);
+  void idle(int rank);
+  void progressed();
 
  private:
   enum class State : std::uint8_t { kMissing, kRunning, kGone };
   static std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 
-  void hand_over(int from) {
-    std::vector<int> others;
-    for (int rank = 0; rank < static_cast<int>(states_.size()); ++rank) {
-      if (rank != from && states_[at(rank)] == State::kRunning) others.push_back(rank);
-    }
-    turn_ = others.empty() ? from : others[random_() % others.size()];
-    changed_[at(turn_)].notify_one();
-  }
-  void await_turn(std::unique_lock<std::mutex>& lock, int rank) {
-    changed_[at(rank)].wait(lock, [&] { return turn_ == rank; });
-  }
+  void hand_over(int from);
+  void await_turn(std::unique_lock<std::mutex>& lock, int rank);
 
   std::mutex mutex_;
   std::mt19937 random_;
@@ -111,44 +67,13 @@ class MeetingPoint {
   explicit MeetingPoint(int rank_num) : rank_num_(static_cast<std::size_t>(rank_num)), is_aborted_(rank_num_, false) {}
 
   // A rank's part of its `number`-th group. True once it has ended.
-  bool meet(int rank, std::uint64_t number, const std::vector<LaneCall>& calls) {
-    const std::lock_guard lock(mutex_);
-    if (is_aborted_[at(rank)]) return true;
-    Meeting& meeting = meetings_[number];
-    meeting.calls.resize(rank_num_, nullptr);
-    if (meeting.calls[at(rank)] == nullptr) {
-      meeting.calls[at(rank)] = &calls;
-      for (const LaneCall& call : calls) spoil(call, at(rank));
-    }
-    const bool has_aborted = std::find(is_aborted_.begin(), is_aborted_.end(), true) != is_aborted_.end();
-    if (!meeting.is_done && !has_aborted &&
-        std::find(meeting.calls.begin(), meeting.calls.end(), nullptr) == meeting.calls.end() && is_same(meeting)) {
-      for (std::size_t index = 0; index < calls.size(); ++index) run(meeting, index);
-      meeting.is_done = true;
-    }
-    if (!meeting.is_done) return false;
-    if (++meeting.ended_num == rank_num_) meetings_.erase(number);
-    return true;
-  }
-  void abort(int rank) {
-    const std::lock_guard lock(mutex_);
-    is_aborted_[at(rank)] = true;
-  }
+  bool meet(int rank, std::uint64_t number, const std::vector<LaneCall>& calls);
+  void abort(int rank);
 
   // Messages of the control communicator.
-  void post(int rank, std::uint64_t number, std::span<const std::byte> message) {
-    std::vector<std::optional<std::vector<std::byte>>>& round = messages_[number];
-    round.resize(rank_num_);
-    round[at(rank)].emplace(message.begin(), message.end());
-  }
-  bool is_complete(std::uint64_t number) {
-    const auto& round = messages_[number];
-    return std::all_of(round.begin(), round.end(), [](const auto& message) { return message.has_value(); });
-  }
-  void copy_messages(std::uint64_t number, std::span<std::byte> all) {
-    auto next = all.begin();
-    for (const auto& message : messages_[number]) next = std::copy(message->begin(), message->end(), next);
-  }
+  void post(int rank, std::uint64_t number, std::span<const std::byte> message);
+  bool is_complete(std::uint64_t number);
+  void copy_messages(std::uint64_t number, std::span<std::byte> all);
   Cause& cause() { return cause_; }
 
  private:
@@ -159,84 +84,17 @@ class MeetingPoint {
   };
   static std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 
-  std::size_t bytes_of(const LaneCall& call) const {
-    switch (call.kind) {
-      case Collective::kAllGather:
-        return call.num * rank_num_;
-      case Collective::kBroadcast:
-        return call.num;
-      default:
-        return call.num * dtype_bytes(call.dtype);
-    }
-  }
+  std::size_t bytes_of(const LaneCall& call) const;
 
   // Until a collective has ended its destination may hold anything, but for what is its source too.
-  void spoil(const LaneCall& call, std::size_t rank) const {
-    const std::size_t bytes = bytes_of(call);
-    switch (call.kind) {
-      case Collective::kAllGather:
-        for (std::size_t i = 0; i < rank_num_; ++i) {
-          if (call.destination + i * call.num != call.source)
-            std::memset(call.destination + i * call.num, 0xFF, call.num);
-        }
-        break;
-      case Collective::kBroadcast:
-        if (static_cast<int>(rank) != call.root) std::memset(call.destination, 0xFF, bytes);
-        break;
-      case Collective::kReduceScatter:
-        if (call.destination != call.source + rank * bytes) std::memset(call.destination, 0xFF, bytes);
-        break;
-      default:
-        break;
-    }
-  }
+  void spoil(const LaneCall& call, std::size_t rank) const;
 
   // What does not match never ends.
-  static bool is_same(const Meeting& meeting) {
-    const std::vector<LaneCall>& first = *meeting.calls[0];
-    return std::all_of(meeting.calls.begin(), meeting.calls.end(), [&](const std::vector<LaneCall>* calls) {
-      return std::equal(first.begin(), first.end(), calls->begin(), calls->end(),
-                        [](const LaneCall& a, const LaneCall& b) {
-                          return a.kind == b.kind && a.num == b.num && a.dtype == b.dtype && a.root == b.root;
-                        });
-    });
-  }
+  static bool is_same(const Meeting& meeting);
 
-  void run(const Meeting& meeting, std::size_t index) const {
-    std::vector<std::vector<std::byte>> results;
-    for (std::size_t rank = 0; rank < rank_num_; ++rank) {
-      results.push_back(result_of(meeting, index, rank));
-    }
-    for (std::size_t rank = 0; rank < rank_num_; ++rank) {
-      std::copy(results[rank].begin(), results[rank].end(), (*meeting.calls[rank])[index].destination);
-    }
-  }
+  void run(const Meeting& meeting, std::size_t index) const;
 
-  std::vector<std::byte> result_of(const Meeting& meeting, std::size_t index, std::size_t rank) const {
-    const LaneCall& call = (*meeting.calls[rank])[index];
-    std::vector<std::byte> result;
-    const auto source_of = [&](std::size_t peer) { return (*meeting.calls[peer])[index].source; };
-    if (call.kind == Collective::kBroadcast) {
-      const std::byte* source = source_of(at(call.root));
-      return {source, source + call.num};
-    }
-    if (call.kind == Collective::kAllGather) {
-      for (std::size_t peer = 0; peer < rank_num_; ++peer) {
-        result.insert(result.end(), source_of(peer), source_of(peer) + call.num);
-      }
-      return result;
-    }
-    // In rank order in float, rounded once.
-    const std::size_t begin = call.kind == Collective::kReduceScatter ? rank * bytes_of(call) : 0;
-    std::vector<float> sums(call.num, 0.0F);
-    for (std::size_t peer = 0; peer < rank_num_; ++peer) {
-      const auto& kernel = peer == 0 ? cpu_kernels().cast : cpu_kernels().add;
-      kernel(sums.data(), DType::kFloat32, source_of(peer) + begin, call.dtype, call.num);
-    }
-    result.resize(bytes_of(call));
-    cpu_kernels().cast(result.data(), call.dtype, sums.data(), DType::kFloat32, call.num);
-    return result;
-  }
+  std::vector<std::byte> result_of(const Meeting& meeting, std::size_t index, std::size_t rank) const;
 
   std::size_t rank_num_;
   std::mutex mutex_;
@@ -249,35 +107,11 @@ class MeetingPoint {
 class MeetingTransport final : public LaneTransport {
  public:
   MeetingTransport(std::shared_ptr<LaneDevice> device, std::shared_ptr<MeetingPoint> point, int rank, int world_size,
-                   Lane lane)
-      : device_(std::move(device)), point_(std::move(point)), rank_(rank), world_size_(world_size), lane_(lane) {}
+                   Lane lane);
 
-  std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole, std::string_view what) override {
-    return device_->allocate(bytes, what);
-  }
-  void put_in(std::span<const LaneCall> calls) override {
-    std::vector<Touched> touched;
-    std::string operation;
-    for (const LaneCall& call : calls) {
-      const auto ranks = static_cast<std::size_t>(world_size_);
-      const std::size_t bytes = call.kind == Collective::kReduceScatter || call.kind == Collective::kAllReduce
-                                    ? call.num * dtype_bytes(call.dtype)
-                                    : call.num;
-      const bool spreads = call.kind == Collective::kAllGather;
-      const bool collects = call.kind == Collective::kReduceScatter;
-      touched.push_back({call.source, collects ? ranks * bytes : bytes, false});
-      touched.push_back({call.destination, spreads ? ranks * bytes : bytes, true});
-      operation = collective_name(call.kind);
-    }
-    device_->put_in_polled(
-        lane_, operation, touched,
-        [point = point_, rank = rank_, number = next_number_++,
-         held = std::vector<LaneCall>(calls.begin(), calls.end())] { return point->meet(rank, number, held); });
-  }
-  bool abort() noexcept override {
-    point_->abort(rank_);
-    return true;
-  }
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole, std::string_view what) override;
+  void put_in(std::span<const LaneCall> calls) override;
+  bool abort() noexcept override;
 
  private:
   std::shared_ptr<LaneDevice> device_;
@@ -291,22 +125,13 @@ class MeetingTransport final : public LaneTransport {
 // Control messages between the ranks. Its lanes run on while a rank waits here.
 class MeetingControl final : public Communicator {
  public:
-  MeetingControl(std::shared_ptr<LaneDevice> device, std::shared_ptr<MeetingPoint> point, int rank, int world_size)
-      : Communicator(rank, world_size), device_(std::move(device)), point_(std::move(point)) {}
+  MeetingControl(std::shared_ptr<LaneDevice> device, std::shared_ptr<MeetingPoint> point, int rank, int world_size);
 
   std::string_view kind() const noexcept override { return "meeting"; }
   bool runs_in_background() const noexcept override { return false; }
-  void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) override {
-    start_exchange(mine, all, label)->wait();
-  }
-  WorkPtr start_exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view) override {
-    point_->cause().check();
-    point_->post(rank(), next_number_, mine);
-    return std::make_shared<Exchange>(device_, point_, next_number_++, all);
-  }
-  void abort(std::string_view reason) noexcept override {
-    point_->cause().set("rank " + std::to_string(rank()) + " aborted: " + std::string(reason), rank());
-  }
+  void exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view label) override;
+  WorkPtr start_exchange(std::span<const std::byte> mine, std::span<std::byte> all, std::string_view) override;
+  void abort(std::string_view reason) noexcept override;
   std::optional<CommunicationError> poisoned() const noexcept override { return point_->cause().get(); }
 
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t, BufferRole, Ledger*, Category) override { return refuse(); }
@@ -321,15 +146,10 @@ class MeetingControl final : public Communicator {
   class Exchange final : public Work {
    public:
     Exchange(std::shared_ptr<LaneDevice> device, std::shared_ptr<MeetingPoint> point, std::uint64_t number,
-             std::span<std::byte> all)
-        : device_(std::move(device)), point_(std::move(point)), number_(number), all_(all) {}
+             std::span<std::byte> all);
 
     bool test() override { return point_->is_complete(number_); }
-    void wait(Lane) override {
-      device_->run_until([&] { return point_->cause().is_set() || test(); });
-      point_->cause().check();
-      point_->copy_messages(number_, all_);
-    }
+    void wait(Lane) override;
     bool test_source_free() override { return test(); }
     void wait_source_free(Lane reader) override { wait(reader); }
 
@@ -340,7 +160,7 @@ class MeetingControl final : public Communicator {
     std::span<std::byte> all_;
   };
 
-  static std::nullptr_t refuse() { throw StateError("a control communicator only exchanges messages"); }
+  static std::nullptr_t refuse();
 
   std::shared_ptr<LaneDevice> device_;
   std::shared_ptr<MeetingPoint> point_;
@@ -356,69 +176,22 @@ enum class LaneCollectives : std::uint8_t {
 // What the ranks of one run share.
 class LaneWorld {
  public:
-  LaneWorld(int rank_num, const LaneSchedule& schedule, LaneCollectives collectives = LaneCollectives::kMet)
-      : rank_num_(rank_num),
-        schedule_(schedule),
-        collectives_(collectives),
-        turns_(rank_num, schedule.seed),
-        gather_point_(std::make_shared<MeetingPoint>(rank_num)),
-        reduce_point_(std::make_shared<MeetingPoint>(rank_num)),
-        gather_peers_(std::make_shared<PeerWorld>(rank_num)),
-        reduce_peers_(std::make_shared<PeerWorld>(rank_num)) {}
+  LaneWorld(int rank_num, const LaneSchedule& schedule, LaneCollectives collectives = LaneCollectives::kMet);
 
   // Some worlds push all gradients, some those of large units, some none.
-  std::size_t push_gradient_bytes() const {
-    constexpr std::array<std::size_t, 3> kBytes{64, 0, SIZE_MAX};
-    return kBytes[schedule_.seed % kBytes.size()];
-  }
+  std::size_t push_gradient_bytes() const;
   // Some copy own parts of settled gathers in the compute lane.
   std::size_t own_part_beside_bytes() const { return schedule_.seed / 2 % 2 == 0 ? 0 : SIZE_MAX; }
   // Some splice all slots, some those of large shards, some none.
-  std::size_t splice_bytes() const {
-    constexpr std::array<std::size_t, 4> kBytes{0, 64, 0, SIZE_MAX};
-    return kBytes[schedule_.seed / 3 % kBytes.size()];
-  }
+  std::size_t splice_bytes() const;
   RankTurns& turns() { return turns_; }
-  std::string text() const {
-    return "lane schedule " + std::to_string(schedule_.seed) + ", policy " +
-           std::to_string(static_cast<int>(schedule_.policy)) +
-           (collectives_ == LaneCollectives::kPulled ? ", pulled" : "");
-  }
+  std::string text() const;
 
   // `report` gets what the race detector finds; by default a failure of the test.
-  std::shared_ptr<LaneDevice> make_device(int rank, std::function<void(const std::string&)> report = nullptr) {
-    const LaneSchedule of_rank{schedule_.seed * 64 + static_cast<std::uint32_t>(rank), schedule_.policy};
-    const auto peers = std::make_shared<RankPeers>(turns_, rank);
-    return report ? std::make_shared<LaneDevice>(of_rank, peers, std::move(report))
-                  : std::make_shared<LaneDevice>(of_rank, peers);
-  }
+  std::shared_ptr<LaneDevice> make_device(int rank, std::function<void(const std::string&)> report = nullptr);
   // `lane` is kGather or kReduce.
   std::unique_ptr<Communicator> make_communicator(const std::shared_ptr<LaneDevice>& device, int rank, Lane lane,
-                                                  std::chrono::milliseconds timeout) {
-    LaneOptions options;
-    options.kind = "lanes";
-    options.lane = lane;
-    options.timeout = timeout;
-    options.device = device;
-    if (rank_num_ == 1) {
-      options.transport = std::make_unique<SoloTransport>(device, lane);
-      options.control = make_solo_communicator();
-    } else {
-      const auto& point = lane == Lane::kGather ? gather_point_ : reduce_point_;
-      if (collectives_ == LaneCollectives::kPulled) {
-        // So small that most reductions take it several times.
-        constexpr std::size_t kScratchBytes = 2048;
-        const auto& peers = lane == Lane::kGather ? gather_peers_ : reduce_peers_;
-        options.overhead = std::make_shared<MemoryOverhead>();
-        auto link = std::make_unique<LanePeerLink>(device, peers, rank, rank_num_, lane, options.overhead);
-        options.transport = std::make_unique<WatchedPeerTransport>(device, lane, std::move(link), kScratchBytes);
-      } else {
-        options.transport = std::make_unique<MeetingTransport>(device, point, rank, rank_num_, lane);
-      }
-      options.control = std::make_unique<MeetingControl>(device, point, rank, rank_num_);
-    }
-    return make_lane_communicator(std::move(options));
-  }
+                                                  std::chrono::milliseconds timeout);
 
  private:
   int rank_num_;

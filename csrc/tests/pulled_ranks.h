@@ -5,14 +5,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
-#include "common/scope_exit.h"
-#include "engine_support.h"
 #include "lane_ranks.h"
-#include "rank_threads.h"
 
 namespace zb::test::pulled {
 
@@ -25,74 +21,24 @@ struct Rank {
   std::unique_ptr<Communicator> comm;
   Lane lane;
 
-  Region shared(std::size_t bytes) const {
-    return {comm->allocate(bytes, BufferRole::kShared, nullptr, Category::kStaging)};
-  }
-  Region own(std::size_t bytes) const {
-    return {comm->allocate(bytes, BufferRole::kPrivate, nullptr, Category::kStaging)};
-  }
+  Region shared(std::size_t bytes) const;
+  Region own(std::size_t bytes) const;
   // In the compute lane, before and after what the communicator's lane does.
-  void write(const Region& region, std::vector<float> values, DType dtype) const {
-    std::byte* const data = region.data();
-    device->put_in(Lane::kCompute, "write", {LaneDevice::written(data, dtype, values.size())},
-                   [=] { cpu_kernels().cast(data, dtype, values.data(), DType::kFloat32, values.size()); });
-    device->wait(lane, device->mark(Lane::kCompute));
-  }
-  std::vector<float> read(const Region& region, std::size_t numel, DType dtype) const {
-    std::vector<float> values(numel);
-    std::vector<std::byte> bytes(numel * dtype_bytes(dtype));
-    device->download(bytes.data(), region.data(), bytes.size());
-    cpu_kernels().cast(values.data(), DType::kFloat32, bytes.data(), dtype, numel);
-    return values;
-  }
+  void write(const Region& region, std::vector<float> values, DType dtype) const;
+  std::vector<float> read(const Region& region, std::size_t numel, DType dtype) const;
 };
 
-inline void run_pulled(int world_size, std::uint32_t number, const std::function<void(Rank&)>& body,
-                       const std::function<void(const std::string&)>& report = nullptr) {
-  LaneWorld world(world_size, lane_schedule(number), LaneCollectives::kPulled);
-  rethrow_first(run_rank_threads(world_size, [&](int rank) {
-    world.turns().enter(rank);
-    const ScopeExit leave([&] { world.turns().leave(rank); });
-    SCOPED_TRACE("rank " + std::to_string(rank) + ", " + world.text());
-    const Lane lane = number % 2 == 0 ? Lane::kGather : Lane::kReduce;
-    Rank place{rank, world_size, world.make_device(rank, report), nullptr, lane};
-    place.comm = world.make_communicator(place.device, rank, lane, 30s);
-    body(place);
-    place.device->synchronize();
-    if (!place.comm->poisoned()) place.comm->barrier("end");
-  }));
-}
+void run_pulled(int world_size, std::uint32_t number, const std::function<void(Rank&)>& body,
+                const std::function<void(const std::string&)>& report = nullptr);
 
 // Values that are rounded, and whose sums are.
-inline std::vector<float> values_of(int rank, std::size_t numel, std::uint32_t seed) {
-  std::mt19937 random(seed * 31 + static_cast<std::uint32_t>(rank));
-  std::normal_distribution<float> normal(0.0F, 3.0F);
-  std::vector<float> values(numel);
-  for (float& value : values) value = normal(random);
-  return values;
-}
+std::vector<float> values_of(int rank, std::size_t numel, std::uint32_t seed);
 
-inline std::vector<float> rounded(const std::vector<float>& values, DType dtype) {
-  std::vector<std::byte> bytes(values.size() * dtype_bytes(dtype));
-  std::vector<float> result(values.size());
-  cpu_kernels().cast(bytes.data(), dtype, values.data(), DType::kFloat32, values.size());
-  cpu_kernels().cast(result.data(), DType::kFloat32, bytes.data(), dtype, values.size());
-  return result;
-}
+std::vector<float> rounded(const std::vector<float>& values, DType dtype);
 
 // In rank order in float, rounded once.
-inline std::vector<float> summed(int world_size, std::size_t numel, std::uint32_t seed, DType dtype) {
-  std::vector<float> total = rounded(values_of(0, numel, seed), dtype);
-  for (int rank = 1; rank < world_size; ++rank) {
-    const std::vector<float> more = rounded(values_of(rank, numel, seed), dtype);
-    for (std::size_t i = 0; i < numel; ++i) total[i] += more[i];
-  }
-  return rounded(total, dtype);
-}
+std::vector<float> summed(int world_size, std::size_t numel, std::uint32_t seed, DType dtype);
 
-inline std::vector<float> slice(const std::vector<float>& values, std::size_t begin, std::size_t numel) {
-  const auto first = values.begin() + static_cast<std::ptrdiff_t>(begin);
-  return {first, first + static_cast<std::ptrdiff_t>(numel)};
-}
+std::vector<float> slice(const std::vector<float>& values, std::size_t begin, std::size_t numel);
 
 }  // namespace zb::test::pulled

@@ -5,11 +5,12 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "common/error.h"
+#include "float_support.h"
 #include "kernels/cpu_kernels.h"
-#include "test_support.h"
 
 namespace zb {
 namespace {

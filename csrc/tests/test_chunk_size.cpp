@@ -8,10 +8,11 @@
 #include <string>
 
 #include "common/error.h"
+#include "float_support.h"
 #include "host_stores.h"
+#include "io_support.h"
 #include "kernels/cpu_device.h"
 #include "stores/host_store_memory.h"
-#include "test_support.h"
 
 namespace zb {
 namespace {

@@ -3,12 +3,17 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <random>
 #include <string>
 #include <tuple>
 
 #include "common/error.h"
 #include "common/ieee_scope.h"
-#include "test_support.h"
+#include "common/simd_scalar.h"
+#include "float_support.h"
 
 namespace zb {
 namespace {

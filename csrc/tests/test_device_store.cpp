@@ -7,10 +7,10 @@
 #include <utility>
 
 #include "common/error.h"
+#include "float_support.h"
 #include "kernels/cpu_device.h"
 #include "lane_device.h"
 #include "stores/store.h"
-#include "test_support.h"
 
 namespace zb {
 namespace {

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "engine_support.h"
+#include "reference.h"
 
 namespace zb {
 namespace {

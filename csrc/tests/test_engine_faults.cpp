@@ -4,8 +4,11 @@
 #include <atomic>
 #include <cerrno>
 
+#include "common/scope_exit.h"
 #include "engine_steps.h"
 #include "engine_support.h"
+#include "rank_threads.h"
+#include "reference.h"
 
 namespace zb {
 namespace {

@@ -1,8 +1,10 @@
 // Explicit gathers: what is read and written inside of one, and what else may go on meanwhile.
 #include <atomic>
 
+#include "common/scope_exit.h"
 #include "engine_steps.h"
 #include "engine_support.h"
+#include "reference.h"
 
 namespace zb {
 namespace {

@@ -8,6 +8,7 @@
 #include "engine_steps.h"
 #include "engine_support.h"
 #include "host_stores.h"
+#include "io_support.h"
 
 namespace zb {
 namespace {

@@ -10,6 +10,7 @@
 #include "engine_steps.h"
 #include "engine_support.h"
 #include "host_stores.h"
+#include "reference.h"
 
 namespace zb {
 namespace {

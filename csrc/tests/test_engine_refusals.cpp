@@ -4,6 +4,8 @@
 #include "engine_steps.h"
 #include "engine_support.h"
 #include "late_store.h"
+#include "rank_threads.h"
+#include "reference.h"
 
 namespace zb {
 namespace {

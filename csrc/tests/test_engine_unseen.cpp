@@ -3,6 +3,7 @@
 #include "engine_steps.h"
 #include "engine_support.h"
 #include "late_store.h"
+#include "reference.h"
 
 namespace zb {
 namespace {

@@ -3,6 +3,7 @@
 #include <random>
 
 #include "engine_support.h"
+#include "reference.h"
 
 namespace zb {
 namespace {

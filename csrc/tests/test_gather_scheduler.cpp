@@ -8,6 +8,7 @@
 
 #include "comm/shm_communicator.h"
 #include "engine_support.h"
+#include "kernels/cpu_device.h"
 #include "rank_threads.h"
 
 namespace zb {

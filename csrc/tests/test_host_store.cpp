@@ -7,11 +7,13 @@
 #include <utility>
 
 #include "common/error.h"
+#include "float_support.h"
 #include "host_stores.h"
+#include "io_support.h"
 #include "kernels/cpu_device.h"
 #include "lane_support.h"
 #include "stores/host_store_memory.h"
-#include "test_support.h"
+#include "stores/split_store.h"
 
 namespace zb {
 namespace {

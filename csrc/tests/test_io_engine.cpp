@@ -1,13 +1,20 @@
 // The I/O engines: the kernel's io_uring, an emulated one, and threads; right bytes whatever the order, errors with
 // path, offset and size.
 #include <fcntl.h>
+#include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <thread>
 
+#include "common/error.h"
 #include "fork_support.h"
+#include "io/engine.h"
 #include "io_support.h"
+#include "memory/host_buffer.h"
 
 namespace zb {
 namespace {

@@ -1,12 +1,21 @@
 // The pager against a plain model in memory, with every engine; what it reads and writes; what stays resident.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <numeric>
 #include <optional>
 #include <thread>
 
+#include "common/error.h"
 #include "fork_support.h"
 #include "io/pager.h"
 #include "io_support.h"
+#include "memory/host_buffer.h"
 
 namespace zb {
 namespace {

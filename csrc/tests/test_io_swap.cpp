@@ -1,17 +1,22 @@
 // Swap files: names, locks, what a crash leaves and who removes it, paths and disks that do not serve.
 #include <fcntl.h>
+#include <gtest/gtest.h>
 #include <sys/file.h>
 #include <sys/mount.h>
 #include <sys/wait.h>
 
 #include <atomic>
+#include <cerrno>
 #include <csignal>
+#include <filesystem>
 #include <fstream>
 
+#include "common/error.h"
 #include "io/pager.h"
 #include "io/swap_file.h"
 #include "io/swap_space.h"
 #include "io_support.h"
+#include "memory/host_buffer.h"
 
 namespace zb {
 namespace {

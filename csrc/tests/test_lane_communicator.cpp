@@ -7,6 +7,7 @@
 #include <span>
 
 #include "lane_communicators.h"
+#include "rank_threads.h"
 
 namespace zb {
 namespace {

@@ -12,8 +12,10 @@
 #include <span>
 #include <thread>
 
+#include "comm/solo_transport.h"
 #include "fork_support.h"
 #include "lane_communicators.h"
+#include "rank_threads.h"
 
 namespace zb {
 namespace {

@@ -1,10 +1,18 @@
 // Paged parameters against a model in memory: values through many steps, what a budget keeps, what is read ahead, and
 // disks that fail.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
 #include <numeric>
 
 #include "io_support.h"
 #include "kernels/cpu_device.h"
 #include "lane_device.h"
+#include "memory/host_buffer.h"
 #include "stores/paged_parameters.h"
 
 namespace zb {

@@ -1,7 +1,14 @@
 // Paged state against a model in memory: values, what swaps under a budget, the order it learns, what it counts.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
 #include <numeric>
 
+#include "common/error.h"
 #include "io_support.h"
+#include "memory/host_buffer.h"
 #include "stores/paged_state.h"
 
 namespace zb {

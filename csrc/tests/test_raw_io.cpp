@@ -1,12 +1,16 @@
 // The raw loops move every byte they claim, and say where a transfer failed.
+#include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <cerrno>
 #include <set>
 
+#include "common/error.h"
 #include "fork_support.h"
 #include "io/raw_io.h"
 #include "io/swap_file.h"
 #include "io_support.h"
+#include "memory/host_buffer.h"
 
 namespace zb {
 namespace {

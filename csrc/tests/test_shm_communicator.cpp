@@ -1,6 +1,8 @@
 // The collectives of the shm communicator, with threads as ranks.
 #include "comm/shm_communicator.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>

@@ -1,4 +1,5 @@
 // Faults of ranks on the shm communicator, rendezvous, and what must not stay behind; with threads as ranks.
+#include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <unistd.h>
 

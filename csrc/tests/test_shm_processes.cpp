@@ -1,4 +1,5 @@
 // The shm communicator with forked processes as ranks, some of which are killed.
+#include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>

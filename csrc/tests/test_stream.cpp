@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "test_support.h"
+#include "float_support.h"
 
 namespace zb {
 namespace {

@@ -2,8 +2,6 @@
 // step, parameter), so that sums do not depend on their order.
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <functional>
 #include <memory>
 #include <string>
@@ -11,21 +9,14 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/cpu_kernels.h"
-#include "lane_device.h"
+#include "lane_races.h"
 #include "zero/engine.h"
 
 namespace zb::test {
 
 // Work of the model in the compute lane: at once on the CPU, some time later in lanes.
-inline void compute(Device& device, std::string_view operation, const std::vector<Touched>& touched,
-                    const std::function<void()>& work) {
-  if (auto* const lanes = dynamic_cast<LaneDevice*>(&device)) {
-    lanes->put_in(Lane::kCompute, operation, touched, work);
-  } else {
-    work();
-  }
-}
+void compute(Device& device, std::string_view operation, const std::vector<Touched>& touched,
+             const std::function<void()>& work);
 
 // What a fake parameter's storage is now. Outlives its binding.
 struct ToyTensor {
@@ -39,48 +30,20 @@ struct ToyTensor {
   std::shared_ptr<Device> device;
 
   // From the host: these wait for the device.
-  float get(std::size_t index) const {
-    std::array<std::byte, sizeof(float)> bytes{};
-    device->download(bytes.data(), data + index * dtype_bytes(dtype), dtype_bytes(dtype));
-    float value = 0.0F;
-    cpu_kernels().cast(&value, DType::kFloat32, bytes.data(), dtype, 1);
-    return value;
-  }
-  void set(std::size_t index, float value) {
-    std::array<std::byte, sizeof(float)> bytes{};
-    cpu_kernels().cast(bytes.data(), dtype, &value, DType::kFloat32, 1);
-    device->upload(data + index * dtype_bytes(dtype), bytes.data(), dtype_bytes(dtype));
-  }
+  float get(std::size_t index) const;
+  void set(std::size_t index, float value);
 };
 
 class ToyBinding final : public ParameterBinding {
  public:
   explicit ToyBinding(std::shared_ptr<ToyTensor> tensor) : tensor_(std::move(tensor)) {}
 
-  void attach(std::byte* data) override {
-    tensor_->data = data;
-    tensor_->owned = {};
-  }
-  void attach_owned(const Region& region) override {
-    tensor_->data = region.data();
-    tensor_->owned = region;
-  }
-  void detach(const std::string& message) override {
-    tensor_->data = nullptr;
-    tensor_->owned = {};
-    tensor_->message = message;
-  }
+  void attach(std::byte* data) override;
+  void attach_owned(const Region& region) override;
+  void detach(const std::string& message) override;
   bool intact() const override { return tensor_->intact; }
-  void read(float* destination) const override {
-    const std::vector<float>& values = tensor_->initial;
-    compute(*tensor_->device, "read of a parameter", {LaneDevice::written(destination, DType::kFloat32, values.size())},
-            [destination, values] { std::copy(values.begin(), values.end(), destination); });
-  }
-  void adopt(DType param_dtype) override {
-    tensor_->dtype = param_dtype;
-    tensor_->initial.clear();
-    tensor_->data = nullptr;
-  }
+  void read(float* destination) const override;
+  void adopt(DType param_dtype) override;
 
  private:
   std::shared_ptr<ToyTensor> tensor_;
@@ -97,39 +60,16 @@ struct ToyParameter {
 inline constexpr std::size_t kRoot = 0;
 
 // A root, four blocks of different sizes (odd, scalar, fewer elements than ranks), one of them with a frozen parameter.
-inline const std::vector<ToyParameter>& toy_parameters() {
-  static const std::vector<ToyParameter> parameters{
-      {"norm", 5, 0},         {"tied", 33, 0, 1},  {"a.weight", 70, 1},  {"a.bias", 1, 1, 1},
-      {"b.weight", 70, 2},    {"b.bias", 1, 2, 1}, {"c.weight", 300, 3}, {"c.frozen", 17, 3, 0, false},
-      {"d.weight", 128, 4, 1}};
-  return parameters;
-}
-inline const std::vector<std::string>& toy_units() {
-  static const std::vector<std::string> names{"root", "a", "b", "c", "d"};
-  return names;
-}
-inline std::vector<std::size_t> parameters_of(std::size_t unit) {
-  std::vector<std::size_t> found;
-  for (std::size_t index = 0; index < toy_parameters().size(); ++index) {
-    if (toy_parameters()[index].unit == unit && toy_parameters()[index].trainable) found.push_back(index);
-  }
-  return found;
-}
+const std::vector<ToyParameter>& toy_parameters();
+const std::vector<std::string>& toy_units();
+std::vector<std::size_t> parameters_of(std::size_t unit);
 
 // Sixteenths: exact in every dtype.
-inline float initial_value(std::size_t parameter, std::size_t index) {
-  return static_cast<float>(static_cast<int>((parameter * 31 + index * 7) % 41) - 20) / 16.0F;
-}
+float initial_value(std::size_t parameter, std::size_t index);
 // Quarters of small integers: exact in fp16 and bf16, and so are their sums over some ranks and micro-batches.
-inline float gradient_value(int rank, long micro_step, std::size_t parameter, std::size_t index) {
-  const auto mixed = static_cast<std::size_t>(rank) * 5 + static_cast<std::size_t>(micro_step) * 3 + parameter * 7;
-  return static_cast<float>(static_cast<int>((mixed + index) % 17) - 8) / 4.0F;
-}
+float gradient_value(int rank, long micro_step, std::size_t parameter, std::size_t index);
 
-inline std::vector<AdamHyperparameters> toy_groups() {
-  return {{.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1},
-          {.lr = 3e-3, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-6, .weight_decay = 0.0}};
-}
+std::vector<AdamHyperparameters> toy_groups();
 
 using Values = std::vector<std::vector<float>>;  // by parameter
 
