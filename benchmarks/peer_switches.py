@@ -35,6 +35,13 @@ class FSDP2Prefetch(FSDP2Strategy):
         return wrapped
 
 
+class FSDP2ReshardsHead(FSDP2Strategy):
+    """The head's group is resharded after forward, and gathered again before backward."""
+
+    name = "fsdp2_reshards_head"
+    keeps_head = False
+
+
 class DDPLargeBuckets(DDPMasterStrategy):
     """Buckets of 100 MiB instead of 25."""
 

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import hf_zoo
 import pytest
 import torch
 from test_strategies import make_model, make_settings
+from torch.distributed.tensor import DTensor
 
 from zerobench import strategies
 from zerobench.bench.configs import read_row
@@ -304,3 +307,23 @@ def test_architectures_that_deepspeed_cannot_read_become_the_gpu_at_hand(monkeyp
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     requirements.make_architectures_readable()
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == expected
+
+
+def test_fsdp2_keeps_what_backward_needs_first_and_reshards_blocks(own_process_group) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
+    strategy = strategies.get("fsdp2")(make_settings(precision="bf16"))
+    strategy.build(partial(hf_zoo.build, "meta-llama/Meta-Llama-3-8B", vocab_size=4096))
+    model = strategy.module()
+    weights = [model.model.layers[-1].mlp.up_proj, model.model.embed_tokens, model.model.norm, model.lm_head]
+
+    def are_sharded() -> list[bool]:
+        return [isinstance(module.weight, DTensor) for module in weights]
+
+    batch = hf_zoo.batch()
+    model(**batch)
+    assert are_sharded() == [True, True, False, False]
+    strategy.step([batch])
+    assert are_sharded() == [True] * 4
+    strategy.evaluate([batch])
+    assert are_sharded() == [True] * 4
+    strategy.close()

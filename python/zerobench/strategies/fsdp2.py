@@ -1,5 +1,5 @@
-"""FSDP2 (fully_shard): every block a group of its own, as is a large embedding or head that is not tied, as in
-torchtitan; the rest with the root."""
+"""FSDP2 (fully_shard): every block a group of its own, as is a large embedding or head that is not tied, the head kept
+gathered after forward, as in torchtitan; the rest with the root."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class FSDP2Strategy(PeerStrategy):
     stage = 3
     shards_while_building = True
     reshard_after_forward: ClassVar[bool] = True
+    keeps_head: ClassVar[bool] = True
 
     @classmethod
     def unplaced(cls, settings: StrategySettings) -> str | None:
@@ -66,11 +67,13 @@ class FSDP2Strategy(PeerStrategy):
         shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": self._offload_policy()}
         device = torch_device(self.settings)
         units = find_units(model)  # those of our own stages
+        # What backward needs first stays gathered after forward: the head and the root.
+        head = getattr(model, "get_output_embeddings", lambda: None)()  # of Hugging Face models
         for name, module in zip(units.names[1:], units.modules[1:], strict=True):
             materialise(model, [name], device=device)
-            fully_shard(module, reshard_after_forward=self.reshard_after_forward, **shared)
+            reshards = self.reshard_after_forward and not (module is head and self.keeps_head)
+            fully_shard(module, reshard_after_forward=reshards, **shared)
         materialise(model, device=device)
-        # The root's parameters are needed first in backward, so they stay gathered after forward.
         self._root: FSDPModule = fully_shard(model, reshard_after_forward=False, **shared)
         self._groups: list[FSDPModule] = [
             module for module in model.modules() if isinstance(module, FSDPModule)
