@@ -35,6 +35,7 @@ from zerobench.bench.intervals import (
     merged,
     subtracted,
 )
+from zerobench.bench.meters import device_profiler
 
 WARMUP_STEPS = 4
 RECORDED_STEPS = 3  # of which the last but one is shown
@@ -112,9 +113,7 @@ def gpu_spans(found: list[Span], *, on: bool) -> Iterator[None]:
         yield
         return
     offset_ns = time.time_ns() - time.perf_counter_ns()
-    # acc_events: or torch warns that it forgets earlier cycles.
-    cuda_only = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=cuda_only, acc_events=True) as profiler:
+    with device_profiler() as profiler:
         yield
         torch.cuda.synchronize()
     for event in profiler.profiler.kineto_results.events():

@@ -14,7 +14,7 @@ from device_arrays import DTYPES, SIZES, Array, dtype_of, hard_values  # noqa: E
 
 from zerobench import _native  # noqa: E402
 from zerobench.bench.intervals import is_update  # noqa: E402
-from zerobench.bench.meters import device_activities  # noqa: E402
+from zerobench.bench.meters import device_activities, device_profiler  # noqa: E402
 
 core, cuda = _native.load(), _native.load_cuda()
 FACTOR = struct.unpack("<f", struct.pack("<f", 1 / 3))[0]
@@ -242,9 +242,7 @@ def test_a_skipped_step_leaves_remainders_as_they_were(device) -> None:
 
 def test_a_profile_tells_updates_from_other_work(device) -> None:
     run = Run(4099, "bfloat16", "bfloat16", seed=1)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
-    ) as profiler:
+    with device_profiler() as profiler:
         update(device, [run])
         torch.zeros(5, device="cuda").add_(1)
         torch.cuda.synchronize()

@@ -21,7 +21,7 @@ from device_arrays import assert_same_bits, hard_values  # noqa: E402
 from gpu_ranks import DTYPES, GPU_NUM, Connected, ordinal_of  # noqa: E402
 
 from zerobench.bench.intervals import is_communication  # noqa: E402
-from zerobench.bench.meters import device_activities  # noqa: E402
+from zerobench.bench.meters import device_activities, device_profiler  # noqa: E402
 from zerobench.errors import CommunicationError  # noqa: E402
 
 MIB = 2**20
@@ -94,9 +94,7 @@ def check_profiled(at: Connected) -> None:
     numel = 4096
     full, _ = at.buffer(numel * at.comm.world_size, "bfloat16")
     shard, _ = at.buffer(numel, "bfloat16")
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
-    ) as profiler:
+    with device_profiler() as profiler:
         at.run(lambda: at.comm.start_reduce_scatter(full, shard, shard_numel=numel, dtype="bfloat16"))
         torch.cuda.synchronize()
     names = {activity.name for activity in device_activities(profiler)}

@@ -188,10 +188,7 @@ class CudaMeter(Meter):
         if not steps:
             return {}
         found = []
-        # Without CPU activities: recording every operation would make the host late, and that is what is asked.
-        # acc_events: or torch warns that it forgets earlier cycles.
-        cuda_only = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=cuda_only, acc_events=True) as profiler:
+        with device_profiler() as profiler:
             for index, batches in enumerate(steps):
                 torch.cuda._sleep(_HEAD_START_CYCLES)
                 found.append(strategy.profiled_step(batches))
@@ -199,6 +196,13 @@ class CudaMeter(Meter):
             torch.cuda.synchronize()
         offloads = strategy.settings.offload != "none"
         return split_steps(device_activities(profiler), found, offloads=offloads)
+
+
+def device_profiler() -> torch.profiler.profile:
+    """A profile without CPU activities: recording every operation would make the host late, and that is what is
+    asked."""
+    # acc_events: or torch warns that it forgets earlier cycles.
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
 
 
 def device_activities(profiler: Any) -> list[Activity]:
