@@ -28,7 +28,7 @@ compare() {
   local name="$1" model="$2" batch_size="$3" seq_length="$4" num_steps="$5" strategies="${STRATEGIES:-$6}"
   shift 6
   python3 -m zerobench compare --model "$model" --batch-size "$batch_size" --seq-length "$seq_length" --precision bf16 \
-    --num-steps "$num_steps" --warmup-steps 6 --verify-layers 2 --strategies "$strategies" "$@" --output-dir "$out/$name"
+    --num-steps "$num_steps" --warmup-steps 20 --verify-layers 2 --strategies "$strategies" "$@" --output-dir "$out/$name"
 }
 
 section() {

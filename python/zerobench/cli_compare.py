@@ -131,7 +131,9 @@ def compare(
     ] = None,
     tf32: Annotated[bool, typer.Option("--tf32", help="Multiply fp32 matrices in TF32 on GPUs.")] = False,
     num_steps: Annotated[int, typer.Option(help="Measured optimizer steps.")] = 20,
-    warmup_steps: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 5,
+    warmup_steps: Annotated[
+        int | None, typer.Option(help="Steps before the measured ones. Default: 5, on GPUs 20.")
+    ] = None,
     repeats: Annotated[
         int, typer.Option(help="Measure everything this often, interleaved, in fresh processes.")
     ] = 1,
@@ -257,7 +259,7 @@ def compare(
         tf32=tf32,
         verify_layers=verify_layers,
         num_steps=num_steps,
-        warmup_steps=warmup_steps,
+        warmup_steps=defaults.warmup_steps if warmup_steps is None else warmup_steps,
         repeats=repeats,
         data=data,
         seed=seed,

@@ -64,6 +64,29 @@ def test_summary_keeps_every_sample() -> None:
     assert summary.std == pytest.approx(statistics.stdev(summary.samples))
 
 
+@pytest.mark.parametrize("sample_num", [6, 16, 40])
+def test_steady_times_are_seldom_said_to_change(sample_num: int) -> None:
+    generator = random.Random(sample_num)
+    windows = [[generator.gauss(100, 10) for _ in range(sample_num)] for _ in range(1000)]
+    assert sum(stats.drift([window]) is not None for window in windows) < 20
+
+
+@given(st.integers(8, 30), st.sampled_from([-0.3, -0.05, 0.05, 0.3]), st.integers(-3, 3))
+def test_what_changes_from_step_to_step_is_told_in_shares(step_num: int, share: float, exponent: int) -> None:
+    ramp = [10.0**exponent * (1 + share * (step / (step_num - 1) - 0.5)) for step in range(step_num)]
+    assert stats.drift([ramp]) == pytest.approx(share)
+    assert stats.drift([ramp, ramp, ramp]) == pytest.approx(share)  # repeats, each from the beginning
+
+
+def test_what_differs_between_repeats_or_hardly_changes_is_steady() -> None:
+    generator = random.Random(3)
+    repeats = [[generator.gauss(level, 0.1) for _ in range(20)] for level in (10.0, 20.0, 30.0)]
+    assert stats.drift(repeats) is None
+    assert stats.drift([[100 + 0.1 * step for step in range(20)]]) is None  # 1.9 %
+    assert stats.drift([[1.0, 2.0, 3.0, 4.0, 5.0]]) is None  # too few
+    assert stats.drift([[7.0] * 20]) is None
+
+
 def test_error_of_the_median_matches_its_spread() -> None:
     """The estimate from one window against the spread of medians over many windows."""
     generator = random.Random(1)

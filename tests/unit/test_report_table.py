@@ -255,6 +255,25 @@ def test_outlying_steps_are_said_of_the_worst_of_many_rows() -> None:
     assert "Outlying steps (kept): in 5 rows, most in zero0: 4 of 20." in text
 
 
+def test_steps_that_still_changed_are_named_by_row_and_window() -> None:
+    results = sample()
+    names = [row.strategy for row in results.rows]
+
+    def noted(row_num: int, step_num: int, samples: list[float]) -> str:
+        for row in results.rows[:row_num]:
+            assert row.step_time_ms is not None
+            row.step_time_ms.samples, row.settings.num_steps = samples, step_num
+        return " ".join(table_text(results, width=220).split())
+
+    falling = [100.0 - 2 * step for step in range(20)]
+    assert "still changed" not in noted(0, 20, falling)
+    once = noted(1, 20, falling)
+    assert f"from the first measured step to the last: {names[0]}, -47 %. What a long" in once
+    assert "still changed" not in noted(1, 5, falling)  # four repeats of five steps: too few to tell
+    assert "still changed" not in noted(1, 20, [10.0] * 20 + [20.0] * 20)  # two repeats, each steady
+    assert "in 5 rows, most in" in noted(5, 20, falling)
+
+
 def test_a_note_is_of_a_column_that_is_there() -> None:
     results = gpus()
     texts = {left_out: [text for text, _ in note_lines(results, left_out)] for left_out in ((), ("MFU %",))}

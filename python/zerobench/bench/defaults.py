@@ -32,6 +32,7 @@ class Defaults:
     world_size: int
     batch_size: int
     seq_length: int
+    warmup_steps: int
 
 
 def choose_device(asked: str, seen: VisibleGpus) -> str:
@@ -61,6 +62,7 @@ def defaults_on(
             world_size=min(2, cpu_num),
             batch_size=4,
             seq_length=128,
+            warmup_steps=5,
         )
     return Defaults(
         model="gpt2",
@@ -69,6 +71,8 @@ def defaults_on(
         world_size=gpu_num,
         batch_size=8,
         seq_length=1024,
+        # Peers' allocators settle and GPUs come to their power cap meanwhile (benchmarks/gpu_h200x4.md).
+        warmup_steps=20,
     )
 
 

@@ -22,6 +22,7 @@ from .rows import (
     workload,
     workload_heads,
 )
+from .stats import drift
 from .words import DTYPE_ROLES, join_words
 
 NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
@@ -236,6 +237,8 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequenc
         notes.append(text)
     if text := _outlier_text(rows, labels):
         notes.append(text)
+    if text := _drift_text(rows, labels):
+        notes.append(text)
     if ranked and not any(row.baseline for row in rows):
         default = " or ".join(DEFAULT_BASELINES)
         notes.append(
@@ -301,3 +304,24 @@ def _outlier_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
         worst = max(flagged, key=lambda entry: entry[1])
         text = f"in {len(flagged)} rows, most in {worst[0]}: {worst[1]} of {worst[2]}"
     return f"Outlying steps (kept): {text}. Something else may have run: repeat on a quiet machine."
+
+
+def _drift_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
+    drifts = [(label, found) for row, label in zip(rows, labels, strict=True) if (found := _drift_of(row))]
+    if not drifts:
+        return ""
+    texts = [f"{label}, {100 * share:+.0f} %" for label, share in drifts]
+    if len(drifts) > 4:
+        worst = max(range(len(drifts)), key=lambda index: abs(drifts[index][1]))
+        texts = [f"in {len(drifts)} rows, most in {texts[worst]}"]
+    return (
+        f"Step times that still changed from the first measured step to the last: {'; '.join(texts)}. What a long "
+        "training would take is not settled: give more --warmup-steps and --num-steps."
+    )
+
+
+def _drift_of(row: Row) -> float | None:
+    if row.status != "ok" or row.step_time_ms is None:
+        return None
+    samples, step_num = row.step_time_ms.samples, row.settings.num_steps
+    return drift([samples[begin : begin + step_num] for begin in range(0, len(samples), step_num)])

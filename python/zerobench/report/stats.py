@@ -1,4 +1,4 @@
-"""Robust statistics of samples: median, MAD, outliers, errors of medians, a ratio with its interval.
+"""Robust statistics of samples: median, MAD, outliers, drift, errors of medians, a ratio with its interval.
 
 Plain Python: the micro-benchmarks and the comparison both use it. Formulas and sources stand in docs/metrics.md.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -24,6 +24,13 @@ ASQC 1993)."""
 FEWEST_SAMPLES = 6
 """With fewer nothing is said of noise: by chance alone they may lie close together, and no two of them bound the median
 with 95 % (the whole range of 5 holds it in 93.75 % of cases)."""
+
+
+STEADY_SHARE = 0.03
+"""Times that change by less than this share of their median over the measured steps are steady enough."""
+
+DRIFT_SIGMAS = 2.576
+"""Of Kendall's S: chance alone goes beyond in 1 % of cases."""
 
 
 class Ratio(NamedTuple):
@@ -65,6 +72,33 @@ def outliers(values: Sequence[float]) -> list[int]:
     if len(values) < FEWEST_SAMPLES:
         return []
     return [index for index, score in enumerate(modified_z_scores(values)) if abs(score) > OUTLIER_SIGMAS]
+
+
+def drift(windows: Sequence[Sequence[float]]) -> float | None:
+    """By which share of the median times rose (or fell, then negative) from the first to the last step of a window;
+    None where they are steady, by size or because chance alone could be behind it.
+
+    The slope is that of Theil and Sen, the test that of Mann and Kendall, both over pairs within a window (Hirsch,
+    Slack and Smith, Techniques of Trend Analysis for Monthly Water Quality Data, 1982)."""
+    rises = above = 0
+    variance = 0.0
+    slopes = []
+    for window in windows:
+        step_num = len(window)
+        if step_num < FEWEST_SAMPLES:
+            continue
+        for first, second in combinations(range(step_num), 2):
+            change = window[second] - window[first]
+            rises += (change > 0) - (change < 0)
+            slopes.append(change / (second - first))
+        variance += step_num * (step_num - 1) * (2 * step_num + 5) / 18
+        above = max(above, step_num - 1)
+    centre = median([time for window in windows for time in window])
+    if not slopes or centre <= 0:
+        return None
+    score = (abs(rises) - 1) / math.sqrt(variance)
+    share = median(slopes) * above / centre
+    return share if score > DRIFT_SIGMAS and abs(share) >= STEADY_SHARE else None
 
 
 def summarise(samples: Sequence[float]) -> StepTime:
