@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 
 #include "common/error.h"
@@ -310,10 +309,14 @@ void LaneDevice::run_some() {
 
 bool LaneDevice::step(bool eager) {
   std::array<std::size_t, kLaneNum> order;
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), random_);
-  for (const std::size_t lane : order) {
-    if (lanes_[lane].empty() || (eager && !runs_at_once(lane)) || !lanes_[lane].front().work()) continue;
+  auto end = order.begin();
+  for (std::size_t lane = 0; lane < kLaneNum; ++lane) {
+    if (!lanes_[lane].empty() && (!eager || runs_at_once(lane))) *end++ = lane;
+  }
+  std::shuffle(order.begin(), end, random_);
+  for (auto lane_at = order.begin(); lane_at != end; ++lane_at) {
+    const std::size_t lane = *lane_at;
+    if (!lanes_[lane].front().work()) continue;
     lanes_[lane].pop_front();
     peers_->progressed();
     return true;

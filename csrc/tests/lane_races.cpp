@@ -1,6 +1,7 @@
 #include "lane_races.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace zb::test {
 
@@ -34,9 +35,8 @@ void RaceDetector::touch(std::size_t actor, const Clock& clock, std::string_view
     return;
   }
   if (!allocation->is_watched) return;
-  const std::string who =
-      actor_name(actor) + (touched.is_written ? " writes in " : " reads in ") + std::string(operation);
-  const Access access{actor, clock[actor], &*names_.insert(who).first};
+  const std::string& who = name_of(actor, operation, touched.is_written);
+  const Access access{actor, clock[actor], &who};
   const auto first = split(*allocation, begin);
   const auto last = split(*allocation, begin + touched.bytes);
   for (auto piece = first; piece != last; ++piece) {
@@ -46,8 +46,10 @@ void RaceDetector::touch(std::size_t actor, const Clock& clock, std::string_view
       continue;
     }
     for (const Access& read : piece->second.reads) check(read, clock, who, *allocation);
-    piece->second = {access, {}};
   }
+  if (!touched.is_written) return;
+  first->second = {access, {}};  // one piece from here on
+  allocation->pieces.erase(std::next(first), last);
 }
 
 std::string RaceDetector::actor_name(std::size_t actor) {
@@ -55,6 +57,16 @@ std::string RaceDetector::actor_name(std::size_t actor) {
                                                       "the reduce lane",        "the lane to the host",
                                                       "the lane from the host", "the host"};
   return kNames[actor];
+}
+
+const std::string& RaceDetector::name_of(std::size_t actor, std::string_view operation, bool is_written) {
+  auto& names = names_[actor][is_written ? 1 : 0];
+  auto found = names.find(operation);
+  if (found == names.end()) {
+    const std::string what(operation);
+    found = names.emplace(what, actor_name(actor) + (is_written ? " writes in " : " reads in ") + what).first;
+  }
+  return found->second;
 }
 
 bool RaceDetector::touch_aliased(std::size_t actor, const Clock& clock, std::string_view operation,

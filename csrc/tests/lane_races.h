@@ -77,6 +77,9 @@ class RaceDetector {
   static std::uintptr_t address_of(const void* data) { return reinterpret_cast<std::uintptr_t>(data); }
   static std::string actor_name(std::size_t actor);
 
+  // How a finding names what touches; lives as long as the detector.
+  const std::string& name_of(std::size_t actor, std::string_view operation, bool is_written);
+
   // Whether it lies in aliased memory: then what is there is touched.
   bool touch_aliased(std::size_t actor, const Clock& clock, std::string_view operation, const Touched& touched);
 
@@ -90,7 +93,7 @@ class RaceDetector {
   std::function<void(const std::string&)> report_;
   std::map<std::uintptr_t, Memory> allocations_;
   std::map<std::uintptr_t, std::vector<Run>> aliases_;
-  std::set<std::string> names_;
+  std::array<std::array<std::map<std::string, std::string, std::less<>>, 2>, kActorNum> names_;  // by operation
   std::set<std::string> said_;
 };
 
