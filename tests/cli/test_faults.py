@@ -74,7 +74,7 @@ def test_a_limit_that_a_rank_cannot_start_in_is_oom(command) -> None:
     assert result.returncode == 1, result.stderr
     for row in command.rows().values():
         assert (row["status"], row["oom_tier"]) == ("oom", "host"), row["error"]
-        assert "no room for what a rank imports in --rank-memory-gib" in row["error"]
+        assert "the 0.003 GiB that --rank-memory-gib allows a rank are used up" in row["error"]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""A process that imported torch once and forks fresh ranks from that.
+"""A process that imported torch and what ranks do once, and forks fresh ranks from that.
 
-It imports torch only and runs no tensor operation: a child forked after one OpenMP region hangs. Ranks set their own
-threads and import everything else themselves. One job at a time; the command and this server talk JSON over a
+It only imports, neither the native core nor a user's own modules, and runs no tensor operation: a child forked after
+one OpenMP region hangs. Ranks set their own threads and load everything else themselves. One job at a time; the command and this server talk JSON over a
 SOCK_SEQPACKET socket. Ranks live in one process group that is killed when their job ends, and both the server and
 the ranks die with their parent, so nothing outlives the command, however it ends.
 """
@@ -30,6 +30,7 @@ MESSAGE_LIMIT_BYTES = 1 << 17
 FD_LIMIT = 250  # of one SCM_RIGHTS message
 # Imported by every strategy's first optimizer step; plain Python, and a second for each rank if not done here.
 _TORCH_MODULES = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+_RANK_MODULE = "zerobench.bench.worker"  # another half of a second
 
 
 class ForkServer:
@@ -165,10 +166,10 @@ def send(report_fd: int, kind: str, body: Mapping[str, Any]) -> None:
 
 
 def tell(error: BaseException, *, report_fd: int, is_limited: bool) -> None:
-    """What ended a rank before it could say so by its own means (channel.py), whose import may be what failed."""
+    """What ended a rank before it could say so by its own means (channel.py)."""
     lines = str(error).strip().splitlines() or ["no message"]
     if isinstance(error, MemoryError):
-        lines = [f"there is no room for what a rank imports{' in --rank-memory-gib' if is_limited else ''}"]
+        lines = [f"there is no room for a rank to begin{' in --rank-memory-gib' if is_limited else ''}"]
     body = {  # a RankError (job.py)
         "type": type(error).__name__,
         "message": lines[0],
@@ -184,7 +185,7 @@ def main() -> None:
     die_with_parent(signal.SIGTERM)
     control = socket.socket(fileno=int(sys.argv[1]))
     import_torch()
-    for name in _TORCH_MODULES:
+    for name in (*_TORCH_MODULES, _RANK_MODULE):
         importlib.import_module(name)
     if sys.modules["torch"].cuda.is_initialized():
         sys.exit("importing torch initialised CUDA, so no rank that is forked from here could use a GPU")
