@@ -16,11 +16,11 @@ from zerobench.errors import ConfigError
 
 def test_defaults_follow_the_device() -> None:
     cpu = defaults_on("cpu", gpu_num=0, cpu_num=8)
-    assert (cpu.model, cpu.precision, cpu.world_size) == ("tiny", "fp32", 2)
+    assert (cpu.model, cpu.precision, cpu.world_size, cpu.warmup_steps) == ("tiny", "fp32", 2, 5)
     assert cpu.strategies[0] == "single"
     assert defaults_on("cpu", gpu_num=0, cpu_num=1).world_size == 1
     gpus = defaults_on("cuda", gpu_num=8, cpu_num=2, installed=lambda package: False)
-    assert (gpus.model, gpus.precision, gpus.world_size) == ("gpt2", "bf16", 8)
+    assert (gpus.model, gpus.precision, gpus.world_size, gpus.warmup_steps) == ("gpt2", "bf16", 8, 20)
     assert gpus.strategies == (
         "compute_only", "zero0", "zero1", "zero2", "zero3",
         "ddp", "ddp_compress", "ddp_master", "fsdp1", "fsdp2", "fsdp2_keep",

@@ -1,9 +1,9 @@
 """A process that imported torch and what ranks do once, and forks fresh ranks from that.
 
 It only imports, neither the native core nor a user's own modules, and runs no tensor operation: a child forked after
-one OpenMP region hangs. Ranks set their own threads and load everything else themselves. One job at a time; the command and this server talk JSON over a
-SOCK_SEQPACKET socket. Ranks live in one process group that is killed when their job ends, and both the server and
-the ranks die with their parent, so nothing outlives the command, however it ends.
+one OpenMP region hangs. Ranks set their own threads and load everything else themselves. One job at a time; the command
+and this server talk JSON over a SOCK_SEQPACKET socket. Ranks live in one process group that is killed when their job
+ends, and both the server and the ranks die with their parent, so nothing outlives the command, however it ends.
 """
 
 from __future__ import annotations
@@ -188,7 +188,9 @@ def main() -> None:
     for name in (*_TORCH_MODULES, _RANK_MODULE):
         importlib.import_module(name)
     if sys.modules["torch"].cuda.is_initialized():
-        sys.exit("importing torch initialised CUDA, so no rank that is forked from here could use a GPU")
+        sys.exit(
+            "importing torch or zerobench initialised CUDA, so no rank that is forked from here could use a GPU"
+        )
     gc.freeze()  # a rank's collector would write to every page that it shares with this process
     ForkServer(control).serve()
 

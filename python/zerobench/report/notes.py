@@ -292,30 +292,28 @@ def _is_below_floor(row: Row, rows: Sequence[Row]) -> bool:
 
 def _outlier_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
     flagged = [
-        (label, len(row.step_time_ms.outliers), len(row.step_time_ms.samples))
+        (f"{label}: {outlier_num} of {len(row.step_time_ms.samples)}", outlier_num)
         for row, label in zip(rows, labels, strict=True)
-        if row.status == "ok" and row.step_time_ms is not None and row.step_time_ms.outliers
+        if row.status == "ok" and row.step_time_ms is not None
+        if (outlier_num := len(row.step_time_ms.outliers))
     ]
     if not flagged:
         return ""
-    if len(flagged) <= 4:
-        text = "; ".join(f"{label}: {outlier_num} of {step_num}" for label, outlier_num, step_num in flagged)
-    else:
-        worst = max(flagged, key=lambda entry: entry[1])
-        text = f"in {len(flagged)} rows, most in {worst[0]}: {worst[1]} of {worst[2]}"
-    return f"Outlying steps (kept): {text}. Something else may have run: repeat on a quiet machine."
+    return (
+        f"Outlying steps (kept): {_by_row(flagged)}. Something else may have run: repeat on a quiet machine."
+    )
 
 
 def _drift_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
-    drifts = [(label, found) for row, label in zip(rows, labels, strict=True) if (found := _drift_of(row))]
+    drifts = [
+        (f"{label}, {100 * share:+.0f} %", abs(share))
+        for row, label in zip(rows, labels, strict=True)
+        if (share := _drift_of(row))
+    ]
     if not drifts:
         return ""
-    texts = [f"{label}, {100 * share:+.0f} %" for label, share in drifts]
-    if len(drifts) > 4:
-        worst = max(range(len(drifts)), key=lambda index: abs(drifts[index][1]))
-        texts = [f"in {len(drifts)} rows, most in {texts[worst]}"]
     return (
-        f"Step times that still changed from the first measured step to the last: {'; '.join(texts)}. What a long "
+        f"Step times that still changed from the first measured step to the last: {_by_row(drifts)}. What a long "
         "training would take is not settled: give more --warmup-steps and --num-steps."
     )
 
@@ -325,3 +323,10 @@ def _drift_of(row: Row) -> float | None:
         return None
     samples, step_num = row.step_time_ms.samples, row.settings.num_steps
     return drift([samples[begin : begin + step_num] for begin in range(0, len(samples), step_num)])
+
+
+def _by_row(found: Sequence[tuple[str, float]]) -> str:
+    """What is said of each row, or of many the one with the most."""
+    if len(found) <= 4:
+        return "; ".join(text for text, _ in found)
+    return f"in {len(found)} rows, most in {max(found, key=lambda entry: entry[1])[0]}"
