@@ -17,7 +17,7 @@ namespace zb::test {
 LaneSchedule lane_schedule(std::uint32_t number);
 // Both kinds in turn; two rounds of the policies have all of each.
 #ifdef __SANITIZE_THREAD__
-inline constexpr std::uint32_t kLaneScheduleNum = kLanePolicyNum;  // ranks take turns, so there is little to find
+inline constexpr std::uint32_t kLaneScheduleNum = 4;  // ranks take turns, so there is little to find; two of each kind
 #else
 inline constexpr std::uint32_t kLaneScheduleNum = 2 * kLanePolicyNum;
 #endif
