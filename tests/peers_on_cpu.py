@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from unittest import mock
 
 from torch import nn
 
@@ -36,10 +37,11 @@ class DeepSpeedOnCpu(OnCpu):
 def import_muon() -> None:
     """DeepSpeed imports it for its name, and with it a function that is decorated to be compiled: all of inductor, two
     or three seconds of every rank, for what no row calls."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    with contextlib.suppress(ImportError):  # not every DeepSpeed has it
+    with (
+        mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"),
+        contextlib.suppress(ImportError),  # not every DeepSpeed has it
+    ):
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    del os.environ["TORCHDYNAMO_DISABLE"]
 
 
 class DeepSpeed0(DeepSpeedOnCpu, deepspeed.DeepSpeed0Strategy):
