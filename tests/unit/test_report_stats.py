@@ -78,6 +78,19 @@ def test_what_changes_from_step_to_step_is_told_in_shares(step_num: int, share: 
     assert stats.drift([ramp, ramp, ramp]) == pytest.approx(share)  # repeats, each from the beginning
 
 
+@pytest.mark.parametrize("step_num", [500, 501, 999, 2500])
+def test_a_long_window_is_told_as_a_short_one(step_num: int) -> None:
+    ramp = [1 + 0.3 * step / (step_num - 1) for step in range(step_num)]
+    assert stats.drift([ramp]) == pytest.approx(0.3 / 1.15, rel=0.01)
+
+
+def test_noise_does_not_hide_what_changes_in_a_long_window() -> None:
+    generator = random.Random(4)
+    steps = [generator.gauss(100 + step / 4000, 3) for step in range(20_000)]
+    assert stats.drift([steps]) == pytest.approx(0.05, rel=0.05)
+    assert stats.drift([[generator.gauss(100, 3) for _ in steps]]) is None
+
+
 def test_what_differs_between_repeats_or_hardly_changes_is_steady() -> None:
     generator = random.Random(3)
     repeats = [[generator.gauss(level, 0.1) for _ in range(20)] for level in (10.0, 20.0, 30.0)]
