@@ -102,8 +102,8 @@ def checked_states(
     named: Mapping[str, nn.Parameter], given: Mapping[str, Mapping[str, torch.Tensor]], *, may_be_none: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
     """What the core is to load, by kind ("parameters", or one of the optimizer's states) and parameter name, in fp32 on
-    the host. Raises ConfigError as ``expect_same_tensors`` does; frozen parameters have no optimizer state. Where no
-    kind has any, that is an error too unless it ``may_be_none``."""
+    the host. Raises ConfigError as ``expect_same_tensors`` does, and for averages of squares that are negative; frozen
+    parameters have no optimizer state. Where no kind has any, that is an error too unless it ``may_be_none``."""
     if may_be_none and not any(given.values()):
         return {kind: {} for kind in given}
     named = {name: p for name, p in named.items() if p.is_floating_point()}
@@ -112,6 +112,12 @@ def checked_states(
         wanted = named if kind == "parameters" else {n: p for n, p in named.items() if p.requires_grad}
         expect_same_tensors(kind, given=tensors, wanted=wanted, known=named)
         states[kind] = {name: tensors[name].detach().float().cpu().contiguous() for name in wanted}
+    for name, average in states["exp_avg_sq"].items():
+        if (average < 0).any():
+            raise ConfigError(
+                f"exp_avg_sq of '{name}' to load has a negative value, which an average of squares cannot have; load "
+                "the state as it was saved"
+            )
     return states
 
 

@@ -210,6 +210,9 @@ def load_wrongly(rank: ranks.Rank) -> dict[str, str]:
     for key, wrong in (("step", 2.5), ("loss_scale", 5), ("param_groups", [{"lr": float("nan")}])):
         refuse(f"{key} of one", ConfigError, kept | ({key: wrong} if rank.rank == 1 else {}))
     refuse("shape", ConfigError, kept | {"parameters": kept["parameters"] | {name: torch.zeros(3)}})
+    squares = {name: square.clone() for name, square in kept["exp_avg_sq"].items()}
+    next(iter(squares.values())).view(-1)[-1] = -1e-30  # remainders keep a bit in its sign
+    refuse("negative", ConfigError, kept | {"exp_avg_sq": squares})
     engine.backward(engine(**case.batch(1, rank.rank, 0)))
     refuse("in a step", StateError, kept)
     engine.step()
@@ -224,6 +227,7 @@ def load_wrongly(rank: ranks.Rank) -> dict[str, str]:
 def test_what_cannot_be_loaded_is_refused():
     for said in ranks.run(load_wrongly):
         assert "exp_avg" in said["missing"] and "shape (3,)" in said["shape"]
+        assert "exp_avg_sq" in said["negative"] and "as it was saved" in said["negative"]
         for kind in ("parameters", "exp_avg", "buffers"):
             assert f"the {kind} to load have 'more.weight', which the model lacks" in said[f"more {kind}"]
         assert "the step to load is 2.5" in said["step of one"]
