@@ -62,7 +62,8 @@ def initialize(
     (``zerobench.models.materialise.materialise``, or one's own), unit by unit, and sharded at once: a model larger than
     one device, or than the host, can be built.
 
-    The engine also unpacks as ``engine, optimizer, dataloader, lr_scheduler`` (the last two None).
+    The engine also unpacks as ``engine, optimizer, dataloader, lr_scheduler`` (the last two None), and has these by
+    number, as in ``initialize(...)[0]``.
 
     Raises ConfigError, CommunicationError (ranks missing), OutOfMemoryError, OSError (of swap files).
     """
@@ -439,6 +440,9 @@ class Engine(EngineFacts):
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self, self.optimizer, None, None))
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(self)[index]
 
     def __getattr__(self, name: str) -> Any:
         # Unknown names fall through to the model, as training scripts expect of an engine.

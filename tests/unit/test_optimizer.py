@@ -117,6 +117,7 @@ def test_hyperparameters_that_no_update_can_have_keep_the_gradients():
 def test_schedulers_work_without_warnings():
     engine, optimizer, loader, scheduler = start(small_models.Bare())
     assert loader is None and scheduler is None and isinstance(optimizer, torch.optim.Optimizer)
+    assert engine[0] is engine and engine[1] is optimizer
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
