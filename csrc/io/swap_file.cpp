@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/file.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -62,13 +61,11 @@ bool is_of_this_host(std::string_view name) {
   return name.substr(kPrefix.size()).starts_with(host);
 }
 
-bool is_local_file_system(const std::string& directory) {
-  constexpr std::array<std::uint32_t, 7> kLocal{0xEF53,     0x58465342, 0x9123683E, 0x01021994,
-                                                0x794C7630, 0x2FC12FC1, 0xF2F52010};  // ext, xfs, btrfs, tmpfs,
-                                                                                      // overlay, zfs, f2fs
-  struct statfs facts{};
-  return ::statfs(directory.c_str(), &facts) == 0 &&
-         std::ranges::find(kLocal, static_cast<std::uint32_t>(facts.f_type)) != kLocal.end();
+bool is_local_file_system(const std::string& directory, System& system) {
+  constexpr std::array<std::int64_t, 7> kLocal{0xEF53,     0x58465342, 0x9123683E, 0x01021994,
+                                               0x794C7630, 0x2FC12FC1, 0xF2F52010};  // ext, xfs, btrfs, tmpfs,
+                                                                                     // overlay, zfs, f2fs
+  return std::ranges::find(kLocal, system.file_system_type(directory.c_str())) != kLocal.end();
 }
 
 // As this process sees it: one in another container may live.
@@ -103,7 +100,7 @@ std::size_t remove_stale_swap_files(const std::string& directory, System& system
   for (std::filesystem::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
     if (is_swap_name(it->path().filename().string())) found.push_back(it->path());
   }
-  const bool local = is_local_file_system(directory);
+  const bool local = is_local_file_system(directory, system);
   const auto deadline = std::chrono::steady_clock::now() + kRingPatience;
   std::size_t removed_num = 0;
   for (const std::filesystem::path& path : found) {

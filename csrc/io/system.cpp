@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -56,6 +57,11 @@ std::int64_t System::direct_alignment_bytes(int fd) {
   static_cast<void>(fd);
 #endif
   return 0;
+}
+
+std::int64_t System::file_system_type(const char* directory) {
+  struct statfs facts{};
+  return ::statfs(directory, &facts) < 0 ? -errno : static_cast<std::uint32_t>(facts.f_type);
 }
 
 ssize_t System::pread(int fd, std::byte* memory, std::size_t bytes, std::uint64_t offset) {

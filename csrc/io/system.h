@@ -26,6 +26,7 @@ class System {
   virtual std::int64_t free_bytes(int fd);  // for this user, on the file's file system
   virtual std::int64_t direct_alignment_bytes(
       int fd);  // of offsets and memory for O_DIRECT; 0 where the kernel is silent
+  virtual std::int64_t file_system_type(const char* directory);  // statfs(2)'s f_type
   virtual ssize_t pread(int fd, std::byte* memory, std::size_t bytes, std::uint64_t offset);
   virtual ssize_t pwrite(int fd, const std::byte* memory, std::size_t bytes, std::uint64_t offset);
 

@@ -160,6 +160,28 @@ TEST(SwapFile, OnlySwapFilesAreRemoved) {
   EXPECT_EQ(folder.file_num(), 3U);
 }
 
+// NFS: not every server passes locks on, so a lock that can be had tells nothing of another host's run.
+class SharedDisk : public System {
+ public:
+  std::int64_t file_system_type(const char* /*directory*/) override { return 0x6969; }
+};
+
+TEST(SwapFile, FilesOfOtherHostsAreLeftAloneWhereHostsMayShareTheDisk) {
+  const Folder folder;
+  const std::string mine = [&] {
+    const SwapFile file(spec_in(folder.path()));
+    return file.path();
+  }();
+  std::ofstream(mine) << "x";  // as a killed run leaves it
+  const std::string theirs = folder.path() + "/zerobench-swap.another-host.rank0.pid1.0-0.tmp";
+  std::ofstream(theirs) << "x";
+  SharedDisk shared;
+  EXPECT_EQ(remove_stale_swap_files(folder.path(), shared), 1U);
+  EXPECT_FALSE(std::filesystem::exists(mine));
+  EXPECT_TRUE(std::filesystem::exists(theirs));
+  EXPECT_EQ(remove_stale_swap_files(folder.path()), 1U);  // a disk of this host's own
+}
+
 // Another run that cleans up between our open and our lock takes the file away; we must notice and make another.
 class Racing : public FaultySystem {
  public:
