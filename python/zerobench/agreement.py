@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from zerobench.config import Config
 from zerobench.errors import CommunicationError, ConfigError
@@ -56,15 +59,41 @@ def setup_facts(config: Config, units: UnitModules, groups: list[dict[str, Any]]
 
 def expect_same_setup(communicator: Any, facts: list[str]) -> None:
     """Raise ConfigError, the same on every rank, where ranks have other ``facts`` than rank 0. Collective."""
+    if (found := _first_difference(communicator, facts)) is not None:
+        other, theirs, first = found
+        raise ConfigError(
+            f"rank {other} was set up differently from rank 0: it has {theirs}, and rank 0 has {first}; give every "
+            "rank the same model, param groups and configuration"
+        )
+    # No rank goes on before all have the answer: what one fails at next, each finds out for itself.
+    if communicator.world_size > 1:
+        with contextlib.suppress(CommunicationError):
+            communicator.barrier()
+
+
+def expect_same_unheld(communicator: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError, the same on every rank, where ranks have other buffers and integer parameters than rank 0 by
+    now, before they share them. Collective."""
+    facts = [
+        f"'{name}' of shape {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in sorted(tensors.items())
+    ]
+    if (found := _first_difference(communicator, facts)) is not None:
+        other, theirs, first = found
+        raise ConfigError(
+            f"persistent buffers of rank {other} differ from rank 0's, and a state has them once for all ranks: it has "
+            f"{theirs}, and rank 0 has {first}; register those that are each rank's own with persistent=False"
+        )
+
+
+def _first_difference(communicator: Any, facts: list[str]) -> tuple[int, str, str] | None:
+    """The first rank with other facts than rank 0, the first of its facts that is another, and rank 0's in its place.
+    None where all are alike. Collective."""
     if communicator.world_size == 1:
-        return
+        return None
     whole = _digest("\n".join(facts)) + len(facts).to_bytes(_COUNT_BYTES, "little")
     answers = _exchange(communicator, whole)
     if len(set(answers)) == 1:
-        # No rank goes on before all have the answer: what one fails at next, each finds out for itself.
-        with contextlib.suppress(CommunicationError):
-            communicator.barrier()
-        return
+        return None
     counts = [int.from_bytes(answer[_DIGEST_BYTES:], "little") for answer in answers]
     common = min(counts)
     digests = _exchange(communicator, b"".join(_digest(fact) for fact in facts[:common]))
@@ -80,10 +109,7 @@ def expect_same_setup(communicator: Any, facts: list[str]) -> None:
     answers = _exchange(communicator, _digest(mine) + mine.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
     other = next(rank for rank, answer in enumerate(answers) if answer != answers[0])
     said = [answer[_DIGEST_BYTES:].decode(errors="ignore").rstrip() for answer in answers]
-    raise ConfigError(
-        f"rank {other} was set up differently from rank 0: it has {said[other]}, and rank 0 has {said[0]}; give every "
-        "rank the same model, param groups and configuration"
-    )
+    return other, said[other], said[0]
 
 
 def raise_everywhere(communicator: Any, error: Exception | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
@@ -146,7 +146,10 @@ class OffloadOptimizerConfig(_Section):
     @field_validator("nvme_path", mode="before")
     @classmethod
     def _one_path(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+        paths = [value] if isinstance(value, str) else value
+        if isinstance(paths, Sequence) and any(path == "" for path in paths):
+            raise ValueError("an empty path names no directory; give one on the disk")
+        return paths
 
     @field_validator("ratio", mode="before")
     @classmethod

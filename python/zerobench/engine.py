@@ -19,12 +19,20 @@ from torch import nn
 from zerobench import _native, placement
 from zerobench import config as config_module
 from zerobench import topology as topology_module
-from zerobench.agreement import expect_same_setup, raise_everywhere, setup_facts
+from zerobench.agreement import expect_same_setup, expect_same_unheld, raise_everywhere, setup_facts
 from zerobench.change_watch import ChangeWatch
 from zerobench.config import Config
 from zerobench.engine_facts import EngineFacts
 from zerobench.errors import ConfigError, StateError
-from zerobench.full_state import Checked, checked_for_loading, of_rank_0, share_unheld, unheld_tensors
+from zerobench.full_state import (
+    Checked,
+    checked_for_loading,
+    of_rank_0,
+    settle_buffers,
+    share_tensors,
+    tensors_to_share,
+    unheld_tensors,
+)
 from zerobench.hooks import ModuleHooks, expect_settled
 from zerobench.known_parameters import KnownParameters
 from zerobench.optimizer import ZeroOptimizer
@@ -37,7 +45,7 @@ from zerobench.parameters import (
 )
 from zerobench.rank_cpus import rank_cpus
 from zerobench.swap_watch import SwapWatch
-from zerobench.trainable_model import expect_trainable
+from zerobench.trainable_model import expect_trainable, hold, release
 from zerobench.units import find_units
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -143,7 +151,8 @@ class Engine(EngineFacts):
                 materialise_unit, materialise=materialise, units=self._units, device=self._place.name
             ),
         )
-        self._share_unheld()
+        self._settle_buffers()
+        share_tensors(self._core, tensors_to_share(model))
         self._known = KnownParameters(model)
         for parameter in model.parameters():
             parameter.grad = None  # of another training
@@ -160,6 +169,7 @@ class Engine(EngineFacts):
             input_dtype=_TORCH_DTYPES[self._dtypes["param"]] if casts else None,
             enter=self._enter_stream,
         )
+        hold(self._known.named.values())
         self._offload_ratio: float | None = None
         if offload := config.offload_optimizer:
             self._offload_ratio = None if offload.ratio == "auto" else offload.ratio
@@ -201,6 +211,8 @@ class Engine(EngineFacts):
             raise StateError(
                 f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it with .mean()"
             )
+        if not loss.is_floating_point():
+            raise StateError(f"backward needs a floating-point loss, not {loss.dtype}; convert it before")
         accumulation_steps = self.config.gradient_accumulation_steps
         if self._micro_step >= accumulation_steps:
             raise StateError(
@@ -322,6 +334,8 @@ class Engine(EngineFacts):
         finally:
             self._hooks.may_load = may_load
             self._core.end_gather(units, modifier_rank=-1 if modifier_rank is None else modifier_rank)
+            if modifier_rank is not None:
+                share_tensors(self._core, self._integers_of(units), rank=modifier_rank)
             if modifier_rank is not None or self._core.parameters_sharded:  # there other changes are gone
                 self._changes.accept(lambda name: self._parameter_units[name] in units)
 
@@ -352,7 +366,9 @@ class Engine(EngineFacts):
         ``exp_avg_sq`` in fp32; ``buffers`` have their own dtypes. It takes 12 bytes of host memory for each parameter
         on every rank; with ``rank0_only`` on rank 0 alone, and other ranks' has no tensors.
         """
-        buffers = {n: of_rank_0(self._core, tensor) for n, tensor in unheld_tensors(self.module).items()}
+        unheld = unheld_tensors(self.module)
+        expect_same_unheld(self._core, unheld)
+        buffers = {name: of_rank_0(self._core, tensor) for name, tensor in sorted(unheld.items())}
         return {
             "parameters": self.full_parameters(rank0_only=rank0_only),
             "exp_avg": self.full_optimizer_state("exp_avg", rank0_only=rank0_only),
@@ -417,6 +433,7 @@ class Engine(EngineFacts):
         self._enter_stream()
         raise_everywhere(self._core, refusal)
         assert checked is not None
+        expect_same_unheld(self._core, unheld)
         self._core.load_full_state(checked.tensors, step=checked.step, loss_scale=checked.loss_scale)
         self._hooks.parameters_changed()
         for name, value in (buffers or {}).items():
@@ -432,6 +449,7 @@ class Engine(EngineFacts):
     def close(self) -> None:
         """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data."""
         self._hooks.remove()
+        release(self._known.named.values())
         try:
             self._core.close()
         finally:
@@ -494,9 +512,23 @@ class Engine(EngineFacts):
         share = placement.fitting_share(units, free_bytes=free_bytes)
         self._offload_ratio = self._core.place_state(share)
 
+    def _integers_of(self, units: list[int]) -> dict[str, torch.Tensor]:
+        """Parameters that the core does not hold, and that a gather makes everybody's."""
+        return {
+            name: parameter
+            for name, parameter in self._known.named.items()
+            if not parameter.is_floating_point() and self._parameter_units[name] in units
+        }
+
+    def _settle_buffers(self) -> None:
+        settle_buffers(self.module, device=self._place.name, dtype=_TORCH_DTYPES[self._dtypes["param"]])
+
     def _share_unheld(self) -> None:
-        dtype = _TORCH_DTYPES[self._dtypes["param"]]
-        share_unheld(self._core, self.module, device=self._place.name, dtype=dtype)
+        """Rank 0's for all, but for buffers that belong to no state: those are each rank's own."""
+        self._settle_buffers()
+        unheld = unheld_tensors(self.module)
+        expect_same_unheld(self._core, unheld)
+        share_tensors(self._core, unheld)
 
     def _units_of(
         self, parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | Engine | None

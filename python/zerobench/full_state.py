@@ -102,8 +102,9 @@ def checked_states(
     named: Mapping[str, nn.Parameter], given: Mapping[str, Mapping[str, torch.Tensor]], *, may_be_none: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
     """What the core is to load, by kind ("parameters", or one of the optimizer's states) and parameter name, in fp32 on
-    the host. Raises ConfigError as ``expect_same_tensors`` does, and for averages of squares that are negative; frozen
-    parameters have no optimizer state. Where no kind has any, that is an error too unless it ``may_be_none``."""
+    the host. Raises ConfigError as ``expect_same_tensors`` does, and for averages of squares that cannot be; frozen
+    parameters have no optimizer state. Where no kind has any, that is an error too unless it ``may_be_none``: then no
+    value is read."""
     if may_be_none and not any(given.values()):
         return {kind: {} for kind in given}
     named = {name: p for name, p in named.items() if p.is_floating_point()}
@@ -112,11 +113,11 @@ def checked_states(
         wanted = named if kind == "parameters" else {n: p for n, p in named.items() if p.requires_grad}
         expect_same_tensors(kind, given=tensors, wanted=wanted, known=named)
         states[kind] = {name: tensors[name].detach().float().cpu().contiguous() for name in wanted}
-    for name, average in states["exp_avg_sq"].items():
-        if (average < 0).any():
+    for name, average in {} if may_be_none else states["exp_avg_sq"].items():
+        if not (average >= 0).all():
             raise ConfigError(
-                f"exp_avg_sq of '{name}' to load has a negative value, which an average of squares cannot have; load "
-                "the state as it was saved"
+                f"exp_avg_sq of '{name}' to load has a value that is negative or not a number, which an average of "
+                "squares cannot have; load the state as it was saved"
             )
     return states
 
@@ -163,10 +164,9 @@ def unheld_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def share_unheld(core: Any, model: nn.Module, *, device: str, dtype: torch.dtype) -> None:
-    """Give every rank what rank 0 has and the core does not hold: buffers, put on the device, and integer and complex
-    parameters. Statistics of normalisation layers become ``dtype``, the parameters'. Collective. Raises ConfigError for
-    a buffer without values."""
+def settle_buffers(model: nn.Module, *, device: str, dtype: torch.dtype) -> None:
+    """Put buffers onto the device, where each can be written; statistics of normalisation layers become ``dtype``, the
+    parameters'. Raises ConfigError for a buffer without values."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ConfigError(
@@ -180,17 +180,41 @@ def share_unheld(core: Any, model: nn.Module, *, device: str, dtype: torch.dtype
                 size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
             ):
                 buffer = buffer.contiguous()  # one that was expanded cannot be written
-            module._buffers[name] = buffer
+            if buffer.is_inference():
+                buffer = buffer.clone()
             if isinstance(module, _NormBase) and buffer.is_floating_point():
-                module._buffers[name] = buffer = buffer.to(dtype)
-            buffer.copy_(of_rank_0(core, buffer))
-    for parameter in model.parameters():
-        if not parameter.is_floating_point() and not parameter.is_meta:
-            parameter.data.copy_(of_rank_0(core, parameter))
+                buffer = buffer.to(dtype)
+            module._buffers[name] = buffer
+
+
+def tensors_to_share(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What every rank gets from rank 0 beside the engine's parameters when an engine is made: every buffer, integer and
+    complex parameters."""
+    parameters = {n: p for n, p in unheld_tensors(model).items() if not p.is_meta}
+    return parameters | dict(model.named_buffers())
+
+
+def share_tensors(core: Any, tensors: Mapping[str, torch.Tensor], *, rank: int = 0) -> None:
+    """Give every rank the values that ``rank`` has; all have the same names and shapes. Collective."""
+    for _, tensor in sorted(tensors.items()):
+        tensor.data.copy_(of_rank_0(core, tensor) if rank == 0 else _of_rank(core, tensor, rank))
 
 
 def of_rank_0(core: Any, tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host of the values that rank 0 has. Collective."""
-    values = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    values = _on_host(tensor)
     core.broadcast(values)
     return values
+
+
+def _of_rank(core: Any, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    values = _on_host(tensor)
+    together = core.exchange(values.view(-1).view(torch.uint8).numpy().tobytes())
+    begin = rank * values.nbytes
+    return torch.frombuffer(bytearray(together[begin : begin + values.nbytes]), dtype=values.dtype).view_as(
+        values
+    )
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from zerobench.errors import StateError
+from zerobench.held_tensors import cast, tensors_in
 from zerobench.units import UnitModules
 
 # Dynamo would make graphs of what hooks do, and new ones whenever the tensors that they are called with have
@@ -133,7 +131,7 @@ class ModuleHooks:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 self._core.abandon_forward()
             raise
-        return None if self._input_dtype is None else _cast((args, kwargs), self._input_dtype)
+        return None if self._input_dtype is None else cast((args, kwargs), self._input_dtype)
 
     @_NOT_COMPILED
     def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -166,8 +164,8 @@ class ModuleHooks:
         if not torch.is_grad_enabled():
             return
         expect_fresh = functools.partial(self._expect_fresh, self._updates)
-        passed_on = {tensor.grad_fn for tensor in _tensors(given)}
-        for node in {tensor.grad_fn for tensor in _tensors(output)} - passed_on:
+        passed_on = {tensor.grad_fn for tensor in tensors_in(given)}
+        for node in {tensor.grad_fn for tensor in tensors_in(output)} - passed_on:
             if node is not None:
                 node.register_prehook(expect_fresh)
 
@@ -207,7 +205,7 @@ class UnitHooks:
         self._core.pre_forward(self._unit)
         if not torch.is_grad_enabled():
             return
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if tensor.requires_grad:
                 inputs[id(tensor)] = (tensor, tensor._version)
         if self._is_frozen and inputs:
@@ -226,7 +224,7 @@ class UnitHooks:
         self._core.post_forward(self._unit)
         if not torch.is_grad_enabled():
             return
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             # What was passed through may have its gradient complete long after backward has left this unit.
             if id(tensor) in inputs and inputs[id(tensor)][1] == tensor._version:
                 continue
@@ -259,72 +257,9 @@ def expect_settled(core: Any) -> None:
         )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """With its floating-point tensors in ``dtype``. What holds none that changes is left as it is, so that a forward
-    fills the caller's own list; what holds one is copied, without what it holds itself."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        changed = _changed(value.items(), dtype)
-        if not changed or not isinstance(value, MutableMapping):
-            return value
-        mapping = copy.copy(value)
-        for key, held in changed.items():  # transformers' outputs have no update()
-            mapping[key] = held
-        return mapping
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        changed = _changed([(name, getattr(value, name)) for name in names], dtype)
-        if not changed:
-            return value
-        copied = copy.copy(value)
-        for name, held in changed.items():
-            object.__setattr__(copied, name, held)  # frozen ones, too
-        return copied
-    leaves, structure = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
-    if len(leaves) == 1 and leaves[0] is value:
-        return value
-    cast = [_cast(leaf, dtype) for leaf in leaves]
-    if all(new is old for new, old in zip(cast, leaves, strict=True)):
-        return value
-    return pytree.tree_unflatten(cast, structure)
-
-
-def _changed(items: Iterable[tuple[Any, Any]], dtype: torch.dtype) -> dict[Any, Any]:
-    cast = [(key, old, _cast(old, dtype)) for key, old in items]
-    return {key: new for key, old, new in cast if new is not old}
-
-
 def _were_given(base: torch.Tensor, inputs: dict[int, tuple[torch.Tensor, int]]) -> bool:
     """Whether it or a view of it is among the inputs and has not changed since."""
     return any(
         (given is base or given._base is base) and version == base._version
         for given, version in inputs.values()
     )
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested containers and dataclasses, and those that objects of other classes hold themselves."""
-    if isinstance(value, torch.Tensor):
-        while torch._C._functorch.is_functorch_wrapped_tensor(value):  # torch.vmap's, which have no node
-            value = torch._C._functorch.get_unwrapped(value)
-        yield value
-    elif type(value) in (tuple, list, dict):  # without pytree, which takes several times as long
-        for held in value.values() if type(value) is dict else value:
-            yield from _tensors(held)
-    elif value is None or isinstance(value, (bool, int, float, str, type, nn.Module)):
-        return
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name, None))
-    elif isinstance(value, (tuple, list, set, frozenset, dict)):  # pytree looks into no set and no subclass
-        for held in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(held)
-    else:
-        leaves = pytree.tree_leaves(value)
-        if len(leaves) == 1 and leaves[0] is value:  # no container that pytree knows
-            leaves = pytree.tree_leaves(vars(value)) if hasattr(value, "__dict__") else []
-            yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        else:
-            for leaf in leaves:
-                yield from _tensors(leaf)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -65,9 +66,9 @@ def param_groups(
 
 
 def hyperparameters_of(group: dict[str, Any]) -> dict[str, Any]:
-    """All of a param group but its parameters; what torch made a tensor of as a number."""
+    """All of a param group but its parameters; what is a tensor or numpy's, as Python's number."""
     return {
-        key: value.item() if isinstance(value, torch.Tensor) else value
+        key: value.item() if isinstance(value, (torch.Tensor, np.generic)) else value
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
@@ -139,17 +140,32 @@ def core_arguments(
 def materialise_unit(
     unit: int, *, materialise: Materialise, units: UnitModules, device: str
 ) -> dict[int, torch.Tensor]:
-    """Give the unit's parameters on the meta device values; the new tensors by index into ``core_arguments``."""
+    """Give the unit's parameters on the meta device values; the new tensors by index into ``core_arguments``. Raises
+    ConfigError where ``materialise`` gave none, or such as do not fit."""
     model = units.modules[0]
     unit_of = units.unit_of_parameters()
-    indices = {
-        name: index for index, (name, p) in enumerate(_floating(model)) if p.is_meta and unit_of[name] == unit
+    wanted = {
+        name: (index, p)
+        for index, (name, p) in enumerate(_floating(model))
+        if p.is_meta and unit_of[name] == unit
     }
-    if not indices:
+    if not wanted:
         return {}
-    materialise(model, list(indices), device=device)
+    materialise(model, list(wanted), device=device)
     made = dict(model.named_parameters())
-    return {index: made[name] for name, index in indices.items()}
+    for name, (_, asked) in wanted.items():
+        given = made.get(name)
+        if given is None or given.is_meta or not given.is_floating_point() or given.shape != asked.shape:
+            found = (
+                "none"
+                if given is None
+                else f"one of shape {tuple(given.shape)}, {given.dtype} on {given.device}"
+            )
+            raise ConfigError(
+                f"materialise was asked for values of '{name}', of shape {tuple(asked.shape)} and {asked.dtype}, and "
+                f"left {found}; have it keep each parameter's name and shape, with values on {device}"
+            )
+    return {index: made[name] for name, (index, _) in wanted.items()}
 
 
 def _floating(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -150,7 +150,10 @@ def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
                 os.environ[name] = environment[name]
         if topology.world_size > 1:
             expect_to_meet(topology.world_size, address=environment["MASTER_ADDR"])
-        dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size, timeout=timeout)
+        store = None if "MASTER_ADDR" in environment else dist.HashStore()
+        dist.init_process_group(
+            "gloo", rank=topology.rank, world_size=topology.world_size, timeout=timeout, store=store
+        )
     groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
     gather, reduce = (core.make_c10d_communicator(group.group_name) for group in groups)
 

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerobench.errors import ConfigError
 from zerobench.hooks import ModuleHooks, UnitHooks
+
+_held: Any = WeakIdKeyDictionary()  # parameters that engines hold
+
+
+def hold(parameters: Iterable[nn.Parameter]) -> None:
+    """No other engine may have them until they are released: each would move them into memory of its own."""
+    _held.update(dict.fromkeys(parameters))
+
+
+def release(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        _held.pop(parameter, None)
 
 
 def expect_trainable(model: object, materialise: object) -> None:
@@ -132,4 +146,10 @@ def _expect_no_engine(model: nn.Module) -> None:
         if any(isinstance(owner, (ModuleHooks, UnitHooks)) for owner in hooked):
             raise ConfigError(
                 f"an engine trains this {type(module).__name__} already; call that engine's close() first"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter in _held:
+            raise ConfigError(
+                f"an engine holds parameter '{name}' already, of this model or of one that shares it; call that "
+                "engine's close() first, or train both with one engine, as parts of one module"
             )

@@ -213,6 +213,8 @@ def load_wrongly(rank: ranks.Rank) -> dict[str, str]:
     squares = {name: square.clone() for name, square in kept["exp_avg_sq"].items()}
     next(iter(squares.values())).view(-1)[-1] = -1e-30  # remainders keep a bit in its sign
     refuse("negative", ConfigError, kept | {"exp_avg_sq": squares})
+    next(iter(squares.values())).view(-1)[-1] = float("nan")
+    refuse("no number", ConfigError, kept | {"exp_avg_sq": squares})
     engine.backward(engine(**case.batch(1, rank.rank, 0)))
     refuse("in a step", StateError, kept)
     engine.step()
@@ -227,7 +229,8 @@ def load_wrongly(rank: ranks.Rank) -> dict[str, str]:
 def test_what_cannot_be_loaded_is_refused():
     for said in ranks.run(load_wrongly):
         assert "exp_avg" in said["missing"] and "shape (3,)" in said["shape"]
-        assert "exp_avg_sq" in said["negative"] and "as it was saved" in said["negative"]
+        for text in (said["negative"], said["no number"]):
+            assert "exp_avg_sq" in text and "as it was saved" in text
         for kind in ("parameters", "exp_avg", "buffers"):
             assert f"the {kind} to load have 'more.weight', which the model lacks" in said[f"more {kind}"]
         assert "the step to load is 2.5" in said["step of one"]
@@ -321,6 +324,68 @@ def test_buffers_and_other_parameters_are_part_of_a_state(world_size: int):
     assert all(ends == by_rank[0] for ends in by_rank)
     for end in by_rank[0]:
         assert end["before"] == end["after"] != end["old"]
+
+
+def keep_what_is_each_ranks(rank: ranks.Rank) -> tuple:
+    """Buffers that came later: other ones on each rank, in another order, and such as differ where a state has one."""
+    engine = start(rank, zoo.Case(lambda: WithRest(rank.rank)), 2)
+    model = engine.module
+    names = ["images", "texts"] if rank.rank == 0 else ["texts", "images"]
+    for name in names:
+        model.register_buffer(name, torch.full((2,), float(len(name) + 10 * rank.rank)))
+    model.register_buffer("cache", torch.full((4 + rank.rank,), float(rank.rank)), persistent=False)
+    model.register_buffer("leaf", torch.ones(2, requires_grad=True))
+    model.scratch.fill_(rank.rank)
+    engine.load_state_dict(engine.state_dict())
+    engine.load_full_state(**engine.full_state())
+    shared = {name: model.get_buffer(name).tolist() for name in ("images", "texts")}
+    own = (model.scratch.tolist(), model.cache.tolist())
+    with engine.gather(modifier_rank=1):
+        model.table.fill_(9 + rank.rank)
+        model.phase.fill_(2j + rank.rank)
+    with engine.gather():
+        shared["numbers"] = (model.table.tolist(), model.phase.tolist())
+    state = engine.full_state()
+    model.register_buffer("mask", torch.zeros(3 + rank.rank))
+    said = []
+    for call in (engine.full_state, lambda: engine.load_full_state(**state | {"buffers": None})):
+        with pytest.raises(ConfigError) as refused:
+            call()
+        said.append(str(refused.value))
+    del model.mask
+    zoo.run_plan(engine, zoo.CASES["blocks"], 0, rank.rank, [])
+    engine.load_full_state(**state)
+    engine.close()
+    return shared, own, said
+
+
+def test_buffers_of_no_state_stay_each_ranks_own():
+    for rank, (shared, own, said) in enumerate(ranks.run(keep_what_is_each_ranks)):
+        assert shared == {
+            "images": [6.0] * 2,
+            "texts": [5.0] * 2,
+            "numbers": ([10] * 3, [1 + 2j] * 2),
+        }
+        assert own == ([float(rank)] * 2, [float(rank)] * (4 + rank))
+        for text in said:
+            assert "rank 1 differ" in text and "'mask' of shape (4,)" in text and "(3,)" in text
+            assert "persistent=False" in text
+
+
+def read_rank_0s_alone(rank: ranks.Rank) -> None:
+    case = zoo.CASES["blocks"]
+    engine = start(rank, case, 2)
+    zoo.run_plan(engine, case, 0, rank.rank, [])
+    kept = state_of(engine)
+    if rank.rank > 0:
+        for square in kept["exp_avg_sq"].values():
+            square.fill_(-1.0)
+    engine.load_full_state(**kept)
+    engine.close()
+
+
+def test_values_of_other_ranks_are_not_read():
+    ranks.run(read_rank_0s_alone)
 
 
 def refused_by_one(rank: ranks.Rank) -> tuple[str, str, str]:

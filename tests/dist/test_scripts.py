@@ -302,6 +302,11 @@ def two_engines(rank, place):
             ConfigError, match=r"trains this (Chain|Block) already; call that engine's close\(\)"
         ):
             zerobench.initialize(model, config=rank.config(**PLACES[place]))
+    other = zoo.make(CASE)
+    other.outlet = engine.module.outlet  # by a part that has no hooks of its own
+    for model, name in ((other, "outlet.weight"), (engine.module.outlet, "weight")):
+        with pytest.raises(ConfigError, match=rf"holds parameter '{name}' already.*that engine's close\(\)"):
+            zerobench.initialize(model, config=rank.config(**PLACES[place]))
     train(engine, rank, 1, first=1)
     engine.close()
     if PLACES[place]["stage"] < 3:

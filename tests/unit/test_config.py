@@ -123,6 +123,13 @@ def test_the_documentation_has_every_key_with_its_default():
             "set offload_optimizer's device",
         ),
         ({"stage": 1, "offload_optimizer": {"nvme_path": "/disk"}}, "nvme_path is about device nvme"),
+        *(
+            (
+                {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": path}},
+                "an empty path names no",
+            )
+            for path in ("", ["/disk", ""])
+        ),
         (
             {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/d", "io_block_bytes": 5000}},
             "'offload_optimizer.io_block_bytes'",

@@ -338,6 +338,44 @@ def test_buffers_without_memory_need_values_too() -> None:
         zerobench.initialize(model, config={"device": "cpu"}, materialise=parameters_alone)
 
 
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (lambda: nn.Parameter(torch.ones(3, 4)), r"shape \(3, 4\), torch.float32"),
+        (lambda: nn.Parameter(torch.ones(300_000)), r"shape \(300000,\)"),  # more than there is room for
+        (lambda: nn.Parameter(torch.ones(3, 3, dtype=torch.int8), requires_grad=False), "torch.int8"),
+        (lambda: nn.Parameter(torch.ones(3, 3, device="meta")), "on meta"),
+        (lambda: None, "left none"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(left, said) -> None:
+    from zerobench.models.materialise import materialise
+
+    def wrong(model: nn.Module, names: list[str], *, device: str) -> None:
+        materialise(model, names, device=device)
+        model[0].weight = left()
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(
+        ConfigError, match=rf"values of '0\.weight', of shape \(3, 3\).*{said}.*name and shape"
+    ):
+        zerobench.initialize(model, config={"device": "cpu"}, materialise=wrong)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_any_buffer_that_torch_takes_will_do(stage: int) -> None:
+    model = small_models.Bare()
+    model.register_buffer("learned", torch.full((2,), 3.0, requires_grad=True))
+    with torch.inference_mode():
+        model.register_buffer("made", torch.full((2,), 4.0))
+    engine = zerobench.initialize(model, config={"world_size": 1, "stage": stage})
+    engine.load_full_state(**engine.full_state())
+    assert model.learned.tolist() == [3.0] * 2 and model.learned.requires_grad
+    assert model.made.tolist() == [4.0] * 2
+    engine.close()
+
+
 def test_in_low_precision_statistics_of_norms_alone_change_their_dtype() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     frequencies = torch.rand(3)

@@ -56,6 +56,7 @@ PYTHON_ORDER = [
         "placement",
         "rank_cpus",
         "parameters",
+        "held_tensors",
         "hooks",
         "change_watch",
         "known_parameters",

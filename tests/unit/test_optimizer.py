@@ -6,6 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,6 +131,14 @@ def test_schedulers_work_without_warnings():
     engine.backward(engine(**zoo.points(0, 0)))
     optimizer.step()
     assert engine.global_steps == 4
+    engine.close()
+
+
+def test_numpys_numbers_are_saved_as_pythons():
+    engine = start(small_models.Bare())
+    engine.optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    (group,) = engine.full_state()["param_groups"]
+    assert group["lr"] == 0.25 and type(group["lr"]) is float
     engine.close()
 
 

@@ -78,6 +78,16 @@ def test_what_moves_memory_of_gpus_needs_one(kind: str) -> None:
         made(communicator=kind)
 
 
+def test_one_process_needs_no_address_to_meet_at(monkeypatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    found = made(communicator="c10d")
+    try:
+        assert found.gather.exchange(b"word") == b"word"
+    finally:
+        found.close()
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
 def test_what_moves_host_memory_serves_no_gpu(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"'{kind}' moves host memory"):
