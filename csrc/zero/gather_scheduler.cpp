@@ -53,10 +53,12 @@ void GatherScheduler::reserve_staging() {
 }
 
 void GatherScheduler::begin_pass(PassKind kind) {
-  ZB_EXPECT_STATE(!in_pass_, "one pass (" + std::string(pass_kind_name(kind)) + ") began inside another (" +
-                                 std::string(pass_kind_name(pass_.kind)) +
-                                 "); a forward of the whole model cannot be nested: checkpoint blocks inside of it "
-                                 "rather than the engine, and call the engine outside of its own forward");
+  ZB_EXPECT_STATE(!in_pass_,
+                  "one pass (" + std::string(pass_kind_name(kind)) + ") began inside another (" +
+                      std::string(pass_kind_name(pass_.kind)) +
+                      "); a forward of the whole model cannot be nested: checkpoint blocks inside of it "
+                      "rather than the engine, call the engine outside of its own forward, and put a model that "
+                      "calls itself into a module that holds it");
   in_pass_ = true;
   pass_ = {.kind = kind, .number = pass_.number + 1, .gathered = {}};
   cursor_ = 0;
