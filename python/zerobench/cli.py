@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,7 +164,7 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         if debug:
-            raise
+            traceback.print_exc()
         if error.errno in _NO_MORE_FILES:
             fail(f"{error.strerror}: raise the limit (`ulimit -n`), or start fewer ranks", 1)
         if error.filename is None and error.errno in _FULL:
@@ -172,7 +173,7 @@ def main() -> None:
         fail(f"{error} (zerobench --debug shows where)", 1)
     except Error as error:
         if debug:
-            raise
+            traceback.print_exc()
         fail(str(error), 2 if isinstance(error, ConfigError | DataError) else 1)
     sys.exit(code if isinstance(code, int) else 0)
 

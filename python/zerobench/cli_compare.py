@@ -226,6 +226,7 @@ def compare(
         world_sizes = split("--world-size", world_size, int)
     else:
         world_sizes = [given.world_size if given else defaults.world_size]
+    expect_working_folder()
     if any(":" in strategy for strategy in chosen):
         add_working_folder()
     options = CompareOptions(
@@ -295,6 +296,15 @@ def named_options(context: typer.Context) -> frozenset[str]:
         for name, source in sources.items()
         if source and source.name == "COMMANDLINE"
     )
+
+
+def expect_working_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigError(
+            "the working folder is gone, and ranks start there: change to one that exists"
+        ) from None
 
 
 def add_working_folder() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 _ended_by = signal.SIGINT
@@ -27,6 +29,24 @@ def ignore_further() -> None:
     """A second Ctrl-C shall not cost what the first one left to be written and shown."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """What comes within is acted on at the end, unless an error ends it first."""
+    came: list[int] = []
+    kept = {
+        each: signal.signal(each, lambda signum, _: came.append(signum))
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(each) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for each, handler in kept.items():
+            signal.signal(each, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 def exit_code() -> int:

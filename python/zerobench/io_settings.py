@@ -97,9 +97,9 @@ def read_settings(file: Path) -> SettingsFile:
         settings = SettingsFile.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = "".join(f"{key}: " for key in first["loc"])
         raise ConfigError(
-            f"{file}: {where}: {first['msg']}; remove it and run `zerobench tune io` again"
+            f"{file}: {where}{first['msg']}; remove it and run `zerobench tune io` again"
         ) from None
     if settings.schema_version != SCHEMA_VERSION:
         raise ConfigError(f"{file} is of another version: remove it and run `zerobench tune io` again")

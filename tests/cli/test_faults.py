@@ -197,6 +197,28 @@ def test_interrupting_keeps_what_is_finished(command, temporary, signum) -> None
     assert command.leaves_nothing() and not list(temporary.glob("*zerobench-*"))
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_behind_the_last_row_leaves_its_plots(command, signum) -> None:
+    process = command.start("compare", *SMALL, "--strategies", "single", "--output-dir", "out")
+    results = command.folder / "out" / "results.json"
+    until(
+        process,
+        lambda: results.exists() and json.loads(results.read_text())["complete"],
+        else_="the comparison did not end",
+    )
+    while process.poll() is None:  # while it writes and draws
+        process.send_signal(signum)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum and "Traceback" not in stderr + stdout, stderr
+    assert "interrupted: 1 of 1 rows are complete" in stderr and "single" in stdout
+    names = {path.name for path in (command.folder / "out").rglob("*") if path.is_file()}
+    assert {"summary.txt", "step_time.png", "memory.png", "speed_memory.png"} <= names
+    assert not [name for name in names if "partial" in name]
+    assert command.leaves_nothing()
+
+
 def test_an_impatient_ctrl_c_costs_nothing_that_is_finished(command) -> None:
     process = start_slow(command)
     for _ in range(20):  # ends ranks, then writes and draws

@@ -130,6 +130,30 @@ def test_show_says_what_is_not_a_result_file(command) -> None:
     assert "results.json" in refuses(command, "show", ".")
 
 
+def test_debug_shows_where_and_ends_alike(command) -> None:
+    result = command.run("--debug", "compare", "--strategies", "zreo3", timeout_s=60)
+    assert result.returncode == 2 and "Traceback" in result.stderr
+    assert "did you mean 'zero3'" in result.stderr.splitlines()[-1]
+
+
+def test_a_working_folder_that_is_gone_is_one_line(command) -> None:
+    gone = command.folder / "gone"
+    gone.mkdir()
+    text = (
+        f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); from zerobench.cli import main; main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", text, "compare", "--output-dir", str(command.folder / "out")],
+        env=command.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert "the working folder is gone" in line and "change to one that exists" in line
+
+
 def test_an_unknown_command_is_refused(command) -> None:
     assert "compere" in refuses(command, "compere")
 

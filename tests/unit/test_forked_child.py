@@ -23,7 +23,7 @@ import zerobench
 
 CASE = zoo.CASES["blocks"]
 RANK = ranks.Rank(0, 1, "alone")
-PATIENCE_S = 10.0
+PATIENCE_S = 40.0  # a child takes a second of CPU time to end, and cores may be shared
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "cpu": {"offload_optimizer": {"device": "cpu", "chunk_numel": 128}},
     "nvme": {"offload_optimizer": zoo.SWAP},
@@ -42,7 +42,7 @@ def test_a_forked_child_ends_and_its_parent_trains_on(placement, ends_by, tmp_pa
         config["offload_optimizer"] = config["offload_optimizer"] | {"nvme_path": str(tmp_path)}
     # In a process of its own: a child of pytest's would end as pytest does.
     run = subprocess.run(
-        [sys.executable, __file__, ends_by, json.dumps(config)], capture_output=True, text=True, timeout=120
+        [sys.executable, __file__, ends_by, json.dumps(config)], capture_output=True, text=True, timeout=200
     )
     assert run.returncode == 0, run.stderr
     expected = zoo.train_engine(CASE, RANK, stage=3)

@@ -138,6 +138,45 @@ def test_no_two_labels_overlap() -> None:
             assert not any(box.overlaps(other) for other in boxes[index + 1 :])
 
 
+def test_labels_without_a_place_are_counted_where_nothing_lies() -> None:
+    from zerobench.report.scatter import speed_memory_figure
+
+    results = grid()
+    for row in list(results.rows):
+        for index in range(4):
+            more = row.model_copy(deep=True)
+            more.name = more.strategy = f"{row.strategy}_with_a_long_name_{index}"
+            assert more.step_time_ms is not None and more.peak_device_bytes
+            more.step_time_ms.median *= 1 + index / 100
+            more.peak_device_bytes += index * 1000
+            results.rows.append(more)
+    figure = speed_memory_figure(results)
+    assert figure is not None
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    for axes in figure.axes:
+        texts = [text for text in axes.texts if text.get_text()]
+        (note,) = [text for text in texts if "left out for space" in text.get_text()]
+        shown = [text for text in texts if text.get_transform() == axes.transData]
+        boxes = [text.get_window_extent(renderer) for text in texts]
+        for index, box in enumerate(boxes):
+            assert not any(box.overlaps(other) for other in boxes[index + 1 :])
+        points = [axes.transData.transform(at) for drawn in axes.collections for at in drawn.get_offsets()]
+        assert note.get_text().startswith(f"{len(points) - len(shown)} labels left out")
+        assert not any(note.get_window_extent(renderer).contains(*point) for point in points)
+
+
+def test_the_legend_has_what_any_panel_has() -> None:
+    from zerobench.report.scatter import speed_memory_figure
+
+    results = grid()
+    last = results.rows[-1]
+    last.comparable = False
+    assert results.rows[0].settings.precision != last.settings.precision
+    figure = speed_memory_figure(results)
+    assert figure is not None
+    assert "other dtypes, not ranked" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def test_pareto_front() -> None:
     from zerobench.report.scatter import Point, pareto_front
 

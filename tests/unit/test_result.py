@@ -9,7 +9,7 @@ import os
 import pytest
 
 from zerobench.bench.output import OutputError, OutputFolder, make_default_folder, write_atomically
-from zerobench.bench.result import Results, Row, Settings
+from zerobench.bench.result import Results, Row, Settings, StepTime
 from zerobench.bench.run import exit_code
 from zerobench.errors import ConfigError
 
@@ -33,6 +33,22 @@ def test_the_folder_receives_the_contract(tmp_path) -> None:
     assert (output.path / "results.csv").read_text().count("\n") == 2
     assert "ddp" in (output.path / "summary.txt").read_text()
     assert log.read_text() == "# rerun: python -m zerobench compare\n"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("median", float("inf")), ("mad", float("nan")), ("mean", 0.0), ("samples", [-1.0])]
+)
+def test_times_are_finite_numbers(field, value) -> None:
+    fields = {"median": 1.0, "mad": 0.0, "mean": 1.0, "std": 0.0, "samples": [1.0]}
+    StepTime.model_validate(fields)
+    with pytest.raises(ValueError, match=field):
+        StepTime.model_validate(fields | {field: value})
+
+
+def test_a_link_to_nowhere_is_not_replaced(tmp_path) -> None:
+    (tmp_path / "results.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="already holds results"):
+        OutputFolder(tmp_path)
 
 
 def test_earlier_results_are_never_overwritten(tmp_path) -> None:

@@ -123,6 +123,26 @@ def test_unknown_strategies_are_one_clear_line(name, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("class X:\n    syntax error", ["SyntaxError", "line 2"]),
+        ("pass\nraise ValueError('of\\ntwo lines')", ["ValueError: of two lines", "line 2"]),
+        ("raise SystemExit(3)", ["SystemExit: 3", "line 1"]),
+        ("import torch.no_such_part", ["no module named 'torch.no_such_part'"]),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_clear_line(tmp_path, monkeypatch, text, words):
+    (tmp_path / "broken_strategies.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_strategies", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        strategies.get("broken_strategies:X")
+    said = str(caught.value)
+    assert "\n" not in said and said.startswith("strategy 'broken_strategies:X': ")
+    assert all(word in said for word in words), said
+
+
 def test_peers_say_what_environment_they_miss(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "1")

@@ -30,7 +30,7 @@ class OutputFolder:
                 chosen = make_default_folder()
             chosen.mkdir(parents=True, exist_ok=True)
             self._lock(chosen)
-            if (chosen / "results.json").exists():
+            if os.path.lexists(chosen / "results.json"):
                 raise ConfigError(
                     f"{chosen} already holds results: give another --output-dir, "
                     f"or look at them with `zerobench show {chosen}`"

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "wrong", "oom", "failed", "skipped"]
-AboveZero = Annotated[float, Field(gt=0)]
-ZeroOrMore = Annotated[float, Field(ge=0)]
+AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+ZeroOrMore = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Number = Annotated[int, Field(ge=1)]
 
 
@@ -166,7 +166,7 @@ class Row(_Model):
     dtypes: RowDtypes | None = None
     step_time_ms: StepTime | None = None
     rank_step_times_ms: list[AboveZero] | None = None  # medians by rank, each by its own clock
-    tokens_per_s: float | None = None
+    tokens_per_s: ZeroOrMore | None = None
     samples_per_s: float | None = None
     tokens_per_s_per_peak_gb: float | None = None
     mfu: Mfu | None = None
@@ -186,7 +186,7 @@ class Row(_Model):
     # Of forward and backward, beside parameters and gradients; compute_only.
     activation_bytes: int | None = None
     activation_and_shard_bytes: int | None = None  # the same with the shards of gradients that live by then
-    peak_device_bytes: int | None = None  # largest over ranks
+    peak_device_bytes: Annotated[int, Field(ge=0)] | None = None  # largest over ranks
     # Of that peak: the categories on the device, and the floor's activations.
     memory_explained_pct: float | None = None
     allocated_device_bytes: int | None = None  # at the end

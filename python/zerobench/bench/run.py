@@ -82,10 +82,14 @@ def run_comparison(
         show(comparison.results, console)
         raise
     try:
-        if interrupted:  # perhaps before the last rows were written
-            output.write_results(comparison.results)
-        output.write_summary(comparison.results)
-        output.write_plots(comparison.results)
+        with interrupts.deferred():
+            if interrupted:  # perhaps before the last rows were written
+                output.write_results(comparison.results)
+            output.write_summary(comparison.results)
+            output.write_plots(comparison.results)
+    except KeyboardInterrupt:
+        interrupts.ignore_further()
+        interrupted = True
     finally:
         print_results(comparison.results, output.path, console)
     if interrupted:

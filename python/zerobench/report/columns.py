@@ -54,13 +54,20 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
     shown = [row if row.status == "ok" else None for row in rows]
     base = _baseline_word(rows)
     unit, unit_bytes = memory_unit(row.peak_device_bytes for row in shown if row is not None)
+    # Where steps are of different sizes, their times alone do not compare.
+    sizes_differ = not {"batch_size", "seq_length", "grad_accum"}.isdisjoint(varying_settings(rows)[0])
     columns = [
         *_name_columns(rows),
         Column(
             title="status", unit="", cells=[row.status for row in rows], keep=ALWAYS, left=True, folds=False
         ),
         Column(title="step", unit="ms ± MAD", cells=_step_cells(shown), keep=ALWAYS),
-        Column(title="tokens", unit="per s", cells=_cells(shown, _tokens_cell), keep=80),
+        Column(
+            title="tokens",
+            unit="per s",
+            cells=_cells(shown, _tokens_cell),
+            keep=ALWAYS if sizes_differ else 80,
+        ),
         Column(title="relative", unit="1 = fastest", cells=_cells(shown, _relative_cell), keep=90),
         Column(title="of", unit=FLOOR, cells=_cells(shown, _floor_cell), keep=85),
         Column(title="MFU", unit="%", cells=_cells(shown, _mfu_cell), keep=65),

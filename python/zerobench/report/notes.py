@@ -22,7 +22,7 @@ from .rows import (
     workload,
     workload_heads,
 )
-from .stats import drift
+from .stats import drift, ends
 from .words import DTYPE_ROLES, join_words
 
 NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
@@ -306,23 +306,30 @@ def _outlier_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
 
 def _drift_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
     drifts = [
-        (f"{label}, {100 * share:+.0f} %", abs(share))
+        (f"{label}, {_end_text(windows)}", abs(share))
         for row, label in zip(rows, labels, strict=True)
-        if (share := _drift_of(row))
+        if (windows := _windows(row)) and (share := drift(windows))
     ]
     if not drifts:
         return ""
     return (
-        f"Step times that still changed from the first measured step to the last: {_by_row(drifts)}. What a long "
-        "training would take is not settled: give more --warmup-steps and --num-steps."
+        f"Step times that still changed while they were measured: {_by_row(drifts)}. What a long training would take "
+        "is not settled: give more --warmup-steps and --num-steps."
     )
 
 
-def _drift_of(row: Row) -> float | None:
+def _end_text(windows: Sequence[Sequence[float]]) -> str:
+    first, last = ends(windows)
+    texts = [f"{time:,.0f}" if time >= 100 else f"{time:.3g}" for time in (first, last)]
+    return f"{texts[0]} ms in the first quarter of its steps and {texts[1]} ms in the last"
+
+
+def _windows(row: Row) -> list[list[float]]:
+    """Step times by repeat."""
     if row.status != "ok" or row.step_time_ms is None:
-        return None
+        return []
     samples, step_num = row.step_time_ms.samples, row.settings.num_steps
-    return drift([samples[begin : begin + step_num] for begin in range(0, len(samples), step_num)])
+    return [samples[begin : begin + step_num] for begin in range(0, len(samples), step_num)]
 
 
 def _by_row(found: Sequence[tuple[str, float]]) -> str:

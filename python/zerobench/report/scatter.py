@@ -14,8 +14,11 @@ from .rows import FLOOR, by_workload, has_peak, row_labels, step_rate
 from .words import memory_unit
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import RendererAgg
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
 FRONT_COLOUR, OTHER_COLOUR = "#0072B2", "#9a9a9a"
 
@@ -101,9 +104,18 @@ def speed_memory_figure(results: Results) -> Figure | None:
         axes.set_xlabel(f"peak device memory of a rank, {unit}")
         axes.set_ylabel("tokens/s")
         drawn.append((axes, points))
-    handles, names = panels[0].get_legend_handles_labels()
+    legend: dict[str, Artist] = {}  # of all panels: one may have what others lack
+    for axes, _ in drawn:
+        handles, names = axes.get_legend_handles_labels()
+        legend.update(zip(names, handles, strict=True))
     figure.legend(
-        handles, names, loc="outside lower center", ncols=3, fontsize=8.5, frameon=False, labelcolor=INK
+        list(legend.values()),
+        list(legend),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8.5,
+        frameon=False,
+        labelcolor=INK,
     )
     figure.draw_without_rendering()  # settles the layout, so that labels are placed in final pixels
     figure.set_layout_engine("none")
@@ -165,25 +177,77 @@ def _set_limits(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
-    """Greedy: the front first, then by speed; each label takes the nearest free place around its point, further out
-    with a leader. A label without a free place nearby is left out, and the corner counts those."""
+    """A label without a free place nearby is left out, and a corner counts those: there no label may lie then."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.patheffects import withStroke
 
     canvas = axes.figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
     renderer = canvas.get_renderer()
-    scale = canvas.figure.dpi / 72
+    drawn, missing = _drawn_labels(axes, points, renderer, [])
+    if not missing:
+        return
+    for artist in drawn:
+        artist.remove()
+    note = axes.text(
+        0,
+        0,
+        _left_out_text(len(points)),  # as long as it can become
+        transform=axes.transAxes,
+        fontsize=8,
+        color=MUTED,
+        style="italic",
+    )
+    corner = _freest_corner(note, renderer, _boxes_of_points(axes, points))
+    _, missing = _drawn_labels(axes, points, renderer, [corner])
+    note.set_text(_left_out_text(missing))
+
+
+def _freest_corner(note: Text, renderer: RendererAgg, taken: Sequence[Box]) -> Box:
+    """Puts the note into the corner where it covers the fewest points; its box there."""
+    found: list[tuple[int, int, Box, tuple[float, float], tuple[str, str]]] = []
+    for right, top in ((True, False), (False, True), (False, False), (True, True)):
+        place = (0.99 if right else 0.01, 0.99 if top else 0.01)
+        alignment = ("right" if right else "left", "top" if top else "bottom")
+        note.set(position=place, ha=alignment[0], va=alignment[1])
+        extent = note.get_window_extent(renderer)
+        box = Box(extent.x0, extent.y0, extent.x1, extent.y1)
+        found.append((sum(box.hits(other) for other in taken), len(found), box, place, alignment))
+    _, _, box, place, alignment = min(found)
+    note.set(position=place, ha=alignment[0], va=alignment[1])
+    return box
+
+
+def _boxes_of_points(axes: Axes, points: Sequence[Point]) -> list[Box]:
+    """In pixels: points and the lines of the front."""
+    centres = {point: tuple(axes.transData.transform((point.memory, point.rate))) for point in points}
+    radius = 4.5 * axes.figure.dpi / 72
+    boxes = [Box(x - radius, y - radius, x + radius, y + radius) for x, y in centres.values()]
+    for (x0, y0), (x1, y1) in pairwise([centres[point] for point in pareto_front(points)]):
+        boxes += [Box(x0, y0 - 1, x1, y0 + 1), Box(x1 - 1, y0, x1 + 1, y1)]
+    return boxes
+
+
+def _left_out_text(missing: int) -> str:
+    words = "1 label" if missing == 1 else f"{missing} labels"
+    return f"{words} left out for space; the table names every row"
+
+
+def _drawn_labels(
+    axes: Axes, points: Sequence[Point], renderer: RendererAgg, kept_free: list[Box]
+) -> tuple[list[Artist], int]:
+    """What was drawn, and how many labels found no place. Greedy: the front first, then by speed; each label takes the
+    nearest free place around its point, further out with a leader."""
+    from matplotlib.patheffects import withStroke
+
+    scale = axes.figure.dpi / 72
     frame = axes.get_window_extent(renderer)
     bounds = Box(frame.x0 + 2, frame.y0 + 2, frame.x1 - 2, frame.y1 - 2)
     inverse = axes.transData.inverted()
     centres = {point: tuple(axes.transData.transform((point.memory, point.rate))) for point in points}
-    radius = 4.5 * scale
-    taken = [Box(x - radius, y - radius, x + radius, y + radius) for x, y in centres.values()]
+    taken = _boxes_of_points(axes, points) + kept_free
     front = pareto_front(points)
-    for (x0, y0), (x1, y1) in pairwise([centres[point] for point in front]):
-        taken += [Box(x0, y0 - 1, x1, y0 + 1), Box(x1 - 1, y0, x1 + 1, y1)]
     short = dict(zip(points, shortened([point.label for point in points], limit=34), strict=True))
+    drawn: list[Artist] = []
     missing = 0
     for point in sorted(points, key=lambda point: (point not in front, -point.rate, point.label)):
         text = axes.text(
@@ -207,6 +271,7 @@ def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
             missing += 1
             continue
         box, leader = place
+        drawn.append(text)
         taken += [box, *leader]
         text.set_position(tuple(inverse.transform(((box.left + box.right) / 2, (box.bottom + box.top) / 2))))
         if leader:
@@ -214,20 +279,8 @@ def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
                 inverse.transform(centres[point]),
                 inverse.transform(_nearest(box, centres[point])),
             )
-            axes.plot([x0, x1], [y0, y1], color=MUTED, linewidth=0.7, zorder=1)
-    if missing:
-        words = "1 label" if missing == 1 else f"{missing} labels"
-        axes.text(
-            0.99,
-            0.01,
-            f"{words} left out for space; the table names every row",
-            transform=axes.transAxes,
-            ha="right",
-            va="bottom",
-            fontsize=8,
-            color=MUTED,
-            style="italic",
-        )
+            drawn += axes.plot([x0, x1], [y0, y1], color=MUTED, linewidth=0.7, zorder=1)
+    return drawn, missing
 
 
 def _free_place(

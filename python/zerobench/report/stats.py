@@ -106,6 +106,15 @@ def drift(windows: Sequence[Sequence[float]]) -> float | None:
     return share if score > DRIFT_SIGMAS and abs(share) >= STEADY_SHARE else None
 
 
+def ends(windows: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Medians of the first and of the last quarter of all windows."""
+    quarters = [max(1, len(window) // 4) for window in windows]
+    return (
+        median([time for window, num in zip(windows, quarters, strict=True) for time in window[:num]]),
+        median([time for window, num in zip(windows, quarters, strict=True) for time in window[-num:]]),
+    )
+
+
 def summarise(samples: Sequence[float]) -> StepTime:
     """What the result file holds of a row's step times."""
     return StepTime(

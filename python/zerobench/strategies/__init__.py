@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import traceback
 
 from zerobench._native import import_torch
 from zerobench.errors import ConfigError
@@ -71,9 +72,22 @@ def get(name: str) -> type[Strategy]:
         raise ConfigError(
             f"strategy {name!r}: no module named {error.name!r}: install it or set PYTHONPATH to its folder"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"strategy {name!r}: {module_name} cannot be imported: {_told(error)}: put that right"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Strategy)):
         raise ConfigError(f"strategy {name!r}: {module_name} has no Strategy class named {class_name!r}")
     return found
+
+
+def _told(error: BaseException) -> str:
+    """The error in a line, with the place that it comes from."""
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, SyntaxError):
+        return what  # which names file and line
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{what} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else what
 
 
 def _is_place(name: str) -> bool:
