@@ -209,6 +209,8 @@ def of_rank_0(core: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 def _of_rank(core: Any, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     values = _on_host(tensor)
+    if not values.numel():
+        return values
     together = core.exchange(values.view(-1).view(torch.uint8).numpy().tobytes())
     begin = rank * values.nbytes
     return torch.frombuffer(bytearray(together[begin : begin + values.nbytes]), dtype=values.dtype).view_as(

@@ -326,9 +326,15 @@ def test_buffers_and_other_parameters_are_part_of_a_state(world_size: int):
         assert end["before"] == end["after"] != end["old"]
 
 
+class WithNone(WithRest):
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.none = torch.nn.Parameter(torch.empty(0, dtype=torch.int8), requires_grad=False)
+
+
 def keep_what_is_each_ranks(rank: ranks.Rank) -> tuple:
     """Buffers that came later: other ones on each rank, in another order, and such as differ where a state has one."""
-    engine = start(rank, zoo.Case(lambda: WithRest(rank.rank)), 2)
+    engine = start(rank, zoo.Case(lambda: WithNone(rank.rank)), 2)
     model = engine.module
     names = ["images", "texts"] if rank.rank == 0 else ["texts", "images"]
     for name in names:
