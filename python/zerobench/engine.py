@@ -357,7 +357,10 @@ class Engine(EngineFacts):
             with self.gather(modifier_rank=0):
                 return self.module.load_state_dict(state_dict, strict=strict)
         finally:
-            self._share_unheld()
+            expect_same_unheld(self._core, unheld_tensors(self.module))
+            self._share_unheld(
+                but=self._integers_of(self._units_of(None)).values()
+            )  # those the gather has shared
 
     def full_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """All that ``load_full_state`` takes, on the host: ``torch.save`` it on rank 0. Collective, between steps.
@@ -523,12 +526,12 @@ class Engine(EngineFacts):
     def _settle_buffers(self) -> None:
         settle_buffers(self.module, device=self._place.name, dtype=_TORCH_DTYPES[self._dtypes["param"]])
 
-    def _share_unheld(self) -> None:
+    def _share_unheld(self, *, but: Iterable[torch.Tensor] = ()) -> None:
         """Rank 0's for all, but for buffers that belong to no state: those are each rank's own."""
         self._settle_buffers()
+        done = set(map(id, but))
         unheld = unheld_tensors(self.module)
-        expect_same_unheld(self._core, unheld)
-        share_tensors(self._core, unheld)
+        share_tensors(self._core, {name: value for name, value in unheld.items() if id(value) not in done})
 
     def _units_of(
         self, parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | Engine | None

@@ -33,12 +33,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _held(value: Any) -> Iterable[Any]:
+    if dataclasses.is_dataclass(value):  # transformers' outputs are dicts, too
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     if isinstance(value, dict):  # pytree looks into no subclass, and no set
         return value.values()
     if isinstance(value, (tuple, list, set, frozenset)):
         return value
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     leaves = pytree.tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         return leaves

@@ -145,7 +145,7 @@ def materialise_unit(
     model = units.modules[0]
     unit_of = units.unit_of_parameters()
     wanted = {
-        name: (index, p)
+        name: (index, p.shape, p.dtype)  # not the parameter, which may be swapped for the one that is made
         for index, (name, p) in enumerate(_floating(model))
         if p.is_meta and unit_of[name] == unit
     }
@@ -153,19 +153,19 @@ def materialise_unit(
         return {}
     materialise(model, list(wanted), device=device)
     made = dict(model.named_parameters())
-    for name, (_, asked) in wanted.items():
+    for name, (_, shape, dtype) in wanted.items():
         given = made.get(name)
-        if given is None or given.is_meta or not given.is_floating_point() or given.shape != asked.shape:
+        if given is None or given.is_meta or not given.is_floating_point() or given.shape != shape:
             found = (
                 "none"
                 if given is None
                 else f"one of shape {tuple(given.shape)}, {given.dtype} on {given.device}"
             )
             raise ConfigError(
-                f"materialise was asked for values of '{name}', of shape {tuple(asked.shape)} and {asked.dtype}, and "
+                f"materialise was asked for values of '{name}', of shape {tuple(shape)} and {dtype}, and "
                 f"left {found}; have it keep each parameter's name and shape, with values on {device}"
             )
-    return {index: made[name] for name, (index, _) in wanted.items()}
+    return {index: made[name] for name, (index, _, _) in wanted.items()}
 
 
 def _floating(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -363,6 +363,17 @@ def test_values_that_do_not_fit_are_refused(left, said) -> None:
         zerobench.initialize(model, config={"device": "cpu"}, materialise=wrong)
 
 
+def test_values_that_were_swapped_in_must_fit_too() -> None:
+    def swapped(model: nn.Module, names: list[str], *, device: str) -> None:
+        for parameter in model[0].weight, model[0].bias:
+            torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(300_000)))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(ConfigError, match=r"'0\.weight', of shape \(3, 3\).*left one of shape \(300000,\)"):
+        zerobench.initialize(model, config={"device": "cpu"}, materialise=swapped)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_any_buffer_that_torch_takes_will_do(stage: int) -> None:
     model = small_models.Bare()

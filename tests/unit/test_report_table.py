@@ -277,7 +277,8 @@ def test_steps_that_still_changed_are_named_by_row_and_window() -> None:
     assert "still changed" not in noted(0, 20, falling)
     once = noted(1, 20, falling)
     assert (
-        f"measured: {names[0]}, 96 ms in the first quarter of its steps and 66 ms in the last. What a" in once
+        f"measured: {names[0]}, 96.0 ms in the first quarter of its steps and 66.0 ms in the last. What a"
+        in once
     )
     assert "still changed" not in noted(1, 5, falling)  # four repeats of five steps: too few to tell
     assert "still changed" not in noted(1, 20, [10.0] * 20 + [20.0] * 20)  # two repeats, each steady

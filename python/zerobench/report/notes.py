@@ -23,7 +23,7 @@ from .rows import (
     workload_heads,
 )
 from .stats import drift, ends
-from .words import DTYPE_ROLES, join_words
+from .words import DTYPE_ROLES, join_words, ms_text
 
 NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
 BELOW_FLOOR = (
@@ -320,8 +320,7 @@ def _drift_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
 
 def _end_text(windows: Sequence[Sequence[float]]) -> str:
     first, last = ends(windows)
-    texts = [f"{time:,.0f}" if time >= 100 else f"{time:.3g}" for time in (first, last)]
-    return f"{texts[0]} ms in the first quarter of its steps and {texts[1]} ms in the last"
+    return f"{ms_text(first)} in the first quarter of its steps and {ms_text(last)} in the last"
 
 
 def _windows(row: Row) -> list[list[float]]:
