@@ -24,7 +24,9 @@ from zerobench.report.rows import FLOOR, step_rate
 from zerobench.report.stats import ratio_error
 
 DDP = ("ddp", "ddp_compress")
-DDP_MASTER = "ddp_master"  # a row of ours: DDP over low-precision parameters, nearer to the floor than some bars reach
+DDP_MASTER = (
+    "ddp_master"  # a row of ours: DDP over low-precision parameters, nearer to the floor than some bars reach
+)
 FSDP2 = ("fsdp2", "fsdp2_keep")
 DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_leaves")
 MEGATRON = ("mfsdp1", "mfsdp2", "mfsdp3")

@@ -15,11 +15,16 @@
 namespace zb::test {
 
 LaneSchedule lane_schedule(std::uint32_t number);
-// Both kinds in turn; two rounds of the policies have all of each.
+// Both kinds in turn; two rounds of the policies have all of each. Ranks in lanes take turns, so the thread sanitizer
+// has little to find there: one of each kind, and two of each where threads work beside the lanes.
 #ifdef __SANITIZE_THREAD__
-inline constexpr std::uint32_t kLaneScheduleNum = 4;  // ranks take turns, so there is little to find; two of each kind
+inline constexpr std::uint32_t kLaneScheduleNum = 2;
+inline constexpr std::uint32_t kFewLaneScheduleNum = 2;
+inline constexpr std::uint32_t kOffloadLaneScheduleNum = 4;
 #else
 inline constexpr std::uint32_t kLaneScheduleNum = 2 * kLanePolicyNum;
+inline constexpr std::uint32_t kFewLaneScheduleNum = 4;
+inline constexpr std::uint32_t kOffloadLaneScheduleNum = kLanePolicyNum;
 #endif
 LaneCollectives lane_collectives(std::uint32_t number);
 

@@ -25,7 +25,8 @@ const std::vector<std::size_t> kReversed{4, 3, 2, 1};
 using EveryStage = test::StageTest;
 
 INSTANTIATE_TEST_SUITE_P(Engine, EveryStage, test::on_cpu(testing::Range(1, 5)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EveryStage, test::in_lanes(testing::Range(1, 4), 4), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(EngineInLanes, EveryStage, test::in_lanes(testing::Range(1, 4), test::kFewLaneScheduleNum),
+                         test::stage_test_name);
 
 TEST_P(EveryStage, TrainsToTheReferenceInEveryPrecision) {
   for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {

@@ -28,7 +28,7 @@ using test::walk;
 using EngineOffload = test::StageTest;
 
 INSTANTIATE_TEST_SUITE_P(OnCpu, EngineOffload, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(InLanes, EngineOffload, test::in_lanes(testing::Range(1, 3), test::kLanePolicyNum),
+INSTANTIATE_TEST_SUITE_P(InLanes, EngineOffload, test::in_lanes(testing::Range(1, 3), test::kOffloadLaneScheduleNum),
                          test::stage_test_name);
 
 TEST_P(EngineOffload, EndsAsTheDeviceStoreDoes) {

@@ -163,7 +163,8 @@ class Walker {
 using EngineWalk = test::StageTest;
 
 INSTANTIATE_TEST_SUITE_P(Engine, EngineWalk, test::on_cpu(testing::Values(2, 3)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineWalk, test::in_lanes(testing::Values(2, 3), 4), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineWalk, test::in_lanes(testing::Values(2, 3), test::kFewLaneScheduleNum),
+                         test::stage_test_name);
 
 TEST_P(EngineWalk, EndsWithTheReference) {
   constexpr long kStepNum = 5;
