@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
-#include <thread>
 
 #include "comm/arguments.h"
 #include "comm/lane_communicator.h"
@@ -16,7 +15,7 @@
 namespace zb::test {
 namespace {
 
-constexpr long kShortSleepNs = 1'000'000;
+constexpr long kShortSleepNs = 1'000'000;  // longer ones wait for what takes no turns, as watchdogs
 thread_local bool takes_turns = false;
 
 }  // namespace
@@ -59,7 +58,7 @@ void RankTurns::idle(int rank) {
   std::unique_lock lock(mutex_);
   if (++idle_num_ == 1) standstill_ = std::chrono::steady_clock::now();
   if (idle_num_ > 64 * states_.size()) {
-    // Only a watchdog can end this.
+    // Hosts that look a few times and give up have done so. Only a watchdog can end this.
     if (std::chrono::steady_clock::now() - standstill_ > kLongestStandstill) {
       throw std::runtime_error("the ranks wait for each other: nothing runs any more");
     }
