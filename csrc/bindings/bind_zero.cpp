@@ -31,14 +31,27 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
           },
           py::arg("last"), py::arg("groups"), Release(),
           "groups are the hyperparameters of the step that this backward ends, where the optimizer runs in backward.")
-      .def(
-          "end_backward", [](BoundEngine& e) { e.get().end_backward(); }, Release())
-      .def(
-          "abort_backward", [](BoundEngine& e) { e.get().abort_backward(); }, Release())
+      .def("end_backward", &BoundEngine::end_backward, Release())
+      .def("abort_backward", &BoundEngine::abort_backward, Release())
       .def("rethrow_hook_error", &BoundEngine::rethrow_hook_error)
+      .def("step", &BoundEngine::step, py::arg("groups"), Release())
+      .def("end_window", &BoundEngine::end_window, Release(),
+           "Reduces what a window of fewer micro-batches has brought. Collective.")
+      .def("gradient_norm", &BoundEngine::gradient_norm, Release(),
+           "Global norm of the gradients that the next step will use. Collective.")
       .def(
-          "step", [](BoundEngine& e, const std::vector<AdamHyperparameters>& groups) { e.get().step(groups); },
-          py::arg("groups"), Release())
+          "clip_gradients", &BoundEngine::clip_gradients, py::arg("max_norm"), Release(),
+          "Scales the gradients that the next step will use to at most this norm; returns the norm before. Collective.")
+      .def("drop_gradients", &BoundEngine::drop_gradients, Release())
+      .def("check_gradients", &BoundEngine::check_gradients, Release(),
+           "Raises StateError where a script has put something in the place of gradients' guards, and drops gradients "
+           "where it has dropped all guards.")
+      .def("read_gradients", &BoundEngine::read_gradients, py::arg("device"), Release(),
+           "Full gradients by name: averaged, unscaled, float32, on this device. Collective.")
+      .def("write_gradients", &BoundEngine::write_gradients, py::arg("gradients"), py::kw_only(), py::arg("held"),
+           py::arg("source_rank"), Release(),
+           "The next step uses these (those of source_rank, or where it is -1 each rank's own, which are the same) and "
+           "leaves the held parameters alone. Collective.")
       .def(
           "outcome",
           [](BoundEngine& e) {
@@ -51,6 +64,10 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
           },
           "(applied, global gradient norm before clipping) of the last step. Blocks until it is known.")
       .def_property_readonly("window_backwards", [](const BoundEngine& e) { return e.get().window_backwards(); })
+      .def_property_readonly("window_is_reduced", [](const BoundEngine& e) { return e.get().is_window_reduced(); })
+      .def_property_readonly(
+          "is_updating", [](const BoundEngine& e) { return e.get().is_updating(); },
+          "Whether the last step's updates may be under way.")
       .def_property_readonly("awaits_share", [](const BoundEngine& e) { return e.get().awaits_share(); })
       .def(
           "place_state", [](BoundEngine& e, double fitting_share) { return e.get().place_state(fitting_share); },
@@ -70,9 +87,14 @@ void bind_engine_state(py::class_<BoundEngine>& engine) {
       .def("full_state", &BoundEngine::full_state, py::arg("kind"), py::kw_only(), py::arg("rank0_only"), Release(),
            "Full values by parameter name, fp32; with rank0_only none on other ranks. Collective.")
       .def("load_full_state", &BoundEngine::load_full_state, py::arg("states"), py::kw_only(), py::arg("step"),
-           py::arg("loss_scale"), Release(),
-           "Rank 0's full values by kind and parameter name, and its loss_scale_state (None: it stays), for all. "
-           "Collective.")
+           py::arg("loss_scale"), py::arg("held_steps"), Release(),
+           "Rank 0's full values by kind and parameter name, its loss_scale_state (None: it stays) and its held_steps, "
+           "for all. Collective.")
+      .def("held_steps", &BoundEngine::held_steps, Release(),
+           "Applied steps that left a parameter alone, by name, of those with any.")
+      .def(
+          "await_all_updates", [](BoundEngine& e) { e.get().await_all_updates(); }, Release(),
+          "Parameters that are not sharded can be read from here on in the compute stream. Collective.")
       .def("settle_parameters", &BoundEngine::settle_parameters, Release(),
            "Makes what is not sharded readable as the last step left it; False where that takes a forward or a gather.")
       .def(
@@ -135,7 +157,8 @@ void bind_zero(py::module_& m) {
       .def(py::init([](int stage, long accumulation_steps, double clip, std::optional<std::size_t> prefetch_bytes,
                        bool reshard_after_forward, bool keep_parameter_shards, bool store_param_remainders,
                        std::size_t keep_root_bytes, std::size_t push_gradient_bytes, bool optimizer_in_backward,
-                       const LossScaleOptions& loss_scale, const std::optional<OffloadOptions>& offload) {
+                       bool overlap_updates, const LossScaleOptions& loss_scale,
+                       const std::optional<OffloadOptions>& offload) {
              EngineOptions options{.stage = zero_stage_from_int(stage),
                                    .accumulation_steps = accumulation_steps,
                                    .clip = clip,
@@ -147,7 +170,8 @@ void bind_zero(py::module_& m) {
                                    .loss_scale = loss_scale,
                                    .keep_root_bytes = keep_root_bytes,
                                    .push_gradient_bytes = push_gradient_bytes,
-                                   .optimizer_in_backward = optimizer_in_backward};
+                                   .optimizer_in_backward = optimizer_in_backward,
+                                   .overlap_updates = overlap_updates};
              if (offload) {
                options.parameters_away = offload->host.parameters != ParameterHome::kDevice;
                options.make_store = [held = *offload](Ledger* ledger, const DeviceParts& parts) {
@@ -159,7 +183,8 @@ void bind_zero(py::module_& m) {
            py::kw_only(), py::arg("stage"), py::arg("accumulation_steps"), py::arg("clip"), py::arg("prefetch_bytes"),
            py::arg("reshard_after_forward"), py::arg("keep_parameter_shards"), py::arg("store_param_remainders"),
            py::arg("keep_root_bytes"), py::arg("push_gradient_bytes"), py::arg("optimizer_in_backward"),
-           py::arg("loss_scale"), py::arg("offload"), "offload: OffloadOptions, or None for state on the device.");
+           py::arg("overlap_updates"), py::arg("loss_scale"), py::arg("offload"),
+           "offload: OffloadOptions, or None for state on the device.");
   m.def(
       "cpu_device_parts",
       [](std::size_t thread_num, std::vector<int> cpus) {

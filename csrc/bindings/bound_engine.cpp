@@ -1,11 +1,15 @@
 #include "bindings/bound_engine.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/where.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "bindings/bindings.h"
+#include "comm/c10d_dtype.h"
 #include "comm/or_abort.h"
 #include "zero/torch_parameter.h"
 
@@ -16,7 +20,8 @@ namespace zb {
 BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> unit_names, std::size_t root_unit,
                          const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
                          const py::object& reduce_communicator, const std::string& device, DeviceParts parts,
-                         const py::object& materialise) {
+                         const py::object& materialise)
+    : device_(device) {
   auto gather = take_communicator(gather_communicator);
   auto reduce = take_communicator(reduce_communicator);
   EngineModel model;
@@ -59,8 +64,35 @@ BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> 
   engine_ =
       std::make_shared<Engine>(with_memory, std::move(model), std::move(parts), std::move(gather), std::move(reduce));
   std::vector<at::Tensor> trainable;
-  for (const std::size_t index : indices) trainable.push_back(tensors[index]);
-  hooks_ = make_gradient_hooks(engine_, memory_, trainable, indices);
+  std::vector<std::string> names;
+  for (const std::size_t index : indices) {
+    trainable.push_back(tensors[index]);
+    names.push_back(engine_->parameter(index).name);
+  }
+  guards_ = std::make_shared<GradientGuards>(trainable, std::move(names));
+  hooks_ = make_gradient_hooks(engine_, memory_, guards_, trainable, indices);
+}
+
+void BoundEngine::take_guards() {
+  if (!guards_ || !guards_->are_placed()) return;
+  switch (guards_->take()) {
+    case GradientGuards::Found::kIntact:
+      return;
+    case GradientGuards::Found::kNone:
+      get().drop_gradients();
+      return;
+    case GradientGuards::Found::kReplaced:
+      place_guards();
+      throw StateError("the .grad of '" + guards_->replaced_name() + "' was " +
+                       (guards_->replaced_is_none() ? "set to None" : "replaced by another tensor") +
+                       ", and the engine keeps gradients itself: inside `with engine.gradients() as gradients:` " +
+                       (guards_->replaced_is_none() ? "set gradients[name] = None to leave a parameter out of the step"
+                                                    : "change gradients[name], or assign a tensor to it"));
+  }
+}
+
+void BoundEngine::place_guards() {
+  if (guards_ && engine_ && engine_->window_backwards() > 0) guards_->place();
 }
 
 void BoundEngine::close() {
@@ -71,6 +103,7 @@ void BoundEngine::close() {
     interrupt = std::current_exception();
   }
   hooks_.reset();
+  guards_.reset();
   engine_.reset();
   if (interrupt) std::rethrow_exception(interrupt);
 }
@@ -81,7 +114,13 @@ void BoundEngine::set_compute_stream(void* stream) {
 }
 
 void BoundEngine::begin_forward(bool train) {
-  get().begin_forward(train);
+  take_guards();
+  try {
+    get().begin_forward(train);
+  } catch (...) {
+    place_guards();
+    throw;
+  }
   if (!train || !hooks_) return;
   hooks_->begin_forward();
   is_called_.assign(unit_num_, false);
@@ -89,11 +128,13 @@ void BoundEngine::begin_forward(bool train) {
 
 void BoundEngine::end_forward() {
   is_called_.clear();
+  const ScopeExit back([this] { place_guards(); });
   get().end_forward();
 }
 
 void BoundEngine::abandon_forward() {
   is_called_.clear();
+  const ScopeExit back([this] { place_guards(); });
   get().abandon_forward();
 }
 
@@ -130,7 +171,90 @@ bool BoundEngine::settle_parameters() {
 void BoundEngine::begin_backward(bool last, const std::vector<AdamHyperparameters>& groups) {
   // A plain loss.backward() may have left an error that nobody asked for.
   if (hooks_) static_cast<void>(hooks_->take_error());
-  get().begin_backward(last, groups);
+  take_guards();
+  try {
+    get().begin_backward(last, groups);
+  } catch (...) {
+    place_guards();
+    throw;
+  }
+}
+
+void BoundEngine::end_backward() {
+  const ScopeExit back([this] { place_guards(); });
+  get().end_backward();
+}
+
+void BoundEngine::abort_backward() {
+  const ScopeExit back([this] { place_guards(); });
+  get().abort_backward();
+}
+
+void BoundEngine::step(const std::vector<AdamHyperparameters>& groups) {
+  on_gradients([&](Engine& engine) { engine.step(groups); });
+}
+
+void BoundEngine::end_window() {
+  on_gradients([](Engine& engine) { engine.end_window(); });
+}
+
+double BoundEngine::gradient_norm() {
+  return on_gradients([](Engine& engine) { return engine.gradient_norm(); });
+}
+
+double BoundEngine::clip_gradients(double max_norm) {
+  return on_gradients([=](Engine& engine) { return engine.clip_gradients(max_norm); });
+}
+
+void BoundEngine::drop_gradients() {
+  on_gradients([](Engine& engine) { engine.drop_gradients(); });
+}
+
+void BoundEngine::check_gradients() {
+  on_gradients([](Engine&) {});
+}
+
+std::map<std::string, at::Tensor> BoundEngine::read_gradients(const std::string& device) {
+  return on_gradients([&](Engine& engine) {
+    std::map<std::string, at::Tensor> found;
+    engine.read_gradients([&](std::size_t index, float* sums) {
+      const at::Tensor values = floats_at(sums, sizes_[index]);
+      found.emplace(engine.parameter(index).name, values.mul(engine.gradient_factor()).to(at::Device(device)));
+    });
+    return found;
+  });
+}
+
+void BoundEngine::write_gradients(const std::map<std::string, at::Tensor>& gradients,
+                                  const std::vector<std::string>& held, int source_rank) {
+  on_gradients([&](Engine& engine) {
+    GradientChange change{.source_rank = source_rank};
+    for (std::size_t index = 0; index < sizes_.size(); ++index) {
+      const std::string& name = engine.parameter(index).name;
+      if (std::find(held.begin(), held.end(), name) != held.end()) change.held.push_back(index);
+    }
+    change.fill = [&](std::size_t index, float* values) {
+      const auto found = gradients.find(engine.parameter(index).name);
+      if (found == gradients.end()) return;  // held: zero
+      floats_at(values, sizes_[index]).copy_(found->second);
+    };
+    const float factor = engine.gradient_factor();
+    change.merge = [&](const float* values, void* sums, DType dtype, std::size_t numel) {
+      const std::vector<std::int64_t> sizes{static_cast<std::int64_t>(numel)};
+      const at::Tensor wanted = floats_at(const_cast<float*>(values), sizes);
+      const auto options = at::TensorOptions().dtype(scalar_type(dtype)).device(device_);
+      at::Tensor there = at::for_blob(sums, sizes).options(options).target_device(device_).make_tensor();
+      // What was not changed keeps its bits.
+      const at::Tensor changed = wanted.div(factor).to(options);
+      there.copy_(at::where(there.to(c10::ScalarType::Float).mul(factor).eq(wanted), there, changed));
+    };
+    engine.write_gradients(change);
+  });
+}
+
+at::Tensor BoundEngine::floats_at(float* values, at::IntArrayRef sizes) const {
+  const auto options = at::TensorOptions().dtype(c10::ScalarType::Float).device(device_);
+  return at::for_blob(values, sizes).options(options).target_device(device_).make_tensor();
 }
 
 void BoundEngine::rethrow_hook_error() {
@@ -157,15 +281,30 @@ std::map<std::string, at::Tensor> BoundEngine::full_state(const std::string& kin
 }
 
 void BoundEngine::load_full_state(const std::map<std::string, std::map<std::string, at::Tensor>>& states, long step,
-                                  const std::optional<std::pair<double, long>>& loss_scale) {
+                                  const std::optional<std::pair<double, long>>& loss_scale,
+                                  const std::map<std::string, long>& held_steps) {
   static const std::map<FullState, std::string> kKinds{
       {FullState::kMaster, "parameters"}, {FullState::kExpAvg, "exp_avg"}, {FullState::kExpAvgSq, "exp_avg_sq"}};
   FullStateFacts facts{.steps_applied = step};
   if (loss_scale) facts.loss_scale = {.scale = loss_scale->first, .good_steps = loss_scale->second};
-  get().write_full_state(facts, [&](FullState kind, std::size_t index, float* values) {
+  std::vector<std::int64_t> held(sizes_.size(), 0);
+  for (std::size_t index = 0; index < held.size(); ++index) {
+    const auto found = held_steps.find(get().parameter(index).name);
+    if (found != held_steps.end()) held[index] = found->second;
+  }
+  get().write_full_state(facts, std::move(held), [&](FullState kind, std::size_t index, float* values) {
     const at::Tensor& tensor = states.at(kKinds.at(kind)).at(get().parameter(index).name);
     std::memcpy(values, tensor.const_data_ptr(), static_cast<std::size_t>(tensor.numel()) * sizeof(float));
   });
+}
+
+std::map<std::string, long> BoundEngine::held_steps() const {
+  std::map<std::string, long> found;
+  const std::vector<std::int64_t> held = get().held_steps();
+  for (std::size_t index = 0; index < held.size(); ++index) {
+    if (held[index] > 0) found.emplace(get().parameter(index).name, held[index]);
+  }
+  return found;
 }
 
 }  // namespace zb

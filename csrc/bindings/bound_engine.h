@@ -12,7 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "common/scope_exit.h"
 #include "zero/engine.h"
+#include "zero/torch_gradient_guards.h"
 #include "zero/torch_hooks.h"
 #include "zero/torch_memory.h"
 
@@ -43,6 +45,8 @@ class BoundEngine {
   void close();
 
   void set_compute_stream(void* stream);
+  // What touches gradients, or lets compiled code see them, first takes their guards away. Throws StateError where a
+  // script has put something in the place of some; where it has dropped all, the engine drops its gradients.
   void begin_forward(bool train);
   void end_forward();
   void abandon_forward();
@@ -54,17 +58,46 @@ class BoundEngine {
   // For the calling thread's current stream, too.
   bool settle_parameters();
   void begin_backward(bool last, const std::vector<AdamHyperparameters>& groups);
+  void end_backward();
+  void abort_backward();
+  void step(const std::vector<AdamHyperparameters>& groups);
+  void end_window();
+  double gradient_norm();
+  double clip_gradients(double max_norm);
+  void drop_gradients();
+  // Looks at what a script has made of the guards, as the calls above do.
+  void check_gradients();
+  // Averaged and unscaled, by name, on `device`; see Engine::write_gradients for the rest.
+  std::map<std::string, at::Tensor> read_gradients(const std::string& device);
+  void write_gradients(const std::map<std::string, at::Tensor>& gradients, const std::vector<std::string>& held,
+                       int source_rank);
   // Throws what a gradient hook threw in the last backward, with its own type.
   void rethrow_hook_error();
 
   std::map<std::string, at::Tensor> full_state(const std::string& kind, bool rank0_only) const;
   void load_full_state(const std::map<std::string, std::map<std::string, at::Tensor>>& states, long step,
-                       const std::optional<std::pair<double, long>>& loss_scale);
+                       const std::optional<std::pair<double, long>>& loss_scale,
+                       const std::map<std::string, long>& held_steps);
+  // Applied steps that left a parameter alone, by name, of those with any.
+  std::map<std::string, long> held_steps() const;
 
  private:
+  void take_guards();
+  void place_guards();
+  at::Tensor floats_at(float* values, at::IntArrayRef sizes) const;
+  // Whatever the body does, guards are back where gradients wait for a step.
+  template <typename Body>
+  auto on_gradients(const Body& body) {
+    take_guards();
+    const ScopeExit back([this] { place_guards(); });
+    return body(get());
+  }
+
   std::shared_ptr<TorchMemory> memory_;  // null where the device's own memory serves
   std::shared_ptr<Engine> engine_;
+  std::shared_ptr<GradientGuards> guards_;
   std::unique_ptr<GradientHooks> hooks_;
+  c10::Device device_;
   std::size_t unit_num_ = 0;
   std::vector<bool> is_called_;  // by unit, in the running training forward; empty outside
   std::vector<std::vector<std::int64_t>> sizes_;

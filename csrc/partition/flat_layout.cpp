@@ -31,14 +31,18 @@ FlatLayout::FlatLayout(std::vector<ParameterSpan> spans, std::size_t shard_num, 
   if (padded_numel_ > cursor) gaps_.push_back({cursor, padded_numel_, 0});
 }
 
-std::vector<Segment> FlatLayout::segments_within(std::size_t begin, std::size_t end) const {
+std::vector<Segment> within(const std::vector<Segment>& segments, std::size_t begin, std::size_t end) {
   std::vector<Segment> result;
-  for (const Segment& segment : segments_) {
+  for (const Segment& segment : segments) {
     const std::size_t from = std::max(segment.begin, begin);
     const std::size_t to = std::min(segment.end, end);
     if (from < to) result.push_back({from - begin, to - begin, segment.row});
   }
   return result;
+}
+
+std::vector<Segment> FlatLayout::segments_within(std::size_t begin, std::size_t end) const {
+  return within(segments_, begin, end);
 }
 
 }  // namespace zb

@@ -28,6 +28,9 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
+// Those inside [begin, end), relative to begin.
+std::vector<Segment> within(const std::vector<Segment>& segments, std::size_t begin, std::size_t end);
+
 class FlatLayout {
  public:
   FlatLayout() = default;
@@ -43,7 +46,6 @@ class FlatLayout {
   // Segments of the whole buffer, maximal runs of one param group, padding between two spans of a run included
   // (padding holds zeros, and an update of zeros by zero gradients stays zero). Cover [0, end of last span).
   const std::vector<Segment>& segments() const noexcept { return segments_; }
-  // The segments inside [begin, end), relative to begin.
   std::vector<Segment> segments_within(std::size_t begin, std::size_t end) const;
   // The parts of the buffer that belong to no parameter, in order.
   const std::vector<Segment>& gaps() const noexcept { return gaps_; }

@@ -97,7 +97,7 @@ class DeviceStore final : public Store {
       ZB_EXPECT(update.lane == first.lane && update.step == first.step,
                 "updates that are started together are of one step and go into one lane");
       check(index, update);
-      for (const Segment& segment : at(index).segments) add_runs(at(index), update, segment);
+      for (const Segment& segment : segments_of(update, at(index).segments)) add_runs(at(index), update, segment);
     }
     for (const auto& [index, update] : updates) stand_behind(at(index), first.lane);
     if (!runs_.empty()) parts_.adam->update(first.lane, runs_, first.step);
@@ -151,11 +151,7 @@ class DeviceStore final : public Store {
         "an update of shard " + std::to_string(index) + " needs its gradient, its parameters and the step's scalars");
     ZB_EXPECT(shard.rounded == nullptr || update.parameters == shard.rounded,
               "shard " + std::to_string(index) + " has remainders of other parameters than its update's");
-    for (const Segment& segment : shard.segments) {
-      ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
-                "shard " + std::to_string(index) + " needs hyperparameters of param group " +
-                    std::to_string(segment.row) + ", got " + std::to_string(update.rows.size()) + " rows");
-    }
+    check_rows(index, segments_of(update, shard.segments), update.rows.size());
   }
 
   // What lies in no piece is padding: zeros that an update by zeros would leave as they are.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -39,6 +40,7 @@ struct Update {
   std::byte* parameters;  // on the device; null where the host is their home
   DType gradient_dtype;
   std::vector<AdamScalars> rows;
+  std::optional<std::vector<Segment>> segments;  // none: the shard's own
   const StepScalars* step;
   MarkPtr step_arrived;
   MarkPtr started;  // behind which the parameters on the device may be overwritten
@@ -143,11 +145,7 @@ class HostStore final : public Store {
         (update.parameters == nullptr) == (home_ != nullptr),
         "an update of shard " + std::to_string(index) +
             (home_ ? " was given parameters that the store keeps itself" : " needs its parameters on the device"));
-    for (const Segment& segment : shard.spec.segments) {
-      ZB_EXPECT(static_cast<std::size_t>(segment.row) < update.rows.size(),
-                "shard " + std::to_string(index) + " needs hyperparameters of param group " +
-                    std::to_string(segment.row) + ", got " + std::to_string(update.rows.size()) + " rows");
-    }
+    check_rows(index, segments_of(update, shard.spec.segments), update.rows.size());
     const MarkPtr started = device_->mark(update.lane);
     if (home_) home_->begin_update(index);
     if (!std::exchange(shard.is_offered, false)) {
@@ -155,15 +153,17 @@ class HostStore final : public Store {
       fetch_gradient(shard, update.gradient, update.gradient_dtype);
     }
     shard.turn = update.turn;
-    queue(shard, [this, task = Update{.shard = &shard,
-                                      .index = index,
-                                      .parameters = static_cast<std::byte*>(update.parameters),
-                                      .gradient_dtype = update.gradient_dtype,
-                                      .rows = {update.rows.begin(), update.rows.end()},
-                                      .step = update.step_on_host,
-                                      .step_arrived = update.step_arrived,
-                                      .started = started,
-                                      .fetches = take_fetches(index)}] { run(task); });
+    queue(shard,
+          [this, task = Update{.shard = &shard,
+                               .index = index,
+                               .parameters = static_cast<std::byte*>(update.parameters),
+                               .gradient_dtype = update.gradient_dtype,
+                               .rows = {update.rows.begin(), update.rows.end()},
+                               .segments = update.segments == nullptr ? std::nullopt : std::optional(*update.segments),
+                               .step = update.step_on_host,
+                               .step_arrived = update.step_arrived,
+                               .started = started,
+                               .fetches = take_fetches(index)}] { run(task); });
   }
   bool is_issued(std::size_t index) const override {
     return thread_->is_done(shards_.at(index)->ticket) && (!home_ || home_->is_read(index));
@@ -356,7 +356,7 @@ class HostStore final : public Store {
     return states_->borrow(update.index, begin, end);
   }
 
-  // Adam where a param group holds; elsewhere lies padding, which keeps its values.
+  // Adam where a param group holds; elsewhere lie padding and held parameters, which keep their values.
   void update_chunk(const Update& update, const StateChunk& chunk, std::byte* parameters, std::size_t begin,
                     std::size_t end) {
     const ShardSpec& spec = update.shard->spec;
@@ -367,7 +367,7 @@ class HostStore final : public Store {
       cpu_kernels().cast(at_element(parameters, spec.param_dtype, cursor - begin), spec.param_dtype,
                          chunk.master + (cursor - begin), DType::kFloat32, stop - cursor);
     };
-    for (const Segment& segment : spec.segments) {
+    for (const Segment& segment : update.segments ? *update.segments : spec.segments) {
       const std::size_t first = std::max(begin, segment.begin);
       const std::size_t last = std::min(end, segment.end);
       if (first >= last) continue;

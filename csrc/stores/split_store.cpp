@@ -85,11 +85,20 @@ class SplitStore final : public Store {
 
   void start_update(std::size_t index, const ShardUpdate& update) override {
     const Shard& shard = at(index);
+    ShardUpdate part = update;
     ShardUpdate rest = update;
     rest.gradient = beyond(update.gradient, update.gradient_dtype, shard.cut);
     rest.parameters = const_cast<void*>(beyond(update.parameters, shard.param_dtype, shard.cut));
+    std::vector<Segment> part_segments;
+    std::vector<Segment> rest_segments;
+    if (update.segments != nullptr) {
+      part_segments = within(*update.segments, 0, shard.cut);
+      rest_segments = within(*update.segments, shard.cut, shard.numel);
+      part.segments = &part_segments;
+      rest.segments = &rest_segments;
+    }
     second_->start_update(shard.second, rest);  // the one that may run beside
-    first_->start_update(shard.first, update);
+    first_->start_update(shard.first, part);
   }
   bool is_issued(std::size_t index) const override {
     return first_->is_issued(shards_.at(index).first) && second_->is_issued(shards_.at(index).second);
@@ -132,12 +141,7 @@ class SplitStore final : public Store {
   static ShardSpec part_of(const ShardSpec& spec, std::size_t begin, std::size_t end) {
     ShardSpec part = spec;
     part.numel = end - begin;
-    part.segments.clear();
-    for (const Segment& segment : spec.segments) {
-      const std::size_t first = std::max(segment.begin, begin);
-      const std::size_t last = std::min(segment.end, end);
-      if (first < last) part.segments.push_back({first - begin, last - begin, segment.row});
-    }
+    part.segments = within(spec.segments, begin, end);
     return part;
   }
 

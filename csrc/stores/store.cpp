@@ -17,6 +17,14 @@ void check_segments(const ShardSpec& spec) {
   }
 }
 
+void check_rows(std::size_t shard, std::span<const Segment> segments, std::size_t row_num) {
+  for (const Segment& segment : segments) {
+    ZB_EXPECT(static_cast<std::size_t>(segment.row) < row_num,
+              "shard " + std::to_string(shard) + " needs hyperparameters of param group " +
+                  std::to_string(segment.row) + ", got " + std::to_string(row_num) + " rows");
+  }
+}
+
 void Store::choose_share(double) { ZB_EXPECT_STATE(false, "the store's share of state on the host is fixed"); }
 void Store::take_share() { ZB_EXPECT_STATE(false, "the store's share of state on the host is fixed"); }
 

@@ -48,8 +48,9 @@ struct ShardGradient {
   MarkPtr ready = nullptr;  // behind which it is there
 };
 
-// One update of one shard. Pointers are device memory, ready for `lane`, but for the scalars on the host. `rows` and
-// the list of pieces need not outlive the call; all else stays as it is until the shard's update was waited for.
+// One update of one shard. Pointers are device memory, ready for `lane`, but for the scalars on the host. `rows`,
+// `segments` and the list of pieces need not outlive the call; all else stays as it is until the shard's update was
+// waited for.
 struct ShardUpdate {
   Lane lane = Lane::kCompute;      // that the update is put into, or starts behind
   const void* gradient = nullptr;  // numel elements, reduced, not yet scaled
@@ -60,11 +61,21 @@ struct ShardUpdate {
   // from the store (fetch_parameters) instead.
   void* parameters = nullptr;
   std::span<const AdamScalars> rows;  // by segment row; grad_factor is not read
+  // Instead of the shard's own: what lies in none of them keeps its values and states.
+  const std::vector<Segment>* segments = nullptr;
   const StepScalars* step = nullptr;
   const StepScalars* step_on_host = nullptr;  // the same in pinned memory
   MarkPtr step_arrived = nullptr;             // behind which they are there
   std::size_t turn = 0;  // smaller: its parameters are expected to be awaited earlier in the next forward
 };
+
+// The segments that an update of a shard with such `own` ones updates.
+inline const std::vector<Segment>& segments_of(const ShardUpdate& update, const std::vector<Segment>& own) {
+  return update.segments == nullptr ? own : *update.segments;
+}
+
+// Throws ArgumentError where a segment of an update of `shard` names a row that the update lacks.
+void check_rows(std::size_t shard, std::span<const Segment> segments, std::size_t row_num);
 
 // What a store in files has moved since it was made.
 struct SwapStats {

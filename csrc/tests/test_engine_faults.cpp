@@ -413,10 +413,10 @@ TEST(LoneEngine, LoadsAStateForWhichItLackedMemoryBefore) {
   options.stage = ZeroStage::kZero3;
   test::run_in_lanes(options, 0, [&](ToyRank& toy) {
     toy.lanes().set_full(true);
-    EXPECT_THROW(toy.engine().write_full_state({}, read), OutOfMemoryError);
+    EXPECT_THROW(toy.engine().write_full_state({}, {}, read), OutOfMemoryError);
     EXPECT_THROW(toy.engine().begin_forward(true), StateError);
     toy.lanes().set_full(false);
-    toy.engine().write_full_state({}, read);
+    toy.engine().write_full_state({}, {}, read);
     toy.train();
   });
 }

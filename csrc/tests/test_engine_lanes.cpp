@@ -234,7 +234,7 @@ TEST_P(EngineLanes, ATornEngineTakesAStateWhereverItLearnsOfIt) {
             EXPECT_THROW(toy.start_step(), NonFiniteGradientError);
           }
         }
-        engine.write_full_state({.steps_applied = 1}, [&](FullState kind, std::size_t parameter, float* values) {
+        engine.write_full_state({.steps_applied = 1}, {}, [&](FullState kind, std::size_t parameter, float* values) {
           std::ranges::copy(kept.at(kind)[parameter], values);
         });
         toy.set_micro_step(1);
@@ -261,7 +261,7 @@ TEST_P(EngineLanes, AStateIsLoadedBehindABadStepThatIsNotKnownYet) {
         if (toy.rank() == 0) toy.spoil(2);
         toy.train();
         toy.spoil(SIZE_MAX);
-        toy.engine().write_full_state({}, [&](FullState kind, std::size_t parameter, float* values) {
+        toy.engine().write_full_state({}, {}, [&](FullState kind, std::size_t parameter, float* values) {
           std::ranges::copy(kept.at(kind)[parameter], values);
         });
         toy.train();

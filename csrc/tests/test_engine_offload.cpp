@@ -127,7 +127,7 @@ TEST_P(EngineOffload, AStateLoadedBeforeTheTrialIsWhatItGoesOnWith) {
     }
   });
   const auto body = [&](ToyRank& toy) {
-    toy.engine().write_full_state({.steps_applied = 2}, [&](FullState kind, std::size_t parameter, float* values) {
+    toy.engine().write_full_state({.steps_applied = 2}, {}, [&](FullState kind, std::size_t parameter, float* values) {
       std::ranges::copy(kept.at(kind)[parameter], values);
     });
     for (const FullState kind : kKinds) EXPECT_EQ(toy.state(kind), kept.at(kind));

@@ -136,7 +136,7 @@ TEST_P(EngineRefusals, RanksWithDifferentHyperparametersAreTold) {
 TEST_P(EngineRefusals, AStateIsLoadedBetweenStepsAndStepsGoOnFromThere) {
   run_ranks(options(), [&](ToyRank& toy) {
     const auto load = [&] {
-      toy.engine().write_full_state({.steps_applied = 7}, [](FullState, std::size_t parameter, float* values) {
+      toy.engine().write_full_state({.steps_applied = 7}, {}, [](FullState, std::size_t parameter, float* values) {
         std::fill_n(values, test::toy_parameters()[parameter].numel, 0.5F);
       });
     };

@@ -16,7 +16,7 @@ std::vector<ParameterSpan> random_spans(std::mt19937& random) {
   const std::size_t span_num = random() % 12;
   for (std::size_t i = 0; i < span_num; ++i) {
     const std::size_t numel = random() % 4 == 0 ? random() % 3 : random() % 200;  // empty and scalar ones too
-    spans.push_back({"p" + std::to_string(i), numel, static_cast<int>(random() % 3)});
+    spans.push_back({std::string("p") + std::to_string(i), numel, static_cast<int>(random() % 3)});
   }
   return spans;
 }

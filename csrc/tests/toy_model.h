@@ -25,6 +25,7 @@ struct ToyTensor {
   std::byte* data = nullptr;
   Region owned;
   std::string message;
+  std::string guard_message;  // empty: may be read
   bool intact = true;
 
   std::shared_ptr<Device> device;
@@ -41,6 +42,8 @@ class ToyBinding final : public ParameterBinding {
   void attach(std::byte* data) override;
   void attach_owned(const Region& region) override;
   void detach(const std::string& message) override;
+  void guard(const std::string& message) override { tensor_->guard_message = message; }
+  void unguard() override { tensor_->guard_message.clear(); }
   bool intact() const override { return tensor_->intact; }
   void read(float* destination) const override;
   void adopt(DType param_dtype) override;

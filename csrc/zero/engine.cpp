@@ -134,6 +134,7 @@ void Engine::end_pass_ranges() noexcept {
 void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> groups) {
   enter([&] {
     expect_no_updates();
+    if (reduces_->window_backwards() == 0) begin_window();
     if (updates_in_backward(last)) {
       expect_possible(groups);
       expect_not_gathered("a backward with updates began");

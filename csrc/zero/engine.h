@@ -11,10 +11,12 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -66,6 +68,8 @@ struct EngineOptions {
   std::size_t splice_bytes = std::size_t{2} << 20;
   // Updates start in backward, as soon as a unit is reduced. Without clipping and loss scale.
   bool optimizer_in_backward = false;
+  // Updates may run beside the next forward; else a step ends with the compute lane behind all of them.
+  bool overlap_updates = true;
   // Memory for the compute lane and what is ordered with it, not zeroed: once its owner lets go, what is put into that
   // lane later may get it. Empty: the device's own memory.
   std::function<std::shared_ptr<std::byte>(std::size_t bytes)> allocate_in_compute = nullptr;
@@ -97,6 +101,17 @@ enum class FullState : std::uint8_t { kParameters, kMaster, kExpAvg, kExpAvgSq }
 struct FullStateFacts {
   long steps_applied = 0;
   std::optional<LossScaleState> loss_scale = {};  // none: the scale stays as the last step left it
+};
+
+// What write_gradients makes of a window's gradients. Values are averaged and unscaled, in device memory and for the
+// compute lane.
+struct GradientChange {
+  int source_rank = -1;  // whose values become everybody's; -1: each rank fills in the same ones
+  // Writes a parameter's values (row-major). Called on the source rank alone where there is one.
+  std::function<void(std::size_t parameter, float* values)> fill = nullptr;
+  // Puts new values into a piece of the sums that an update reads, where they differ from what is there.
+  std::function<void(const float* values, void* sums, DType dtype, std::size_t numel)> merge = nullptr;
+  std::vector<std::size_t> held = {};  // parameters that the step leaves alone, the same on all ranks
 };
 
 class Engine {
@@ -143,6 +158,25 @@ class Engine {
 
   // Backwards whose gradients wait for a step.
   long window_backwards() const;
+  // Whether a step may follow: the last of them was the accumulation boundary, or end_window() made it so.
+  bool is_window_reduced() const { return reduces_->is_window_reduced(); }
+  // Between the last backward of a window and its step. All are collective, and throw StateError at another moment.
+  //
+  // The global norm of the averaged and unscaled gradients, as the step would find it. Blocks until it is known.
+  double gradient_norm();
+  // Scales the gradients by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does; the norm before.
+  double clip_gradients(double max_norm);
+  // What a sum of gradients is multiplied with to average, unscale and clip it.
+  float gradient_factor() const { return static_cast<float>(1.0 / gradient_divisor()); }
+  // Calls `visit` with the full sums of every trainable parameter, in float, unit by unit.
+  using VisitGradient = std::function<void(std::size_t parameter, float* sums)>;
+  void read_gradients(const VisitGradient& visit);
+  void write_gradients(const GradientChange& change);
+  // Ends a window after fewer backwards than accumulation_steps: reduces what has come. Collective; nothing where the
+  // window is empty or its last backward was the accumulation boundary.
+  void end_window();
+  // Forgets the gradients that wait for a step. Nothing where there are none.
+  void drop_gradients();
   // Whether the store waits for place_state, which must come before the first step.
   bool awaits_share() const { return store_->awaits_share(); }
   // Chooses the share of optimizer state on the host, behind a backward: all but what fits on the device of every rank,
@@ -158,7 +192,10 @@ class Engine {
   // engine was at, so that one that was torn goes on. `read` writes a parameter's values of a kind; frozen parameters
   // have no moments. Collective, and not inside a forward, backward or gather.
   using ReadState = std::function<void(FullState kind, std::size_t parameter, float* values)>;
-  void write_full_state(const FullStateFacts& facts, const ReadState& read);
+  // `held_steps` by parameter, of rank 0; empty where none was held.
+  void write_full_state(const FullStateFacts& facts, std::vector<std::int64_t> held_steps, const ReadState& read);
+  // By parameter: applied steps that left it alone.
+  std::vector<std::int64_t> held_steps();
 
   // Makes rank 0's bytes everybody's. Collective.
   void broadcast(std::byte* data, std::size_t bytes);
@@ -168,6 +205,12 @@ class Engine {
   // Outside of passes: lets the compute lane read parameters that are not sharded as the last step left them, where
   // that needs no other rank. False where it does: then a forward or gather() does it.
   bool settle_parameters();
+  // The same, whatever it takes. Collective.
+  void await_all_updates();
+  // Whether the last step's updates may be under way.
+  bool is_updating() const {
+    return std::any_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.is_updating; });
+  }
   // `may_change` where the caller may end it with a modifier, then on all ranks.
   void gather(const std::vector<std::size_t>& units, bool may_change = true);
   // Ends a gather. With a modifier rank, that rank's values of the units become everybody's first.
@@ -287,7 +330,21 @@ class Engine {
   void check_communicators() const;
   void exchange_reports(std::span<const AdamHyperparameters> groups);
   void finish_reports();
+  [[noreturn]] void throw_other_window(int other, const RankReport& theirs, const RankReport& ours);
+  void put_in_norm();
   void combine_norm();
+  double gradient_divisor() const {
+    return static_cast<double>(world_size()) * static_cast<double>(window_backwards()) * scaler_.scale() /
+           window_multiplier_;
+  }
+  void expect_whole_window(const char* what) const;
+  void begin_window();
+  std::vector<FlatPiece> own_gradients(const FlatBuffer& flat) const;
+  std::vector<AdamScalars> make_rows(std::span<const AdamHyperparameters> groups, long step);
+  void make_update_segments(FlatBuffer& flat, std::span<const AdamHyperparameters> groups, long step,
+                            std::map<std::pair<int, long>, int>& row_of, std::vector<AdamScalars>& rows);
+  void guard_updating();
+  void unguard(Unit& unit);
   void settle_step();
   void expect_possible(std::span<const AdamHyperparameters> groups) const;
   [[noreturn]] void throw_torn() const;
@@ -323,7 +380,7 @@ class Engine {
   void finish_updates();
   void drop_everything_under_way();
   void assemble_full_state(FullState kind, const VisitState& visit);
-  void take_full_state(FullStateFacts facts, const ReadState& read);
+  void take_full_state(FullStateFacts facts, std::vector<std::int64_t> held_steps, const ReadState& read);
   void write_flat(FlatBuffer& flat, FullState kind, std::span<const float> on_host);
   void broadcast_bytes(std::byte* data, std::size_t bytes);
   void read_own_parameters(const FlatBuffer& flat, std::span<float> values);
@@ -338,9 +395,6 @@ class Engine {
   }
   void remember_parameters(Unit& unit);
   void restore_parameters(Unit& unit) noexcept;
-  bool is_updating() const {
-    return std::any_of(units_.begin(), units_.end(), [](const Unit& unit) { return unit.is_updating; });
-  }
   bool parameters_sharded() const { return policy_.parameters == Placement::kSharded; }
   bool state_sharded() const { return policy_.state == Placement::kSharded; }
   std::byte* update_gradient(const FlatBuffer& flat) const {
@@ -436,6 +490,9 @@ class Engine {
   PendingStep pending_;
   BackwardUpdates backward_updates_;
   bool is_torn_ = false;
+  double window_multiplier_ = 1.0;         // on this window's gradients, by clip_gradients
+  bool has_own_steps_ = false;             // some parameter was held once, or is now
+  std::vector<std::size_t> held_in_step_;  // by the last step, until its outcome is known
   Reports reports_;
   StepOutcome outcome_;
   long steps_applied_ = 0;

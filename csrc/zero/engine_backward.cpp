@@ -40,10 +40,10 @@ void Engine::begin_updates(bool last, std::span<const AdamHyperparameters> group
   BackwardUpdates& updates = backward_updates_;
   updates.has_begun = false;
   if (!updates_in_backward(last)) return;
+  if (!held_in_step_.empty()) settle_step();  // what was held has its own count of steps
   take_update_order();
-  updates.rows.clear();
   const long step = steps_applied_ + (pending_.is_pending ? 2 : 1);  // one that is not finite tears the engine
-  for (const AdamHyperparameters& group : groups) updates.rows.push_back(make_adam_scalars(group, step, 1.0F));
+  updates.rows = make_rows(groups, step);
   const double divisor = static_cast<double>(world_size()) * static_cast<double>(reduces_->window_backwards() + 1);
   const StepScalars scalars{.factor = static_cast<float>(1.0 / divisor)};
   if (scalars.factor != updates.factor) {

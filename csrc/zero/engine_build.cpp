@@ -92,6 +92,7 @@ Engine::~Engine() {
   store_.reset();  // ends what its threads have under way
   // Slots go with the engine; parameters must not point there any more, and units give theirs back before the pools go.
   for (Unit& unit : units_) {
+    unguard(unit);
     unit.gathered.clear();
     unit.gather_slot.reset();
     unit.gradient_slot.reset();
@@ -118,6 +119,13 @@ void Engine::build_unit(Unit& unit, EngineModel& model) {
           "(module.forward(), or a use of its weight by another), name a class whose forward holds that use in the "
           "configuration's units; where a backward needs it, which came there by a tensor that no module returned, set "
           "reshard_after_forward to false";
+      parameters_[index].updating_message =
+          "parameter '" + parameters_[index].name +
+          "' is being updated by the last step and cannot be read yet: read it inside `with engine.gather():`, by "
+          "engine.state_dict(), or after the next forward, or set \"overlap_updates\": false in the configuration; "
+          "where "
+          "a forward needs it though the module that holds it is not called itself (module.forward(), or a use of its "
+          "weight by another), name a class whose forward holds that use in the configuration's units";
     }
     build_flat(flat);
   }

@@ -131,10 +131,12 @@ void Engine::drop_everything_under_way() {
   }
   device().synchronize();
   pending_ = {};
+  held_in_step_.clear();
   backward_updates_.updated.clear();
 }
 
-void Engine::write_full_state(const FullStateFacts& facts, const ReadState& read) {
+void Engine::write_full_state(const FullStateFacts& facts, std::vector<std::int64_t> held_steps,
+                              const ReadState& read) {
   enter_torn([&] {
     if (is_torn_ && !reduces_->in_backward()) {  // of a backward whose step was refused
       backward_updates_.is_on = false;
@@ -153,17 +155,19 @@ void Engine::write_full_state(const FullStateFacts& facts, const ReadState& read
       // Of a step that this state takes the place of.
     }
     is_torn_ = true;  // until all of it is there
-    or_abort([&] { take_full_state(facts, read); });
+    or_abort([&] { take_full_state(facts, std::move(held_steps), read); });
     is_torn_ = false;
   });
 }
 
-void Engine::take_full_state(FullStateFacts facts, const ReadState& read) {
+void Engine::take_full_state(FullStateFacts facts, std::vector<std::int64_t> held_steps, const ReadState& read) {
   static_assert(std::is_trivially_copyable_v<FullStateFacts>);
+  held_steps.resize(parameters_.size(), 0);
   drop_everything_under_way();
   store_->expect_states();
   if (world_size() > 1) reduce_communicator_->barrier("the store's memory");
   broadcast_bytes(reinterpret_cast<std::byte*>(&facts), sizeof(facts));
+  broadcast_bytes(reinterpret_cast<std::byte*>(held_steps.data()), held_steps.size() * sizeof(std::int64_t));
   std::vector<float> on_host;
   for (Unit& unit : units_) {
     for (FlatBuffer& flat : unit.flats) {
@@ -180,6 +184,12 @@ void Engine::take_full_state(FullStateFacts facts, const ReadState& read) {
   check_communicators();
   steps_applied_ = steps_tried_ = facts.steps_applied;
   if (facts.loss_scale) scaler_.restore(*facts.loss_scale);
+  has_own_steps_ = false;
+  for (std::size_t index = 0; index < parameters_.size(); ++index) {
+    parameters_[index].held_steps = held_steps[index];
+    has_own_steps_ = has_own_steps_ || held_steps[index] > 0;
+  }
+  for (FlatBuffer* flat : trainable_flats_) flat->update_segments.reset();
   outcome_ = {};
 }
 

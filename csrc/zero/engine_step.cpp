@@ -66,18 +66,13 @@ void Engine::finish_reports() {
     std::memcpy(&report, reports_.all.data() + static_cast<std::size_t>(other) * reports_.mine.size(), sizeof(report));
     const bool is_same_step =
         report.steps_tried == header.steps_tried && report.window_backwards == header.window_backwards;
-    if (is_same_step && report.hyperparameters == header.hyperparameters) continue;
-    const std::string reason =
-        is_same_step
-            ? "ranks " + std::to_string(rank()) + " and " + std::to_string(other) + " made step " +
-                  std::to_string(header.steps_tried + 1) +
-                  " with different hyperparameters, so their parameters differ now; "
-                  "set the learning rate from what is equal on all ranks, such as a loss averaged over them"
-            : "rank " + std::to_string(other) + " brings gradients of " + std::to_string(report.window_backwards) +
-                  " backwards to its step " + std::to_string(report.steps_tried + 1) + " and rank " +
-                  std::to_string(rank()) + " of " + std::to_string(header.window_backwards) + " to its step " +
-                  std::to_string(header.steps_tried + 1) +
-                  "; a rank that lost its gradients to an exception cannot step with the others";
+    if (!is_same_step) throw_other_window(other, report, header);
+    if (report.hyperparameters == header.hyperparameters) continue;
+    const std::string reason = "ranks " + std::to_string(rank()) + " and " + std::to_string(other) + " made step " +
+                               std::to_string(header.steps_tried + 1) +
+                               " with different hyperparameters, so their parameters differ now; "
+                               "set the learning rate from what is equal on all ranks, such as a loss averaged over "
+                               "them";
     reduce_communicator_->abort(reason);
     throw CommunicationError(reason, other);
   }
@@ -86,8 +81,52 @@ void Engine::finish_reports() {
   reduces_->adopt_order(std::vector<std::size_t>(order.begin(), order.end()));
 }
 
+void Engine::throw_other_window(int other, const RankReport& theirs, const RankReport& ours) {
+  const std::string reason =
+      "rank " + std::to_string(other) + " brings gradients of " + std::to_string(theirs.window_backwards) +
+      " backwards to its step " + std::to_string(theirs.steps_tried + 1) + " and rank " + std::to_string(rank()) +
+      " of " + std::to_string(ours.window_backwards) + " to its step " + std::to_string(ours.steps_tried + 1) +
+      "; a rank that lost its gradients to an exception, or dropped them, cannot step with the others";
+  reduce_communicator_->abort(reason);
+  throw CommunicationError(reason, other);
+}
+
+// Every rank ends the window alike.
+void Engine::end_window() {
+  enter([&] {
+    ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass(),
+                    "a window of micro-batches was ended inside a forward or backward");
+    expect_no_updates();
+    finish_reports();
+    if (world_size() > 1) {
+      const RankReport mine{steps_tried_, reduces_->window_backwards(), 0};
+      std::vector<RankReport> all(static_cast<std::size_t>(world_size()));
+      or_abort([&] {
+        reduce_communicator_->exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)),
+                                       "end of a window");
+      });
+      for (int other = 0; other < world_size(); ++other) {
+        const RankReport& theirs = all[static_cast<std::size_t>(other)];
+        const bool is_same = theirs.steps_tried == mine.steps_tried && theirs.window_backwards == mine.window_backwards;
+        if (!is_same) throw_other_window(other, theirs, mine);
+      }
+    }
+    if (reduces_->window_backwards() == 0 || reduces_->is_window_reduced()) return;
+    or_abort([&] { reduces_->reduce_window(); });
+  });
+}
+
 // Puts the norm, the factor and the skip flag of this step into device memory, and on their way to the host.
 void Engine::combine_norm() {
+  put_in_norm();
+  // The thread of a store that does not issue at once waits for it, and so does this one a step later.
+  const Lane lane = reduces_->lane();
+  pending_ = {.arrived = store_->issues_at_once() ? device().mark(lane) : device().mark_for_host(lane),
+              .is_pending = true,
+              .was_in_backward = backward_updates_.is_on};
+}
+
+void Engine::put_in_norm() {
   const RangeScope range(device(), "norm");
   Communicator& communicator = *reduce_communicator_;
   const Lane lane = reduces_->lane();
@@ -106,16 +145,11 @@ void Engine::combine_norm() {
   device().combine_norm(lane, {.partial_sums = reinterpret_cast<const double*>(all_sums_.data()),
                                .rank_num = static_cast<std::size_t>(world_size()),
                                .flat_num = trainable_flats_.size(),
-                               .divisor = static_cast<double>(world_size()) *
-                                          static_cast<double>(reduces_->window_backwards()) * scaler_.scale(),
+                               .divisor = gradient_divisor(),
                                .clip = options_.clip,
                                .flat_sums = reinterpret_cast<double*>(scalars + 1),
                                .scalars = scalars});
   device().copy_to_pinned(lane, norm_on_host_.get(), norm_.data(), norm_.bytes());
-  // The thread of a store that does not issue at once waits for it, and so does this one a step later.
-  pending_ = {.arrived = store_->issues_at_once() ? device().mark(lane) : device().mark_for_host(lane),
-              .is_pending = true,
-              .was_in_backward = backward_updates_.is_on};
 }
 
 // Learns how the last step ended.
@@ -124,12 +158,14 @@ void Engine::settle_step() {
   device().synchronize(pending_.arrived);
   const bool was_in_backward = pending_.was_in_backward;
   pending_ = {};
+  const std::vector<std::size_t> held = std::exchange(held_in_step_, {});
   check_communicators();
   StepScalars scalars;
   std::memcpy(&scalars, norm_on_host_.get(), sizeof(scalars));
   outcome_ = {.applied = scalars.is_skipped == 0, .grad_norm = scalars.norm};
   if (outcome_.applied) {
     ++steps_applied_;
+    for (const std::size_t index : held) ++parameters_[index].held_steps;
     scaler_.step_succeeded();
     return;
   }
@@ -155,8 +191,11 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
     ZB_EXPECT_STATE(!reduces_->in_backward() && !gathers_->in_pass(), "step() was called inside a forward or backward");
     expect_not_gathered("step() was called");
     ZB_EXPECT_STATE(reduces_->window_backwards() > 0,
-                    "step() was called without gradients; call engine.backward(loss) first (after an exception, "
-                    "repeat forward and backward)");
+                    "step() was called without gradients; call engine.backward(loss) first (after an exception or "
+                    "zero_grad(), repeat forward and backward)");
+    ZB_EXPECT_STATE(reduces_->is_window_reduced(),
+                    "step() was called in the middle of a window of micro-batches; end it with "
+                    "engine.step(end_window=True)");
     check_bindings();
     if (!backward_updates_.is_on) expect_possible(groups);
     {
@@ -176,10 +215,26 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
         } else {
           update(groups);
         }
+        if (!options_.overlap_updates) finish_updates();
       });
     }
+    guard_updating();
     if (!device().is_async()) settle_step();
   });
+}
+
+// Nobody reads parameters between a step and the arrival of its updates.
+void Engine::guard_updating() {
+  if (parameters_sharded()) return;
+  for (Unit& unit : units_) {
+    if (!unit.is_updating || std::exchange(unit.is_guarded, true)) continue;
+    for (const FlatBuffer& flat : unit.flats) {
+      if (!flat.trainable) continue;
+      for (const std::size_t index : flat.parameters) {
+        parameters_[index].binding->guard(parameters_[index].updating_message);
+      }
+    }
+  }
 }
 
 // What a block holds unsharded would be of the step before, and its end may make that everybody's.
@@ -253,8 +308,10 @@ void Engine::take_update_order() {
 }
 
 void Engine::update(std::span<const AdamHyperparameters> groups) {
-  std::vector<AdamScalars> rows;
-  for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, steps_applied_ + 1, 1.0F));
+  const std::vector<AdamScalars> rows = make_rows(groups, steps_applied_ + 1);
+  for (std::size_t index = 0; has_own_steps_ && index < parameters_.size(); ++index) {
+    if (parameters_[index].is_held) held_in_step_.push_back(index);
+  }
   published_.clear();
   take_update_order();
   // Behind the norm, and behind all that reads the parameters that are about to change.
@@ -276,6 +333,47 @@ void Engine::update(std::span<const AdamHyperparameters> groups) {
   }
   if (gathers_->settles() && store_->issues_at_once()) meet_behind_updates();
   finish_where_nothing_runs_beside();
+}
+
+// Scalars by segment row: by param group, and further ones for parameters whose own step count is another.
+std::vector<AdamScalars> Engine::make_rows(std::span<const AdamHyperparameters> groups, long step) {
+  std::vector<AdamScalars> rows;
+  for (const AdamHyperparameters& group : groups) rows.push_back(make_adam_scalars(group, step, 1.0F));
+  if (!has_own_steps_) return rows;
+  std::map<std::pair<int, long>, int> row_of;
+  for (FlatBuffer* flat : trainable_flats_) make_update_segments(*flat, groups, step, row_of, rows);
+  return rows;
+}
+
+void Engine::make_update_segments(FlatBuffer& flat, std::span<const AdamHyperparameters> groups, long step,
+                                  std::map<std::pair<int, long>, int>& row_of, std::vector<AdamScalars>& rows) {
+  std::vector<Segment> segments;
+  bool follows = false;  // the last segment ends with the parameter before
+  for (std::size_t position = 0; position < flat.parameters.size(); ++position) {
+    const Parameter& parameter = parameters_[flat.parameters[position]];
+    const ParameterSpan& span = flat.layout.spans()[position];
+    if (parameter.is_held) {
+      follows = false;
+      continue;
+    }
+    int row = span.param_group;
+    if (parameter.held_steps > 0) {
+      const auto [found, is_new] =
+          row_of.try_emplace({span.param_group, parameter.held_steps}, static_cast<int>(rows.size()));
+      const AdamHyperparameters& group = groups[static_cast<std::size_t>(span.param_group)];
+      if (is_new) rows.push_back(make_adam_scalars(group, step - parameter.held_steps, 1.0F));
+      row = found->second;
+    }
+    if (follows && segments.back().row == row) {
+      segments.back().end = span.offset_numel + span.numel;
+    } else {
+      segments.push_back({span.offset_numel, span.offset_numel + span.numel, row});
+    }
+    follows = true;
+  }
+  const std::size_t begin = state_sharded() ? static_cast<std::size_t>(rank()) * flat.layout.shard_numel() : 0;
+  const std::size_t numel = state_sharded() ? flat.layout.shard_numel() : flat.layout.padded_numel();
+  flat.update_segments = within(segments, begin, begin + numel);
 }
 
 void Engine::meet_behind_updates() {
@@ -309,6 +407,7 @@ void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const Adam
                                        .gradient_pieces = flat.lent_gradients,
                                        .parameters = flat.is_fetched ? nullptr : parameters.data(),
                                        .rows = rows,
+                                       .segments = flat.update_segments ? &*flat.update_segments : nullptr,
                                        .step = step.on_device,
                                        .step_on_host = step.on_host,
                                        .step_arrived = step.arrived,
@@ -388,7 +487,16 @@ void Engine::wait_updated(Unit& unit) {
   for (const WorkPtr& work : unit.publishing) work->wait();
   unit.publishing.clear();
   unit.is_updating = false;
+  unguard(unit);
   release_gradients(unit);  // their memory is the compute lane's, which is behind all that uses it
+}
+
+void Engine::unguard(Unit& unit) {
+  if (!std::exchange(unit.is_guarded, false)) return;
+  for (const FlatBuffer& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    for (const std::size_t index : flat.parameters) parameters_[index].binding->unguard();
+  }
 }
 
 void Engine::release_gradients(Unit& unit) {

@@ -380,6 +380,32 @@ void ReduceScheduler::end_backward() {
   ++window_backwards_;
 }
 
+void ReduceScheduler::reduce_window() {
+  last_ = true;
+  next_turn_ = 0;
+  if (persistent()) {
+    settle();
+  } else {
+    for (const std::size_t index : order_) {
+      for (const FlatBuffer& flat : units_[index].flats) {
+        if (flat.trainable) add_sum(flat);
+      }
+      events_.reduced(units_[index]);
+    }
+  }
+  put_in_sums();
+  reduced_in_window_ = true;
+}
+
+void ReduceScheduler::sum_squares_again() {
+  for (const std::size_t index : order_) {
+    for (const FlatBuffer& flat : units_[index].flats) {
+      if (flat.trainable) add_sum(flat);
+    }
+  }
+  put_in_sums();
+}
+
 void ReduceScheduler::abort_backward() {
   if (!in_backward_) return;
   in_backward_ = false;
@@ -387,8 +413,12 @@ void ReduceScheduler::abort_backward() {
   discards_ = true;
   const ScopeExit over([this] { discards_ = false; });
   if (!options_.lends) settle();  // for the peers
-  // No step follows, whose exchange would tell that peers have read this rank's gradients: the next backward may write
-  // there at once. The last collective's source is free when all ranks are through all of them.
+  drop_window();
+}
+
+// No step follows, whose exchange would tell that peers have read this rank's gradients: the next backward may write
+// there at once. The last collective's source is free when all ranks are through all of them.
+void ReduceScheduler::drop_window() {
   if (last_work_) last_work_->wait_source_free();
   last_work_.reset();
   clear_window();

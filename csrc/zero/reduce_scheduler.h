@@ -74,6 +74,14 @@ class ReduceScheduler {
 
   // Backwards whose gradients the window holds.
   long window_backwards() const noexcept { return window_backwards_; }
+  // Whether its latest backward was the last one of an accumulation, so that an update can read their sum.
+  bool is_window_reduced() const noexcept { return reduced_in_window_; }
+  // Makes it so for what the window holds, without a further backward. Collective.
+  void reduce_window();
+  // Sums the squares of the window's reduced gradients again, which were changed in lane().
+  void sum_squares_again();
+  // Forgets the gradients of the window, which peers may still be reading.
+  void drop_window();
   // After the optimizer step (or to drop the gradients).
   void clear_window();
 

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -41,10 +42,26 @@ std::shared_ptr<const void> owner_of(at::Tensor gradient, const std::shared_ptr<
   return std::make_shared<at::Tensor>(std::move(gradient));
 }
 
+// Before autograd accumulates into a parameter's `.grad`: leaves it undefined ([Note: gradient guards] in
+// torch_gradient_guards.h).
+class TakeGuard final : public torch::autograd::FunctionPreHook {
+ public:
+  TakeGuard(std::shared_ptr<GradientGuards> guards, std::size_t index) : guards_(std::move(guards)), index_(index) {}
+  variable_list operator()(const variable_list& gradients) override {
+    guards_->take_one(index_);
+    return gradients;
+  }
+
+ private:
+  std::shared_ptr<GradientGuards> guards_;
+  std::size_t index_;
+};
+
 class TorchGradientHooks final : public GradientHooks {
  public:
   TorchGradientHooks(std::shared_ptr<Engine> engine, std::shared_ptr<const TorchMemory> memory,
-                     const std::vector<at::Tensor>& tensors, const std::vector<std::size_t>& indices)
+                     const std::shared_ptr<GradientGuards>& guards, const std::vector<at::Tensor>& tensors,
+                     const std::vector<std::size_t>& indices)
       : shared_(std::make_shared<Shared>()) {
     shared_->engine = std::move(engine);
     shared_->memory = std::move(memory);
@@ -56,9 +73,12 @@ class TorchGradientHooks final : public GradientHooks {
             shared->arrived(tensor, index);
             return outputs;
           }));
+      auto before = std::make_unique<TakeGuard>(guards, i);
+      const torch::autograd::FunctionPreHook* const before_key = before.get();
+      accumulator->add_pre_hook(std::move(before));
       const std::size_t unit = shared_->engine->parameter(indices[i]).unit;
       if (unit >= hooks_.size()) hooks_.resize(unit + 1);
-      hooks_[unit].push_back({.key = key, .accumulator = std::move(accumulator)});
+      hooks_[unit].push_back({.key = key, .before_key = before_key, .accumulator = std::move(accumulator)});
     }
   }
 
@@ -66,7 +86,11 @@ class TorchGradientHooks final : public GradientHooks {
 
   void remove() noexcept override {
     for (const std::vector<Hook>& of_unit : hooks_) {
-      for (const Hook& hook : of_unit) hook.accumulator->del_post_hook(hook.key);
+      for (const Hook& hook : of_unit) {
+        hook.accumulator->del_post_hook(hook.key);
+        auto& before = hook.accumulator->pre_hooks();
+        std::erase_if(before, [&](const auto& each) { return each.get() == hook.before_key; });
+      }
     }
     hooks_.clear();
   }
@@ -114,6 +138,7 @@ class TorchGradientHooks final : public GradientHooks {
 
   struct Hook {
     std::uintptr_t key;
+    const torch::autograd::FunctionPreHook* before_key;
     GradAccumulator accumulator;
     std::size_t use_num = 0;  // when the forward began
   };
@@ -129,9 +154,10 @@ class TorchGradientHooks final : public GradientHooks {
 
 std::unique_ptr<GradientHooks> make_gradient_hooks(std::shared_ptr<Engine> engine,
                                                    std::shared_ptr<const TorchMemory> memory,
+                                                   std::shared_ptr<GradientGuards> guards,
                                                    const std::vector<at::Tensor>& tensors,
                                                    const std::vector<std::size_t>& indices) {
-  return std::make_unique<TorchGradientHooks>(std::move(engine), std::move(memory), tensors, indices);
+  return std::make_unique<TorchGradientHooks>(std::move(engine), std::move(memory), guards, tensors, indices);
 }
 
 }  // namespace zb

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "zero/engine.h"
+#include "zero/torch_gradient_guards.h"
 #include "zero/torch_memory.h"
 
 namespace at {
@@ -30,9 +31,10 @@ class GradientHooks {
 };
 
 // Hooks parameter i of `tensors` as engine parameter `indices[i]`. The engine must outlive the hooks. `memory` follows
-// the stream that the engine computes in; null where there are no streams.
+// the stream that the engine computes in; null where there are no streams. `guards` are those of `tensors`.
 std::unique_ptr<GradientHooks> make_gradient_hooks(std::shared_ptr<Engine> engine,
                                                    std::shared_ptr<const TorchMemory> memory,
+                                                   std::shared_ptr<GradientGuards> guards,
                                                    const std::vector<at::Tensor>& tensors,
                                                    const std::vector<std::size_t>& indices);
 

@@ -5,14 +5,16 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/StorageImpl.h>
 
+#include <utility>
+
 #include "comm/c10d_dtype.h"
 #include "common/error.h"
 
 namespace zb {
 namespace {
 
-// torch before 2.12 can make a storage raise, but has no call that ends it, and the flag is private. An explicit
-// instantiation may name a private member; this one hands the pointer to it out.
+// torch before 2.12 can make a storage raise, but has no call that ends it; later ones forget the message with it. The
+// flag is private. An explicit instantiation may name a private member; this one hands the pointer to it out.
 using AccessFlag = bool c10::StorageImpl::*;
 AccessFlag access_flag();
 template <AccessFlag flag>
@@ -78,6 +80,16 @@ class TorchParameter final : public ParameterBinding {
     storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
   }
 
+  void guard(const std::string& message) override {
+    if (!std::exchange(has_update_message_, true)) {
+      storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+    } else {
+      set_access_error(true);
+    }
+  }
+
+  void unguard() override { set_access_error(false); }
+
   // torch moves a storage's memory too, where a tensor is to be shared with other processes.
   bool intact() const override {
     return tensor_.storage().unsafeGetStorageImpl() == storage_.get() && tensor_.storage_offset() == 0 &&
@@ -85,7 +97,15 @@ class TorchParameter final : public ParameterBinding {
   }
 
  private:
+  // Keeps data and message. The storage looks at the flag when its data pointer is set.
+  void set_access_error(bool raises) {
+    storage_.get()->*access_flag() = raises;
+    at::DataPtr data = std::move(storage_->_mutable_data_ptr_no_checks());
+    storage_->set_data_ptr_noswap(std::move(data));
+  }
+
   void place(at::DataPtr&& pointer) {
+    has_update_message_ = false;
     clear_access_error(*storage_);
     placed_ = pointer.get();
     storage_->set_data_ptr_noswap(std::move(pointer));
@@ -96,6 +116,7 @@ class TorchParameter final : public ParameterBinding {
   c10::Device device_;
   c10::intrusive_ptr<c10::StorageImpl> storage_;
   const void* placed_ = nullptr;  // where the storage's data are
+  bool has_update_message_ = false;
 };
 
 }  // namespace

@@ -4,6 +4,9 @@
 // Each parameter gets a StorageImpl of its own over its span. Resharding takes the data pointer away and leaves an
 // error message in the storage, so that any access raises a Python exception that names the parameter instead of
 // crashing. Tensors that autograd saved share the StorageImpl and see the pointer come back before backward.
+//
+// Where updates run beside the next forward, a storage keeps its data and raises from the step to the arrival of its
+// update, so that a tensor that a script holds from before cannot be read too early.
 #pragma once
 
 #include <memory>

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,9 @@ class ParameterBinding {
   virtual void attach_owned(const Region& region) = 0;
   // Takes the data away; touching the parameter then raises `message`.
   virtual void detach(const std::string& message) = 0;
+  // Leaves the data where they are, but touching the parameter raises `message`, always the same one, until unguard().
+  virtual void guard(const std::string& message) = 0;
+  virtual void unguard() = 0;
   // False when the user replaced the parameter's storage.
   virtual bool intact() const = 0;
   // Copies the current values, converted to float, in row-major order into device memory, for the compute lane. Needs
@@ -62,6 +66,9 @@ struct Parameter {
   std::size_t offset_numel = 0;  // in the flat buffer
   std::unique_ptr<ParameterBinding> binding;
   std::string sharded_message;
+  std::string updating_message;
+  long held_steps = 0;   // applied steps that left it alone: its own count of steps is that much lower
+  bool is_held = false;  // the next step leaves it alone
 
   // Arrivals of the gradient in the running backward, and the fewest in recorded ones with the same uses of its unit.
   std::uint32_t arrivals = 0;
@@ -93,6 +100,8 @@ struct FlatBuffer {
   Region shard_gradients;  // this rank's reduced piece; none between update and reduction where it is made for a step
   std::vector<FlatPiece> lent_gradients;  // instead of both, of a unit whose gradients are lent: in span order
   std::size_t store_shard = 0;
+  // Of the next update, where a parameter has a step count of its own or is held; else those of the layout.
+  std::optional<std::vector<Segment>> update_segments;
   double* sum_of_squares = nullptr;  // device memory: of shard_gradients, once reduced
   bool is_settled = false;  // [Note: settled shards] (gather_scheduler.h): behind a mark all ranks know it to be final
   MarkPtr settled_behind;
@@ -142,6 +151,7 @@ struct Unit {
   std::vector<WorkPtr> reads;        // the last gather of its shard, where an update may follow in the same backward
   std::vector<WorkPtr> publishing;   // stages 1 and 2: all-gathers of updated parameters that nobody has waited for yet
   bool is_updating = false;          // the last step's updates of its parameters may be under way
+  bool is_guarded = false;           // so touching its trainable parameters raises
   bool needed_for_backward = false;  // kept unsharded between forward and backward
   bool is_awaited_early = false;     // a forward used it before any hook told; forwards wait for it at their beginning
   bool missed_update = false;        // nothing in the forwards of the running backward has waited for its updates

@@ -320,6 +320,7 @@ class EngineOptions:
         keep_root_bytes: int,
         push_gradient_bytes: int,
         optimizer_in_backward: bool,
+        overlap_updates: bool,
         loss_scale: LossScaleOptions,
         offload: OffloadOptions | None,
     ) -> None:
@@ -371,6 +372,50 @@ class Engine:
         """
         Every rank's bytes, one after the other; all ranks give equally many. Collective.
         """
+    def await_all_updates(self) -> None:
+        """
+        Parameters that are not sharded can be read from here on in the compute stream. Collective.
+        """
+    def check_gradients(self) -> None:
+        """
+        Raises StateError where a script has put something in the place of gradients' guards, and drops gradients where
+        it has dropped all guards.
+        """
+    def clip_gradients(self, max_norm: float) -> float:
+        """
+        Scales the gradients that the next step will use to at most this norm; returns the norm before. Collective.
+        """
+    def drop_gradients(self) -> None: ...
+    def end_window(self) -> None:
+        """
+        Reduces what a window of fewer micro-batches has brought. Collective.
+        """
+    def gradient_norm(self) -> float:
+        """
+        Global norm of the gradients that the next step will use. Collective.
+        """
+    def held_steps(self) -> dict[str, int]:
+        """
+        Applied steps that left a parameter alone, by name, of those with any.
+        """
+    @property
+    def is_updating(self) -> bool:
+        """
+        Whether the last step's updates may be under way.
+        """
+    def read_gradients(self, device: str) -> dict[str, torch.Tensor]:
+        """
+        Full gradients by name: averaged, unscaled, float32, on this device. Collective.
+        """
+    @property
+    def window_is_reduced(self) -> bool: ...
+    def write_gradients(
+        self, gradients: dict[str, torch.Tensor], *, held: Sequence[str], source_rank: int
+    ) -> None:
+        """
+        The next step uses these (those of source_rank, or where it is -1 each rank's own, which are the same) and
+        leaves the held parameters alone. Collective.
+        """
     def full_state(self, kind: str, *, rank0_only: bool) -> dict[str, torch.Tensor]:
         """
         Full values by parameter name, fp32; with rank0_only none on other ranks. Collective.
@@ -378,10 +423,16 @@ class Engine:
     def gather(self, units: Sequence[int], *, may_change: bool) -> None: ...
     def has_frozen(self, unit: int) -> bool: ...
     def load_full_state(
-        self, states: dict[str, dict[str, torch.Tensor]], *, step: int, loss_scale: tuple[float, int] | None
+        self,
+        states: dict[str, dict[str, torch.Tensor]],
+        *,
+        step: int,
+        loss_scale: tuple[float, int] | None,
+        held_steps: dict[str, int],
     ) -> None:
         """
-        Rank 0's full values by kind and parameter name, and its loss_scale_state (None: it stays), for all. Collective.
+        Rank 0's full values by kind and parameter name, its loss_scale_state (None: it stays) and its held_steps, for
+        all. Collective.
         """
     def settle_parameters(self) -> bool:
         """

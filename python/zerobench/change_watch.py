@@ -37,13 +37,20 @@ class ChangeWatch:
     def step_ended(self) -> None:
         self._steps += 1
 
-    def check(self) -> None:
+    @property
+    def is_due(self) -> bool:
+        """Whether the running step is one that is looked at."""
+        return self._steps < self.first_steps or self._steps % self.steps_a_check == 0
+
+    def check(self, cure: str) -> None:
         """Raise StateError where a parameter was changed, in those steps that are looked at."""
-        if self._steps >= self.first_steps and self._steps % self.steps_a_check:
-            return
-        for parameter in [each for each, version in self._versions.items() if each._version != version]:
+        if self.is_due:
+            self.expect_same(lambda name: True, cure)
+
+    def expect_same(self, is_asked: Callable[[str], bool], cure: str) -> None:
+        """Raise StateError, which names ``cure``, where a parameter with such a name was changed."""
+        changed = [each for each, version in self._versions.items() if each._version != version]
+        for name in [self._names[parameter] for parameter in changed if is_asked(self._names[parameter])]:
             raise StateError(
-                f"parameter '{self._names[parameter]}' was changed in place behind the engine, which keeps values of "
-                "its own: change it inside `with engine.gather(modifier_rank=0):`, on every rank; a module that sets "
-                "parameters in its first forward has that forward there, before training"
+                f"parameter '{name}' was changed in place outside of the engine, which keeps values of its own: {cure}"
             )

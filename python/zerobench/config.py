@@ -269,6 +269,11 @@ class Config(_Section):
         ge=0,
         description="unsharded bytes gathered ahead of use at stage 3; null is one largest unit",
     )
+    overlap_updates: bool = Field(
+        True,
+        description="true lets updates run during the next forward; false makes the caller's stream wait for them at "
+        "the end of a step, so that parameters can be read right after it",
+    )
     communicator: Literal["auto", "shm", "c10d", "nccl", "peer"] = Field(
         "auto",
         description="what moves data between ranks: shm or c10d (gloo) on CPU, nccl or peer (copy engines, GPUs of one "

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -23,6 +24,7 @@ from zerobench.agreement import expect_same_setup, expect_same_unheld, raise_eve
 from zerobench.change_watch import ChangeWatch
 from zerobench.config import Config
 from zerobench.engine_facts import EngineFacts
+from zerobench.engine_window import EngineWindow
 from zerobench.errors import ConfigError, StateError
 from zerobench.full_state import (
     Checked,
@@ -47,7 +49,12 @@ from zerobench.rank_cpus import rank_cpus
 from zerobench.swap_watch import SwapWatch
 from zerobench.trainable_model import expect_trainable, hold, release
 from zerobench.units import find_units
+from zerobench.value_watch import ValueWatch
 
+_CHANGE_CURE = (
+    "change it inside `with engine.gather(modifier_rank=0):`, on every rank; a module that sets parameters in its "
+    "first forward has that forward there, before training"
+)
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -78,7 +85,7 @@ def initialize(
     return Engine(model, config_module.parse(config), model_parameters, materialise)
 
 
-class Engine(EngineFacts):
+class Engine(EngineFacts, EngineWindow):
     """A model under training. Calls that gather or reduce are collective: make them equally often on every rank.
 
     ``module`` is the model, ``optimizer`` its ZeroOptimizer, ``config`` and ``topology`` are what was resolved,
@@ -100,7 +107,6 @@ class Engine(EngineFacts):
         self.optimizer = ZeroOptimizer(param_groups(model, model_parameters), config.optimizer)
         self._units = find_units(model, config.units)
         self._dtypes = config.effective_dtypes()
-        self._micro_step = 0
         self._stepped = False
         arguments = core_arguments(
             core, units=self._units, groups=self.optimizer.param_groups, dtypes=self._dtypes
@@ -134,6 +140,7 @@ class Engine(EngineFacts):
                 keep_root_bytes=config.keep_root_bytes,
                 push_gradient_bytes=config.push_gradient_bytes,
                 optimizer_in_backward=config.optimizer_in_backward,
+                overlap_updates=config.overlap_updates,
                 loss_scale=core.LossScaleOptions(
                     enabled=config.scales_loss(), **config.loss_scale.model_dump()
                 ),
@@ -160,6 +167,10 @@ class Engine(EngineFacts):
         self._changes = ChangeWatch(
             self._known.trained | (self._known.frozen if self._core.parameters_sharded else {})
         )
+        self._values: ValueWatch | None = None
+        if self._core.parameters_sharded or self._dtypes["param"] != "float32" or config.offload_optimizer:
+            self._values = ValueWatch(self._known.trained)
+        self._parameters_arrived()
         self.optimizer.attach(self)
         self._parameter_units = self._units.unit_of_parameters()
         casts = config.cast_forward_inputs and self._dtypes["param"] != "float32"
@@ -167,7 +178,8 @@ class Engine(EngineFacts):
             self._core,
             units=self._units,
             input_dtype=_TORCH_DTYPES[self._dtypes["param"]] if casts else None,
-            enter=self._enter_stream,
+            enter=self._enter_forward,
+            arrived=self._parameters_arrived,
         )
         hold(self._known.named.values())
         self._offload_ratio: float | None = None
@@ -213,41 +225,35 @@ class Engine(EngineFacts):
             )
         if not loss.is_floating_point():
             raise StateError(f"backward needs a floating-point loss, not {loss.dtype}; convert it before")
-        accumulation_steps = self.config.gradient_accumulation_steps
-        if self._micro_step >= accumulation_steps:
-            raise StateError(
-                f"backward was called more than {accumulation_steps} times without a step; call engine.step() after "
-                "each backward, and set gradient_accumulation_steps to the number of backwards a step"
-            )
+        last = self._expect_room_in_window()
         if not self._stepped:
             self._known.expect_same()
         self._enter_stream()
+        self._place.expect_no_capture("engine.backward()")
         scale = self._core.loss_scale
-        last = self.is_gradient_accumulation_boundary()
         if last:
-            self._changes.check()
+            self._changes.check(_CHANGE_CURE)
+            if self._changes.is_due and self._values is not None:
+                self._values.check(_CHANGE_CURE)
         updates = last and self.config.optimizer_in_backward
-        groups = self._hyperparameters() if updates else []
-        with self._following_the_core():
-            self._core.begin_backward(last=last, groups=groups)
+        self._core.begin_backward(last=last, groups=self._hyperparameters() if updates else [])
         try:
             (loss.float() * scale if scale != 1.0 else loss).backward()
         except BaseException as error:
-            self._micro_step = 0
             self._abort_backward(error)
             raise
-        try:
-            self._core.end_backward()
-        except BaseException:
-            self._micro_step = 0  # the gradients are gone
-            raise
-        self._micro_step += 1
+        self._core.end_backward()
 
-    def step(self) -> None:
+    def step(self, *, end_window: bool = False) -> None:
         """Update parameters at the accumulation boundary; before it, do nothing.
 
-        On CUDA the call returns before the device has updated anything. Outside the model's own forward, read
-        parameters through ``gather``: at stages 1 and 2 they arrive behind the next forward.
+        With ``end_window`` a window that has fewer micro-batches ends here, and the step averages over those that
+        there were: for the last batches of an epoch. Nothing happens where no micro-batch waits for a step. Every rank
+        calls it, after equally many micro-batches.
+
+        On CUDA the call returns before the device has updated anything. At stages 1 and 2, and with state off the
+        device, parameters arrive during the next forward; until then touching one raises an error. Read them through
+        ``gather``, or set ``overlap_updates`` to false.
 
         With ``optimizer_in_backward`` the updates began in backward, with the learning rate of that moment, and this
         call ends the step: it must come before the next forward.
@@ -257,20 +263,26 @@ class Engine(EngineFacts):
         is the next step, or whoever asks for the step's outcome, that raises), StateError without gradients,
         ConfigError for hyperparameters that no update can have, which leaves the gradients for another call.
         """
-        if 0 < self._micro_step < self.config.gradient_accumulation_steps:
+        self._enter_stream()
+        if end_window:
+            self._core.end_window()
+            if not self._core.window_backwards:
+                return
+        elif self._core.window_backwards and not self._core.window_is_reduced:
             return
         self.optimizer.step_was_called()
         self._known.expect_same_trained()
-        self._enter_stream()
-        if self._micro_step and self._core.awaits_share:
+        if self._core.window_backwards and self._core.awaits_share:
             self._place_state()
-        groups = self._hyperparameters()
-        with self._following_the_core():
-            self._core.step(groups)
+        self._core.step(self._hyperparameters())
         self._hooks.parameters_changed()
-        self._micro_step = 0
         self._stepped = True
+        self._drops_since_step = 0
         self._changes.step_ended()
+        if self._values is not None:
+            self._values.forget()
+            if not self._core.is_updating:
+                self._parameters_arrived()
         if self._swap_watch is not None and not self._swap_watch.step_ended(self):
             self._swap_watch = None
 
@@ -300,10 +312,6 @@ class Engine(EngineFacts):
         """Put the model into evaluation mode."""
         return self.train(False)
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the running (or next) backward is the last one before the optimizer updates."""
-        return self._micro_step + 1 >= self.config.gradient_accumulation_steps
-
     # --- reading and changing parameters ------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -316,10 +324,11 @@ class Engine(EngineFacts):
         """Hold parameters (default: all) unsharded inside the block. Collective.
 
         With ``modifier_rank``, that rank's values at the end of the block become everybody's, masters included;
-        without, changes made inside are lost at stage 3 and must not be made at other stages.
+        without, nothing may be changed inside.
 
         Raises ConfigError for a parameter that the model does not have and for a rank that there is not, StateError
-        inside a forward or backward.
+        inside a forward or backward, for parameters that were changed before without a ``gather``, and for a change
+        inside without ``modifier_rank``.
         """
         units = self._units_of(parameters)
         if modifier_rank is not None and not 0 <= modifier_rank < self.topology.world_size:
@@ -327,17 +336,32 @@ class Engine(EngineFacts):
                 f"modifier_rank {modifier_rank} is not below the world size {self.topology.world_size}"
             )
         self._enter_stream()
+
+        def is_gathered(name: str) -> bool:
+            return self._parameter_units[name] in units
+
+        self._changes.expect_same(is_gathered, _CHANGE_CURE)
         self._core.gather(units, may_change=modifier_rank is not None)
+        self._parameters_arrived()
+        if self._values is not None and not self._core.parameters_sharded:
+            self._values.check(_CHANGE_CURE)
+        if self._values is not None and modifier_rank is None:
+            self._values.remember(is_gathered)
         may_load, self._hooks.may_load = self._hooks.may_load, modifier_rank is not None
+        has_failed = True
         try:
             yield
+            has_failed = False
         finally:
             self._hooks.may_load = may_load
+            lost = None if has_failed or modifier_rank is not None else self._lost_change(is_gathered)
             self._core.end_gather(units, modifier_rank=-1 if modifier_rank is None else modifier_rank)
             if modifier_rank is not None:
                 share_tensors(self._core, self._integers_of(units), rank=modifier_rank)
-            if modifier_rank is not None or self._core.parameters_sharded:  # there other changes are gone
-                self._changes.accept(lambda name: self._parameter_units[name] in units)
+            self._changes.accept(is_gathered)
+            self._accept_values()
+            if lost is not None:
+                raise lost
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The module's full state dict (parameters in param_dtype, buffers) as copies. Collective."""
@@ -367,8 +391,18 @@ class Engine(EngineFacts):
 
         Tensors have the parameters' full shapes by name: ``parameters`` (as ``full_parameters``), ``exp_avg`` and
         ``exp_avg_sq`` in fp32; ``buffers`` have their own dtypes. It takes 12 bytes of host memory for each parameter
-        on every rank; with ``rank0_only`` on rank 0 alone, and other ranks' has no tensors.
+        on every rank; with ``rank0_only`` on rank 0 alone, and other ranks' has no tensors. ``parameter_steps`` has the
+        step counts of parameters that were held in some steps (``gradients``).
+
+        Raises StateError where micro-batches wait for a step, whose gradients no state has.
         """
+        self._core.check_gradients()
+        if pending := self._core.window_backwards:
+            raise StateError(
+                f"full_state() was called while the gradients of {pending} micro-batch{'es' * (pending > 1)} wait "
+                "for a step, and a state has no gradients: call engine.step(end_window=True) before, or "
+                "engine.zero_grad()"
+            )
         unheld = unheld_tensors(self.module)
         expect_same_unheld(self._core, unheld)
         buffers = {name: of_rank_0(self._core, tensor) for name, tensor in sorted(unheld.items())}
@@ -377,6 +411,9 @@ class Engine(EngineFacts):
             "exp_avg": self.full_optimizer_state("exp_avg", rank0_only=rank0_only),
             "exp_avg_sq": self.full_optimizer_state("exp_avg_sq", rank0_only=rank0_only),
             "step": self.global_steps,
+            "parameter_steps": {
+                name: self.global_steps - held for name, held in self._core.held_steps().items()
+            },
             "loss_scale": self.loss_scale_state(),
             "param_groups": [hyperparameters_of(group) for group in self.optimizer.param_groups],
             "buffers": {} if rank0_only and self.topology.rank > 0 else buffers,
@@ -402,6 +439,7 @@ class Engine(EngineFacts):
         loss_scale: Mapping[str, float] | None = None,
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         buffers: Mapping[str, torch.Tensor] | None = None,
+        parameter_steps: Mapping[str, int] | None = None,
     ) -> None:
         """Go on from a state as ``full_state`` gave it: rank 0's becomes everybody's. Collective, between steps.
 
@@ -429,6 +467,7 @@ class Engine(EngineFacts):
                 groups=self.optimizer.param_groups,
                 buffers=buffers,
                 unheld=unheld,
+                parameter_steps=parameter_steps,
                 may_be_none=self.topology.rank > 0,
             )
         except Exception as error:  # of this rank alone, perhaps
@@ -437,20 +476,26 @@ class Engine(EngineFacts):
         raise_everywhere(self._core, refusal)
         assert checked is not None
         expect_same_unheld(self._core, unheld)
-        self._core.load_full_state(checked.tensors, step=checked.step, loss_scale=checked.loss_scale)
+        self._core.load_full_state(
+            checked.tensors, step=checked.step, loss_scale=checked.loss_scale, held_steps=checked.held_steps
+        )
         self._hooks.parameters_changed()
         for name, value in (buffers or {}).items():
             unheld[name].data.copy_(value)
         self._share_unheld()
         self._changes.accept()
+        self._accept_values()
         if checked.param_groups is not None:
             for group, loaded in zip(self.optimizer.param_groups, checked.param_groups, strict=True):
                 group.update(loaded)
-        self._micro_step = 0
         self._stepped = False
 
     def close(self) -> None:
-        """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data."""
+        """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data.
+
+        Warns where micro-batches still wait for a step.
+        """
+        pending = self._core.window_backwards if self._hooks.are_installed else 0
         self._hooks.remove()
         release(self._known.named.values())
         try:
@@ -458,6 +503,12 @@ class Engine(EngineFacts):
         finally:
             self._close_communicators()
             self._close_communicators = _nothing
+        if pending:
+            warnings.warn(
+                f"engine.close() dropped the gradients of {pending} micro-batch{'es' * (pending > 1)} that no step has "
+                "used; call engine.step(end_window=True) before, or engine.zero_grad() to drop them",
+                stacklevel=2,
+            )
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self, self.optimizer, None, None))
@@ -473,22 +524,69 @@ class Engine(EngineFacts):
             )
         value = getattr(self.module, name)
         if self._hooks.are_installed:  # what it may read
-            if isinstance(value, (nn.Module, torch.Tensor)) or name in ("parameters", "named_parameters"):
+            if name in ("parameters", "named_parameters"):
+                return value  # whoever touches one too early learns it there
+            if isinstance(value, (nn.Module, torch.Tensor)):
                 expect_settled(self._core)
-            elif isinstance(value, MethodType):
-                self._core.settle_parameters()
+                self._parameters_arrived()
+            elif isinstance(value, MethodType) and self._core.settle_parameters():
+                self._parameters_arrived()
         return value
 
     # --- internals ----------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _following_the_core(self) -> Iterator[None]:
-        """Where the core refuses a call its gradients stay, and other errors drop them."""
+    def _expect_room_in_window(self) -> bool:
+        """Return whether the backward that begins ends its window. Raises StateError where that has ended already."""
+        steps = self.config.gradient_accumulation_steps
+        if self._core.window_is_reduced or self._core.window_backwards >= steps:
+            self._core.check_gradients()  # the script may have dropped them
+        pending = self._core.window_backwards
+        if self._core.window_is_reduced or pending >= steps:
+            raise StateError(
+                f"backward was called more than {pending} times without a step; call engine.step() after "
+                "each backward, and set gradient_accumulation_steps to the number of backwards a step"
+            )
+        last = self.is_gradient_accumulation_boundary()
+        if not last and pending + 1 >= steps:
+            raise StateError(
+                f"set_gradient_accumulation_boundary(False) asks for a window of more than {steps} "
+                f"micro-batch{'es' * (steps > 1)}; set gradient_accumulation_steps to the most that a step takes"
+            )
+        return last
+
+    def _enter_forward(self) -> None:
+        """Before each forward of the model."""
+        self._enter_stream()
+        self._place.expect_no_capture("a forward of the engine")
+        if self._values is not None and self._changes.is_due and not self._values.has_seen:
+            if self._core.is_updating and not self._core.parameters_sharded:
+                self._core.await_all_updates()
+            self._parameters_arrived()
+
+    def _parameters_arrived(self) -> None:
+        """Parameters that are not sharded can be read as the last step left them."""
+        if self._values is None or self._core.parameters_sharded or self._values.has_seen:
+            return
+        if self._changes.is_due:
+            self._values.remember()
+
+    def _accept_values(self) -> None:
+        """Parameters have new values that the engine knows."""
+        if self._values is not None:
+            self._values.forget()
+            if not self._core.is_updating:
+                self._parameters_arrived()
+
+    def _lost_change(self, is_gathered: Callable[[str], bool]) -> StateError | None:
+        """Return an error for a change that the end of a gather without ``modifier_rank`` loses."""
+        cure = "pass modifier_rank to engine.gather(), the rank whose changes become everybody's"
         try:
-            yield
-        except BaseException:
-            self._micro_step = self._core.window_backwards
-            raise
+            self._changes.expect_same(is_gathered, cure)
+            if self._values is not None:
+                self._values.check(cure)
+        except StateError as error:
+            return error
+        return None
 
     def _hyperparameters(self) -> list[Any]:
         return [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]

@@ -24,6 +24,7 @@ class Checked(NamedTuple):
     step: int
     loss_scale: tuple[float, int] | None
     param_groups: list[dict[str, Any]] | None
+    held_steps: dict[str, int]  # steps that left a parameter alone, by name, of those with any
 
 
 def checked_for_loading(
@@ -38,18 +39,41 @@ def checked_for_loading(
     buffers: Mapping[str, torch.Tensor] | None,
     unheld: Mapping[str, torch.Tensor],
     may_be_none: bool,
+    parameter_steps: Mapping[str, int] | None = None,
 ) -> Checked:
     """What ``load_full_state`` was given, for an engine with ``groups`` that ``scales_loss`` and parameters ``named``.
     Raises ConfigError for what cannot be loaded. Where tensors ``may_be_none``, other ranks' are not read."""
     states = checked_states(named, tensors, may_be_none=may_be_none)
     if buffers or (buffers is not None and not may_be_none):
         expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
+    step = _checked_step(step)
     return Checked(
         states,
-        _checked_step(step),
+        step,
         _checked_scale(loss_scale, scales_loss=scales_loss),
         _checked_groups(param_groups, groups),
+        _checked_parameter_steps(parameter_steps, named, step=step),
     )
+
+
+def _checked_parameter_steps(given: Any, named: Mapping[str, nn.Parameter], *, step: int) -> dict[str, int]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"parameter_steps to load must be counts by parameter name, not {type(given).__name__}"
+        )
+    held = {}
+    for name, count in given.items():
+        if name not in named or not named[name].requires_grad:
+            raise ConfigError(f"parameter_steps to load has '{name}', which the model does not train")
+        if not isinstance(count, int) or not 0 <= count <= step:
+            raise ConfigError(
+                f"parameter_steps to load has {count!r} for '{name}', which must be a whole number from 0 to "
+                f"{step}, the state's step"
+            )
+        held[name] = step - count
+    return {name: count for name, count in held.items() if count}
 
 
 def _checked_step(step: Any) -> int:

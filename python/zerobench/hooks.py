@@ -28,14 +28,22 @@ _NOT_COMPILED = torch.compiler.disable(
 class ModuleHooks:
     """The hooks of one engine. A forward that ends by an exception is ended in the core too.
 
-    ``enter`` is called before each forward. Floating-point inputs are cast to ``input_dtype``, if there is one.
-    ``may_load`` is set while values that are loaded into the model reach the engine.
+    ``enter`` is called before each forward, ``arrived`` when updates are found to have arrived. Floating-point inputs
+    are cast to ``input_dtype``, if there is one. ``may_load`` is set while values that are loaded into the model reach
+    the engine.
     """
 
     def __init__(
-        self, core: Any, *, units: UnitModules, input_dtype: torch.dtype | None, enter: Callable[[], None]
+        self,
+        core: Any,
+        *,
+        units: UnitModules,
+        input_dtype: torch.dtype | None,
+        enter: Callable[[], None],
+        arrived: Callable[[], None],
     ) -> None:
         self._core = core
+        self._arrived = arrived
         self._input_dtype = input_dtype
         self._enter = enter
         self._unit_num = len(units.names)
@@ -92,6 +100,7 @@ class ModuleHooks:
 
     def _expect_readable(self, *_: Any) -> None:
         expect_settled(self._core)
+        self._arrived()
 
     def _expect_may_load(self, *_: Any) -> None:
         if not self.may_load:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +14,38 @@ from zerobench.parameters import expect_possible
 if TYPE_CHECKING:
     from zerobench.engine import Engine
 
+
+class _StateElsewhere(Mapping[torch.Tensor, Any]):
+    """Has every trained parameter and the state of none."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        raise _state_error()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def _state_error() -> StateError:
+    return StateError(
+        "the optimizer's state is the engine's: save engine.full_state(), which every rank calls, and go on with "
+        "engine.load_full_state(**state)"
+    )
+
+
 _KEYS = ("lr", "betas", "eps", "weight_decay")
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
     """Param groups with live ``lr``, ``betas``, ``eps`` and ``weight_decay``; ``step`` is the engine's.
 
-    ``zero_grad`` does nothing: gradients live in the engine's flat buffers and end with each step.
+    ``zero_grad`` drops the gradients that wait for a step; a step ends them, too. ``state`` cannot be read or changed:
+    it is spread over ranks and tiers.
     """
 
     _engine: Engine | None = None  # torch adds the first groups before there is one
@@ -44,6 +69,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     f"param group {index} has the unknown key '{sorted(unknown)[0]}'; known keys are {', '.join(_KEYS)}"
                 )
         self._parameter_nums = self._count_parameters()
+        # Not empty: torch's get_optimizer_state_dict steps an optimizer without state to make some, with a rate of 0.
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.state: Any = _StateElsewhere(parameters)
 
     def attach(self, engine: Engine) -> None:
         """Tie to the engine that updates these groups."""
@@ -94,10 +122,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Raises StateError: the state is spread over ranks and tiers."""
-        raise StateError(
-            "the optimizer's state is the engine's: save engine.full_state(), which every rank calls, and go on with "
-            "engine.load_full_state(**state)"
-        )
+        raise _state_error()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises StateError, as ``state_dict`` does."""
@@ -108,4 +133,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._opt_called = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: see the class."""
+        """Drop the gradients that wait for a step, as ``engine.zero_grad()``; nothing where there are none."""
+        if self._engine is not None:
+            self._engine.drop_gradients()

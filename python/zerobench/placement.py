@@ -13,7 +13,7 @@ from zerobench import _native
 from zerobench.cgroups import cpu_quota
 from zerobench.config import Config, OffloadOptimizerConfig
 from zerobench.cpu_shares import CpuShare
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, StateError
 from zerobench.io_settings import io_choice
 from zerobench.rank_cpus import expect_usable
 from zerobench.topology import Topology
@@ -44,6 +44,10 @@ class Place(ABC):
         """The native handle of the stream that the caller computes on now."""
 
     @abstractmethod
+    def expect_no_capture(self, what: str) -> None:
+        """Raise StateError where the caller's stream is being captured into a CUDA graph."""
+
+    @abstractmethod
     def used_bytes(self) -> int:
         """Memory in use on a device of its own, by anyone; 0 where the device's memory is the host's."""
 
@@ -71,6 +75,9 @@ class CpuPlace(Place):
 
     def stream(self) -> int:
         return 0
+
+    def expect_no_capture(self, what: str) -> None:
+        pass
 
     def used_bytes(self) -> int:
         return 0
@@ -112,6 +119,13 @@ class CudaPlace(Place):
 
     def stream(self) -> int:
         return torch.cuda.current_stream(self._index).cuda_stream
+
+    def expect_no_capture(self, what: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                f"{what} was captured into a CUDA graph, whose replays run none of the engine's hooks: run it outside "
+                "of torch.cuda.graph(); compile blocks with torch.compile to spare launches"
+            )
 
     def used_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self._index)
