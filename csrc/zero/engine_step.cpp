@@ -418,7 +418,8 @@ void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const Adam
   store_->start_updates(updates);
   for (Unit& unit : units) {
     unit.gradients_spent = true;
-    unit.is_updating = lane != Lane::kCompute || !store_->issues_at_once();
+    unit.is_updating = lane != Lane::kCompute || !store_->issues_at_once() ||
+                       (publishes() && gather_communicator_->runs_in_background());
   }
 }
 

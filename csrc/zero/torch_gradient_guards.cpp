@@ -25,8 +25,8 @@ GradientGuards::Guard GradientGuards::make_guard(std::size_t index) const {
       "' is kept by the engine until its step, in flat buffers and shards: read or change it inside `with "
       "engine.gradients() as gradients:`, clip it with engine.clip_grad_norm_(max_norm), drop it with "
       "engine.zero_grad()");
-  c10::StorageImpl* const pointer = storage.get();
-  return {.tensor = std::move(tensor), .storage = pointer};
+  const c10::TensorImpl* const pointer = tensor.unsafeGetTensorImpl();
+  return {.tensor = std::move(tensor), .pointer = pointer, .storage = std::move(storage)};
 }
 
 void GradientGuards::place() {
@@ -36,16 +36,21 @@ void GradientGuards::place() {
   }
   for (std::size_t index = 0; index < guards_.size(); ++index) {
     guards_[index].is_taken = false;
-    parameters_[index].mutable_grad() = guards_[index].tensor;
+    parameters_[index].mutable_grad() = std::move(guards_[index].tensor);
   }
   are_placed_ = true;
 }
 
-// `gradient.data = other` leaves the tensor and changes its storage.
-bool GradientGuards::is_guarded(std::size_t index, const at::Tensor& gradient) const noexcept {
-  const Guard& guard = guards_[index];
-  return gradient.unsafeGetTensorImpl() == guard.tensor.unsafeGetTensorImpl() &&
-         gradient.storage().unsafeGetStorageImpl() == guard.storage;
+// `gradient.data = other` leaves the tensor and changes its storage; and another tensor may lie where a guard was
+// freed.
+bool GradientGuards::take_back(std::size_t index, at::Tensor& gradient) noexcept {
+  Guard& guard = guards_[index];
+  if (gradient.unsafeGetTensorImpl() != guard.pointer ||
+      gradient.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() != guard.storage.get()) {
+    return false;
+  }
+  guard.tensor = std::move(gradient);
+  return true;
 }
 
 GradientGuards::Found GradientGuards::take() {
@@ -54,38 +59,28 @@ GradientGuards::Found GradientGuards::take() {
   std::size_t taken_num = 0;
   std::size_t replaced_num = 0;
   for (std::size_t index = 0; index < guards_.size(); ++index) {
-    at::Tensor& gradient = parameters_[index].mutable_grad();
-    if (!gradient.defined()) {
-      if (guards_[index].is_taken) {
-        ++taken_num;
-        continue;
-      }
-      if (none_num++ + replaced_num == 0) replaced_ = index;
+    if (guards_[index].is_taken) {
+      ++taken_num;
       continue;
     }
-    if (!is_guarded(index, gradient)) {
-      if (replaced_num++ == 0) {
-        replaced_ = index;
-        replaced_is_none_ = false;
-      }
-      if (gradient.unsafeGetTensorImpl() == guards_[index].tensor.unsafeGetTensorImpl()) {
-        guards_[index] = make_guard(index);
-      }
-    }
+    at::Tensor& gradient = parameters_[index].mutable_grad();
+    if (gradient.defined() && take_back(index, gradient)) continue;
+    const bool is_none = !gradient.defined();
+    if ((is_none ? none_num + replaced_num : replaced_num) == 0) replaced_ = index;
+    ++(is_none ? none_num : replaced_num);
     gradient.reset();
+    guards_[index] = make_guard(index);
   }
+  replaced_is_none_ = replaced_num == 0;
   if (replaced_num > 0) return Found::kReplaced;
   if (none_num == 0) return Found::kIntact;
-  replaced_is_none_ = true;
   return none_num + taken_num == guards_.size() ? Found::kNone : Found::kReplaced;
 }
 
 void GradientGuards::take_one(std::size_t index) noexcept {
-  if (!are_placed_ || index >= guards_.size()) return;
+  if (!are_placed_ || guards_[index].is_taken) return;
   at::Tensor& gradient = parameters_[index].mutable_grad();
-  if (!gradient.defined() || !is_guarded(index, gradient)) return;
-  gradient.reset();
-  guards_[index].is_taken = true;
+  guards_[index].is_taken = gradient.defined() && take_back(index, gradient);
 }
 
 }  // namespace zb

@@ -45,13 +45,15 @@ class GradientGuards {
 
  private:
   struct Guard {
-    at::Tensor tensor;
-    c10::StorageImpl* storage = nullptr;
+    at::Tensor tensor;  // undefined while it is placed
+    const c10::TensorImpl* pointer = nullptr;
+    c10::intrusive_ptr<c10::StorageImpl> storage;
     bool is_taken = false;  // by a backward that was not the engine's
   };
 
   Guard make_guard(std::size_t index) const;
-  bool is_guarded(std::size_t index, const at::Tensor& gradient) const noexcept;
+  // Where `gradient` is the parameter's guard.
+  bool take_back(std::size_t index, at::Tensor& gradient) noexcept;
 
   std::vector<at::Tensor> parameters_;
   std::vector<std::string> names_;

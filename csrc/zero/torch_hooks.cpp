@@ -49,7 +49,8 @@ class TakeGuard final : public torch::autograd::FunctionPreHook {
   TakeGuard(std::shared_ptr<GradientGuards> guards, std::size_t index) : guards_(std::move(guards)), index_(index) {}
   variable_list operator()(const variable_list& gradients) override {
     guards_->take_one(index_);
-    return gradients;
+    // What autograd's engine gives is its own list, which it replaces by the one that is returned.
+    return std::move(const_cast<variable_list&>(gradients));
   }
 
  private:

@@ -27,12 +27,15 @@ class ChangeWatch:
             if parameter.is_floating_point() and not parameter.is_inference()
         }
         self._versions: dict[nn.Parameter, int] = {}
+        self._told: set[str] = set()
         self._steps = 0
         self.accept()
 
     def accept(self, is_accepted: Callable[[str], bool] = lambda name: True) -> None:
-        """What was changed so far, of parameters with such names, is known to the engine."""
-        self._versions |= {p: p._version for p, name in self._names.items() if is_accepted(name)}
+        """Take what was changed so far, of parameters with such names, for known to the engine."""
+        accepted = {p: name for p, name in self._names.items() if is_accepted(name)}
+        self._versions |= {p: p._version for p in accepted}
+        self._told -= set(accepted.values())
 
     def step_ended(self) -> None:
         self._steps += 1
@@ -45,12 +48,20 @@ class ChangeWatch:
     def check(self, cure: str) -> None:
         """Raise StateError where a parameter was changed, in those steps that are looked at."""
         if self.is_due:
-            self.expect_same(lambda name: True, cure)
+            self.expect_same(lambda _: True, cure)
 
-    def expect_same(self, is_asked: Callable[[str], bool], cure: str) -> None:
-        """Raise StateError, which names ``cure``, where a parameter with such a name was changed."""
+    def changed_names(self) -> list[str]:
+        """Return the names of parameters that were changed and not accepted since."""
         changed = [each for each, version in self._versions.items() if each._version != version]
-        for name in [self._names[parameter] for parameter in changed if is_asked(self._names[parameter])]:
+        return [self._names[parameter] for parameter in changed]
+
+    def expect_same(self, is_asked: Callable[[str], bool], cure: str, *, is_told_again: bool = True) -> None:
+        """Raise StateError, which names ``cure``, where a parameter with such a name was changed; unless
+        ``is_told_again``, only where none was raised for it before."""
+        for name in self.changed_names():
+            if not is_asked(name) or (name in self._told and not is_told_again):
+                continue
+            self._told.add(name)
             raise StateError(
                 f"parameter '{name}' was changed in place outside of the engine, which keeps values of its own: {cure}"
             )

@@ -49,7 +49,7 @@ from zerobench.rank_cpus import rank_cpus
 from zerobench.swap_watch import SwapWatch
 from zerobench.trainable_model import expect_trainable, hold, release
 from zerobench.units import find_units
-from zerobench.value_watch import ValueWatch
+from zerobench.value_watch import Samples, ValueWatch
 
 _CHANGE_CURE = (
     "change it inside `with engine.gather(modifier_rank=0):`, on every rank; a module that sets parameters in its "
@@ -340,13 +340,14 @@ class Engine(EngineFacts, EngineWindow):
         def is_gathered(name: str) -> bool:
             return self._parameter_units[name] in units
 
-        self._changes.expect_same(is_gathered, _CHANGE_CURE)
+        self._changes.expect_same(is_gathered, _CHANGE_CURE, is_told_again=False)
         self._core.gather(units, may_change=modifier_rank is not None)
         self._parameters_arrived()
-        if self._values is not None and not self._core.parameters_sharded:
-            self._values.check(_CHANGE_CURE)
-        if self._values is not None and modifier_rank is None:
-            self._values.remember(is_gathered)
+        if self._values is not None:
+            self._values.check(_CHANGE_CURE, but=self._changes.changed_names(), is_told_again=False)
+        before = (
+            self._values.sample(is_gathered) if self._values is not None and modifier_rank is None else {}
+        )
         may_load, self._hooks.may_load = self._hooks.may_load, modifier_rank is not None
         has_failed = True
         try:
@@ -354,12 +355,13 @@ class Engine(EngineFacts, EngineWindow):
             has_failed = False
         finally:
             self._hooks.may_load = may_load
-            lost = None if has_failed or modifier_rank is not None else self._lost_change(is_gathered)
+            lost = None if has_failed or modifier_rank is not None else self._lost_change(is_gathered, before)
             self._core.end_gather(units, modifier_rank=-1 if modifier_rank is None else modifier_rank)
             if modifier_rank is not None:
                 share_tensors(self._core, self._integers_of(units), rank=modifier_rank)
-            self._changes.accept(is_gathered)
-            self._accept_values()
+            if modifier_rank is not None or self._core.parameters_sharded:  # there other changes are gone
+                self._changes.accept(is_gathered)
+                self._accept_values()
             if lost is not None:
                 raise lost
 
@@ -558,14 +560,14 @@ class Engine(EngineFacts, EngineWindow):
         """Before each forward of the model."""
         self._enter_stream()
         self._place.expect_no_capture("a forward of the engine")
-        if self._values is not None and self._changes.is_due and not self._values.has_seen:
+        if self._values is not None and self._changes.is_due and not self._values.has_values:
             if self._core.is_updating and not self._core.parameters_sharded:
                 self._core.await_all_updates()
             self._parameters_arrived()
 
     def _parameters_arrived(self) -> None:
         """Parameters that are not sharded can be read as the last step left them."""
-        if self._values is None or self._core.parameters_sharded or self._values.has_seen:
+        if self._values is None or self._core.parameters_sharded or self._values.has_values:
             return
         if self._changes.is_due:
             self._values.remember()
@@ -577,13 +579,14 @@ class Engine(EngineFacts, EngineWindow):
             if not self._core.is_updating:
                 self._parameters_arrived()
 
-    def _lost_change(self, is_gathered: Callable[[str], bool]) -> StateError | None:
-        """Return an error for a change that the end of a gather without ``modifier_rank`` loses."""
+    def _lost_change(self, is_gathered: Callable[[str], bool], before: Samples) -> StateError | None:
+        """Return an error for a change that the end of a gather without ``modifier_rank`` loses, of parameters that had
+        values ``before``."""
         cure = "pass modifier_rank to engine.gather(), the rank whose changes become everybody's"
         try:
             self._changes.expect_same(is_gathered, cure)
             if self._values is not None:
-                self._values.check(cure)
+                self._values.expect_same(before, cure)
         except StateError as error:
             return error
         return None

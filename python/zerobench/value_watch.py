@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
@@ -10,6 +10,8 @@ from torch import nn
 from zerobench.errors import StateError
 
 _SAMPLE_NUMEL = 16
+
+Samples = dict[str, torch.Tensor]
 
 
 class ValueWatch:
@@ -26,40 +28,54 @@ class ValueWatch:
             for parameter, name in names.items()
             if parameter.numel() and _is_held(parameter)
         }
-        self._seen: dict[str, torch.Tensor] = {}
+        self._left: Samples = {}
+        self._is_told = False
 
     @property
-    def has_seen(self) -> bool:
-        """Whether values are there to compare with."""
-        return bool(self._seen)
+    def has_values(self) -> bool:
+        """Whether the values that the last update left are known."""
+        return bool(self._left)
 
     def forget(self) -> None:
         """Compare with nothing until ``remember`` is called."""
-        self._seen = {}
+        self._left = {}
+        self._is_told = False
 
-    def remember(self, is_wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Take the present values for what the last update left, of parameters with such names, which can be read."""
-        self._seen = self._samples(name for name in self._views if is_wanted(name))
+    def remember(self) -> None:
+        """Take the present values, which can be read, for what the last update left."""
+        self._left = self.sample()
+        self._is_told = False
 
-    def check(self, cure: str) -> None:
-        """Raise StateError where a parameter has other values than were remembered. Waits for the device."""
-        now = self._samples(self._seen)
-        if not self._seen or torch.equal(_bits(now), _bits(self._seen)):
+    def check(self, cure: str, *, but: Collection[str] = (), is_told_again: bool = True) -> None:
+        """Raise StateError, which names ``cure``, where a parameter has other values than the last update left; not for
+        those in ``but``, and unless ``is_told_again`` only where none was raised before. Waits for the device."""
+        if self._is_told and not is_told_again:
             return
-        for name, seen in self._seen.items():
-            if not torch.equal(seen.view(torch.uint8), now[name].view(torch.uint8)):
-                self.remember(self._seen.keys().__contains__)  # told once
-                raise StateError(
-                    f"parameter '{name}' was changed through its .data, and the engine keeps values of its own: {cure}"
-                )
+        self._is_told = True
+        self.expect_same({name: values for name, values in self._left.items() if name not in but}, cure)
+        self._is_told = False
 
-    def _samples(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        views = {name: self._views[name] for name in names}
+    def sample(self, is_wanted: Callable[[str], bool] = lambda name: True) -> Samples:
+        """Return copies of a few elements of each parameter with such a name, which can be read."""
+        views = {name: view for name, view in self._views.items() if is_wanted(name)}
         if not views:
             return {}
-        together = torch.cat(list(views.values()))  # a copy, in one piece of work
+        together = torch.cat(list(views.values()))  # in one piece of work
         parts = together.split([view.numel() for view in views.values()])
         return dict(zip(views, parts, strict=True))
+
+    def expect_same(self, before: Samples, cure: str) -> None:
+        """Raise StateError, which names ``cure``, where a parameter has other values than ``before``. Waits for the
+        device."""
+        if not before:
+            return
+        now = self.sample(before.__contains__)
+        if torch.equal(_bits(now), _bits(before)):
+            return
+        name = next(name for name in before if not torch.equal(_bits_of(now[name]), _bits_of(before[name])))
+        raise StateError(
+            f"parameter '{name}' was changed through its .data, and the engine keeps values of its own: {cure}"
+        )
 
 
 def _is_held(parameter: nn.Parameter) -> bool:
@@ -71,5 +87,9 @@ def _few_of(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.detach().view(-1)[::stride][:_SAMPLE_NUMEL]
 
 
-def _bits(samples: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([sample.view(torch.uint8) for sample in samples.values()])
+def _bits(samples: Samples) -> torch.Tensor:
+    return torch.cat([_bits_of(sample) for sample in samples.values()])
+
+
+def _bits_of(sample: torch.Tensor) -> torch.Tensor:
+    return sample.view(torch.uint8)  # NaN equals itself

@@ -133,7 +133,6 @@ def reading(rank, place):
                 engine.module.state_dict,
                 engine.module.blocks[1].state_dict,
                 lambda: engine.outlet(torch.ones(1, small_models.WIDTH)),
-                lambda: list(engine.parameters()),
             ):
                 with pytest.raises(StateError, match=r"engine\.state_dict\(\)"):
                     read()
@@ -143,6 +142,10 @@ def reading(rank, place):
         elif step % 2:
             seen = copy.deepcopy(dict(engine.module.state_dict()))
         else:
+            if place == "2 on host":
+                with pytest.raises(RuntimeError, match=r"'inlet\.weight' is being updated .*engine\.gather"):
+                    engine.module.inlet.weight.detach().clone()
+                engine.module.state_dict()  # no other rank has a part in the updates: it waits for them
             named = engine.named_parameters()  # the model's own method, by way of the engine
             seen = {name: p.detach().clone() for name, p in named}
         assert zoo.digest(seen) == zoo.digest(engine.state_dict())
@@ -433,13 +436,15 @@ def using_before_the_call(rank, place):
     assert digests[0] == digests[1]
     engine = start(rank, place, forward_of_early_use)
     engine.module.is_early = False
-    train(engine, rank, 2)
+    train(engine, rank, 3)  # in the first steps a forward waits for all updates, to look at parameters
     engine.module.is_early = True
     if late:
-        with pytest.raises(StateError, match=r"used parameters of unit 'blocks\.2'"):
-            train(engine, rank, 1, first=2)
+        with pytest.raises(
+            RuntimeError, match=r"'blocks\.2\.up\.weight' is being updated .*configuration's units"
+        ):
+            train(engine, rank, 1, first=3)
     else:
-        train(engine, rank, 1, first=2)
+        train(engine, rank, 1, first=3)
     engine.close()
 
 
