@@ -225,11 +225,11 @@ class Engine(EngineFacts, EngineWindow):
             )
         if not loss.is_floating_point():
             raise StateError(f"backward needs a floating-point loss, not {loss.dtype}; convert it before")
+        self._place.expect_no_capture("engine.backward()")
         last = self._expect_room_in_window()
         if not self._stepped:
             self._known.expect_same()
         self._enter_stream()
-        self._place.expect_no_capture("engine.backward()")
         scale = self._core.loss_scale
         if last:
             self._changes.check(_CHANGE_CURE)
@@ -558,8 +558,8 @@ class Engine(EngineFacts, EngineWindow):
 
     def _enter_forward(self) -> None:
         """Before each forward of the model."""
-        self._enter_stream()
         self._place.expect_no_capture("a forward of the engine")
+        self._enter_stream()
         if self._values is not None and self._changes.is_due and not self._values.has_values:
             if self._core.is_updating and not self._core.parameters_sharded:
                 self._core.await_all_updates()
