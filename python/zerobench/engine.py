@@ -71,9 +71,9 @@ def initialize(
     (``zerobench.models.materialise.materialise``, or one's own), unit by unit, and sharded at once: a model larger than
     one device, or than the host, can be built.
 
-    ``process_group`` is the process group of torch.distributed whose ranks train this model: only they call this, and
-    several groups can train at once. By default it is the default process group, where there is one, else the ranks
-    that the environment tells of.
+    ``process_group`` is a process group of torch.distributed. Only its ranks call this, and they train this model;
+    other groups can train at the same time. Without it, ranks come from the configuration, the default process group or
+    the launcher's environment variables.
 
     The engine also unpacks as ``engine, optimizer, dataloader, lr_scheduler`` (the last two None), and has these by
     number, as in ``initialize(...)[0]``.

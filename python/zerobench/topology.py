@@ -75,7 +75,7 @@ def resolve(
         point = "/".join(filter(None, (config.rendezvous, point)))
     if config.local_world_size is not None:
         local_world_size = min(config.local_world_size, world_size)
-        local_rank = rank % local_world_size
+        local_rank = local_rank if local_rank < local_world_size else rank % local_world_size
     if config.local_rank is not None:
         expect_rank(
             config.local_rank, local_world_size, names=("local_rank", "local_world_size"), noun="local rank"

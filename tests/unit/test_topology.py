@@ -119,6 +119,7 @@ PET = "PET_NPROC_PER_NODE=4"
         ({"rank": 6, "world_size": 8}, f"RANK=0 WORLD_SIZE=2 {OPEN_MPI}", (6, 8, 2, 4)),
         ({"rank": 2, "world_size": 4}, TORCHRUN, (2, 4, 2, 4)),
         ({"local_rank": 0, "local_world_size": 1}, TORCHRUN, (3, 4, 0, 1)),
+        ({"local_world_size": 3}, "RANK=3 WORLD_SIZE=5 LOCAL_RANK=1", (3, 5, 1, 3)),  # hosts of 2 and 3 ranks
     ],
 )
 def test_the_first_complete_source_gives_the_rank(values, text, place) -> None:
