@@ -64,6 +64,7 @@ def initialize(
     config: Mapping[str, Any] | Config | str | Path | None = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     materialise: Materialise | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Engine:
     """Wrap ``model`` for training at ``config``'s ZeRO stage. Collective: every rank calls it.
 
@@ -77,12 +78,18 @@ def initialize(
     (``zerobench.models.materialise.materialise``, or one's own), unit by unit, and sharded at once: a model larger than
     one device, or than the host, can be built.
 
+    ``process_group`` is a process group of torch.distributed. Only its ranks call this, and they train this model;
+    other groups can train at the same time. Without it, ranks come from the configuration, the default process group or
+    the launcher's environment variables.
+
     The engine also unpacks as ``engine, optimizer, dataloader, lr_scheduler`` (the last two None), and has these by
     number, as in ``initialize(...)[0]``.
 
     Raises ConfigError, CommunicationError (ranks missing), OutOfMemoryError, OSError (of swap files).
     """
-    return Engine(model, config_module.parse(config), model_parameters, materialise)
+    return Engine(
+        model, config_module.parse(config), model_parameters, materialise, process_group=process_group
+    )
 
 
 class Engine(EngineFacts, EngineWindow):
@@ -98,12 +105,14 @@ class Engine(EngineFacts, EngineWindow):
         config: Config,
         model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
         materialise: Materialise | None = None,
+        *,
+        process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         core = _native.load()
         expect_trainable(model, materialise)
         self.module = model
         self.config = config
-        self.topology = topology_module.resolve(config)
+        self.topology = topology_module.resolve(config, process_group=process_group)
         self.optimizer = ZeroOptimizer(param_groups(model, model_parameters), config.optimizer)
         self._units = find_units(model, config.units)
         self._dtypes = config.effective_dtypes()
@@ -114,7 +123,9 @@ class Engine(EngineFacts, EngineWindow):
         self._place = placement.choose(model, config, self.topology)
         self._stream = self._place.stream()
         used_bytes = self._place.used_bytes()
-        communicators = topology_module.make_communicators(core, config, self.topology, self._place.device)
+        communicators = topology_module.make_communicators(
+            core, config, self.topology, self._place.device, process_group
+        )
         self._communicator_bytes = max(self._place.used_bytes() - used_bytes, 0)
         expect_same_setup(communicators.reduce, setup_facts(config, self._units, self.optimizer.param_groups))
         share = rank_cpus(config, self.topology, communicators.reduce, gpu_bus_id=self._place.gpu_bus_id)

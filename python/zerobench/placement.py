@@ -68,7 +68,7 @@ class CpuPlace(Place):
     device = None
 
     def __init__(self, topology: Topology) -> None:
-        self._ranks_on_host = topology.local_world_size
+        self._ranks_on_host = topology.place_on_host[1]
 
     def parts(self, use: CpuUse) -> Any:
         return _native.load().cpu_device_parts(thread_num=use.device.num, cpus=use.device.pinned_to)
@@ -163,7 +163,7 @@ def offload_options(config: Config, topology: Topology, use: CpuUse) -> Any | No
         cpus=use.offload.pinned_to,
         numa_node=-1 if node is None else node,
         lock=offload.lock_memory,
-        ranks_on_host=topology.local_world_size,
+        ranks_on_host=topology.place_on_host[1],
         chunk_numel=offload.chunk_numel,
         paged=paged_options(offload, topology) if offload.device == "nvme" else None,
         memory_bytes=offload.host_memory_bytes,
@@ -252,9 +252,10 @@ def update_threads(
 ) -> UpdateThreads:
     """As many as were asked for, else one for each of the rank's ``cpus``, but no more than its share of the time that
     control groups allow: the kernel stops all threads of a group that has used up its time."""
-    share, is_pinned = len(cpus), config.pin_threads
+    share = len(cpus)
+    is_pinned = config.pin_threads and (config.cpus is not None or not topology.may_overlap)
     quota = cpu_quota()
-    if asked is None and quota is not None and (allowed := int(quota) // topology.local_world_size) < share:
+    if asked is None and quota is not None and (allowed := int(quota) // topology.place_on_host[1]) < share:
         share = max(1, allowed)
         # Other containers have the same CPUs and would pin to the first of them too.
         is_pinned = is_pinned and config.cpus is not None
@@ -285,7 +286,7 @@ def choose(model: nn.Module, config: Config, topology: Topology) -> Place:
         raise ConfigError(
             f"the model's parameters are spread over the CUDA devices {on_cuda}; put a rank's model on one of them"
         )
-    index = on_cuda[0] if on_cuda else topology.local_rank
+    index = on_cuda[0] if on_cuda else _device_of_rank(topology)
     if config.communicator == "peer":  # whose ranks may share devices
         index %= torch.cuda.device_count()
     if index >= torch.cuda.device_count():
@@ -296,3 +297,11 @@ def choose(model: nn.Module, config: Config, topology: Topology) -> Place:
             "ranks may share one to try things out"
         )
     return CudaPlace(index)
+
+
+def _device_of_rank(topology: Topology) -> int:
+    """Return the CUDA device of a rank whose model is on none: by the launcher's local rank, else the one that the
+    script made current, else by the local rank. Local ranks of a process group begin at 0 in each group."""
+    if topology.launched is not None:
+        return topology.launched[0]
+    return torch.cuda.current_device() or topology.local_rank

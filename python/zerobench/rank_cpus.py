@@ -7,12 +7,12 @@ import hashlib
 import os
 import platform
 import struct
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerobench.config import Config
 from zerobench.cpu_shares import CpuShare, RankFacts, made, part_of, share_of_rank
 from zerobench.errors import ConfigError
+from zerobench.host_identity import boot_id
 from zerobench.numa import cores_together, lacks_node, node_of_pci_device, read_nodes
 from zerobench.topology import Topology
 
@@ -53,11 +53,12 @@ def rank_cpus(config: Config, topology: Topology, communicator: Any, *, gpu_bus_
     """This rank's CPUs, on the node of its GPU where the host's ranks can be divided by nodes. Collective."""
     allowed = sorted(os.sched_getaffinity(0))
     node = node_of_pci_device(gpu_bus_id)
+    index, num_ranks = topology.place_on_host
     mine = Told(
-        host=_digest(f"{platform.node()} {_boot_id()}"),
+        host=_digest(f"{platform.node()} {boot_id()}"),
         allowed=_digest(str(sorted(config.cpus or allowed))),
-        local_rank=topology.local_rank,
-        local_world_size=topology.local_world_size,
+        local_rank=index,
+        local_world_size=num_ranks,
         has_gpu=gpu_bus_id is not None,
         gpu_node=_UNKNOWN_NODE if node is None else node,
     )
@@ -67,9 +68,9 @@ def rank_cpus(config: Config, topology: Topology, communicator: Any, *, gpu_bus_
         return made(config.cpus, nodes, "as configured")
     ranks = ranks_of_host(everyone, mine)
     if ranks is None:
-        cpus = part_of(allowed, topology.local_rank, topology.local_world_size)
+        cpus = part_of(allowed, index, num_ranks)
         return made(cpus, nodes, "even share")
-    return share_of_rank(topology.local_rank, ranks, nodes, cores_together(allowed))
+    return share_of_rank(index, ranks, nodes, cores_together(allowed))
 
 
 def tell(communicator: Any, mine: Told) -> list[Told]:
@@ -96,10 +97,3 @@ def ranks_of_host(everyone: list[Told], mine: Told) -> list[RankFacts] | None:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:16]
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return ""

@@ -5,48 +5,163 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from zerobench import _native
 from zerobench.config import Config
 from zerobench.errors import ConfigError
-from zerobench.launched import expect_rank, number_in, with_slurm
+from zerobench.launched import TORCHRUN, LaunchedRank, expect_rank, find_rank, find_same_rank, with_slurm
 from zerobench.meeting import expect_to_meet
+from zerobench.process_groups import default_group, expect_member, make_gloo_groups, meet
 
 _engines_made: Counter[str] = Counter()  # by meeting point: the ranks of one meet for their n-th engine there
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks as torch.distributed counts them."""
+    """Ranks as torch.distributed counts them. Local ranks are the engine's ranks on this host."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
+    # Local rank and world size as a launcher or the configuration gives them; they count ranks outside of the engine
+    # too. None where neither does.
+    launched: tuple[int, int] | None = field(default=None, compare=False)
+    is_part: bool = field(default=False, compare=False)  # the default process group has more ranks
+    meeting_point: str | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def place_on_host(self) -> tuple[int, int]:
+        """Index and number of this process among those that divide the host's CPUs and memory."""
+        return self.launched or (self.local_rank, self.local_world_size)
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether another group's ranks may have the same place on the host, since no launcher told."""
+        return self.is_part and self.launched is None
 
 
-def resolve(config: Config, environment: Mapping[str, str] = os.environ) -> Topology:
-    """Topology from the configuration, else from torchrun's or srun's environment, else one rank."""
-    if config.world_size is None:
-        environment = with_slurm(environment)
+def resolve(
+    config: Config, environment: Mapping[str, str] = os.environ, process_group: Any | None = None
+) -> Topology:
+    """Return this process's place among the ranks. The first source that gives rank and world size counts: the
+    configuration, the process group (``process_group``, else torch.distributed's default one), the environment
+    (launched.py). Collective where there is a process group.
 
-    def value(configured: int | None, key: str, default: int) -> int:
-        return number_in(environment, key, default=default) if configured is None else configured
-
-    world_size = value(config.world_size, "WORLD_SIZE", 1)
-    rank = value(config.rank, "RANK", 0)
-    if config.world_size == 1:
-        rank = 0
-    expect_rank(rank, world_size)
-    local_world_size = min(value(config.local_world_size, "LOCAL_WORLD_SIZE", world_size), world_size)
-    local_rank = value(config.local_rank, "LOCAL_RANK", rank % max(local_world_size, 1))
-    if local_rank < 0 or local_world_size < 1:
-        raise ConfigError(
-            f"local rank {local_rank} is none of {local_world_size} ranks; check LOCAL_RANK and LOCAL_WORLD_SIZE"
+    Raises ConfigError where sources disagree or are half set, CommunicationError where ranks of the group are missing.
+    """
+    if process_group is not None:
+        expect_member(process_group)
+    everyone = default_group()
+    group = everyone if process_group is None else process_group
+    rank, world_size = (
+        _in_environment(config, environment)
+        if group is None
+        else _in_group(config, environment, group, is_given=process_group is not None)
+    )
+    of_launch = (rank, world_size) if everyone is None else (everyone.rank(), everyone.size())
+    launched = find_same_rank(environment, *of_launch)
+    told = _told_place(launched)
+    if group is None:
+        local_rank, local_world_size = told or (rank, world_size)
+        launcher = launched.launcher if launched else TORCHRUN
+        point = config.rendezvous or launcher.meeting_point(environment)
+    else:
+        point, local_rank, local_world_size = meet(
+            group, local=told if of_launch == (rank, world_size) else None, timeout_s=config.timeout_s
         )
-    return Topology(rank, world_size, min(local_rank, local_world_size - 1), local_world_size)
+        point = "/".join(filter(None, (config.rendezvous, point)))
+    if config.local_world_size is not None:
+        local_world_size = min(config.local_world_size, world_size)
+        local_rank = local_rank if local_rank < local_world_size else rank % local_world_size
+    if config.local_rank is not None:
+        expect_rank(
+            config.local_rank, local_world_size, names=("local_rank", "local_world_size"), noun="local rank"
+        )
+        local_rank = config.local_rank
+        told = local_rank, local_world_size
+    return Topology(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        launched=told,
+        is_part=everyone is not None and world_size < everyone.size(),
+        meeting_point=point,
+    )
+
+
+def _is_configured(config: Config) -> bool:
+    return config.world_size == 1 or (config.rank is not None and config.world_size is not None)
+
+
+def _in_group(
+    config: Config, environment: Mapping[str, str], group: Any, *, is_given: bool
+) -> tuple[int, int]:
+    """Return rank and world size of the group, which no higher source contradicts."""
+    rank, world_size = group.rank(), group.size()
+    where = (
+        "the group that was passed as process_group"
+        if is_given
+        else "torch.distributed's default process group"
+    )
+    _expect_configured(
+        config,
+        rank,
+        world_size,
+        f"{where} makes this process rank {rank} of {world_size}",
+        "or pass the group of the ranks that train as process_group",
+    )
+    given = environment.get(TORCHRUN.rank), environment.get(TORCHRUN.world_size)
+    if not is_given and not _is_configured(config) and all(given) and given != (str(rank), str(world_size)):
+        raise ConfigError(
+            f"RANK={given[0]} and WORLD_SIZE={given[1]} disagree with {where}, which makes this process rank {rank} of "
+            f"{world_size}. Give both the same values; where the variables count hosts, pass "
+            "process_group=torch.distributed.group.WORLD."
+        )
+    return rank, world_size
+
+
+def _in_environment(config: Config, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return rank and world size of the configuration, else of the environment, else one rank."""
+    if _is_configured(config):
+        assert config.world_size is not None
+        return config.rank or 0, config.world_size
+    found = find_rank(environment)
+    if found is not None:
+        variables = f"{found.launcher.rank}={found.rank} and {found.launcher.world_size}={found.world_size}"
+        _expect_configured(config, found.rank, found.world_size, f"the environment has {variables}")
+        return found.rank, found.world_size
+    if config.rank is not None or config.world_size is not None:
+        names = ("rank", "world_size") if config.world_size is None else ("world_size", "rank")
+        raise ConfigError(
+            f"the configuration sets {names[0]}={getattr(config, names[0])} and not {names[1]}. Set both, or remove it "
+            "and start the ranks with torchrun."
+        )
+    return 0, 1
+
+
+def _expect_configured(config: Config, rank: int, world_size: int, other: str, cure: str = "") -> None:
+    """Raise ConfigError where the configuration sets other numbers than the ``other`` source."""
+    given = {"rank": config.rank, "world_size": config.world_size}
+    given = {name: value for name, value in given.items() if value is not None}
+    if any(value != {"rank": rank, "world_size": world_size}[name] for name, value in given.items()):
+        said = " and ".join(f"{name}={value}" for name, value in given.items())
+        ways = ", ".join(filter(None, (f"Remove {' and '.join(given)} from the configuration", cure)))
+        raise ConfigError(f"the configuration sets {said}, but {other}. {ways}.")
+
+
+def _told_place(launched: LaunchedRank | None) -> tuple[int, int] | None:
+    """Return local rank and world size where the launcher sets one of them."""
+    if launched is None or (launched.local_rank is None and launched.local_world_size is None):
+        return None
+    local_world_size = min(launched.local_world_size or launched.world_size, launched.world_size)
+    local_rank = launched.rank if launched.local_rank is None else launched.local_rank
+    if launched.local_rank is None:
+        local_rank %= local_world_size
+    return min(local_rank, local_world_size - 1), local_world_size
 
 
 @dataclass(frozen=True)
@@ -61,11 +176,16 @@ class Communicators:
 
 
 def make_communicators(
-    core: Any, config: Config, topology: Topology, device: Any | None = None
+    core: Any,
+    config: Config,
+    topology: Topology,
+    device: Any | None = None,
+    process_group: Any | None = None,
 ) -> Communicators:
-    """Two communicators (gathers, reductions) of the configured kind. Collective.
+    """Make two communicators (gathers, reductions) of the configured kind. Collective.
 
-    ``device`` is the CUDA module's device of an engine that computes there. Raises ConfigError where the kind cannot
+    ``device`` is the CUDA module's device of an engine that computes there. ``process_group`` is the one that
+    ``topology`` was resolved with. Raises ConfigError where the kind cannot
     connect these ranks, or moves memory that the engine does not compute in.
     """
     kind: str = config.communicator
@@ -85,30 +205,15 @@ def make_communicators(
             f"communicator 'peer' connects GPUs of one host, but {topology.world_size} ranks are spread over several "
             f"({topology.local_world_size} here); use 'nccl'"
         )
-    make_control = _make_shm if (host_kind if of_gpus else kind) == "shm" else _make_c10d
-    control = make_control(core, config, topology)
+    control = (
+        _make_shm(core, config, topology)
+        if (host_kind if of_gpus else kind) == "shm"
+        else _make_c10d(core, config, topology, process_group)
+    )
     if device is None:
         return control
     may_be_peer = kind != "nccl" and host_kind == "shm" and topology.world_size > 1
     return _on_device("nccl" if kind == "auto" and not may_be_peer else kind, control, core, config, device)
-
-
-def _rendezvous_from_environment(topology: Topology) -> str:
-    keys = (
-        "ZEROBENCH_RENDEZVOUS",
-        "TORCHELASTIC_RUN_ID",
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-    parts = [f"{key}={os.environ[key]}" for key in keys if key in os.environ]
-    if not parts and topology.world_size > 1:
-        raise ConfigError(
-            "ranks cannot find each other: start them with torchrun, or set the configuration's rendezvous to the same "
-            "unique text on all ranks"
-        )
-    return "/".join(parts) or f"pid={os.getpid()}"
 
 
 def _make_shm(core: Any, config: Config, topology: Topology) -> Communicators:
@@ -117,7 +222,13 @@ def _make_shm(core: Any, config: Config, topology: Topology) -> Communicators:
             f"communicator 'shm' connects ranks of one host, but {topology.world_size} ranks are spread over "
             f"several ({topology.local_world_size} here); use 'c10d'"
         )
-    text = f"{config.rendezvous or _rendezvous_from_environment(topology)}/{topology.world_size}"
+    point = topology.meeting_point
+    if point is None and topology.world_size > 1:
+        raise ConfigError(
+            "ranks cannot find each other: nothing names their meeting point. Start them with torchrun, or set the "
+            "configuration's rendezvous, or the variable ZEROBENCH_RENDEZVOUS, to the same unique text on all ranks."
+        )
+    text = f"{point or f'pid={os.getpid()}'}/{topology.world_size}"
     number = _engines_made[text]
     _engines_made[text] += 1
     gather, reduce = (
@@ -132,37 +243,46 @@ def _make_shm(core: Any, config: Config, topology: Topology) -> Communicators:
     return Communicators("shm", gather, reduce, close=_nothing)
 
 
-def _make_c10d(core: Any, config: Config, topology: Topology) -> Communicators:
+def _make_c10d(core: Any, config: Config, topology: Topology, group: Any | None) -> Communicators:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():  # stays: another engine would meet a store that is going away
+        _init_process_group(config, topology)
+    groups = make_gloo_groups(group, point=topology.meeting_point, num=2, timeout_s=config.timeout_s)
+    gather, reduce = (core.make_c10d_communicator(each.group_name) for each in groups)
+
+    def close() -> None:
+        for each in groups:
+            if dist.is_initialized():
+                dist.destroy_process_group(each)
+
+    return Communicators("c10d", gather, reduce, close)
+
+
+def _init_process_group(config: Config, topology: Topology) -> None:
     from datetime import timedelta
 
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=config.timeout_s)
-    if not dist.is_initialized():  # stays: another engine would meet a store that is going away
-        environment = with_slurm(os.environ)
-        if topology.world_size > 1 and "MASTER_ADDR" not in environment:
+    environment = with_slurm(os.environ)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if topology.world_size > 1:
+        if missing:
             raise ConfigError(
-                "communicator 'c10d' needs torch.distributed: start the ranks with torchrun, or call "
-                "torch.distributed.init_process_group first"
+                f"communicator 'c10d' needs torch.distributed, and {' and '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not set: start the ranks with torchrun, set MASTER_ADDR to "
+                "rank 0's host and MASTER_PORT to a free port there, or call torch.distributed.init_process_group first"
             )
         for name in ("MASTER_ADDR", "MASTER_PORT"):  # where torch looks for them
-            if name in environment:
-                os.environ[name] = environment[name]
-        if topology.world_size > 1:
-            expect_to_meet(topology.world_size, address=environment["MASTER_ADDR"])
-        store = None if "MASTER_ADDR" in environment else dist.HashStore()
-        dist.init_process_group(
-            "gloo", rank=topology.rank, world_size=topology.world_size, timeout=timeout, store=store
-        )
-    groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-    gather, reduce = (core.make_c10d_communicator(group.group_name) for group in groups)
-
-    def close() -> None:
-        for group in groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-
-    return Communicators("c10d", gather, reduce, close)
+            os.environ[name] = environment[name]
+        expect_to_meet(topology.world_size, address=environment["MASTER_ADDR"])
+    dist.init_process_group(
+        "gloo",
+        rank=topology.rank,
+        world_size=topology.world_size,
+        timeout=timedelta(seconds=config.timeout_s),
+        store=dist.HashStore() if topology.world_size == 1 else None,
+    )
 
 
 def _on_device(kind: str, control: Communicators, core: Any, config: Config, device: Any) -> Communicators:

@@ -260,16 +260,6 @@ def test_ranks_come_from_the_configuration_then_the_environment():
     assert topology.resolve(parse(None), environment) == topology.Topology(3, 4, 1, 2)
     assert topology.resolve(parse({"world_size": 1}), environment) == topology.Topology(0, 1, 0, 1)
     assert topology.resolve(parse({"rank": 1, "world_size": 2}), {}) == topology.Topology(1, 2, 1, 2)
-    with pytest.raises(ConfigError, match="RANK is 'x', not a number"):
-        topology.resolve(parse(None), {"RANK": "x"})
-    for rank, world_size in ((2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(
-            ConfigError, match=f"rank {rank} is none of {world_size} .* check RANK and WORLD_SIZE"
-        ):
-            topology.resolve(parse(None), {"RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"})
-    for here in ({"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_RANK": "-1"}):
-        with pytest.raises(ConfigError, match="check LOCAL_RANK and LOCAL_WORLD_SIZE"):
-            topology.resolve(parse(None), {"RANK": "0", "WORLD_SIZE": "2", **here})
 
 
 def test_ranks_without_a_meeting_point(monkeypatch):
@@ -277,7 +267,7 @@ def test_ranks_without_a_meeting_point(monkeypatch):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.delenv("ZEROBENCH_RENDEZVOUS", raising=False)
     config = parse({"rank": 0, "world_size": 2})
-    with pytest.raises(ConfigError, match="start them with torchrun, or set the configuration's rendezvous"):
+    with pytest.raises(ConfigError, match="Start them with torchrun, or set the configuration's rendezvous"):
         topology.make_communicators(None, config, topology.resolve(config, {}))
     far = parse({"communicator": "shm", "rank": 0, "world_size": 4, "local_world_size": 2})
     with pytest.raises(ConfigError, match="'shm' connects ranks of one host"):

@@ -55,7 +55,7 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
         (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, which is no TCP port"),
         (
             TORCHRUN | {"RANK": "4"},
-            "rank 4 is none of 4 ranks, which count from 0; check RANK and WORLD_SIZE",
+            r"RANK=4 is out of range: with WORLD_SIZE=4, ranks are 0 to 3\.",
         ),
     ],
 )

@@ -39,6 +39,7 @@ PYTHON_ORDER = [
         "consoles",
         "cpu_shares",
         "errors",
+        "host_identity",
         "interrupts",
         "locked_folder",
         "meeting",
@@ -65,6 +66,7 @@ PYTHON_ORDER = [
         "full_state",
         "agreement",
         "launched",
+        "process_groups",
     },
     {"engine", "engine_facts", "engine_window", "optimizer"},
     {""},  # the package itself: zerobench.initialize, from the layer that trains

@@ -138,4 +138,44 @@ def test_ranks_that_are_shown_a_device_each_learn_what_to_do(monkeypatch) -> Non
     with pytest.raises(
         ConfigError, match=r"CUDA device 3, by its local rank, and torch sees 1; where each rank is"
     ):
-        placement.choose(torch.nn.Linear(1, 1), parse({"device": "cuda"}), Topology(3, 4, 3, 4))
+        placement.choose(
+            torch.nn.Linear(1, 1), parse({"device": "cuda"}), Topology(3, 4, 3, 4, launched=(3, 4))
+        )
+
+
+@pytest.mark.parametrize(
+    ("launched", "current", "index"),
+    [
+        ((3, 4), 0, 3),  # rank 1 of the group {2, 3}: the launcher knows its device
+        ((0, 4), 2, 0),
+        (None, 3, 3),  # the script called torch.cuda.set_device
+        (None, 0, 1),
+    ],
+)
+def test_the_launcher_then_the_script_then_the_local_rank_choose_the_device(
+    monkeypatch, launched, current, index
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(placement, "CudaPlace", lambda index: index)
+    topology = Topology(1, 2, 1, 2, launched=launched, is_part=True)
+    assert placement.choose(torch.nn.Linear(1, 1), parse({"device": "cuda"}), topology) == index
+
+
+@pytest.mark.parametrize(
+    ("launched", "is_part", "cpus", "pins"),
+    [
+        (None, False, None, True),
+        ((2, 4), True, None, True),
+        (None, True, None, False),  # the other group's ranks would pin to the same CPUs
+        (None, True, [0], True),
+    ],
+)
+def test_threads_are_pinned_where_no_other_group_may_have_the_same_cpus(
+    monkeypatch, launched, is_part, cpus, pins
+) -> None:
+    monkeypatch.setattr(placement, "cpu_quota", lambda: None)
+    topology = Topology(0, 2, 0, 2, launched=launched, is_part=is_part)
+    threads = placement.update_threads(parse({"cpus": cpus}), topology, [0], asked=None)
+    assert threads.pinned_to == ([0] if pins else [])
