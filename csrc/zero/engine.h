@@ -369,6 +369,7 @@ class Engine {
   void update_units(std::span<Unit> units, Lane lane, std::span<const AdamScalars> rows, const StepPlaces& step);
   void meet_behind_updates();
   void finish_where_nothing_runs_beside();
+  void await_reads();
   void publish_small_together(std::size_t end);
   void publish_through(std::size_t unit);
   void publish_all();

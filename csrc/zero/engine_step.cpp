@@ -215,7 +215,10 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
         } else {
           update(groups);
         }
-        if (!options_.overlap_updates) finish_updates();
+        if (!options_.overlap_updates) {
+          finish_updates();
+          await_reads();
+        }
       });
     }
     guard_updating();
@@ -391,6 +394,12 @@ void Engine::finish_where_nothing_runs_beside() {
   if (gather_communicator_->runs_in_background() || !store_->issues_at_once()) return;
   const CommunicationClock::Scope timed(clock_, "all-gather of parameters");
   for (Unit& unit : units_) wait_updated(unit);
+  await_reads();
+}
+
+// The caller may change parameters in place, once peers have read what this rank has updated.
+void Engine::await_reads() {
+  for (const WorkPtr& work : published_) work->wait_source_free(Lane::kCompute);
 }
 
 void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const AdamScalars> rows, const StepPlaces& step) {

@@ -58,10 +58,12 @@ class ChangeWatch:
     def expect_same(self, is_asked: Callable[[str], bool], cure: str, *, is_told_again: bool = True) -> None:
         """Raise StateError, which names ``cure``, where a parameter with such a name was changed; unless
         ``is_told_again``, only where none was raised for it before."""
-        for name in self.changed_names():
-            if not is_asked(name) or (name in self._told and not is_told_again):
-                continue
-            self._told.add(name)
+        changed = [name for name in self.changed_names() if is_asked(name)]
+        if not is_told_again and self._told.issuperset(changed):
+            return
+        self._told.update(changed)  # told of one, a script puts them all right together
+        if changed:
             raise StateError(
-                f"parameter '{name}' was changed in place outside of the engine, which keeps values of its own: {cure}"
+                f"parameter '{changed[0]}' was changed in place outside of the engine, which keeps values of its own: "
+                f"{cure}"
             )

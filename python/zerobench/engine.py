@@ -508,7 +508,11 @@ class Engine(EngineFacts, EngineWindow):
 
         Warns where micro-batches still wait for a step.
         """
-        pending = self._core.window_backwards if self._hooks.are_installed else 0
+        pending = 0
+        if self._hooks.are_installed:
+            with contextlib.suppress(Exception):  # what matters now is that the engine ends
+                self._core.check_gradients()
+            pending = self._core.window_backwards
         self._hooks.remove()
         release(self._known.named.values())
         try:
@@ -599,6 +603,8 @@ class Engine(EngineFacts, EngineWindow):
             if self._values is not None:
                 self._values.expect_same(before, cure)
         except StateError as error:
+            if self._values is not None:
+                self._values.tell()
             return error
         return None
 

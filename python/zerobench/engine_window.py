@@ -34,6 +34,7 @@ class EngineWindow:
         """Return whether the running (or next) backward is the last one before the optimizer updates."""
         if self._boundary is not None:
             return self._boundary
+        self._core.check_gradients()  # the script may have dropped them
         return self._core.window_backwards + 1 >= self.config.gradient_accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:

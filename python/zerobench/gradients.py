@@ -8,6 +8,8 @@ import torch
 
 from zerobench.errors import ConfigError, StateError
 
+_CHECKSUM_NUMEL = 1 << 24
+
 
 class Gradients(MutableMapping[str, "torch.Tensor | None"]):
     """Averaged, unscaled float32 gradients by parameter name. Change them in place or assign others.
@@ -96,8 +98,11 @@ class Gradients(MutableMapping[str, "torch.Tensor | None"]):
 
 
 def _checksum(gradient: torch.Tensor | None) -> int:
-    """Sums of the bits and of their squares, modulo 2**64."""
+    """Return the sum of the bits, each multiplied by an odd number of its place, modulo 2**63."""
     if gradient is None:
         return -1
-    bits = gradient.contiguous().view(torch.int32).long()
-    return (int(bits.sum()) * 31 + int((bits * bits).sum())) & (2**63 - 1)
+    total = 0
+    for index, piece in enumerate(gradient.contiguous().view(-1).view(torch.int32).split(_CHECKSUM_NUMEL)):
+        places = torch.arange(len(piece), device=piece.device).add_(index * _CHECKSUM_NUMEL)
+        total += int(places.mul_(0x9E3779B1).bitwise_or_(1).mul_(piece).sum())
+    return total & (2**63 - 1)
