@@ -236,11 +236,10 @@ class Engine(EngineFacts, EngineWindow):
             )
         if not loss.is_floating_point():
             raise StateError(f"backward needs a floating-point loss, not {loss.dtype}; convert it before")
-        self._place.expect_no_capture("engine.backward()")
+        self._enter_stream(of="engine.backward()")
         last = self._expect_room_in_window()
         if not self._stepped:
             self._known.expect_same()
-        self._enter_stream()
         scale = self._core.loss_scale
         if last:
             self._changes.check(_CHANGE_CURE)
@@ -573,8 +572,7 @@ class Engine(EngineFacts, EngineWindow):
 
     def _enter_forward(self) -> None:
         """Before each forward of the model."""
-        self._place.expect_no_capture("a forward of the engine")
-        self._enter_stream()
+        self._enter_stream(of="a forward of the engine")
         if self._values is not None and self._changes.is_due and not self._values.has_values:
             if self._core.is_updating and not self._core.parameters_sharded:
                 self._core.await_all_updates()
@@ -611,9 +609,11 @@ class Engine(EngineFacts, EngineWindow):
     def _hyperparameters(self) -> list[Any]:
         return [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
 
-    def _enter_stream(self) -> None:
-        """Tell the core which stream the caller computes on."""
+    def _enter_stream(self, *, of: str | None = None) -> None:
+        """Tell the core which stream the caller computes on. Raises StateError where ``of`` is being captured."""
         stream = self._place.stream()
+        if of is not None and stream:  # the default stream, 0, cannot be captured
+            self._place.expect_no_capture(of)
         if stream != self._stream:
             self._core.set_compute_stream(stream)
             self._stream = stream

@@ -24,7 +24,7 @@ class EngineWindow:
 
     _core: Any
     _place: Any
-    _enter_stream: Callable[[], None]
+    _enter_stream: Callable[..., None]
     config: Config
     topology: Topology
     _boundary: bool | None = None
