@@ -331,7 +331,7 @@ class Engine {
   void exchange_reports(std::span<const AdamHyperparameters> groups);
   void finish_reports();
   [[noreturn]] void throw_other_window(int other, const RankReport& theirs, const RankReport& ours);
-  void put_in_norm();
+  WorkPtr put_in_norm();
   void combine_norm();
   double gradient_divisor() const {
     return static_cast<double>(world_size()) * static_cast<double>(window_backwards()) * scaler_.scale() /

@@ -38,7 +38,10 @@ double Engine::gradient_norm() {
   return enter([&] {
     expect_whole_window("engine.grad_norm()");
     settle_step();
-    or_abort([&] { put_in_norm(); });
+    or_abort([&] {
+      // A change of the gradients sums squares anew, once peers have read these.
+      if (const WorkPtr work = put_in_norm()) work->wait_source_free(reduces_->lane());
+    });
     device().synchronize(device().mark_for_host(reduces_->lane()));
     check_communicators();
     StepScalars scalars;

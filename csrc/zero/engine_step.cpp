@@ -118,7 +118,7 @@ void Engine::end_window() {
 
 // Puts the norm, the factor and the skip flag of this step into device memory, and on their way to the host.
 void Engine::combine_norm() {
-  put_in_norm();
+  static_cast<void>(put_in_norm());
   // The thread of a store that does not issue at once waits for it, and so does this one a step later.
   const Lane lane = reduces_->lane();
   pending_ = {.arrived = store_->issues_at_once() ? device().mark(lane) : device().mark_for_host(lane),
@@ -126,20 +126,20 @@ void Engine::combine_norm() {
               .was_in_backward = backward_updates_.is_on};
 }
 
-void Engine::put_in_norm() {
+WorkPtr Engine::put_in_norm() {
   const RangeScope range(device(), "norm");
   Communicator& communicator = *reduce_communicator_;
   const Lane lane = reduces_->lane();
+  WorkPtr work;
   if (world_size() > 1) {
     const CommunicationClock::Scope timed(clock_, "norm");
     // Ranks meet here with all their gathers behind them, so that what follows may write what peers have read.
     device().wait(lane, device().mark(gather_communicator_->lane()));
-    communicator
-        .start_all_gather({.source = own_sums_,
-                           .destination = all_sums_,
-                           .shard_bytes = trainable_flats_.size() * sizeof(double),
-                           .label = "gradient norm"})
-        ->wait(lane);
+    work = communicator.start_all_gather({.source = own_sums_,
+                                          .destination = all_sums_,
+                                          .shard_bytes = trainable_flats_.size() * sizeof(double),
+                                          .label = "gradient norm"});
+    work->wait(lane);
   }
   auto* scalars = norm_.as<StepScalars>();
   device().combine_norm(lane, {.partial_sums = reinterpret_cast<const double*>(all_sums_.data()),
@@ -150,6 +150,7 @@ void Engine::put_in_norm() {
                                .flat_sums = reinterpret_cast<double*>(scalars + 1),
                                .scalars = scalars});
   device().copy_to_pinned(lane, norm_on_host_.get(), norm_.data(), norm_.bytes());
+  return work;
 }
 
 // Learns how the last step ended.
