@@ -121,11 +121,10 @@ void Engine::build_unit(Unit& unit, EngineModel& model) {
           "reshard_after_forward to false";
       parameters_[index].updating_message =
           "parameter '" + parameters_[index].name +
-          "' is being updated by the last step and cannot be read yet: read it inside `with engine.gather():`, by "
-          "engine.state_dict(), or after the next forward, or set \"overlap_updates\": false in the configuration; "
-          "where "
-          "a forward needs it though the module that holds it is not called itself (module.forward(), or a use of its "
-          "weight by another), name a class whose forward holds that use in the configuration's units";
+          "' is being updated by the last step and cannot be read yet. Read it inside `with engine.gather():`, with "
+          "engine.state_dict() or after the next forward, or set \"overlap_updates\": false in the configuration. If a "
+          "forward reads it without calling the module that holds it (module.forward(), or a use of its weight by "
+          "another module), name a class whose forward holds that read in the configuration's units";
     }
     build_flat(flat);
   }

@@ -135,7 +135,7 @@ void Engine::write_gradients(const GradientChange& change) {
         if (work) work->wait_source_free();
       }
       device().wait(reduces_->lane(), device().mark(Lane::kCompute));
-      reduces_->sum_squares_again();
+      reduces_->sum_squares();
       for (const std::size_t index : change.held) parameters_[index].is_held = true;
       has_own_steps_ = has_own_steps_ || !change.held.empty();
       check_communicators();

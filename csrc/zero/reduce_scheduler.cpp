@@ -385,19 +385,14 @@ void ReduceScheduler::reduce_window() {
   next_turn_ = 0;
   if (persistent()) {
     settle();
-  } else {
-    for (const std::size_t index : order_) {
-      for (const FlatBuffer& flat : units_[index].flats) {
-        if (flat.trainable) add_sum(flat);
-      }
-      events_.reduced(units_[index]);
-    }
+  } else {  // every backward has reduced its own
+    sum_squares();
+    for (const std::size_t index : order_) events_.reduced(units_[index]);
   }
-  put_in_sums();
   reduced_in_window_ = true;
 }
 
-void ReduceScheduler::sum_squares_again() {
+void ReduceScheduler::sum_squares() {
   for (const std::size_t index : order_) {
     for (const FlatBuffer& flat : units_[index].flats) {
       if (flat.trainable) add_sum(flat);

@@ -78,8 +78,8 @@ class ReduceScheduler {
   bool is_window_reduced() const noexcept { return reduced_in_window_; }
   // Makes it so for what the window holds, without a further backward. Collective.
   void reduce_window();
-  // Sums the squares of the window's reduced gradients again, which were changed in lane().
-  void sum_squares_again();
+  // Sums the squares of the window's reduced gradients, which are there for lane().
+  void sum_squares();
   // Forgets the gradients of the window, which peers may still be reading.
   void drop_window();
   // After the optimizer step (or to drop the gradients).
