@@ -27,15 +27,15 @@ class ChangeWatch:
             if parameter.is_floating_point() and not parameter.is_inference()
         }
         self._versions: dict[nn.Parameter, int] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._steps = 0
         self.accept()
 
     def accept(self, is_accepted: Callable[[str], bool] = lambda name: True) -> None:
-        """Take what was changed so far, of parameters with such names, for known to the engine."""
+        """Record that the engine knows the present values of parameters with such names."""
         accepted = {p: name for p, name in self._names.items() if is_accepted(name)}
         self._versions |= {p: p._version for p in accepted}
-        self._told -= set(accepted.values())
+        self._reported -= set(accepted.values())
 
     def step_ended(self) -> None:
         self._steps += 1
@@ -55,13 +55,13 @@ class ChangeWatch:
         changed = [each for each, version in self._versions.items() if each._version != version]
         return [self._names[parameter] for parameter in changed]
 
-    def expect_same(self, is_asked: Callable[[str], bool], cure: str, *, is_told_again: bool = True) -> None:
-        """Raise StateError, which names ``cure``, where a parameter with such a name was changed; unless
-        ``is_told_again``, only where none was raised for it before."""
+    def expect_same(self, is_asked: Callable[[str], bool], cure: str, *, repeats: bool = True) -> None:
+        """Raise StateError, which names ``cure``, if a parameter with such a name was changed. Without ``repeats``,
+        changes that were reported before raise no error."""
         changed = [name for name in self.changed_names() if is_asked(name)]
-        if not is_told_again and self._told.issuperset(changed):
+        if not repeats and self._reported.issuperset(changed):
             return
-        self._told.update(changed)  # told of one, a script puts them all right together
+        self._reported.update(changed)  # one error is enough: a script mends them together
         if changed:
             raise StateError(
                 f"parameter '{changed[0]}' was changed in place outside of the engine, which keeps values of its own: "

@@ -350,11 +350,11 @@ class Engine(EngineFacts, EngineWindow):
         def is_gathered(name: str) -> bool:
             return self._parameter_units[name] in units
 
-        self._changes.expect_same(is_gathered, _CHANGE_CURE, is_told_again=False)
+        self._changes.expect_same(is_gathered, _CHANGE_CURE, repeats=False)
         self._core.gather(units, may_change=modifier_rank is not None)
         self._parameters_arrived()
         if self._values is not None:
-            self._values.check(_CHANGE_CURE, but=self._changes.changed_names(), is_told_again=False)
+            self._values.check(_CHANGE_CURE, but=self._changes.changed_names(), repeats=False)
         before = (
             self._values.sample(is_gathered) if self._values is not None and modifier_rank is None else {}
         )
@@ -554,8 +554,7 @@ class Engine(EngineFacts, EngineWindow):
     def _expect_room_in_window(self) -> bool:
         """Return whether the backward that begins ends its window. Raises StateError where that has ended already."""
         steps = self.config.gradient_accumulation_steps
-        if self._core.window_is_reduced or self._core.window_backwards >= steps:
-            self._core.check_gradients()  # the script may have dropped them
+        self._core.check_gradients()  # the script may have dropped them
         pending = self._core.window_backwards
         if self._core.window_is_reduced or pending >= steps:
             raise StateError(
@@ -602,7 +601,7 @@ class Engine(EngineFacts, EngineWindow):
                 self._values.expect_same(before, cure)
         except StateError as error:
             if self._values is not None:
-                self._values.tell()
+                self._values.mark_reported()
             return error
         return None
 

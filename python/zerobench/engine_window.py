@@ -77,7 +77,7 @@ class EngineWindow:
         *,
         device: torch.device | str | None = None,
     ) -> Iterator[Gradients]:
-        """Inside the block: the gradients that the next step will use, by parameter name. Collective.
+        """Give the block the gradients that the next step will use, by parameter name. Collective.
 
         They are full, averaged over ranks and micro-batches, unscaled, and float32 on ``device`` (by default where the
         engine computes): 4 bytes a parameter on every rank. At the end of the block, the values of ``modifier_rank``
@@ -116,8 +116,8 @@ class EngineWindow:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """As ``zero_grad``. For two losses whose gradients are combined (PCGrad): read those of the first by
-        ``gradients``, drop them, and write the combination after the second backward."""
+        """Drop the gradients that wait for a step, as ``zero_grad`` does. To combine the gradients of two losses
+        (PCGrad), read the first ones by ``gradients``, drop them, and write the result after the second backward."""
         self._core.check_gradients()
         pending = self._core.window_backwards
         if not pending:
@@ -129,8 +129,8 @@ class EngineWindow:
         if is_short and self._drops_since_step == max(2, self.config.gradient_accumulation_steps):
             warnings.warn(
                 f"zero_grad() has dropped {self._drops_since_step} unfinished windows of micro-batches since the last "
-                f"step, the last one after {pending} of {self.config.gradient_accumulation_steps}: no window gets as "
-                "far as a step where zero_grad() comes before each micro-batch; call it after engine.step()",
+                f"step, the last one after {pending} of {self.config.gradient_accumulation_steps}. A window that is "
+                "dropped before each micro-batch never reaches a step: call zero_grad() after engine.step()",
                 stacklevel=3,
             )
 
@@ -165,7 +165,7 @@ class EngineWindow:
         return [name for name, flag in zip(found, flags[begin : begin + len(found)], strict=True) if flag]
 
     def _expect_same_changes(self, found: Gradients) -> None:
-        """Raise CommunicationError on every rank where ranks have different gradients now. Collective."""
+        """Raise StateError on every rank if ranks have different gradients now. Collective."""
         if self.topology.world_size == 1:
             return
         sums = found.checksums()

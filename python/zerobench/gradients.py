@@ -1,4 +1,4 @@
-"""What ``engine.gradients()`` gives a script: full gradients by parameter name, to read and change before the step."""
+"""Full gradients by parameter name, which a script reads and changes between backward and step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Gradients(MutableMapping[str, "torch.Tensor | None"]):
         self._devices = {name: tensor.device for name, tensor in tensors.items()}
         self._is_read_only = is_read_only
         self._is_open = True
-        self._given = dict.fromkeys(tensors, 0) if not is_read_only else self.checksums()
+        self._given = self.checksums() if is_read_only else {}
 
     def __getitem__(self, name: str) -> torch.Tensor | None:
         self._expect_known(name)
@@ -81,7 +81,7 @@ class Gradients(MutableMapping[str, "torch.Tensor | None"]):
         return [name for name, tensor in self._tensors.items() if tensor is None]
 
     def checksums(self) -> dict[str, int]:
-        """Return a number for each gradient that changes with any of its bits, in practice."""
+        """Return a number for each gradient, which in practice differs when any bit differs."""
         return {name: _checksum(tensor) for name, tensor in self._tensors.items()}
 
     def changed_name(self) -> str | None:

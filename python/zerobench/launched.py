@@ -1,4 +1,4 @@
-"""What launchers tell a process of its rank: one table, read by precedence."""
+"""Environment variables by which launchers number ranks: one table, read by precedence."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _POLL_S = (0.001, 0.05)  # between two looks into the store: at first, and at mo
 
 
 class Meeting(NamedTuple):
-    """What the ranks of a group agreed on."""
+    """A meeting point and local ranks that a group agreed on."""
 
     point: str  # no other group or engine has this text
     local_rank: int

@@ -29,7 +29,7 @@ class ValueWatch:
             if parameter.numel() and _is_held(parameter)
         }
         self._left: Samples = {}
-        self._is_told = False
+        self._is_reported = False
 
     @property
     def has_values(self) -> bool:
@@ -39,25 +39,25 @@ class ValueWatch:
     def forget(self) -> None:
         """Compare with nothing until ``remember`` is called."""
         self._left = {}
-        self._is_told = False
+        self._is_reported = False
 
     def remember(self) -> None:
-        """Take the present values, which can be read, for what the last update left."""
+        """Record the present values, which can be read, as those that the last update left."""
         self._left = self.sample()
-        self._is_told = False
+        self._is_reported = False
 
-    def check(self, cure: str, *, but: Collection[str] = (), is_told_again: bool = True) -> None:
-        """Raise StateError, which names ``cure``, where a parameter has other values than the last update left; not for
-        those in ``but``, and unless ``is_told_again`` only where none was raised before. Waits for the device."""
-        if self._is_told and not is_told_again:
+    def check(self, cure: str, *, but: Collection[str] = (), repeats: bool = True) -> None:
+        """Raise StateError, which names ``cure``, if a parameter that is not in ``but`` has other values than the last
+        update left. Without ``repeats``, a change that was reported before raises no error. Waits for the device."""
+        if self._is_reported and not repeats:
             return
-        self._is_told = True
+        self._is_reported = True
         self.expect_same({name: values for name, values in self._left.items() if name not in but}, cure)
-        self._is_told = False
+        self._is_reported = False
 
-    def tell(self) -> None:
-        """Take changes so far for told, so that a ``check`` that is not to tell again finds them accepted."""
-        self._is_told = True
+    def mark_reported(self) -> None:
+        """Record that the present changes were reported."""
+        self._is_reported = True
 
     def sample(self, is_wanted: Callable[[str], bool] = lambda name: True) -> Samples:
         """Return copies of a few elements of each parameter with such a name, which can be read."""
@@ -69,7 +69,7 @@ class ValueWatch:
         return dict(zip(views, parts, strict=True))
 
     def expect_same(self, before: Samples, cure: str) -> None:
-        """Raise StateError, which names ``cure``, where a parameter has other values than ``before``. Waits for the
+        """Raise StateError, which names ``cure``, if a parameter has other values than ``before``. Waits for the
         device."""
         if not before:
             return

@@ -1,4 +1,4 @@
-"""What training scripts do with gradients and parameters besides forward, backward and step: right, or an error.
+"""Training scripts that use gradients and parameters besides forward, backward and step: right, or an error.
 
 Each check runs in every place (stage and tier) that it names, on 1, 2 and 3 ranks. All checks of a kind and a number of
 ranks share one group of processes.

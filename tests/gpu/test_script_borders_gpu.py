@@ -1,4 +1,4 @@
-"""What scripts do with gradients and parameters between backward and step, where streams run beside the host."""
+"""Gradients and parameters in the hands of scripts, between backward and step, while streams run ahead of the host."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def digest(engine: Any) -> str:
 
 
 def reading_right_after_step(rank, communicator, place, overlaps):
-    """What a script holds from before is read as the step left it, or raises; it is never of the step before."""
+    """A parameter held from before is read as the step left it, or raises; it is never stale."""
     if is_sharded(rank, place):
         return
     engine = start(rank, communicator, place, precision="bf16", overlap_updates=overlaps)

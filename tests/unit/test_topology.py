@@ -286,7 +286,7 @@ def test_what_is_no_group_of_this_process_is_refused(group, said) -> None:
 
 
 def meetings(hosts: str, locals: list[Any], monkeypatch: Any, timeout_s: float = 20.0) -> list[Any]:
-    """What the ranks of a group, each a thread, agree on; their hosts by letters, ``-`` for a rank that stays away."""
+    """Return what the ranks of a group, each a thread, agree on; hosts are letters, ``-`` is a rank that stays away."""
     here = threading.local()
     monkeypatch.setattr(process_groups, "host_identity", lambda: here.host)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "gloo")
