@@ -52,7 +52,7 @@ import torch
 import torch.distributed as dist
 
 import zerobench
-from zerobench.cpu_shares import part_of
+from zerobench.host.cpu_shares import part_of
 from zerobench.models.materialise import materialise, on_meta
 from zerobench.strategies.shared import checksum
 
@@ -222,7 +222,7 @@ def limits(
 ) -> dict[str, Any]:
     """The parts of max(forward and backward, Adam beside both transfers, PCIe) for this rank, in milliseconds."""
     from zerobench import _native
-    from zerobench.bench.micro.adam_arrays import MIXES, Arrays
+    from zerobench.micro.adam_arrays import MIXES, Arrays
 
     with torch.device("cuda"):
         model = make_model(options, torch.bfloat16)
@@ -270,7 +270,7 @@ def limits(
 
 def disk(options: argparse.Namespace) -> dict[str, Any]:
     """What the disk allows: raw requests over files of their own, reading and writing at once as a step does."""
-    from zerobench.bench.micro.io_disk import Disk, IoSetting
+    from zerobench.micro.io_disk import Disk, IoSetting
 
     setting = IoSetting(engine="io_uring", block_bytes=1 << 20, depth=32)
     files = Disk(

@@ -37,7 +37,7 @@ from torch import nn
 import zerobench
 from zerobench import models
 from zerobench.bench.assess import step_times_of_all
-from zerobench.bench.nvml import Nvml
+from zerobench.host.nvml import Nvml
 
 NAMES = {"gpt2": "hf:gpt2", "llama-1.3b": "llama-1.3b"}
 WARMUP_STEPS = 8

@@ -27,7 +27,7 @@ import torch
 
 import zerobench
 from zerobench import models
-from zerobench.bench.intervals import (
+from zerobench.bench.rank.intervals import (
     Interval,
     is_communication,
     is_transfer,
@@ -35,7 +35,7 @@ from zerobench.bench.intervals import (
     merged,
     subtracted,
 )
-from zerobench.bench.meters import device_profiler
+from zerobench.bench.rank.meters import device_profiler
 
 WARMUP_STEPS = 4
 RECORDED_STEPS = 3  # of which the last but one is shown

@@ -92,7 +92,7 @@ def text() -> Any:
 
 def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any]:
     from zerobench import models, strategies
-    from zerobench.bench.verify import evaluate_parameters, gather_evidence
+    from zerobench.bench.rank.verify import evaluate_parameters, gather_evidence
     from zerobench.strategies.base import OptimizerSettings, StrategySettings
     from zerobench.strategies.shared import checksum
 
@@ -153,7 +153,7 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
 
 def deviations(result: dict[str, Any], reference: dict[str, Any], cell: Cell) -> dict[str, float]:
     """How far verification finds a stage from ``single``, all but the loss, which needs every rank's."""
-    from zerobench.bench.verify import Reference, compare
+    from zerobench.bench.rank.verify import Reference, compare
     from zerobench.strategies.base import OptimizerSettings
 
     found, expected = result["evidence"], reference["evidence"]
@@ -178,7 +178,7 @@ def deviations(result: dict[str, Any], reference: dict[str, Any], cell: Cell) ->
 
 def judge(cell: Cell, by_rank: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Whether all stages and ranks ended with the same bits, and the largest deviations from ``single``."""
-    from zerobench.bench.tolerances import TOLERANCES
+    from zerobench.bench.protocol.tolerances import TOLERANCES
 
     ranks = by_rank[: cell.world_size]
     names = [f"zero{stage}" for stage in STAGES]
@@ -225,7 +225,7 @@ def markdown(verdicts: Sequence[dict[str, Any]], *, took_s: float) -> str:
     import torch
 
     from zerobench import models
-    from zerobench.bench.tolerances import TOLERANCES, nan_last
+    from zerobench.bench.protocol.tolerances import TOLERANCES, nan_last
 
     numel = models.parameter_count(models.resolve("tiny", SMALL))
     lines = [

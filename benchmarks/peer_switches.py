@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from zerobench.strategies.base import ModelFactory
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.ddp import DDPMasterStrategy
-from zerobench.strategies.deepspeed import DeepSpeed3LeavesStrategy, DeepSpeed3Strategy
+from zerobench.strategies.deepspeed.strategy import DeepSpeed3LeavesStrategy, DeepSpeed3Strategy
 from zerobench.strategies.fsdp2 import FSDP2Strategy
 from zerobench.strategies.megatron_fsdp import MegatronFSDP3Strategy
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Literal
 
 from zerobench.bench.output import write_atomically
-from zerobench.bench.result import Results, Row
 from zerobench.report import read_results
-from zerobench.report.rows import FLOOR, step_rate
-from zerobench.report.stats import ratio_error
+from zerobench.results.rows import FLOOR, step_rate
+from zerobench.results.schema import Results, Row
+from zerobench.results.stats import ratio_error
 
 DDP = ("ddp", "ddp_compress", "ddp_master")
 DDP_AUTOCAST = ("ddp", "ddp_compress")  # as its users have it, with fp32 parameters

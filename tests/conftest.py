@@ -62,7 +62,7 @@ def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a strategy needs to make torch's process group in this process, which is gone behind the test."""
     import torch
 
-    from zerobench.bench.environments import free_ports
+    from zerobench.bench.launch.environments import free_ports
 
     monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -14,8 +14,9 @@ from unittest import mock
 
 from torch import nn
 
-from zerobench.strategies import deepspeed, fsdp1
+from zerobench.strategies import fsdp1
 from zerobench.strategies.base import StrategySettings
+from zerobench.strategies.deepspeed import strategy as deepspeed
 
 
 class OnCpu:

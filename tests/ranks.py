@@ -21,7 +21,7 @@ _PRELOAD = [
     "torch",
     "torch._dynamo",  # which starting an engine imports: most of a second
     "pytest",
-    "zerobench.engine",
+    "zerobench.engine.engine",
     "zerobench.models.transformer",
     "zerobench.strategies.zero",
 ]

@@ -1,5 +1,5 @@
 // What a host store of given shards takes of pinned memory, and how a budget of it is spent. Comparisons are planned
-// without the core, so python/zerobench/bench/swap_frames.py has the same for state and parameters in files, with the
+// without the core, so python/zerobench/bench/swap/frames.py has the same for state and parameters in files, with the
 // frames of paged_state.cpp and paged_parameters.cpp: change both. tests/unit/test_swap_plan.py holds them together.
 #pragma once
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 from zerobench import errors
 
 if TYPE_CHECKING:
-    from zerobench.config import Config
-    from zerobench.engine import Engine, initialize
-    from zerobench.optimizer import ZeroOptimizer
+    from zerobench.engine.config import Config
+    from zerobench.engine.engine import Engine, initialize
+    from zerobench.engine.optimizer import ZeroOptimizer
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Config": "zerobench.config",
-    "Engine": "zerobench.engine",
-    "ZeroOptimizer": "zerobench.optimizer",
-    "initialize": "zerobench.engine",
+    "Config": "zerobench.engine.config",
+    "Engine": "zerobench.engine.engine",
+    "ZeroOptimizer": "zerobench.engine.optimizer",
+    "initialize": "zerobench.engine.engine",
 }
 _MODULES = ("models", "report")  # there without an import of their own
 

@@ -1,6 +1,6 @@
 """`python -m zerobench` is the command `zerobench`."""
 
-from zerobench.cli import main
+from zerobench.cli.main import main
 
 if __name__ == "__main__":
     main()

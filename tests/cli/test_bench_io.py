@@ -11,8 +11,8 @@ import time
 import pytest
 from conftest import until
 
-from zerobench.bench.disks import ring_refusal
-from zerobench.bench.micro.io import raw_candidates
+from zerobench.bench.swap.notes import ring_refusal
+from zerobench.micro.io import raw_candidates
 
 SMALL = ["--chunk-mib", "0.25", "--sample-seconds", "0.01"]
 BENCH = ["bench", "io", "disk", *SMALL, "--size-gib", "0.02", "--block-bytes", "65536", "--repeats", "6"]

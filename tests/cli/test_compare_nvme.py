@@ -15,10 +15,10 @@ import pytest
 from conftest import SMALL
 
 from zerobench import _native
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import make_plan
-from zerobench.bench.swap_plan import swap_of
-from zerobench.io_settings import IoSettings, default_file, write_settings
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import make_plan
+from zerobench.bench.swap.plan import swap_of
+from zerobench.host.io_settings import IoSettings, default_file, write_settings
 
 
 @pytest.fixture(scope="module")

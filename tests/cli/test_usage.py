@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import Command
 
-from zerobench.bench.gpus import driver_present
+from zerobench.host.gpus import driver_present
 
 
 def refuses(command, *arguments: str) -> str:
@@ -139,9 +139,7 @@ def test_debug_shows_where_and_ends_alike(command) -> None:
 def test_a_working_folder_that_is_gone_is_one_line(command) -> None:
     gone = command.folder / "gone"
     gone.mkdir()
-    text = (
-        f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); from zerobench.cli import main; main()"
-    )
+    text = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); from zerobench.cli.main import main; main()"
     result = subprocess.run(
         [sys.executable, "-c", text, "compare", "--output-dir", str(command.folder / "out")],
         env=command.environment(),
@@ -192,7 +190,7 @@ def test_info_and_help_need_no_torch(command) -> None:
     code = (
         "import sys\n"
         "sys.argv = ['zerobench', 'info']\n"
-        "from zerobench.cli import main\n"
+        "from zerobench.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
         "sys.argv = ['zerobench', 'compare', '--help']\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
@@ -273,7 +271,7 @@ def test_files_of_the_working_folder_do_not_shadow_modules(command) -> None:
         (command.folder / f"{name}.py").write_text("raise SystemExit(7)")
     what = ["--model", "tiny", "--strategies", "zero1", "--data", "synthetic"]
     sizes = ["--num-steps", "1", "--warmup-steps", "0", "--seq-length", "16", "--batch-size", "1"]
-    script = "from zerobench.cli import main; main()"
+    script = "from zerobench.cli.main import main; main()"
     result = subprocess.run(
         [sys.executable, "-P", "-c", script, "compare", *what, *sizes],
         cwd=command.folder,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from zerobench.bench.environments import free_ports
+from zerobench.bench.launch.environments import free_ports
 from zerobench.strategies import flight_recorder
 from zerobench.strategies.flight_recorder import StepTraffic, moved_bytes
 

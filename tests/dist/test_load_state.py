@@ -21,7 +21,7 @@ import small_models
 import zoo
 
 import zerobench
-from zerobench import full_state as full_state_module
+from zerobench.engine import full_state as full_state_module
 from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientError, StateError
 
 STAGES = (0, 1, 2, 3)

@@ -20,8 +20,9 @@ import small_models
 import zoo
 
 import zerobench
-from zerobench import _native, errors, topology
-from zerobench.agreement import expect_same_setup
+from zerobench import _native, errors
+from zerobench.engine import topology
+from zerobench.engine.agreement import expect_same_setup
 
 STAGES = (0, 1, 2, 3)
 TIMEOUT_S = 3.0
@@ -250,7 +251,7 @@ def test_ranks_that_were_set_up_differently_say_what_differs(kind):
 
 
 def compare_facts(rank, lists):
-    config = zerobench.config.parse(rank.config(timeout_s=TIMEOUT_S))
+    config = zerobench.engine.config.parse(rank.config(timeout_s=TIMEOUT_S))
     connected = topology.make_communicators(_native.load(), config, topology.resolve(config))
     try:
         expect_same_setup(connected.reduce, lists[rank.rank])

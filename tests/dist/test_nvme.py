@@ -17,8 +17,8 @@ import ranks
 import zoo
 
 import zerobench
+from zerobench.engine.swap_watch import SwapWatch
 from zerobench.errors import CommunicationError, OutOfMemoryError
-from zerobench.swap_watch import SwapWatch
 
 SWAP = zoo.SWAP | {"io_checksums": True}
 PLACEMENTS = {

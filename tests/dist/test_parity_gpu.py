@@ -16,7 +16,7 @@ import parity_gpu
 import ranks
 from parity_gpu import STAGES, Cell, Course, follows, skipped_alone, worst_loss
 
-from zerobench.bench.environments import free_ports
+from zerobench.bench.launch.environments import free_ports
 
 CELL = Cell("tiny", "fp16", "none", clip=True, checkpointing=False)
 SEQ_LENGTH = 24

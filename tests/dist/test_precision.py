@@ -16,7 +16,7 @@ import small_models
 import zoo
 
 import zerobench
-from zerobench.bench.environments import free_ports
+from zerobench.bench.launch.environments import free_ports
 from zerobench.errors import NonFiniteGradientError
 
 STAGES = (0, 1, 2, 3)

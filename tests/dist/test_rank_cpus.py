@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import ranks
 
 import zerobench
-from zerobench import _native, rank_cpus
-from zerobench.cpu_shares import part_of
+from zerobench import _native
+from zerobench.engine import rank_cpus
 from zerobench.errors import ConfigError
+from zerobench.host.cpu_shares import part_of
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU is no node of several")
 
@@ -67,8 +68,8 @@ def test_configured_cpus_win() -> None:
 
 def with_gpus(rank: ranks.Rank, gpu_nodes: list[int | None]) -> tuple[tuple[int, ...], str]:
     """As an engine with such a GPU asks; no GPU takes part in it."""
-    from zerobench import topology
-    from zerobench.config import parse
+    from zerobench.engine import topology
+    from zerobench.engine.config import parse
 
     nodes = two_nodes()
     os.sched_setaffinity(0, {cpu for cpus in nodes.values() for cpu in cpus})

@@ -21,7 +21,7 @@ import ranks
 from rank_scripts import COMMUNICATORS, STAGES
 
 import zerobench
-from zerobench.bench.environments import free_ports
+from zerobench.bench.launch.environments import free_ports
 from zerobench.errors import ConfigError
 
 SUBGROUPS = ([0, 1], [2, 3])

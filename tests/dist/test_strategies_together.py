@@ -20,8 +20,8 @@ import zoo
 from faulty import FAULTS, OldParameter, PlainDataParallel
 
 from zerobench import models, strategies
-from zerobench.bench.environments import free_ports
-from zerobench.bench.reads import watched
+from zerobench.bench.launch.environments import free_ports
+from zerobench.bench.rank.reads import watched
 from zerobench.data import open_data
 from zerobench.strategies.base import OptimizerSettings, StrategySettings
 from zerobench.strategies.flight_recorder import switch_recorder_on

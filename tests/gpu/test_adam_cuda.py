@@ -13,8 +13,8 @@ if not torch.cuda.is_available():
 from device_arrays import DTYPES, SIZES, Array, dtype_of, hard_values  # noqa: E402
 
 from zerobench import _native  # noqa: E402
-from zerobench.bench.intervals import is_update  # noqa: E402
-from zerobench.bench.meters import device_activities, device_profiler  # noqa: E402
+from zerobench.bench.rank.intervals import is_update  # noqa: E402
+from zerobench.bench.rank.meters import device_activities, device_profiler  # noqa: E402
 
 core, cuda = _native.load(), _native.load_cuda()
 FACTOR = struct.unpack("<f", struct.pack("<f", 1 / 3))[0]

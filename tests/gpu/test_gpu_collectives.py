@@ -220,7 +220,7 @@ def test_collectives_are_exact_ordered_and_counted(world_size: int, kind: str) -
 def check_over_gloo(rank: ranks.Rank, store: str) -> None:
     import torch.distributed as dist
 
-    from zerobench import config, topology
+    from zerobench.engine import config, topology
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(

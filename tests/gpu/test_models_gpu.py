@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_zoo  # noqa: E402
 
 from zerobench import models  # noqa: E402
+from zerobench.engine.units import find_units  # noqa: E402
 from zerobench.models.materialise import materialise  # noqa: E402
-from zerobench.units import find_units  # noqa: E402
 
 WIDE = {"hidden_size": 64, "max_seq_length": 64}
 

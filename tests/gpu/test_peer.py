@@ -20,8 +20,8 @@ import ranks  # noqa: E402
 from device_arrays import assert_same_bits, hard_values  # noqa: E402
 from gpu_ranks import DTYPES, GPU_NUM, Connected, ordinal_of  # noqa: E402
 
-from zerobench.bench.intervals import is_communication  # noqa: E402
-from zerobench.bench.meters import device_activities, device_profiler  # noqa: E402
+from zerobench.bench.rank.intervals import is_communication  # noqa: E402
+from zerobench.bench.rank.meters import device_activities, device_profiler  # noqa: E402
 from zerobench.errors import CommunicationError  # noqa: E402
 
 MIB = 2**20
@@ -215,7 +215,8 @@ def test_too_few_queues_are_refused() -> None:
 def choose(rank: ranks.Rank, connections: str | None, kind: str) -> tuple[str, str | None]:
     import os
 
-    from zerobench import _native, config, topology
+    from zerobench import _native
+    from zerobench.engine import config, topology
 
     if connections is not None and rank.rank == 1:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import ranks  # noqa: E402
 
 from zerobench import models, strategies  # noqa: E402
-from zerobench.bench.environments import free_ports  # noqa: E402
-from zerobench.bench.reads import watched  # noqa: E402
+from zerobench.bench.launch.environments import free_ports  # noqa: E402
+from zerobench.bench.rank.reads import watched  # noqa: E402
 from zerobench.strategies.base import StrategySettings  # noqa: E402
 from zerobench.strategies.peer import PeerStrategy  # noqa: E402
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zerobench.bench.gpus import Gpu
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import Configuration, make_plan
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import Configuration, make_plan
+from zerobench.host.gpus import Gpu
 
 SMALL = {"data": "synthetic", "strategies": ("zero0", "ddp"), "seq_lengths": (64,)}
 GPUS = tuple(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zerobench.bench.result import Mfu, Results, Row, Sampled
 from zerobench.report import (
     finish_rows,
     read_results,
     summarise,
     table_text,
 )
+from zerobench.results.schema import Mfu, Results, Row, Sampled
 
 GOLDEN = Path(__file__).parent / "golden"
 SAMPLE = GOLDEN / "results_sample.json"

@@ -9,17 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerobench.bench import assess, verify
-from zerobench.bench.job import Report, TensorDeviation, Verification
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import make_plan
-from zerobench.bench.result import Deviation, Results, Row, RowDtypes, Settings
-from zerobench.bench.tolerances import (
-    describe,
-    exceeded,
-    tolerances,
-)
+from zerobench.bench import assess
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import make_plan
+from zerobench.bench.protocol.job import Report, TensorDeviation, Verification
+from zerobench.bench.protocol.tolerances import describe, exceeded, tolerances
+from zerobench.bench.rank import verify
 from zerobench.errors import Error
+from zerobench.results.schema import Deviation, Results, Row, RowDtypes, Settings
 
 
 def reports(loss: float, *, deviation: TensorDeviation, norm: float = 1.0) -> list[Report]:

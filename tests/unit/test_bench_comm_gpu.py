@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from zerobench.bench.gpus import Gpu
-from zerobench.bench.micro.comm_gpu import CommGpuOptions, comm_row, comm_table
-from zerobench.bench.micro.link import Link
 from zerobench.errors import ConfigError, Error
+from zerobench.host.gpus import Gpu
+from zerobench.micro.comm_gpu import CommGpuOptions, comm_row, comm_table
+from zerobench.micro.link import Link
 
 LINK = Link(gb_s=[90.0, 100.0, 110.0], is_direct=True)
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from zerobench.bench.micro import link, output, pinned_ready
-from zerobench.bench.micro.output import (
+from zerobench.errors import Error
+from zerobench.micro import link, output, pinned_ready
+from zerobench.micro.output import (
     MicroReport,
     OutputFile,
     TextTable,
@@ -23,8 +24,7 @@ from zerobench.bench.micro.output import (
     ratio_cell,
     ratio_json,
 )
-from zerobench.errors import Error
-from zerobench.report.stats import Ratio
+from zerobench.results.stats import Ratio
 
 ROW = {"gpus": [0, 1], "samples_us": {"ours": {"median": 2.0, "samples": [1.0, 2.0, 3.0], "outliers": [2]}}}
 

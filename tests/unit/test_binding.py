@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_numa import two_sockets
 
-from zerobench import cpu_shares, numa
-from zerobench.bench import binding
+from zerobench.bench.rank import binding
 from zerobench.errors import ConfigError
+from zerobench.host import cpu_shares, numa
 
 
 def test_a_machine_that_does_not_say_what_is_near_is_an_error(tmp_path) -> None:
@@ -59,7 +59,7 @@ def test_every_thread_of_a_process_is_bound() -> None:
     code = (
         "import os, threading, time\n"
         "from pathlib import Path\n"
-        "from zerobench.bench.binding import bind_rank\n"
+        "from zerobench.bench.rank.binding import bind_rank\n"
         "threading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
         "found = bind_rank(1, local_world_size=2)\n"
         "tasks = [int(task.name) for task in Path('/proc/self/task').iterdir()]\n"

@@ -334,7 +334,7 @@ def test_where_the_cuda_module_does_not_load_the_reason_is_said() -> None:
 
 @pytest.mark.parametrize("driver", [False, True])
 def test_what_to_install_for_the_cuda_module_is_said_of_machines_with_a_driver(monkeypatch, driver) -> None:
-    from zerobench.bench import machine
+    from zerobench.host import machine
 
     built = {"cuda_module": False, "cuda_reason": "nvcc was not found: install it"}
     monkeypatch.setattr(machine, "build_facts", lambda: built)

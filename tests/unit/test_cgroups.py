@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from zerobench import _native
-from zerobench.bench.machine import memory_available_bytes, memory_total_bytes, memory_used_bytes
-from zerobench.cgroups import HostFiles, MemoryLimit, cpu_quota, memory_limits
+from zerobench.host.cgroups import HostFiles, MemoryLimit, cpu_quota, memory_limits
+from zerobench.host.machine import memory_available_bytes, memory_total_bytes, memory_used_bytes
 
 GIB = 1 << 30
 HOST = 24 * GIB  # of MemAvailable

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from zerobench import config as config_module
-from zerobench import topology
-from zerobench.config import Config, LossScaleConfig, OffloadOptimizerConfig, OptimizerConfig, parse
+from zerobench.engine import config as config_module
+from zerobench.engine import topology
+from zerobench.engine.config import Config, LossScaleConfig, OffloadOptimizerConfig, OptimizerConfig, parse
 from zerobench.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zerobench.cpu_shares import RankFacts, part_of, share_of_rank
+from zerobench.host.cpu_shares import RankFacts, part_of, share_of_rank
 
 NODES = {0: [0, 1, 2, 3, 8, 9, 10, 11], 1: [4, 5, 6, 7, 12, 13, 14, 15]}
 TOGETHER = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]

@@ -12,13 +12,15 @@ import pytest
 from plan_samples import SMALL
 
 from zerobench import _native
-from zerobench.bench import disks, storage, swap_plan
-from zerobench.bench.names import rerun_command
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import Configuration, make_plan
-from zerobench.bench.storage import lockable_bytes
+from zerobench.bench.plan.names import rerun_command
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import Configuration, make_plan
+from zerobench.bench.swap import notes as disks
+from zerobench.bench.swap import plan as swap_plan
 from zerobench.errors import ConfigError, Error
-from zerobench.io_settings import IoChoice, IoSettings, Rates, default_file, io_choice, write_settings
+from zerobench.host import storage
+from zerobench.host.io_settings import IoChoice, IoSettings, Rates, default_file, io_choice, write_settings
+from zerobench.host.storage import lockable_bytes
 
 IO = IoChoice("io_uring", 1 << 20, 8)
 

@@ -13,10 +13,12 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from zerobench import cli, config, models, strategies
-from zerobench.bench import result
-from zerobench.bench.micro import io_commands
-from zerobench.bench.tolerances import TOLERANCES
+from zerobench import models, strategies
+from zerobench.bench.protocol.tolerances import TOLERANCES
+from zerobench.cli import bench_io as io_commands
+from zerobench.cli import main as cli
+from zerobench.engine import config
+from zerobench.results import schema as result
 from zerobench.strategies.base import Strategy
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,8 @@ import pytest
 from plan_samples import GPUS, ON_GPUS, configuration
 
 from zerobench import models
-from zerobench.bench import fit, run
+from zerobench.bench import run
+from zerobench.bench.plan import fit
 from zerobench.models.hf_config import RANDOM_WEIGHTS
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from zerobench.engine.full_state import checked_for_loading, checked_states, unheld_tensors
 from zerobench.errors import ConfigError
-from zerobench.full_state import checked_for_loading, checked_states, unheld_tensors
 
 
 class Model(nn.Module):

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from zerobench import config, topology
-from zerobench.bench.given import Answer, connect, given_ranks
-from zerobench.bench.job import DeviceMemory, Report, Verification, Window
-from zerobench.bench.outcome import Outcome
-from zerobench.bench.result import RowDtypes
+from zerobench.bench.launch.given import Answer, connect, given_ranks
+from zerobench.bench.launch.outcome import Outcome
+from zerobench.bench.protocol.job import DeviceMemory, Report, Verification, Window
+from zerobench.engine import config, topology
 from zerobench.errors import ConfigError, Error
-from zerobench.launched import slurm_first_host, with_slurm
+from zerobench.host.launched import slurm_first_host, with_slurm
+from zerobench.results.schema import RowDtypes
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1",

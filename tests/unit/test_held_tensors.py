@@ -10,8 +10,8 @@ import types
 import pytest
 import torch
 
+from zerobench.engine.held_tensors import cast, tensors_in
 from zerobench.errors import StateError
-from zerobench.held_tensors import cast, tensors_in
 
 Pair = collections.namedtuple("Pair", "x y")
 

@@ -12,9 +12,9 @@ import torch
 
 import zerobench
 from zerobench import models
+from zerobench.engine.units import find_units
 from zerobench.errors import ConfigError
 from zerobench.models.materialise import materialise
-from zerobench.units import find_units
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install '.[hf]'"

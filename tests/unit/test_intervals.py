@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from zerobench.bench.intervals import (
+from zerobench.bench.rank.intervals import (
     Activity,
     Lap,
     is_communication,

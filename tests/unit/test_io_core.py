@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zerobench import _native
-from zerobench.bench.storage import io_uring_text
+from zerobench.host.storage import io_uring_text
 
 pytest.importorskip("torch")
 MIB = 1 << 20
@@ -84,7 +84,7 @@ def test_wrong_arguments_are_value_errors(core, tmp_path: Path) -> None:
 _VICTIM = """
 import sys
 from zerobench import _native
-from zerobench.bench.storage import io_uring_text
+from zerobench.host.storage import io_uring_text
 files = _native.load().IoBench(directories=[sys.argv[1]], chunk_bytes=1 << 20, chunk_num=32)
 files.open(engine="threads", block_bytes=65536, depth=4, frame_num=4)
 files.fill(chunk_num=48)

@@ -13,13 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from zerobench.bench import disks
-from zerobench.bench.micro import io_disk
-from zerobench.bench.micro.io_disk import IoSetting
-from zerobench.bench.micro.io_tune import MOST_IN_FLIGHT_BYTES, candidates_for, choose, search
-from zerobench.bench.storage import device_facts, device_line, file_system
+from zerobench.bench.swap import notes as disks
 from zerobench.errors import ConfigError
-from zerobench.io_settings import (
+from zerobench.host.io_settings import (
     IoSettings,
     Rates,
     default_file,
@@ -28,6 +24,10 @@ from zerobench.io_settings import (
     slow_path_warning,
     write_settings,
 )
+from zerobench.host.storage import device_facts, device_line, file_system
+from zerobench.micro import io_disk
+from zerobench.micro.io_disk import IoSetting
+from zerobench.micro.io_tune import MOST_IN_FLIGHT_BYTES, candidates_for, choose, search
 
 
 def settings(depth: int = 8, both: float = 6e9) -> IoSettings:

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerobench.bench.environments import free_ports, local_environments
-from zerobench.bench.given import Answer, GivenRank, merge, run_part
-from zerobench.bench.job import Progress, RankError, Report, Skipped
-from zerobench.bench.launch import Launcher
-from zerobench.bench.outcome import Outcome, failed_at_s, judge
-from zerobench.bench.ranks import RankState, where
-from zerobench.bench.result import RowDtypes
+from zerobench.bench.launch.environments import free_ports, local_environments
+from zerobench.bench.launch.given import Answer, GivenRank, merge, run_part
+from zerobench.bench.launch.launcher import Launcher
+from zerobench.bench.launch.outcome import Outcome, failed_at_s, judge
+from zerobench.bench.launch.ranks import RankState, where
+from zerobench.bench.protocol.job import Progress, RankError, Report, Skipped
+from zerobench.results.schema import RowDtypes
 
 DTYPES = RowDtypes(param="float32", compute="float32", reduce="float32", master="float32", state="float32")
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from zerobench import models
+from zerobench.engine.units import find_units
 from zerobench.errors import ConfigError
 from zerobench.models.materialise import Origin, materialise, on_meta
-from zerobench.units import find_units
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_seq_length": 12, "vocab_size": 31}
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from zerobench import data, models, strategies
-from zerobench.bench import assess, measure
-from zerobench.bench.intervals import Activity
-from zerobench.bench.job import DeviceMemory, Window, WindowTransfers
-from zerobench.bench.meters import CpuMeter, Meter, split_steps
-from zerobench.bench.result import Row, Settings
-from zerobench.bench.worker import Channel
+from zerobench.bench import assess
+from zerobench.bench.protocol.job import DeviceMemory, Window, WindowTransfers
+from zerobench.bench.rank import measure
+from zerobench.bench.rank.intervals import Activity
+from zerobench.bench.rank.meters import CpuMeter, Meter, split_steps
+from zerobench.bench.rank.worker import Channel
+from zerobench.results.schema import Row, Settings
 from zerobench.strategies.base import StrategySettings
 from zerobench.strategies.single import SingleStrategy
 

@@ -9,7 +9,7 @@ import pytest
 
 from zerobench import bench, models
 from zerobench.bench.mfu import likely_compute_s, peak_tflops, utilisation
-from zerobench.bench.result import Row, RowDtypes, Settings
+from zerobench.results.schema import Row, RowDtypes, Settings
 
 
 def row(*, compute: str = "bfloat16", tokens_per_s: float | None = 1e6) -> Row:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zerobench import models
-from zerobench.cli_values import model_options
+from zerobench.cli.values import model_options
 from zerobench.errors import ConfigError
 
 pytest.importorskip("huggingface_hub", reason="transformers is not installed: pip install '.[hf]'")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerobench import numa
+from zerobench.host import numa
 
 
 def write(root: Path, **files: str) -> Path:

@@ -16,9 +16,9 @@ import small_models
 import zoo
 
 import zerobench
-from zerobench.config import OptimizerConfig
+from zerobench.engine.config import OptimizerConfig
+from zerobench.engine.optimizer import ZeroOptimizer
 from zerobench.errors import ConfigError, StateError
-from zerobench.optimizer import ZeroOptimizer
 
 
 def start(model, **arguments):

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import zerobench
-from zerobench import numa, placement
-from zerobench.config import parse
-from zerobench.cpu_shares import CpuShare
+from zerobench.engine import placement
+from zerobench.engine.config import parse
+from zerobench.engine.topology import Topology
 from zerobench.errors import ConfigError
-from zerobench.topology import Topology
+from zerobench.host import numa
+from zerobench.host.cpu_shares import CpuShare
 
 CPUS = list(range(8, 24))
 

@@ -10,11 +10,13 @@ import pytest
 from plan_samples import ON_GPUS, SMALL, configuration, names
 from typer.testing import CliRunner
 
-from zerobench import cli, strategies
-from zerobench.bench import launch, run
-from zerobench.bench.names import rerun_command, stage_of
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import make_plan
+from zerobench import strategies
+from zerobench.bench import run
+from zerobench.bench.launch import launcher as launch
+from zerobench.bench.plan.names import rerun_command, stage_of
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import make_plan
+from zerobench.cli import main as cli
 from zerobench.errors import ConfigError, DataError, Error
 
 

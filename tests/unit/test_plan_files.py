@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from plan_samples import ON_GPUS, SMALL
 
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import make_plan
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import make_plan
 from zerobench.errors import ConfigError
 
 

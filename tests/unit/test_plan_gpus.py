@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from plan_samples import GPUS, ON_GPUS, SMALL, configuration, names
 
-from zerobench.bench import fit
-from zerobench.bench.defaults import choose_device, defaults_on
-from zerobench.bench.gpus import VisibleGpus
-from zerobench.bench.names import stage_of
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import make_plan
+from zerobench.bench.plan import fit
+from zerobench.bench.plan.defaults import choose_device, defaults_on
+from zerobench.bench.plan.names import stage_of
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import make_plan
 from zerobench.errors import ConfigError
+from zerobench.host.gpus import VisibleGpus
 
 
 def test_defaults_follow_the_device() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from plan_samples import GPUS, ON_GPUS, SMALL, configuration
 
-from zerobench.bench import fit
-from zerobench.bench.machine import cpus_usable
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import make_plan
+from zerobench.bench.plan import fit
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import make_plan
+from zerobench.host.machine import cpus_usable
 
 GIB = 1 << 30
 

@@ -6,9 +6,9 @@ import json
 
 from plan_samples import ON_GPUS, SMALL, configuration
 
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import make_plan
-from zerobench.bench.result import Settings
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import make_plan
+from zerobench.results.schema import Settings
 
 
 def test_rows_share_a_reference_when_they_train_the_same_global_batches() -> None:

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_zoo
 
 from zerobench import models
-from zerobench.bench import reads as reads_module
-from zerobench.bench.reads import differing, watched
+from zerobench.bench.rank import reads as reads_module
+from zerobench.bench.rank.reads import differing, watched
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "max_seq_length": 16}
 

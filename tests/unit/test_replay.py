@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerobench.bench.replay import optimizer_deviation, replayed, sample
+from zerobench.bench.rank.replay import optimizer_deviation, replayed, sample
 from zerobench.strategies.base import OptimizerSettings
 from zerobench.strategies.shared import make_adamw
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from report_samples import gpus, grid, mixed, sample
 
-from zerobench.bench.result import Results
 from zerobench.report import (
     advise,
     finish_rows,
@@ -12,6 +11,7 @@ from zerobench.report import (
     table_text,
 )
 from zerobench.report.words import join_words, ms_text
+from zerobench.results.schema import Results
 
 
 def test_advice_on_the_sample() -> None:

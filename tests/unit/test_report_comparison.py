@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_samples import grid, sample
 
-from zerobench.bench.result import Results, Row
-from zerobench.report import finish_rows, stats, summarise, table_text
-from zerobench.report.rows import checksum_marks, ties_with_fastest
+from zerobench.report import finish_rows, summarise, table_text
+from zerobench.results import stats
+from zerobench.results.rows import checksum_marks, ties_with_fastest
+from zerobench.results.schema import Results, Row
 
 times = st.floats(min_value=0.1, max_value=1e4)
 

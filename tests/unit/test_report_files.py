@@ -14,8 +14,7 @@ import pandas
 import pytest
 from report_samples import SAMPLE, mixed, sample
 
-from zerobench.bench.result import SCHEMA_VERSION, Results
-from zerobench.cli import show
+from zerobench.cli.main import show
 from zerobench.errors import DataError
 from zerobench.report import (
     advise,
@@ -25,6 +24,7 @@ from zerobench.report import (
     write_plots,
 )
 from zerobench.report.frame import replace_file
+from zerobench.results.schema import SCHEMA_VERSION, Results
 
 
 def test_schema_round_trip() -> None:

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 from report_samples import GOLDEN, sample
 
-from zerobench.bench import transfers
 from zerobench.bench.assess import transfers_of
-from zerobench.bench.intervals import part_for_files
-from zerobench.bench.job import DeviceMemory, Window, WindowTransfers
-from zerobench.bench.result import Results, Row, Transfers
-from zerobench.bench.transfers import file_limits, link_limits, of_window
+from zerobench.bench.protocol.job import DeviceMemory, Window, WindowTransfers
+from zerobench.bench.rank import transfers
+from zerobench.bench.rank.intervals import part_for_files
+from zerobench.bench.rank.transfers import file_limits, link_limits, of_window
 from zerobench.report import advise, finish_rows, summarise, table_text
 from zerobench.report import plots as plots_module
 from zerobench.report.columns import table_columns
+from zerobench.results.schema import Results, Row, Transfers
 from zerobench.strategies.base import Transfers as Counted
 
 TABLE = GOLDEN / "table_offload_170.txt"

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerobench.report import median_of_ratios, stats, summarise
+from zerobench.report import median_of_ratios, summarise
+from zerobench.results import stats
 
 times = st.floats(min_value=0.1, max_value=1e4)
 some_times = st.lists(times, min_size=1, max_size=40)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from report_samples import GOLDEN, GOLDEN_TABLES, gpus, grid, mixed, sample
 
-from zerobench.bench.result import Deviation, Results, RowDtypes
 from zerobench.report import (
     advise,
     finish_rows,
@@ -20,6 +19,7 @@ from zerobench.report import (
 )
 from zerobench.report.columns import table_columns
 from zerobench.report.notes import note_lines
+from zerobench.results.schema import Deviation, Results, RowDtypes
 
 
 @pytest.mark.parametrize("name", GOLDEN_TABLES)

@@ -9,9 +9,9 @@ import os
 import pytest
 
 from zerobench.bench.output import OutputError, OutputFolder, make_default_folder, write_atomically
-from zerobench.bench.result import Results, Row, Settings, StepTime
 from zerobench.bench.run import exit_code
 from zerobench.errors import ConfigError
+from zerobench.results.schema import Results, Row, Settings, StepTime
 
 
 def results(*statuses: str) -> Results:

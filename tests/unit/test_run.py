@@ -14,22 +14,22 @@ import pytest
 from rich.console import Console
 
 from zerobench import data
-from zerobench.bench import worker
 from zerobench.bench.assess import ReferenceRun, apply_outcome, apply_windows, first_row
-from zerobench.bench.channel import describe_error
-from zerobench.bench.environments import environment_of
-from zerobench.bench.gpus import Gpu
-from zerobench.bench.job import DeviceMemory, Report, TensorDeviation, Verification, Window
-from zerobench.bench.launch import Launcher
-from zerobench.bench.meters import CpuMeter
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.outcome import Outcome
+from zerobench.bench.launch.environments import environment_of
+from zerobench.bench.launch.launcher import Launcher
+from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.output import OutputFolder
-from zerobench.bench.plan import make_plan
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import make_plan
 from zerobench.bench.progress import ProgressDisplay
-from zerobench.bench.result import Deviation, RowDtypes
+from zerobench.bench.protocol.channel import describe_error
+from zerobench.bench.protocol.job import DeviceMemory, Report, TensorDeviation, Verification, Window
+from zerobench.bench.rank import worker
+from zerobench.bench.rank.meters import CpuMeter
 from zerobench.bench.run import Comparison
 from zerobench.errors import DataError
+from zerobench.host.gpus import Gpu
+from zerobench.results.schema import Deviation, RowDtypes
 from zerobench.strategies.single import SingleStrategy
 
 GPUS = tuple(
@@ -462,8 +462,8 @@ def test_memory_that_ran_out_without_a_word_has_a_reason(error) -> None:
 def test_a_thread_for_whose_stack_a_limit_leaves_no_room_is_memory_that_ran_out() -> None:
     code = (
         "import resource, threading\n"
-        "from zerobench.bench.channel import describe_error\n"
-        "from zerobench.bench.processes import vm_data_bytes\n"
+        "from zerobench.bench.protocol.channel import describe_error\n"
+        "from zerobench.host.processes import vm_data_bytes\n"
         "def tier(error, limit): return describe_error(error, 'load', device='cpu', rank_memory_bytes=limit)\n"
         "before = tier(RuntimeError('of a shape'), 1 << 20)\n"
         "limit = vm_data_bytes() + (1 << 20)\n"

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from zerobench.bench import sampler
-from zerobench.bench.gpus import driver_present, visible_gpus
-from zerobench.bench.nvml import Nvml, clock_limits
 from zerobench.bench.sampler import Sampler, is_shared, shared_warning, summarise
+from zerobench.host.gpus import driver_present, visible_gpus
+from zerobench.host.nvml import Nvml, clock_limits
 
 
 def wait_for(found, *, within_s: float = 30.0):
@@ -218,7 +218,7 @@ def test_processes_are_listed_once_a_second() -> None:
 
 
 def test_torch_is_asked_in_another_process(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("zerobench.bench.gpus.driver_present", lambda: True)
+    monkeypatch.setattr("zerobench.host.gpus.driver_present", lambda: True)
     seen = visible_gpus()
     assert bool(seen.gpus) != bool(seen.reason)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -228,6 +228,6 @@ def test_torch_is_asked_in_another_process(monkeypatch, tmp_path) -> None:
 
 
 def test_the_sampler_imports_no_torch() -> None:
-    code = "import sys, zerobench.bench.sampler, zerobench.bench.gpus; sys.exit('torch' in sys.modules)"
+    code = "import sys, zerobench.bench.sampler, zerobench.host.gpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert sampler.GPU_INTERVAL_S < sampler.HOST_INTERVAL_S

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from zerobench import models, strategies
-from zerobench.bench import verify
-from zerobench.config import parse
+from zerobench.bench.rank import verify
+from zerobench.engine.config import parse
 from zerobench.errors import ConfigError
 from zerobench.models.materialise import materialise
 from zerobench.strategies import clock, shared
 from zerobench.strategies.autocast import AutocastStrategy
 from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, Strategy, StrategySettings
-from zerobench.strategies.deepspeed_config import loss_scaling
+from zerobench.strategies.deepspeed.config import loss_scaling
 from zerobench.strategies.single import SingleStrategy
 from zerobench.strategies.zero import engine_config
 

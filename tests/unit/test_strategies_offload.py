@@ -15,13 +15,13 @@ from test_strategies import make_settings
 from test_strategies_peers import on_gpus
 
 from zerobench import strategies
-from zerobench.bench.limits import judge_host
-from zerobench.bench.micro.adam import deepspeed_peer
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import make_plan
-from zerobench.locked_folder import LockedFolder
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import make_plan
+from zerobench.bench.rank.limits import judge_host
+from zerobench.host.locked_folder import LockedFolder
+from zerobench.micro.adam import deepspeed_peer
 from zerobench.strategies import requirements
-from zerobench.strategies.deepspeed_config import deepspeed_config
+from zerobench.strategies.deepspeed.config import deepspeed_config
 
 PLACED = {"host": {"exp_avg": 3, "master": 2}, "device": {"parameters": 100}}
 DISK = tempfile.gettempdir()  # a folder that takes files
@@ -31,8 +31,8 @@ EVERYWHERE = [name for name in strategies.available() if not name.startswith("ze
 @pytest.fixture(autouse=True)
 def compilers(monkeypatch):
     """What a GPU machine has, so that the reasons are about the settings."""
-    monkeypatch.setattr("zerobench.strategies.deepspeed_offload.missing_compiler", lambda what: None)
-    monkeypatch.setattr("zerobench.strategies.deepspeed_offload.missing_library", lambda *_, **__: None)
+    monkeypatch.setattr("zerobench.strategies.deepspeed.offload.missing_compiler", lambda what: None)
+    monkeypatch.setattr("zerobench.strategies.deepspeed.offload.missing_library", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
@@ -206,7 +206,7 @@ def test_locked_folders_go_with_their_run_and_those_of_killed_runs_with_the_next
     keep.mkdir()
     code = (
         "import os, sys\n"
-        "from zerobench.locked_folder import LockedFolder\n"
+        "from zerobench.host.locked_folder import LockedFolder\n"
         "found = LockedFolder(sys.argv[1], prefix='swap-')\n"
         "open(os.path.join(found.path, 'state.swp'), 'w').write('x' * 4096)\n"
         "print(found.path, flush=True)\n"

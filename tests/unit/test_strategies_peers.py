@@ -16,10 +16,10 @@ from test_strategies import make_model, make_settings
 from torch.distributed.tensor import DTensor
 
 from zerobench import strategies
-from zerobench.bench.configs import read_row
+from zerobench.bench.plan.config_files import read_row
 from zerobench.errors import ConfigError
 from zerobench.strategies import requirements, shared
-from zerobench.strategies.deepspeed_config import MAX_BUCKET_NUMEL, bucket_numel, deepspeed_config
+from zerobench.strategies.deepspeed.config import MAX_BUCKET_NUMEL, bucket_numel, deepspeed_config
 
 DEEPSPEED = [f"deepspeed{stage}" for stage in range(4)]
 SUPER = "deepspeed3_super"

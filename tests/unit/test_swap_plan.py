@@ -15,12 +15,12 @@ from plan_samples import SMALL
 
 import zerobench
 from zerobench import models
-from zerobench.bench import swap_plan
-from zerobench.bench.options import CompareOptions
-from zerobench.bench.plan import Configuration, make_plan
-from zerobench.bench.swap_frames import CHUNK_NUMEL, Frames, Swapping
-from zerobench.bench.swap_plan import locked_bytes
-from zerobench.io_settings import IoChoice
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import Configuration, make_plan
+from zerobench.bench.swap import plan as swap_plan
+from zerobench.bench.swap.frames import CHUNK_NUMEL, Frames, Swapping
+from zerobench.bench.swap.plan import locked_bytes
+from zerobench.host.io_settings import IoChoice
 
 MIB = 1 << 20
 

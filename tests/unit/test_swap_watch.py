@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zerobench.swap_watch import SwapWatch
+from zerobench.engine.swap_watch import SwapWatch
 
 
 class Clock:
@@ -16,7 +16,9 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, step_s: float, waited_s: float, moved_bytes: int):
         self.step_s, self.waited_s, self.moved_bytes = step_s, waited_s, moved_bytes
         self.steps = 0
-        monkeypatch.setattr("zerobench.swap_watch.time.perf_counter", lambda: 100 + self.steps * self.step_s)
+        monkeypatch.setattr(
+            "zerobench.engine.swap_watch.time.perf_counter", lambda: 100 + self.steps * self.step_s
+        )
 
     def swap_stats(self) -> dict[str, Any]:
         return {

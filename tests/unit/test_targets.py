@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from report_samples import sample
 
-from zerobench.bench.result import Results, Row
 from zerobench.report import finish_rows, summarise
+from zerobench.results.schema import Results, Row
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

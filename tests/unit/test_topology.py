@@ -16,9 +16,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from zerobench import _native, config, host_identity, process_groups, topology  # noqa: E402
+from zerobench import _native  # noqa: E402
+from zerobench.engine import config, process_groups, topology  # noqa: E402
 from zerobench.errors import CommunicationError, ConfigError  # noqa: E402
-from zerobench.meeting import expect_route  # noqa: E402
+from zerobench.host import identity as host_identity  # noqa: E402
+from zerobench.host.meeting import expect_route  # noqa: E402
 
 
 def test_ranks_meet_where_a_way_leads_to_one_of_the_addresses(monkeypatch: Any) -> None:
@@ -348,7 +350,7 @@ def test_a_backend_without_a_store_exchanges_objects(monkeypatch) -> None:
 
 
 def test_processes_of_one_host_have_one_identity(monkeypatch) -> None:
-    code = "from zerobench.host_identity import host_identity; print(host_identity())"
+    code = "from zerobench.host.identity import host_identity; print(host_identity())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == host_identity.host_identity()
     _, net, pid = host_identity.host_identity().split(" ")

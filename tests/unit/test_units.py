@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import small_models
 
 from zerobench import models
+from zerobench.engine.units import find_units
 from zerobench.errors import ConfigError
-from zerobench.units import find_units
 
 
 def test_blocks_and_a_tied_embedding():

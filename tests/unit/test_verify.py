@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerobench import models
-from zerobench.bench import verify
-from zerobench.bench.job import TensorDeviation, Verification
-from zerobench.bench.result import Deviation, RowDtypes
-from zerobench.bench.tolerances import (
+from zerobench.bench.protocol.job import TensorDeviation, Verification
+from zerobench.bench.protocol.tolerances import (
     TOLERANCES,
     VERIFY_STEPS,
     exceeded,
     tolerance_precision,
     tolerances,
 )
+from zerobench.bench.rank import verify
 from zerobench.errors import Error, VerificationError
+from zerobench.results.schema import Deviation, RowDtypes
 from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, StrategySettings
 from zerobench.strategies.shared import checksum
 from zerobench.strategies.single import SingleStrategy

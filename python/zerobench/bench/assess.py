@@ -10,12 +10,11 @@ from itertools import accumulate, pairwise
 from statistics import fmean, median
 from typing import Any
 
-from zerobench.bench.job import Report, Window
-from zerobench.bench.names import OURS
-from zerobench.bench.outcome import Outcome
-from zerobench.bench.plan import Configuration
-from zerobench.bench.result import Deviation, Results, Row, Transfers
-from zerobench.bench.tolerances import (
+from zerobench.bench.launch.outcome import Outcome
+from zerobench.bench.plan.names import OURS
+from zerobench.bench.plan.plan import Configuration
+from zerobench.bench.protocol.job import Report, Window
+from zerobench.bench.protocol.tolerances import (
     VERIFY_STEPS,
     describe,
     exceeded,
@@ -23,8 +22,9 @@ from zerobench.bench.tolerances import (
     tolerance_precision,
     tolerances,
 )
-from zerobench.report.rows import FLOOR, tokens_per_step
-from zerobench.report.stats import summarise
+from zerobench.results.rows import FLOOR, tokens_per_step
+from zerobench.results.schema import Deviation, Results, Row, Transfers
+from zerobench.results.stats import summarise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from zerobench import models
-from zerobench.bench.result import Mfu, Row, Settings
+from zerobench.results.schema import Mfu, Row, Settings
 
 _COLUMNS = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
 _LIKELY_SHARE = 0.5  # of the peak

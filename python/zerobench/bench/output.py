@@ -10,10 +10,10 @@ import weakref
 from datetime import datetime, timezone
 from pathlib import Path
 
-from zerobench.bench.result import Results
 from zerobench.errors import ConfigError, Error
 from zerobench.report import table_text, write_csv, write_plots
 from zerobench.report.frame import replace_file
+from zerobench.results.schema import Results
 
 
 class OutputError(Error):

@@ -15,9 +15,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from zerobench.bench.job import Progress as RankProgress
-from zerobench.bench.ranks import ProgressCallback
-from zerobench.bench.result import Row
+from zerobench.bench.launch.ranks import ProgressCallback
+from zerobench.bench.protocol.job import Progress as RankProgress
+from zerobench.results.schema import Row
 
 # Share of a configuration's time that has passed when a phase begins, roughly.
 _PHASE_SHARES = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zerobench import data, interrupts
+from zerobench import data
 from zerobench.bench.assess import (
     ReferenceRun,
     apply_outcome,
@@ -25,25 +25,26 @@ from zerobench.bench.assess import (
     largest,
     settle,
 )
-from zerobench.bench.disks import why_not_lockable
-from zerobench.bench.environments import device_environment
-from zerobench.bench.fit import TooLarge, verification_model, why_too_large
-from zerobench.bench.job import Job, Window
-from zerobench.bench.launch import Launcher
-from zerobench.bench.machine import busy_warning, machine_facts, version_facts
+from zerobench.bench.launch.environments import device_environment
+from zerobench.bench.launch.launcher import Launcher
+from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.mfu import utilisation
-from zerobench.bench.names import rerun_command
-from zerobench.bench.outcome import Outcome
 from zerobench.bench.output import OutputError, OutputFolder
-from zerobench.bench.plan import Configuration, Plan
+from zerobench.bench.plan.fit import TooLarge, verification_model, why_too_large
+from zerobench.bench.plan.names import rerun_command
+from zerobench.bench.plan.plan import Configuration, Plan
 from zerobench.bench.progress import ProgressDisplay
-from zerobench.bench.result import Results, Row, Settings
+from zerobench.bench.protocol.job import Job, Window
 from zerobench.bench.sampler import Sampler, shared_warning, summarise
-from zerobench.consoles import drop_stdout
+from zerobench.bench.swap.notes import why_not_lockable
 from zerobench.errors import Error
+from zerobench.host import interrupts
+from zerobench.host.consoles import drop_stdout
+from zerobench.host.machine import busy_warning, machine_facts, version_facts
 from zerobench.report import advise, finish_rows, render_table
-from zerobench.report.rows import FLOOR, repeats_text
 from zerobench.report.words import GIB
+from zerobench.results.rows import FLOOR, repeats_text
+from zerobench.results.schema import Results, Row, Settings
 
 SAMPLER_START_S = 10.0
 _AUTOCAST_REFERENCE = "zerobench.strategies.autocast:AutocastStrategy"

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from zerobench.config import read_json
+from zerobench.engine.config import read_json
 from zerobench.errors import ConfigError
 from zerobench.models.config import ModelConfig, suggest
 from zerobench.models.hf_config import RANDOM_WEIGHTS, HFConfig, from_published

@@ -12,25 +12,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerobench.results.comparing import finish_rows
+    from zerobench.results.stats import Ratio, median_of_ratios, summarise
+
     from .advice import advise
-    from .comparing import finish_rows
     from .frame import load, read_results, write_csv
     from .plots import write_plots
-    from .stats import Ratio, median_of_ratios, summarise
     from .tables import render_table, table_text
 
 _HOME = {
-    "advise": "advice",
-    "load": "frame",
-    "read_results": "frame",
-    "write_csv": "frame",
-    "write_plots": "plots",
-    "finish_rows": "comparing",
-    "Ratio": "stats",
-    "median_of_ratios": "stats",
-    "summarise": "stats",
-    "render_table": "tables",
-    "table_text": "tables",
+    "advise": "zerobench.report.advice",
+    "load": "zerobench.report.frame",
+    "read_results": "zerobench.report.frame",
+    "write_csv": "zerobench.report.frame",
+    "write_plots": "zerobench.report.plots",
+    "finish_rows": "zerobench.results.comparing",
+    "Ratio": "zerobench.results.stats",
+    "median_of_ratios": "zerobench.results.stats",
+    "summarise": "zerobench.results.stats",
+    "render_table": "zerobench.report.tables",
+    "table_text": "zerobench.report.tables",
 }
 
 __all__ = [
@@ -50,7 +51,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        value = getattr(import_module(_HOME[name]), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zerobench.bench.result import Results, Row
-
-from .comparing import PLAIN_POINT, plain_twin, plain_twins, same_point
-from .rows import (
+from zerobench.results.comparing import PLAIN_POINT, plain_twin, plain_twins, same_point
+from zerobench.results.rows import (
     FLOOR,
     NOISE_SIGMAS,
     TOO_NOISY,
@@ -24,7 +22,9 @@ from .rows import (
     ties_with_fastest,
     workload_heads,
 )
-from .stats import FEWEST_SAMPLES, median, median_error
+from zerobench.results.schema import Results, Row
+from zerobench.results.stats import FEWEST_SAMPLES, median, median_error
+
 from .words import all_ranks_text, bytes_text, count_text, join_words, memory_unit, ms_text, rate_text
 
 NEAR_FASTEST = 1.10  # memory is worth giving up this much time

@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zerobench.bench.result import Row
-
-from .rows import (
+from zerobench.results.rows import (
     FLOOR,
     checksum_marks,
     dtype_text,
@@ -19,6 +17,8 @@ from .rows import (
     setting_word,
     varying_settings,
 )
+from zerobench.results.schema import Row
+
 from .words import memory_unit, rate_text
 
 ABSENT = "-"

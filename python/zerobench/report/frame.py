@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from zerobench.bench.result import SCHEMA_VERSION, Results, Row
 from zerobench.errors import DataError
-
-from .rows import by_workload, fastest
-from .stats import FEWEST_SAMPLES
+from zerobench.results.rows import by_workload, fastest
+from zerobench.results.schema import SCHEMA_VERSION, Results, Row
+from zerobench.results.stats import FEWEST_SAMPLES
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from zerobench.bench.result import Results, Row
-
-from .comparing import floor_of
-from .rows import (
+from zerobench.results.comparing import floor_of
+from zerobench.results.rows import (
     DEFAULT_BASELINES,
     FLOOR,
     by_workload,
@@ -22,7 +20,9 @@ from .rows import (
     workload,
     workload_heads,
 )
-from .stats import drift, ends
+from zerobench.results.schema import Results, Row
+from zerobench.results.stats import drift, ends
+
 from .words import DTYPE_ROLES, join_words, ms_text
 
 NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks

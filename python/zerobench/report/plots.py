@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobench.bench.result import Results, Row
+from zerobench.results.rows import flat_settings, row_labels, setting_text, setting_word, varying_settings
+from zerobench.results.schema import Results, Row
 
 from .frame import replace_file
-from .rows import flat_settings, row_labels, setting_text, setting_word, varying_settings
 from .words import all_ranks_text, count_text, memory_unit
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from zerobench.bench.result import Results, Row
+from zerobench.results.rows import by_workload, fastest, is_ranked
+from zerobench.results.schema import Results, Row
 
 from .columns import ABSENT, ALWAYS, LAST, Column, table_columns
 from .notes import note_lines
-from .rows import by_workload, fastest, is_ranked
 from .words import header_lines
 
 if TYPE_CHECKING:

@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from zerobench.bench.result import Results, Row
-
-from .rows import (
+from zerobench.results.rows import (
     FLOOR,
     dtype_text,
     flat_settings,
@@ -19,6 +17,7 @@ from .rows import (
     setting_word,
     varying_settings,
 )
+from zerobench.results.schema import Results, Row
 
 DTYPE_ROLES = "param/compute/reduce/master/state"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

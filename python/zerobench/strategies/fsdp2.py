@@ -20,11 +20,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from zerobench.engine.units import find_units
 from zerobench.models.materialise import materialise
 from zerobench.strategies.base import Batch, StrategySettings
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.shared import precision_dtype, torch_device
-from zerobench.units import find_units
 
 
 class FSDP2Strategy(PeerStrategy):

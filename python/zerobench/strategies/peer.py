@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerobench.errors import ConfigError
-from zerobench.meeting import expect_to_meet
+from zerobench.host.meeting import expect_to_meet
 from zerobench.strategies.base import Batch, Dtypes, ModelFactory, StepResult, Strategy, StrategySettings
 from zerobench.strategies.clock import Clock, NoClock, phase_clock
 from zerobench.strategies.compiled import Compiler

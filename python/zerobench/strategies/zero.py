@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from zerobench.config import Config, parse
+from zerobench.engine.config import Config, parse
 from zerobench.errors import ConfigError
-from zerobench.io_settings import io_choice
+from zerobench.host.io_settings import io_choice
 from zerobench.models.materialise import materialise
 from zerobench.strategies.base import (
     NVME_OFFLOADS,

@@ -1,0 +1,1 @@
+"""Processes of ranks: start them, hear them out, end them."""

@@ -1,0 +1,83 @@
+"""Environment variables of a job's ranks: who they are, where they meet, what libraries read when they load.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+import uuid
+
+from zerobench.bench.protocol.job import NUM_PASSES, Job
+from zerobench.errors import Error
+
+_PORTS = range(20000, 32000)  # below the ephemeral range, which outgoing connections take from
+
+
+def child_environment() -> dict[str, str]:
+    """For a Python that imports what this one does, and no file of the working folder in its place."""
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def free_ports(num_ports: int) -> list[int]:
+    """TCP ports that nobody listens on now."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == num_ports:
+            return found
+    raise Error(f"no {num_ports} free TCP ports among 200 tried from {_PORTS.start} to {_PORTS.stop - 1}")
+
+
+def meeting_point(address: str) -> dict[str, str]:
+    """Where the ranks of a job meet. A port for each pass: a process group made again on the same store can find the
+    keys of the one before it and hang."""
+    ports = free_ports(NUM_PASSES)
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(ports[0]),
+        "ZEROBENCH_PORTS": ",".join(map(str, ports)),
+        "ZEROBENCH_RENDEZVOUS": uuid.uuid4().hex,
+    }
+
+
+def local_environments(world_size: int) -> list[dict[str, str]]:
+    """What the ranks of a job need to meet when all of them are on this host."""
+    shared = meeting_point("127.0.0.1")
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        shared["GLOO_SOCKET_IFNAME"] = "lo"  # gloo else resolves the host's name, which laptops often cannot
+    return [
+        {**shared, **rank_environment(rank, world_size, local_rank=rank, local_world_size=world_size)}
+        for rank in range(world_size)
+    ]
+
+
+def device_environment(device: str) -> dict[str, str]:
+    """What libraries read when they start on a rank: CPU ranks see no GPU, and NVLink multicast stays off."""
+    return {"NCCL_NVLS_ENABLE": "0"} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def environment_of(job: Job) -> dict[str, str]:
+    """A verifying rank's GPU computes the same bits every time."""
+    environment = device_environment(job.settings.device)
+    if job.verify and job.settings.device == "cuda":
+        environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+    return environment
+
+
+def rank_environment(rank: int, world_size: int, *, local_rank: int, local_world_size: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+    }

@@ -1,0 +1,199 @@
+"""A process that imported torch and what ranks do once, and forks fresh ranks from that.
+
+It only imports, neither the native core nor a user's own modules, and runs no tensor operation: a child forked after
+one OpenMP region hangs. Ranks set their own threads and load everything else themselves. One job at a time; the command
+and this server talk JSON over a SOCK_SEQPACKET socket. Ranks live in one process group that is killed when their job
+ends, and both the server and the ranks die with their parent, so nothing outlives the command, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from zerobench._native import import_torch
+from zerobench.bench.launch.swap_files import remove_left
+from zerobench.host.processes import die_with_parent, name_process, vm_data_bytes, write_line
+
+MESSAGE_LIMIT_BYTES = 1 << 17
+FD_LIMIT = 250  # of one SCM_RIGHTS message
+# Imported by every strategy's first optimizer step; plain Python, and a second for each rank if not done here.
+_TORCH_MODULES = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+_RANK_MODULE = "zerobench.bench.rank.worker"  # another half of a second
+
+
+class ForkServer:
+    """State of the server process: its socket and the ranks of the job that runs."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.ranks: dict[int, int] = {}  # pid: rank
+        self.group: int | None = None  # the process group, kept alive by its unreaped leader
+        self.job_pids: list[int] = []
+        self.swap_paths: list[str] = []  # of the job
+        self.wake_read, self.wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides what Ctrl-C ends
+        signal.signal(signal.SIGTERM, lambda *_: self.shut_down())
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        self.control.send(json.dumps({"ready": os.getpid()}).encode())
+        sources: list[Any] = [self.control, self.wake_read]
+        while True:
+            readable, _, _ = select.select(sources, [], [])
+            if self.wake_read in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.wake_read, 4096)
+                self.report_exits()
+            if self.control in readable:
+                message, fds, _, _ = socket.recv_fds(self.control, MESSAGE_LIMIT_BYTES, FD_LIMIT)
+                if not message:
+                    self.shut_down()
+                self.handle(json.loads(message), fds)
+
+    def handle(self, request: dict[str, Any], fds: list[int]) -> None:
+        if request["op"] == "fork":
+            self.fork(request, fds)
+        elif request["op"] == "end":
+            self.end()
+            self.control.send(json.dumps({"ended": True}).encode())
+        else:
+            raise ValueError(f"unknown request {request['op']!r}")
+
+    def fork(self, request: dict[str, Any], fds: list[int]) -> None:
+        log, *reports = fds
+        sys.stdout.flush()
+        sys.stderr.flush()
+        server, pids = os.getpid(), []
+        for environment, report in zip(request["environments"], reports, strict=True):
+            pid = os.fork()
+            if pid == 0:
+                run_child(request, environment, group=self.group or 0, server=server, log=log, report=report)
+            with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+                os.setpgid(pid, self.group or pid)
+            self.group = self.group or pid
+            self.ranks[pid] = int(environment["RANK"])
+            pids.append(pid)
+        self.job_pids, self.swap_paths = pids, request["job"]["settings"]["nvme_paths"]
+        for fd in fds:
+            os.close(fd)
+        self.control.send(json.dumps({"pids": pids}).encode())
+
+    def report_exits(self) -> None:
+        for pid in list(self.ranks):
+            # Not reaped before the job's end: the leader's zombie keeps the process group's id from being reused.
+            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is None:
+                continue
+            killed = info.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            event = {"exited": self.ranks.pop(pid), "signal" if killed else "code": info.si_status}
+            self.control.send(json.dumps(event).encode())
+
+    def end(self) -> None:
+        """Kill what is left of the job's process group, reap it, and remove swap files that it left."""
+        if self.group is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        for path in dict.fromkeys(self.swap_paths):
+            remove_left(path, pids=self.job_pids)
+        self.ranks.clear()
+        self.group = None
+
+    def shut_down(self) -> None:
+        self.end()
+        os._exit(0)
+
+
+def run_child(
+    request: dict[str, Any], environment: dict[str, str], *, group: int, server: int, log: int, report: int
+) -> None:
+    """A forked rank: never returns."""
+    code = 1
+    limit_bytes: int | None = request["memory_limit_bytes"]
+    try:
+        os.setpgid(0, group)
+        die_with_parent(signal.SIGKILL)
+        name_process(f"zerobench-r{environment['RANK']}")
+        if os.getppid() != server:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        report = os.dup2(report, 3, inheritable=False)
+        os.closerange(4, 1 << 16)  # the server's own socket and pipes
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        os.environ.update(environment)
+        if limit_bytes is not None:
+            limit = vm_data_bytes() + limit_bytes
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        from zerobench.bench.rank.worker import run_rank
+
+        code = run_rank(request["job"], report_fd=report)
+        sys.stdout.flush()
+    except BaseException as error:
+        tell(error, report_fd=report, is_limited=limit_bytes is not None)
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def send(report_fd: int, kind: str, body: Mapping[str, Any]) -> None:
+    """One message of a rank to the command, as ranks.py reads it."""
+    write_line(report_fd, {"kind": kind, "body": body})
+
+
+def tell(error: BaseException, *, report_fd: int, is_limited: bool) -> None:
+    """What ended a rank before it could say so by its own means (channel.py)."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    if isinstance(error, MemoryError):
+        lines = [f"there is no room for a rank to begin{' in --rank-memory-gib' if is_limited else ''}"]
+    body = {  # a RankError (job.py)
+        "type": type(error).__name__,
+        "message": lines[0],
+        "phase": "start",
+        "out_of_memory": "host" if isinstance(error, MemoryError) else None,
+        "at_s": time.time(),
+    }
+    with contextlib.suppress(OSError):  # where the command has gone
+        send(report_fd, "error", body)
+
+
+def main() -> None:
+    die_with_parent(signal.SIGTERM)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    import_torch()
+    for name in (*_TORCH_MODULES, _RANK_MODULE):
+        importlib.import_module(name)
+    if sys.modules["torch"].cuda.is_initialized():
+        sys.exit(
+            "importing torch or zerobench initialised CUDA, so no rank that is forked from here could use a GPU"
+        )
+    gc.freeze()  # a rank's collector would write to every page that it shares with this process
+    ForkServer(control).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From options to configurations, checked before any work."""

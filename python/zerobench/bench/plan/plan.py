@@ -1,0 +1,322 @@
+"""From options to configurations: the grid of strategies and settings, checked before any work. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from zerobench import data, models
+from zerobench.bench.plan.config_files import read_row
+from zerobench.bench.plan.deepspeed_file import check_global_batch
+from zerobench.bench.plan.names import AUTOCAST, OURS, stage_of, unique_names
+from zerobench.bench.plan.options import OWN_ATTENTION, CompareOptions, check_folders, check_options
+from zerobench.bench.plan.reach import check_reach
+from zerobench.bench.protocol.tolerances import VERIFY_STEPS
+from zerobench.engine.config import parse as parse_config
+from zerobench.errors import ConfigError
+from zerobench.host.machine import cpus_usable
+from zerobench.results.schema import Settings
+from zerobench.strategies.base import NVME_OFFLOADS, OptimizerSettings
+
+
+class Configuration(BaseModel):
+    """One row to be: a strategy at resolved settings."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    strategy: str
+    stage: int | None
+    settings: Settings
+    options: dict[str, Any] = {}  # what a zerobench configuration says besides, as from a file
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return self.settings.model_config_resolved
+
+    @property
+    def micro_batch_num(self) -> int:
+        """Micro-batches in a step, over all ranks."""
+        return self.settings.world_size * self.settings.grad_accum
+
+    def reference_group(self) -> str:
+        """Configurations with the same text train the same global batches to the same parameters."""
+        kept = self.settings.model_dump(
+            include={
+                "precision",
+                "batch_size",
+                "seq_length",
+                "clip",
+                "data",
+                "seed",
+                "optimizer",
+                "device",
+                "tf32",
+            }
+        )
+        if self.runs_under_autocast:
+            kept["autocast"] = True
+        return _digest({**kept, "model": self.model, "micro_batch_num": self.micro_batch_num})
+
+    @property
+    def runs_under_autocast(self) -> bool:
+        return self.strategy in AUTOCAST and self.settings.precision != "fp32"
+
+    def checksum_group(self) -> str | None:
+        """Configurations with the same text must end with equal parameters, bit for bit (docs/metrics.md, checksum)."""
+        if self.strategy not in OURS or self.settings.grad_accum != 1:
+            return None
+        engine = parse_config({"precision": self.settings.precision, **self._of_the_bits()})
+        # By which gradients round.
+        loss_scale = engine.loss_scale.model_dump() if engine.scales_loss() else None
+        return _digest(
+            {
+                "reference": self.reference_group(),
+                "world_size": self.settings.world_size,
+                "dtypes": engine.effective_dtypes(),
+                "loss_scale": loss_scale,
+                "units": engine.units,
+                "cast_forward_inputs": engine.cast_forward_inputs,
+                "checkpointing": self.settings.checkpointing,
+                "compile": self.settings.compile,
+                "communicator": engine.communicator,  # may add in another order
+            }
+        )
+
+    def _of_the_bits(self) -> dict[str, Any]:
+        """What a file may set that a row's bits depend on and its settings do not tell."""
+        keys = (
+            "precision", "param_dtype", "reduce_dtype", "units", "cast_forward_inputs", "communicator", "loss_scale",
+        )  # fmt: skip
+        return {key: self.options[key] for key in keys if key in self.options}
+
+
+def _digest(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    configurations: list[Configuration]
+    options: CompareOptions
+    warnings: list[str]
+
+
+def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -> Plan:
+    """Every configuration of the grid, or a ConfigError about the first option that cannot be.
+
+    ``given_world_size``: torchrun or srun started that many ranks, and all rows but single's use them."""
+    check_options(options, given_world_size=given_world_size)
+    drafts = from_files(options) if options.config_files else grid(options)
+    if not drafts:
+        raise ConfigError("nothing to compare: name at least one strategy")
+    check_reach(options, drafts)
+    # Those of the options are known to be good.
+    of_files = {
+        settings.config_file: settings.nvme_paths for _, settings, _ in drafts if settings.config_file
+    }
+    for file, paths in of_files.items():
+        check_folders(f"{file}: nvme_path", [Path(path) for path in paths or ()])
+    check_data(options, [settings for _, settings, _ in drafts])
+    configurations = [
+        Configuration(
+            name=name, strategy=strategy, stage=stage_of(strategy), settings=settings, options=extra
+        )
+        for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
+    ]
+    check_baseline(options, configurations)
+    warnings = warnings_about(configurations, host_ranks=options.host_ranks)
+    return Plan(configurations=configurations, options=options, warnings=warnings)
+
+
+Draft = tuple[str, Settings, dict[str, Any]]
+
+
+def grid(options: CompareOptions, *, decided: Mapping[str, Any] | None = None) -> list[Draft]:
+    """Settings in the order of the options, strategies innermost, so that rows to compare stand and run together.
+    ``decided``: those that a file sets."""
+    drafts: list[Draft] = []
+    axes: tuple[Sequence[Any], ...] = (
+        options.models, options.num_layers, options.hidden_sizes, options.precisions, options.seq_lengths,
+        options.batch_sizes, options.grad_accums, options.clips, options.world_sizes, options.compiles,
+        options.offloads, options.offload_ratios, options.optimizer_in_backward, options.communicators,
+        options.strategies,
+    )  # fmt: skip
+    for (
+        model, layers, hidden, precision, seq, batch, accum, clip, world_size, mode, offload, ratio, in_backward,
+        communicator, strategy,
+    ) in itertools.product(*axes):  # fmt: skip
+        point = {
+            "world_size": ranks_of(strategy, world_size),
+            "precision": precision,
+            "seq_length": seq,
+            "batch_size": batch,
+            "grad_accum": accum,
+            "clip": clip,
+            "compile": compile_of(strategy, mode),
+            "offload": offload,
+            "offload_ratio": ratio,
+            "nvme_paths": options.nvme_paths,
+            "optimizer_in_backward": in_backward,
+            **(decided or {}),
+        }
+        settings = resolve_settings(
+            options,
+            resolve_model(options, model, {"num_layers": layers, "hidden_size": hidden}),
+            **point | placement(options, strategy, point),
+        )
+        chosen = communicator != "auto" and strategy in OURS
+        extra = {"communicator": communicator} if chosen else {}
+        draft: Draft = (strategy, settings, with_io_engine(options, strategy, settings, extra))
+        if draft not in drafts:  # what runs alone is the same row at every world size
+            drafts.append(draft)
+    return drafts
+
+
+def with_io_engine(
+    options: CompareOptions, strategy: str, settings: Settings, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """What a row's own file says of it stays."""
+    if options.io_engine is None or strategy not in OURS or settings.offload not in NVME_OFFLOADS:
+        return extra
+    own = extra.get("offload_optimizer") or {}
+    return {**extra, "offload_optimizer": {"io_engine": options.io_engine, **own}}
+
+
+def ranks_here(options: CompareOptions, world_size: int) -> int:
+    """Of this host."""
+    return min(world_size, options.host_ranks or world_size)
+
+
+def ranks_of(strategy: str, world_size: int) -> int:
+    """The reference runs alone."""
+    return 1 if strategy == "single" else world_size
+
+
+def compile_of(strategy: str, mode: str) -> str:
+    """DeepCompile is a compiler of whole models: so is its one row, whatever the others beside it are."""
+    return "whole" if strategy.startswith("deepcompile") else mode
+
+
+def placement(options: CompareOptions, strategy: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Where state lives and when it is updated. The reference and the floor stand under rows of every placement and
+    have one themselves. SuperOffload cannot be told: it updates during backward unless it clips."""
+    offload, in_backward = chosen["offload"], chosen["optimizer_in_backward"]
+    if strategy in ("single", "compute_only"):
+        offload, in_backward = "none", False
+    if strategy == "deepspeed3_super":
+        in_backward = chosen["clip"] is None
+    offloaded = offload != "none"
+    return {
+        "offload": offload,
+        "offload_ratio": chosen["offload_ratio"] if offloaded else None,
+        "nvme_paths": [str(Path(path).absolute()) for path in chosen["nvme_paths"]]
+        if offload in NVME_OFFLOADS
+        else [],
+        "host_memory_gib": options.host_memory_gib if offloaded else None,
+        "optimizer_in_backward": in_backward,
+    }
+
+
+def resolve_model(options: CompareOptions, name: str, sizes: dict[str, int | None]) -> models.ModelConfig:
+    """The model with everything that the command line says about it."""
+    own_options = {**sizes, "dropout": options.dropout, "attention": options.attention}
+    for field in options.model_options:
+        if own_options.get(field) is not None:
+            option = f"--{field.replace('_', '-')}"
+            raise ConfigError(f"{option} and --model-option {field} say the same: give one of them")
+    chosen = {**own_options, **options.model_options}
+    if name in models.preset_names() and chosen["attention"] is not None:
+        if chosen["attention"] != OWN_ATTENTION:
+            raise ConfigError(
+                f"--attention {chosen['attention']}: model {name!r} computes attention by {OWN_ATTENTION} only: "
+                "leave it out, or choose a model that transformers builds, such as hf:gpt2"
+            )
+        chosen["attention"] = None
+    return models.resolve(name, chosen)
+
+
+def from_files(options: CompareOptions) -> list[Draft]:
+    """A row a file at every point of the grid that the file leaves open."""
+    drafts: list[Draft] = []
+    for path in options.config_files:
+        strategy, decided, own = read_row(
+            path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)), device=options.device
+        )
+        for _, settings, chosen in grid(replace(options, strategies=[strategy]), decided=decided):
+            if strategy not in OURS:
+                check_global_batch(path, own, settings)
+            extra = with_io_engine(options, strategy, settings, {**chosen, **own})
+            draft: Draft = (strategy, settings, extra)
+            if draft not in drafts:
+                drafts.append(draft)
+    return drafts
+
+
+def resolve_settings(options: CompareOptions, config: models.ModelConfig, **chosen: Any) -> Settings:
+    config.check_seq_length(chosen["seq_length"])
+    return Settings(
+        model=config.name,
+        model_config_resolved=config.model_dump(),
+        device=options.device,
+        attention=getattr(config, "attention", OWN_ATTENTION),
+        dropout=config.dropout,
+        tf32=tf32_of(options, chosen["precision"]),
+        parameter_count=models.parameter_count(config),
+        checkpointing=chosen.pop("checkpointing", options.checkpointing),
+        num_steps=options.num_steps,
+        warmup_steps=options.warmup_steps,
+        repeats=options.repeats,
+        verify_steps=VERIFY_STEPS,
+        seed=options.seed,
+        data=options.data,
+        device_memory_gib=options.device_memory_gib,
+        bind=options.bind,
+        threads_per_rank=max(1, cpus_usable() // ranks_here(options, chosen["world_size"])),
+        optimizer=chosen.pop("optimizer", asdict(OptimizerSettings(lr=options.learning_rate))),
+        **chosen,
+    )
+
+
+def tf32_of(options: CompareOptions, precision: str) -> bool | None:
+    """None where it is no question."""
+    return options.tf32 if options.device == "cuda" and precision == "fp32" else None
+
+
+def check_data(options: CompareOptions, settings: Sequence[Settings]) -> None:
+    """Open the data once for each shape that will be asked of it."""
+    for seq_length, vocab_size in sorted(
+        {(s.seq_length, s.model_config_resolved["vocab_size"]) for s in settings}
+    ):
+        data.open_data(options.data, seed=options.seed, seq_length=seq_length, vocab_size=vocab_size)
+
+
+def check_baseline(options: CompareOptions, configurations: Sequence[Configuration]) -> None:
+    known = [*dict.fromkeys(c.strategy for c in configurations), *(c.name for c in configurations)]
+    if options.baseline is not None and options.baseline not in known:
+        near = difflib.get_close_matches(options.baseline, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"--baseline {options.baseline!r} is no row of this comparison: {hint}rows: {', '.join(known)}"
+        )
+
+
+def warnings_about(configurations: Sequence[Configuration], *, host_ranks: int | None) -> list[str]:
+    warnings = []
+    largest = max(configuration.settings.world_size for configuration in configurations)
+    largest = min(largest, host_ranks or largest)
+    cpus = cpus_usable()
+    if largest > cpus:
+        warnings.append(
+            f"{largest} ranks share {cpus} CPU core{'s' if cpus != 1 else ''}: "
+            "step times show the sharing, not the strategies"
+        )
+    return warnings

@@ -1,0 +1,151 @@
+"""What the command hands to the ranks of one configuration and what each rank hands back. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zerobench.results.schema import RowDtypes, Settings
+
+NUM_PASSES = 2  # verification and measurement, each with a strategy built anew
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Job(_Message):
+    """One configuration for one group of fresh processes."""
+
+    name: str
+    kind: Literal["row", "reference"]
+    strategy: str
+    settings: Settings
+    model: dict[str, Any]
+    verify_model: dict[str, Any]  # the same, or with fewer layers where the reference would not fit
+    # Processes to start; a reference is one process that trains settings.world_size ranks' batches.
+    num_ranks: int
+    verify: bool
+    measure: bool
+    reference_strategy: str | None = None  # what a row is held against
+    reference_file: str | None = None  # a reference writes it, a row reads it
+    profile_steps: int = 5
+    validation_batches: int = 8
+    timeout_s: float
+    rank_memory_bytes: int | None = None
+    data_digest: str | None = None  # of the bytes that every rank must find
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Progress(_Message):
+    """A rank is alive and at ``step`` of ``phase``."""
+
+    phase: str
+    step: int
+
+
+class RankError(_Message):
+    """An exception ended a rank."""
+
+    type: str
+    message: str
+    phase: str
+    out_of_memory: Literal["device", "host"] | None = None  # whose memory ran out
+    communication: bool = False
+    at_s: float  # time.time() when it was raised, which tells cause from effect
+
+
+class Skipped(_Message):
+    """The strategy says that it cannot run these settings."""
+
+    reason: str
+
+
+class TensorDeviation(_Message):
+    """What rank 0 found when it compared tensors with the reference file."""
+
+    gradient: float
+    gradient_worst: str
+    update: float
+    piece: float
+    piece_worst: str
+    optimizer: float
+    optimizer_worst: str
+    max_abs: float
+
+
+class Verification(_Message):
+    """One rank's part of the verification pass; the fields that need all parameters are rank 0's only."""
+
+    loss: float  # this rank's, step 1
+    norm: float | None
+    evaluation: float | None = None  # loss of this rank's held-out batch after the last step
+    # The reference's with the row's parameters, by rank.
+    expected_evaluations: list[float] = Field(default_factory=list)
+    reads: float | None = None
+    reads_worst: str | None = None
+    loss_dtype: str | None = None
+    checksum: str | None = None
+    deviation: TensorDeviation | None = None
+
+
+class DeviceMemory(_Message):
+    """One rank's device over the measured window; docs/metrics.md says how each figure is made."""
+
+    peak_bytes: int
+    allocated_bytes: int  # at the end
+    torch_allocated_peak_bytes: int | None = None
+    torch_reserved_peak_bytes: int | None = None
+    outside_torch_bytes: int | None = None
+
+
+class WindowTransfers(_Message):
+    """Of offloaded state over the measured window, bytes per step."""
+
+    to_host_bytes: int | None = None
+    to_device_bytes: int | None = None
+    nvme_read_bytes: int | None = None
+    nvme_written_bytes: int | None = None
+    pinned_bytes: int | None = None
+    pinned_requested_bytes: int | None = None
+    offload_ratio: float | None = None
+    io_engine: str | None = None
+    chunk_numel: int | None = None
+    limit_gb_s: dict[str, float] = Field(default_factory=dict)  # by direction
+    limit_note: str | None = None  # why those of files are not there
+
+
+class Window(_Message):
+    """One rank's measured window."""
+
+    step_times_ms: list[float]
+    losses: list[float]
+    began_s: float  # time.time()
+    ended_s: float
+    validation_loss: float | None
+    memory: DeviceMemory
+    peak_host_bytes: int | None
+    communication_bytes: dict[str, int] | None  # per step, by collective
+    memory_bytes: dict[str, dict[str, int]]
+    activation_bytes: int | None = None
+    activation_and_shard_bytes: int | None = None
+    phases_ms: dict[str, float]
+    transfers: WindowTransfers | None = None
+    energy_per_step_j: float | None = None  # of this rank's GPU
+    compiled_graphs: float | None = None  # per step
+    # In fp16, of the window's steps and the last warm-up step.
+    applied_steps: int | None = None
+    skipped_steps: int | None = None
+    threads: int
+    communicator: str | None = None
+    binding: str | None = None  # the node and the cores that the rank was bound to
+    update_cpus: str | None = None  # what updates on CPUs, and why there
+
+
+class Report(_Message):
+    """All that one rank has to say when it ended well."""
+
+    dtypes: RowDtypes
+    verification: Verification | None = None
+    window: Window | None = None

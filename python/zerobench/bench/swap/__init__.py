@@ -1,0 +1,1 @@
+"""What rows on NVMe need of locked memory and of disks."""

@@ -1,0 +1,116 @@
+"""How much of a row's state swaps, and what memory io_uring locks for it. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zerobench import models
+from zerobench.bench.plan.fit import with_layers
+from zerobench.bench.plan.names import OURS
+from zerobench.bench.swap.frames import LINE_NUMEL, PAGE_BYTES, STATE_BYTES, Frames, Swapping, round_up
+from zerobench.host.io_settings import io_choice
+from zerobench.report.words import GIB
+from zerobench.strategies.base import NVME_OFFLOADS
+
+if TYPE_CHECKING:
+    from zerobench.bench.plan.plan import Configuration
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swap:
+    """Of all ranks of a host, about: what a step reads and writes, and the memory that io_uring locks for it."""
+
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+    locked_bytes: float = 0.0
+
+
+def may_swap(configuration: Configuration) -> bool:
+    """Whether a row can have state on NVMe as it asks for, as far as names tell: built-in strategies that cannot are
+    skipped, and move nothing."""
+    strategy, settings = configuration.strategy, configuration.settings
+    if settings.offload not in NVME_OFFLOADS:
+        return False
+    if strategy in OURS:
+        return configuration.stage == 3 or (configuration.stage != 0 and settings.offload == "nvme")
+    return ":" in strategy or (strategy == "deepspeed3" and settings.device == "cuda")
+
+
+def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> Swap | None:
+    """``host_ranks``: of this host, where others have some too. None where the row itself finds out (ratio auto)."""
+    settings = configuration.settings
+    ranks = min(settings.world_size, host_ranks or settings.world_size)
+    if settings.offload_ratio == "auto":
+        return None
+    element_bytes = 4 if settings.precision == "fp32" else 2
+    if configuration.strategy not in OURS:
+        numel = (settings.parameter_count or 0) * ranks / settings.world_size
+        parameters_bytes = element_bytes * numel if settings.offload == "nvme_full" else 0.0
+        return Swap(
+            read_bytes=STATE_BYTES * numel + 2 * parameters_bytes,
+            written_bytes=STATE_BYTES * numel + parameters_bytes,
+        )
+    share = 1.0 if settings.offload_ratio is None else float(settings.offload_ratio)
+    numels = [share * numel / settings.world_size for numel in unit_numels(configuration)]
+    shards = [round_up(math.ceil(numel), LINE_NUMEL) for numel in numels]  # about
+    if not share:
+        return Swap()
+    budget_gib = settings.host_memory_gib
+    own = configuration.options.get("offload_optimizer") or {}
+    io = io_choice(settings.nvme_paths, own)
+    swapping = Swapping(
+        shards=shards,
+        io=io,
+        path_num=len(settings.nvme_paths),
+        element_bytes=element_bytes,
+        pages_parameters=settings.offload == "nvme_full",
+        budget_bytes=own.get("host_memory_bytes") or (budget_gib * GIB / ranks if budget_gib else None),
+    )
+    chunk_numel = own.get("chunk_numel") or swapping.chosen_chunk_numel()
+    state, parameters = swapping.frames_within_budget(chunk_numel)
+    outgoing_bytes = swapping.outgoing_bytes(chunk_numel)
+    frames = [frames for frames in (state, parameters) if frames is not None]
+    pool_bytes = outgoing_bytes + sum(each.bytes for each in frames) + element_bytes * sum(shards)
+    state_bytes = STATE_BYTES * sum(numels) * state.swapped_share
+    parameters_bytes = element_bytes * sum(numels) * parameters.swapped_share if parameters else 0.0
+    return Swap(
+        read_bytes=ranks * (state_bytes + 2 * parameters_bytes),
+        written_bytes=ranks * (state_bytes + parameters_bytes),
+        locked_bytes=ranks
+        * (
+            locked_bytes(frames, begin=outgoing_bytes, pool_bytes=pool_bytes)
+            + 2 * len(frames) * ring_bytes(io.depth)  # those of an engine before may not be gone yet
+        ),
+    )
+
+
+def locked_bytes(frames: Sequence[Frames], *, begin: int, pool_bytes: int) -> int:
+    """What the kernel charges for rings over such frames, one behind the other in the pool: of each ring every page
+    that it touches, and those of the pool are huge but for its end."""
+    huge_end = pool_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    charged = 0
+    for each in frames:
+        end = begin + each.bytes
+        first = begin // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES if begin < huge_end else begin
+        charged += (round_up(end, _HUGE_PAGE_BYTES) if end <= huge_end else end) - first
+        begin = end
+    return charged
+
+
+def ring_bytes(depth: int) -> int:
+    """Of a ring itself, its requests (64 bytes each) and its two queues, which the kernel may charge too."""
+    entry_num = 1 << depth.bit_length()  # the least power of two for one more than the depth
+    return round_up(64 * entry_num, PAGE_BYTES) + round_up(36 * entry_num + 256, PAGE_BYTES)
+
+
+def unit_numels(configuration: Configuration) -> list[int]:
+    """Of the root and each block, about."""
+    config = models.ModelConfig.model_validate(configuration.model)
+    count, layers = models.parameter_count(config), config.num_layers
+    block = models.parameter_count(with_layers(config, layers + 1)) - count
+    return [max(count - layers * block, 1), *[block] * layers]

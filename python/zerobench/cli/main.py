@@ -1,0 +1,202 @@
+"""The command line. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zerobench.cli.compare import COMPARE_HELP, compare
+from zerobench.errors import ConfigError, DataError, Error
+from zerobench.host import interrupts
+from zerobench.host.consoles import drop_stdout, forget_unknown_size, plain_console
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer brings under its own name
+
+app = typer.Typer(
+    help="Compare ways of training a model on several ranks: are they right, how fast, and in how much memory.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def root(
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            help="Show the traceback of an error. Stands before the command: zerobench --debug compare.",
+        ),
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+app.command(help=COMPARE_HELP)(compare)
+
+
+@app.command()
+def show(
+    results: Annotated[Path, typer.Argument(help="A results.json or the folder that holds one.")],
+    plots: Annotated[
+        Path | None, typer.Option(help="Draw the plots into this folder. Default: plots beside results.json.")
+    ] = None,
+) -> None:
+    """The table, the advice and the plots again, from files alone."""
+    from zerobench.bench.run import show as show_results
+    from zerobench.report import read_results, write_plots
+
+    found = read_results(results)
+    show_results(found, plain_console())
+    folder = plots or (results if results.is_dir() else results.parent) / "plots"
+    try:
+        paths = write_plots(found, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot receive plots ({error.strerror or error}): give a folder to write to as --plots"
+        ) from None
+    for path in paths:
+        plain_console().print(str(path), soft_wrap=True, highlight=False)
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, the way result files carry it.")] = False,
+) -> None:
+    """Facts about the machine and the installation."""
+    from zerobench.host.gpus import visible_gpus
+    from zerobench.host.machine import gpu_module_facts, machine_facts, version_facts
+    from zerobench.host.storage import storage_facts
+
+    seen = visible_gpus()
+    facts = {"machine": machine_facts(seen.gpus), "versions": version_facts(gpus=True)}
+    facts["machine"]["cuda_module"] = gpu_module_facts()
+    facts["machine"]["storage"] = storage_facts()
+    if seen.reason:
+        facts["machine"]["no_gpus"] = seen.reason
+    if as_json:
+        print(json.dumps(facts, indent=1))
+        return
+    for name in ("cuda_module", "cuda_reason"):  # which machine.cuda_module tells in words
+        facts["machine"]["details"]["build"].pop(name, None)
+    console = plain_console()
+    for line in fact_lines(facts):
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
+    """Nested facts as dotted lines, bytes in GiB, lists with commas."""
+    lines = []
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            lines += fact_lines(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for index, item in enumerate(value):
+                lines += fact_lines(item, f"{prefix}{key}.{index}.")
+        elif key.endswith("_bytes") and isinstance(value, int):
+            lines.append(f"{prefix}{key.removesuffix('_bytes')}: {value / (1 << 30):.1f} GiB")
+        elif value is None or value in ([], ()):
+            lines.append(f"{prefix}{key.removesuffix('_bytes')}: none")
+        elif isinstance(value, list | tuple):
+            lines.append(f"{prefix}{key}: {', '.join(map(str, value))}")
+        else:
+            lines.append(f"{prefix}{key}: {value}")
+    return lines
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
+SEVERAL_VALUES = ("--config", "--nvme-path")
+
+
+def gather_files(arguments: Sequence[str]) -> list[str]:
+    """`--config a b c` as `--config a --config b --config c`, which is how the parser takes several values."""
+    result: list[str] = []
+    repeating = ""
+    for argument in arguments:
+        if repeating and not argument.startswith("-") and result[-1] != repeating:
+            result.append(repeating)
+        elif argument.startswith("-"):
+            repeating = argument if argument in SEVERAL_VALUES else ""
+        result.append(argument)
+    return result
+
+
+def main() -> None:
+    """Every error that a user can cause ends in one line on stderr, and no traceback."""
+    open_standard_descriptors()
+    forget_unknown_size()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it was closed
+            stream.reconfigure(errors="replace")  # whatever the locale can write
+    from zerobench.cli import bench, bench_io
+
+    app.add_typer(bench.app, name="bench")
+    app.add_typer(bench_io.tune_app, name="tune")
+    interrupts.interrupt_on_signals()
+    expect_text(sys.argv[1:])
+    arguments = gather_files(sys.argv[1:]) or ["--help"]
+    debug = "--debug" in arguments
+    try:
+        code = app(args=arguments, prog_name="zerobench", standalone_mode=False)
+        if code == 128 + signal.SIGINT:  # what typer makes of any interrupt that reaches it
+            code = interrupts.exit_code()
+    except (typer.Abort, KeyboardInterrupt):
+        fail("interrupted", interrupts.exit_code())
+    except UsageError as error:
+        if not error.format_message():  # `zerobench bench`, whose help was shown
+            sys.exit(2)
+        fail(error.format_message(), 2)
+    except BrokenPipeError:  # `| head` has seen enough
+        drop_stdout()
+        sys.exit(1)
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        if error.errno in _NO_MORE_FILES:
+            fail(f"{error.strerror}: raise the limit (`ulimit -n`), or start fewer ranks", 1)
+        if error.filename is None and error.errno in _FULL:
+            drop_stdout()
+            fail(f"standard output cannot be written ({error.strerror})", 1)
+        fail(f"{error} (zerobench --debug shows where)", 1)
+    except Error as error:
+        if debug:
+            traceback.print_exc()
+        fail(str(error), 2 if isinstance(error, ConfigError | DataError) else 1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def expect_text(arguments: Sequence[str]) -> None:
+    """Result files are UTF-8 and hold the command with all names in it; Python keeps other bytes as half surrogates."""
+    for argument in arguments:
+        if any("\udc80" <= character <= "\udcff" for character in argument):
+            fail(
+                f"the argument {argument} is no text in this locale's encoding ({sys.getfilesystemencoding()}): give "
+                "another name, or set LC_ALL=C.UTF-8 if it is UTF-8",
+                2,
+            )
+
+
+def open_standard_descriptors() -> None:
+    """What a caller has closed: else the first files and pipes that are opened would be standard input and output."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def fail(message: str, code: int) -> None:
+    plain_console(stderr=True).print(f"zerobench: {message}", style="red", soft_wrap=True, highlight=False)
+    sys.exit(code)

@@ -1,0 +1,1 @@
+"""The training engine: ``zerobench.initialize`` and what it returns."""

@@ -1,0 +1,1 @@
+"""The micro-benchmarks, each against a peer and a roofline."""

@@ -1,0 +1,224 @@
+"""What micro-benchmarks show and write: tables, and a file that is never overwritten. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from zerobench.bench.output import write_atomically
+from zerobench.errors import ConfigError, Error
+from zerobench.host.gpus import Gpu
+from zerobench.host.machine import machine_facts, version_facts
+from zerobench.report.words import GIB, KIB, MIB
+from zerobench.results.stats import Ratio
+
+SCHEMA_VERSION = 1
+_WIDEST = 10_000
+_RAW = ("samples", "outliers")  # lists of these names are for JSON alone
+
+
+@dataclass(kw_only=True)
+class TextTable:
+    """Cells in sections. The first column reads from the left, figures from the right."""
+
+    title: str
+    columns: Sequence[str]
+    sections: list[list[Sequence[str]]] = field(default_factory=list)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Every figure is whole, however narrow the terminal; columns without one are left to files."""
+        return console.render(self._shown(), options.update(max_width=_WIDEST))
+
+    def _shown(self) -> Table:
+        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        rows = [cells for section in self.sections for cells in section]
+        shown = [
+            index for index in range(len(self.columns)) if {cells[index] for cells in rows} - {"", "n/a"}
+        ]
+        for index in shown:
+            widest = max(len(cells[index]) for cells in rows)
+            name = self.columns[index]
+            lines = [name] if len(name) <= widest else name.split()
+            table.add_column("\n".join(lines), justify="left" if index == 0 else "right", no_wrap=True)
+        for section in self.sections:
+            for cells in section:
+                table.add_row(*(cells[index] for index in shown))
+            table.add_section()
+        return table
+
+
+@dataclass(kw_only=True)
+class MicroReport:
+    """All that one micro-benchmark has to say."""
+
+    benchmark: str
+    machine: str
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]]
+    tables: list[TextTable]
+    notes: str
+    gpus: Sequence[Gpu] = ()  # in use
+
+
+class OutputFile:
+    """Made before the first measurement, so that a place that cannot be written costs no time, and knows the machine
+    as it was then; replaced as a whole at the end."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        if path is None:
+            return
+        self._details = machine_facts()["details"]
+        if path.suffix not in (".json", ".csv", ".md"):
+            raise ConfigError(f"--output {path} must end in .json, .csv or .md")
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            raise ConfigError(f"--output {path} exists: give the name of a new file") from None
+        except OSError as error:
+            raise ConfigError(
+                f"--output {path} cannot be written ({error.strerror or error}): name one in a folder to write to"
+            ) from None
+
+    def write(self, report: MicroReport) -> None:
+        if self._path is None:
+            return
+        if self._path.suffix == ".json":
+            text = json_text(report, self._details)
+        else:
+            text = (csv_text if self._path.suffix == ".csv" else markdown_text)(report)
+        try:
+            write_atomically(self._path, text.encode())
+        except OSError as error:
+            raise Error(f"{self._path} cannot be written ({error.strerror or error})") from None
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Where nothing was measured no empty file stays."""
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed it meanwhile
+            if self._path is not None and self._path.stat().st_size == 0:
+                self._path.unlink()
+
+
+def json_text(report: MicroReport, details: Mapping[str, Any]) -> str:
+    """``details``: facts of the machine that runs change, such as its load, from before this one."""
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": report.benchmark,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": ["zerobench", *sys.argv[1:]],
+        "machine": machine_facts(report.gpus) | {"details": details},
+        "versions": version_facts(gpus=bool(report.gpus)),
+        "settings": report.settings,
+        "rows": report.rows,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def csv_text(report: MicroReport) -> str:
+    """Scalars and short lists of each row, nested ones under dotted names; raw samples stay in JSON."""
+    flat = [dict(flatten(row)) for row in report.rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return buffer.getvalue()
+
+
+def markdown_text(report: MicroReport) -> str:
+    """The tables as the terminal shows them, to paste into a write-up."""
+    lines = [f"`{shlex.join(['zerobench', *sys.argv[1:]])}`", "", report.machine, ""]
+    for table in report.tables:
+        align = [":--", *("--:" for _ in table.columns[1:])]
+        rows = [table.columns, align, *(cells for section in table.sections for cells in section)]
+        lines += [f"{table.title}:", "", *(f"| {' | '.join(cells)} |" for cells in rows), ""]
+    return "\n".join([*lines, f"{report.notes}.", ""])
+
+
+def flatten(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            pairs += flatten(value, f"{prefix}{name}.")
+        elif not isinstance(value, list | tuple):
+            pairs.append((f"{prefix}{name}", value))
+        elif name not in _RAW:
+            pairs.append((f"{prefix}{name}", ",".join(map(str, value))))
+    return pairs
+
+
+def ratio_json(ratio: Ratio | None) -> dict[str, float | None] | None:
+    return None if ratio is None else ratio._asdict()
+
+
+def ratio_cell(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "n/a"
+    digits = 1 if ratio.value >= 9.95 else 2
+    value = f"{ratio.value:.{digits}f}"
+    if ratio.low is None or ratio.high is None:
+        return value
+    return f"{value} [{ratio.low:.{digits}f}, {ratio.high:.{digits}f}]"
+
+
+def size_text(size_bytes: int) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size_bytes >= unit:
+            return (
+                f"{size_bytes / unit:g} {name}"
+                if size_bytes % unit == 0
+                else f"{size_bytes / unit:.2f} {name}"
+            )
+    return f"{size_bytes} B"
+
+
+def print_table(console: Console, table: TextTable) -> None:
+    """Where the terminal is narrower than the table, lines go on below."""
+    console.print(table, soft_wrap=True)
+
+
+def print_comment(console: Console, text: str) -> None:
+    """A line that is no data."""
+    console.print(f"# {text}", highlight=False, soft_wrap=True)
+
+
+def new_progress(notes: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=notes,
+        transient=True,
+        disable=not notes.is_terminal,
+    )
+
+
+def machine_line(gpus: Sequence[Gpu] = ()) -> str:
+    """What the figures depend on, in one line above them. ``gpus``: those in use."""
+    facts, versions = machine_facts(), version_facts()
+    load = facts["details"]["load_average"][0]
+    packages = ", ".join(
+        f"{name} {version}" for name, version in versions.items() if name in ("zerobench", "torch")
+    )
+    devices = "".join(f"{num} x {name}, " for name, num in Counter(gpu.name for gpu in gpus).items())
+    return f"{devices}{facts['cpu']}, {facts['cores']} cores, load average {load:.1f}; {packages}"

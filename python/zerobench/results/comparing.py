@@ -1,0 +1,239 @@
+"""The columns that compare rows with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from zerobench.results.schema import Results, Row
+
+from .rows import (
+    DEFAULT_BASELINES,
+    FLOOR,
+    GB,
+    by_workload,
+    fastest,
+    is_ranked,
+    saw_all_state,
+    step_rate,
+    tokens_per_step,
+)
+from .stats import ratio_error
+
+# Settings in which a row and its baseline must agree, besides batch and world size.
+_POINT = ("clip", "checkpointing")
+# Settings that a row shares with its floor, besides the workload.
+_FLOOR_POINT = ("batch_size", "grad_accum", "checkpointing", "compile", "dropout", "tf32")
+
+# Settings that an offloaded row shares with the row that it is held against: all but where state is and when it is
+# updated, which only offloaded rows may be able to choose.
+PLAIN_POINT = ("world_size", "clip", *_FLOOR_POINT)
+
+
+def _baseline_strategy(rows: Sequence[Row], baseline: str | None) -> str | None:
+    """What every row of a workload is compared with, so that one column has one meaning."""
+    if baseline is not None:
+        return baseline
+    present = {row.strategy for row in rows if is_ranked(row)}
+    return next((strategy for strategy in DEFAULT_BASELINES if strategy in present), None)
+
+
+def _find_baseline(row: Row, rows: Sequence[Row], wanted: str | None) -> Row | None:
+    """The row that `row` is compared with: the one named `wanted`, or that strategy's at the same settings. A strategy
+    that only ever has one rank (`single`) is compared across world sizes where the other side has just one."""
+    usable = [other for other in rows if is_ranked(other)]
+    named = [other for other in usable if other.name == wanted]
+    if named:
+        return named[0]
+    alike = [other for other in usable if other.strategy == wanted and same_point(row, other)]
+    same_size = [other for other in alike if other.settings.world_size == row.settings.world_size]
+    if not same_size and any(_only_one_rank(rows, strategy) for strategy in (row.strategy, wanted)):
+        same_size = alike if len({other.settings.world_size for other in alike}) == 1 else []
+    return min(
+        same_size,
+        key=lambda other: (
+            other.settings.compile != row.settings.compile,
+            other.settings.offload not in (row.settings.offload, "none"),
+            other.settings.offload != row.settings.offload,
+            _batch(other) != _batch(row),
+            other.settings.communicator != row.settings.communicator,
+            other.settings.optimizer_in_backward != row.settings.optimizer_in_backward,
+            other.name,
+        ),
+        default=None,
+    )
+
+
+def _only_one_rank(rows: Sequence[Row], strategy: str | None) -> bool:
+    return all(row.settings.world_size == 1 for row in rows if row.strategy == strategy)
+
+
+def _batch(row: Row) -> tuple[int, int]:
+    return row.settings.batch_size, row.settings.grad_accum
+
+
+def same_point(row: Row, other: Row) -> bool:
+    """Whether they do as much work in a step, on a rank or in all, and clip and checkpoint alike."""
+    same_batch = _batch(row) == _batch(other) or tokens_per_step(row) == tokens_per_step(other)
+    return same_batch and all(getattr(row.settings, key) == getattr(other.settings, key) for key in _POINT)
+
+
+def finish_rows(results: Results, baseline: str | None = None) -> None:
+    """Fills the columns that compare rows: relative and its uncertainty, speedup, memory change, baseline, the share of
+    the floor, how much of the memory is explained, and tokens/s per GB of peak. Only ok rows count. `baseline` names a
+    strategy or a row; by default ddp, else ddp_master, else single.
+
+    May be called after every row; what it fills depends on the set of rows alone, not on their order."""
+    for rows in by_workload(results.rows):
+        best, wanted = fastest(rows), _baseline_strategy(rows, baseline)
+        for row in rows:
+            row.relative = row.relative_uncertainty = row.speedup = row.memory_change_pct = None
+            row.tokens_per_s_per_peak_gb = row.of_compute_only = row.baseline = None
+            row.memory_explained_pct = row.offload_practicality = None
+            rate = step_rate(row)
+            if row.status != "ok" or rate is None:
+                continue
+            if row.peak_device_bytes and saw_all_state(row) and row.strategy != FLOOR:
+                row.tokens_per_s_per_peak_gb = rate / (row.peak_device_bytes / GB)
+            floor = floor_of(row, rows)
+            row.of_compute_only = _share_of_floor(row, floor)
+            row.memory_explained_pct = _memory_explained_pct(row, floor)
+            row.offload_practicality = _practicality(row, rows)
+            if not is_ranked(row) or best is None:
+                continue
+            _fill_relative(row, best)
+            _fill_against_baseline(row, _find_baseline(row, rows, wanted))
+
+
+def floor_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The row of the model's own forward and backward at the same settings, on the same ranks if there is one."""
+    for floor in sorted(rows, key=lambda floor: floor.settings.world_size != row.settings.world_size):
+        if floor.strategy != FLOOR or floor.status != "ok" or floor.step_time_ms is None:
+            continue
+        if floor.settings.device == "cpu" and floor.settings.world_size != row.settings.world_size:
+            continue  # fewer ranks have more of the cores each
+        if all(getattr(floor.settings, key) == getattr(row.settings, key) for key in _FLOOR_POINT):
+            return floor
+    return None
+
+
+def _share_of_floor(row: Row, floor: Row | None) -> float | None:
+    """How much of the step is the model's own forward and backward: the floor's step time over this row's."""
+    if floor is None or row.strategy == FLOOR:
+        return None
+    assert row.step_time_ms is not None and floor.step_time_ms is not None
+    return floor.step_time_ms.median / row.step_time_ms.median
+
+
+def _memory_explained_pct(row: Row, floor: Row | None) -> float | None:
+    """How much of the peak its categories and the activations that the floor needs add up to."""
+    if floor is None or row.strategy == FLOOR:
+        return None
+    if floor.activation_bytes is None or row.memory_bytes is None or not row.peak_device_bytes:
+        return None
+    held = dict(row.memory_bytes.get("device", {}))
+    beside: float = floor.activation_bytes
+    if _makes_gradients_in_backward(row):
+        beside = _beside_parameters(row, floor, held.pop("gradients", 0))
+    return 100.0 * (sum(held.values()) + beside) / row.peak_device_bytes
+
+
+def _makes_gradients_in_backward(row: Row) -> bool:
+    """Whether the gradients that updates read live from backward to their update alone (docs/memory.md)."""
+    settings = row.settings
+    if settings.grad_accum > 1:
+        return False
+    if settings.world_size == 1 and settings.device == "cuda":
+        return row.strategy in ("zero0", "zero1", "zero2", "zero3") and settings.offload == "none"
+    return row.strategy in ("zero2", "zero3") and settings.world_size > 1
+
+
+def _beside_parameters(row: Row, floor: Row, gradient_bytes: int) -> float:
+    """The peak of activations and so many bytes of gradients, which come as activations go: at most both in full. The
+    floor took it with none of them, with a rank's shards and with all, kept from their arrival on; the line that joins
+    two of these is an upper bound of what lies between. Files from before the second have the largest only."""
+    assert floor.activation_bytes is not None
+    held = (floor.memory_bytes or {}).get("device", {})
+    both = floor.activation_bytes + gradient_bytes
+    if "parameters" not in held or not floor.peak_device_bytes:
+        return both
+    all_bytes = held.get("gradients", 0)
+    with_all = max(floor.activation_bytes, floor.peak_device_bytes - held["parameters"])
+    if floor.activation_and_shard_bytes is None:
+        return min(both, with_all)
+    kept_bytes: float = gradient_bytes
+    if row.settings.optimizer_in_backward and row.dtypes and floor.dtypes:
+        # Fewer than all shards at once, and never more than if they were kept.
+        same_dtype = row.dtypes.reduce == floor.dtypes.reduce
+        kept_bytes = all_bytes / row.settings.world_size if same_dtype else all_bytes
+    points = [
+        (0, floor.activation_bytes),
+        (all_bytes / floor.settings.world_size, floor.activation_and_shard_bytes),
+        (all_bytes, with_all),
+    ]
+    for (low, below), (high, above) in pairwise(points):
+        if low <= kept_bytes < high:
+            return min(both, below + (above - below) * (kept_bytes - low) / (high - low))
+    return min(both, with_all)
+
+
+def plain_twins(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """The rows of the same strategy and settings without offload, whatever became of them. Rows that ran have the same
+    communicator."""
+    return [
+        plain
+        for plain in rows
+        if plain.strategy == row.strategy
+        and plain.settings.offload == "none"
+        and all(getattr(plain.settings, key) == getattr(row.settings, key) for key in PLAIN_POINT)
+        and (plain.step_time_ms is None or plain.settings.communicator == row.settings.communicator)
+    ]
+
+
+def plain_twin(row: Row, rows: Sequence[Row]) -> Row | None:
+    """What an offloaded row is held against; updated at the same time where there is such a row."""
+    measured = [
+        plain for plain in plain_twins(row, rows) if plain.status == "ok" and plain.step_time_ms is not None
+    ]
+    return min(
+        measured,
+        key=lambda plain: (
+            plain.settings.optimizer_in_backward != row.settings.optimizer_in_backward,
+            plain.name,
+        ),
+        default=None,
+    )
+
+
+def _practicality(row: Row, rows: Sequence[Row]) -> float | None:
+    """Step time of the same row without offload over this row's."""
+    plain = plain_twin(row, rows) if row.settings.offload != "none" else None
+    if plain is None:
+        return None
+    assert plain.step_time_ms is not None and row.step_time_ms is not None
+    return plain.step_time_ms.median / row.step_time_ms.median
+
+
+def _fill_relative(row: Row, best: Row) -> None:
+    assert row.step_time_ms is not None and best.step_time_ms is not None
+    if row is best:
+        row.relative = 1.0
+        return
+    row_rate, best_rate = step_rate(row), step_rate(best)
+    assert row_rate is not None and best_rate is not None
+    row.relative = best_rate / row_rate
+    error = ratio_error(row.step_time_ms.samples, best.step_time_ms.samples)
+    if error is not None:
+        of_times = row.step_time_ms.median / best.step_time_ms.median
+        row.relative_uncertainty = row.relative * (error / of_times)
+
+
+def _fill_against_baseline(row: Row, base: Row | None) -> None:
+    if base is None:
+        return
+    row_rate, base_rate = step_rate(row), step_rate(base)
+    assert row_rate is not None and base_rate is not None
+    row.baseline = base.name
+    row.speedup = row_rate / base_rate
+    if row.peak_device_bytes and base.peak_device_bytes and saw_all_state(row) and saw_all_state(base):
+        row.memory_change_pct = 100.0 * (row.peak_device_bytes / base.peak_device_bytes - 1.0)

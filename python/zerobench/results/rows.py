@@ -1,0 +1,258 @@
+"""What rows share: workloads, rates, ranks, labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from zerobench.results.schema import Row, Settings
+
+from .stats import ratio_error
+
+GB = 1e9
+# In low precision ddp keeps fp32 parameters and is not comparable: ddp_master has those of the other rows.
+DEFAULT_BASELINES = ("ddp", "ddp_master", "single")
+FLOOR = "compute_only"  # forward and backward alone: a limit to hold rows against, not a way to train
+NOISE_SIGMAS = 2.0  # medians closer than this many standard errors of their ratio tie
+TOO_NOISY = 0.1  # standard error of a ratio, relative, from which a tie says nothing of who is fast
+
+SETTING_WORDS = {
+    "model": "model",
+    "world_size": "ranks",
+    "precision": "precision",
+    "batch_size": "batch",
+    "seq_length": "seq",
+    "grad_accum": "accum",
+    "offload": "offload",
+    "offload_ratio": "ratio",
+    "nvme_paths": "NVMe paths",
+    "host_memory_gib": "host GiB",
+    "optimizer_in_backward": "in backward",
+    "device_memory_gib": "device GiB",
+    "bind": "bind",
+    "compile": "compile",
+    "attention": "attention",
+    "dropout": "dropout",
+    "tf32": "TF32",
+    "clip": "clip",
+    "checkpointing": "checkpointing",
+    "num_steps": "steps",
+    "warmup_steps": "warm-up",
+    "repeats": "repeats",
+    "verify_steps": "verified steps",
+    "seed": "seed",
+    "data": "data",
+    "communicator": "communicator",
+    "threads_per_rank": "torch threads/rank",
+    "config_file": "config",
+}
+_FOLLOWING = ("parameter_count", "nvme_paths", "host_memory_gib")  # from the model, from offload
+_KNOWN_AFTER_A_RUN = ("communicator", "threads_per_rank")  # a row that did not run says nothing about them
+# Settings that make a row another task: rates across them are not ranked against each other.
+WORKLOAD_KEYS = ("model", "seq_length", "precision", "data")
+
+
+def flat_settings(row: Row) -> dict[str, Any]:
+    """Settings by dotted key, the resolved model configuration included; lists as tuples."""
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), item)
+        else:
+            flat[prefix] = tuple(value) if isinstance(value, list) else value
+
+    walk("", row.settings.model_dump())
+    return flat
+
+
+def setting_word(key: str) -> str:
+    return SETTING_WORDS.get(key, key.rsplit(".", 1)[-1].replace("_", " "))
+
+
+def workload(row: Row) -> tuple[Any, ...]:
+    """What is trained: rows are ranked within it. World size, batch and strategy are choices, not workload."""
+    settings = flat_settings(row)
+    model = sorted(
+        (key, value) for key, value in settings.items() if key.startswith("model_config_resolved.")
+    )
+    return (*(settings[key] for key in WORKLOAD_KEYS), *((key, repr(value)) for key, value in model))
+
+
+def by_workload(rows: Sequence[Row]) -> list[list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(workload(row), []).append(row)
+    return list(groups.values())
+
+
+def tokens_per_step(row: Row) -> int:
+    settings = row.settings
+    return settings.world_size * settings.batch_size * settings.seq_length * settings.grad_accum
+
+
+def step_rate(row: Row) -> float | None:
+    """Tokens a second from the median step time."""
+    if row.step_time_ms is None or row.step_time_ms.median <= 0:
+        return None
+    return tokens_per_step(row) / (row.step_time_ms.median / 1e3)
+
+
+def is_ranked(row: Row) -> bool:
+    """Right, comparable and measured: may be called fastest and be recommended."""
+    return row.status == "ok" and row.comparable and row.strategy != FLOOR and step_rate(row) is not None
+
+
+def repeats_text(rows: Sequence[Row]) -> str:
+    """Such as "3", or "1 to 2 of 3" where ok rows have fewer than were asked for: a comparison cut short."""
+    asked = rows[0].settings.repeats
+    done = {
+        len(row.step_time_ms.samples) // row.settings.num_steps
+        for row in rows
+        if row.status == "ok" and row.step_time_ms is not None
+    }
+    if done <= {asked}:
+        return str(asked)
+    least, most = min(done), max(done)
+    return f"{least if least == most else f'{least} to {most}'} of {asked}"
+
+
+def saw_all_state(row: Row) -> bool:
+    """Whether the window holds more than the first of all steps, at whose end some strategies only make their moments:
+    after that step's peak, while others have them from the start."""
+    return row.settings.warmup_steps + row.settings.num_steps > 1
+
+
+def has_peak(row: Row) -> bool:
+    """One that may be held against others'."""
+    return bool(row.peak_device_bytes) and saw_all_state(row)
+
+
+def fastest(rows: Sequence[Row]) -> Row | None:
+    """The ranked row with the highest rate; equal ones by name, so that row order does not matter."""
+    ranked = [row for row in rows if is_ranked(row)]
+    return min(ranked, key=lambda row: (-(step_rate(row) or 0.0), row.name), default=None)
+
+
+def noise(row: Row) -> float | None:
+    """Standard error of the row's ratio to the fastest, relative: that of the ratio's logarithm."""
+    if row.relative is None or row.relative_uncertainty is None:
+        return None
+    return row.relative_uncertainty / row.relative
+
+
+def ties_with_fastest(row: Row) -> bool:
+    """Whether the measured difference to the fastest row is below the noise. In logarithms, where a factor counts the
+    same up and down: an error as large as the ratio itself does not reach every ratio."""
+    if row.relative is None:
+        return False
+    return math.log(row.relative) <= NOISE_SIGMAS * (noise(row) or 0.0)
+
+
+def exceeds_noise(ratio: float, row: Row, other: Row) -> bool:
+    """Whether a ratio of the two rows' times or rates is further from 1 than the noise of both; not with too few steps
+    to tell."""
+    assert row.step_time_ms is not None and other.step_time_ms is not None
+    error = ratio_error(row.step_time_ms.samples, other.step_time_ms.samples)
+    if error is None:
+        return False
+    return abs(math.log(ratio)) > NOISE_SIGMAS * error / (row.step_time_ms.median / other.step_time_ms.median)
+
+
+def is_known(key: str, row: Row) -> bool:
+    """Whether the row's value of a setting is one, and not the absence of a run that would tell."""
+    return key not in _KNOWN_AFTER_A_RUN or row.step_time_ms is not None
+
+
+def varying_settings(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Keys whose values differ between rows: (those that one strategy has several values of, those that only differ
+    from strategy to strategy). Labels need the first kind only."""
+    flats = [flat_settings(row) for row in rows]
+    keys = [key for key in dict.fromkeys(key for flat in flats for key in flat) if key not in _FOLLOWING]
+    free: list[str] = []
+    tied: list[str] = []
+    for key in keys:
+        known = [(row, flat) for row, flat in zip(rows, flats, strict=True) if is_known(key, row)]
+        if len({repr(flat.get(key)) for _, flat in known}) < 2:
+            continue
+        seen: dict[str, set[str]] = {}
+        for row, flat in known:
+            seen.setdefault(row.strategy, set()).add(repr(flat.get(key)))
+        (free if any(len(values) > 1 for values in seen.values()) else tied).append(key)
+    if any(key == "model" for key in free):  # a model's name stands for its configuration
+        free = [key for key in free if not key.startswith("model_config_resolved.")]
+    return free, tied
+
+
+def ranks_text(world_size: int, settings: Settings) -> str:
+    """Such as "2 ranks" or "4 GPUs"."""
+    word = "GPU" if settings.device == "cuda" else "rank"
+    return f"{world_size} {word}{'s' if world_size != 1 else ''}"
+
+
+def setting_text(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " and ".join(map(setting_text, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def row_labels(rows: Sequence[Row]) -> list[str]:
+    """Short texts that tell rows apart: the strategy and what differs, or the names where that is not enough."""
+    free, _ = varying_settings(rows)
+    labels = []
+    for row in rows:
+        flat = flat_settings(row)
+        known = [key for key in free if is_known(key, row)]
+        labels.append(", ".join([row.strategy, *(labelled_setting(key, flat.get(key)) for key in known)]))
+    return labels if len(set(labels)) == len(labels) else [row.name for row in rows]
+
+
+def labelled_setting(key: str, value: Any) -> str:
+    """Such as "batch 8"; a model or precision speaks for itself."""
+    text = setting_text(value)
+    return text if key in ("model", "precision") else f"{setting_word(key)} {text}"
+
+
+def workload_heads(firsts: Sequence[Row]) -> list[str]:
+    """What tells workloads apart, given a row of each; of a model's configuration no more than that takes."""
+    flats = [flat_settings(row) for row in firsts]
+
+    def told_apart(*keys: str) -> int:
+        return len({tuple(repr(flat.get(key)) for key in keys) for flat in flats})
+
+    keys = [key for key in WORKLOAD_KEYS if told_apart(key) > 1]
+    for key in dict.fromkeys(key for flat in flats for key in flat if key.startswith("model_config")):
+        if told_apart(*keys, key) > told_apart(*keys):
+            keys.append(key)
+    return [", ".join(labelled_setting(key, flat.get(key)) for key in keys) for flat in flats]
+
+
+def checksum_marks(rows: Sequence[Row]) -> list[str]:
+    """ "=" where a row's checksum equals those of its whole group, "≠" where they differ, "" where nothing is said."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if row.checksum and row.deviation and row.deviation.checksum_group:
+            groups.setdefault(row.deviation.checksum_group, []).append(row.checksum)
+    marks = []
+    for row in rows:
+        group = groups.get(row.deviation.checksum_group or "", []) if row.deviation and row.checksum else []
+        marks.append("" if len(group) < 2 else "=" if len(set(group)) == 1 else "≠")
+    return marks
+
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+def dtype_text(row: Row) -> str | None:
+    if row.dtypes is None:
+        return None
+    roles: list[str] = [
+        getattr(row.dtypes, role) for role in ("param", "compute", "reduce", "master", "state")
+    ]
+    return "/".join(_SHORT.get(role, role) for role in roles)

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO stages, SuperOffload and DeepCompile as strategies."""
