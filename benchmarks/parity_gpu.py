@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from zerobench import data, models, strategies
-from zerobench.bench.output import write_atomically
+from zerobench.results.files import write_atomically
 from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, StrategySettings
 from zerobench.strategies.shared import checksum
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zerobench.bench.output import write_atomically
 from zerobench.report import read_results
+from zerobench.results.files import write_atomically
 from zerobench.results.rows import FLOOR, step_rate
 from zerobench.results.schema import Results, Row
 from zerobench.results.stats import ratio_error

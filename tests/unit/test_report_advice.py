@@ -10,8 +10,8 @@ from zerobench.report import (
     summarise,
     table_text,
 )
-from zerobench.report.words import join_words, ms_text
 from zerobench.results.schema import Results
+from zerobench.results.sizes import join_words, ms_text
 
 
 def test_advice_on_the_sample() -> None:

@@ -23,7 +23,7 @@ from zerobench.report import (
     write_csv,
     write_plots,
 )
-from zerobench.report.frame import replace_file
+from zerobench.results.files import replace_file
 from zerobench.results.schema import SCHEMA_VERSION, Results
 
 

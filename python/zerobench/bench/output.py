@@ -10,14 +10,10 @@ import weakref
 from datetime import datetime, timezone
 from pathlib import Path
 
-from zerobench.errors import ConfigError, Error
+from zerobench.errors import ConfigError
 from zerobench.report import table_text, write_csv, write_plots
-from zerobench.report.frame import replace_file
+from zerobench.results.files import cannot_be_written, write_atomically
 from zerobench.results.schema import Results
-
-
-class OutputError(Error):
-    """Results cannot be written; the message names the file and the reason."""
 
 
 class OutputFolder:
@@ -98,13 +94,6 @@ class OutputFolder:
             raise cannot_be_written(path, error) from None
 
 
-def cannot_be_written(path: Path, error: OSError) -> OutputError:
-    cure = "free space or give another --output-dir; what was complete before stays as it was"
-    if isinstance(error, FileNotFoundError):
-        cure = "its folder is gone; leave it where it is until the comparison ends"
-    return OutputError(f"{path} cannot be written ({error.strerror or error}): {cure}")
-
-
 def make_default_folder() -> Path:
     """A new results/compare_<time>, with a number when two start within a second."""
     stem = f"compare_{datetime.now(timezone.utc):%Y%m%d_%H%M%S}"
@@ -125,20 +114,3 @@ def check_new(folder: Path) -> None:
             raise ConfigError(
                 f"{path} exists and results would overwrite it: give another --output-dir, or move it away"
             )
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The whole new file or the whole old one, also after a crash of the machine."""
-
-    def write(partial: Path) -> None:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-
-    replace_file(path, write)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -29,7 +29,7 @@ from zerobench.bench.launch.environments import device_environment
 from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.mfu import utilisation
-from zerobench.bench.output import OutputError, OutputFolder
+from zerobench.bench.output import OutputFolder
 from zerobench.bench.plan.fit import TooLarge, verification_model, why_too_large
 from zerobench.bench.plan.names import rerun_command
 from zerobench.bench.plan.plan import Configuration, Plan
@@ -42,9 +42,10 @@ from zerobench.host import interrupts
 from zerobench.host.consoles import drop_stdout
 from zerobench.host.machine import busy_warning, machine_facts, version_facts
 from zerobench.report import advise, finish_rows, render_table
-from zerobench.report.words import GIB
+from zerobench.results.files import OutputError
 from zerobench.results.rows import FLOOR, repeats_text
 from zerobench.results.schema import Results, Row, Settings
+from zerobench.results.sizes import GIB
 
 SAMPLER_START_S = 10.0
 _AUTOCAST_REFERENCE = "zerobench.strategies.autocast:AutocastStrategy"

@@ -18,12 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from zerobench.bench.launch.environments import child_environment
 from zerobench.host.machine import memory_used_bytes
 from zerobench.host.nvml import Nvml
-from zerobench.host.processes import die_with_parent, name_process
-from zerobench.report.words import GIB
+from zerobench.host.processes import child_environment, die_with_parent, name_process
 from zerobench.results.schema import Sampled
+from zerobench.results.sizes import GIB
 
 # A reading keeps the driver busy for a few ms; so seldom that a median of steps does not know of it.
 GPU_INTERVAL_S = 0.25

@@ -14,7 +14,7 @@ import typer
 from zerobench.cli.values import name, split
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console
-from zerobench.report.words import GIB
+from zerobench.results.sizes import GIB
 
 if TYPE_CHECKING:
     from zerobench.host.gpus import Gpu

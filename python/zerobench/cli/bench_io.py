@@ -11,7 +11,7 @@ from zerobench.cli.bench import Output, Repeats, app, results_in, whole_bytes
 from zerobench.cli.values import name, split
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console
-from zerobench.report.words import GIB, MIB
+from zerobench.results.sizes import GIB, MIB
 
 tune_app = typer.Typer(
     help="Finds the fastest settings for this machine and keeps them for later runs.", no_args_is_help=True

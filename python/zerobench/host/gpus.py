@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from zerobench.bench.launch.environments import child_environment
+from zerobench.host.processes import child_environment
 
 _DRIVER_SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
 _ANSWER_S = 120.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,3 +41,9 @@ def write_line(fd: int, message: Mapping[str, Any]) -> None:
     view = memoryview(json.dumps(message).encode() + b"\n")
     while view:
         view = view[os.write(fd, view) :]
+
+
+def child_environment() -> dict[str, str]:
+    """For a Python that imports what this one does, and no file of the working folder in its place."""
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

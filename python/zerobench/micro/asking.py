@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from zerobench.bench.launch.environments import child_environment
 from zerobench.errors import Error
+from zerobench.host.processes import child_environment
 
 
 def ask(module: str, *arguments: str, failure: str, answer_s: float) -> str:

@@ -32,7 +32,7 @@ from zerobench.micro.output import (
     size_text,
 )
 from zerobench.micro.sampling import rotated
-from zerobench.report.words import MIB
+from zerobench.results.sizes import MIB
 from zerobench.results.stats import Ratio, median, median_of_ratios, summarise
 
 MODES = ("read", "write", "both")

@@ -19,7 +19,7 @@ from zerobench.host.io_settings import IoChoice
 from zerobench.host.machine import memory_available_bytes
 from zerobench.host.storage import free_bytes
 from zerobench.micro.output import size_text
-from zerobench.report.words import GIB, MIB
+from zerobench.results.sizes import GIB, MIB
 
 DEFAULT_BYTES = 8 * GIB  # of all files together, where a quarter of the free space allows
 FILL_S = 10.0  # files are no larger than what is written in this time

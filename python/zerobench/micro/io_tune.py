@@ -23,7 +23,7 @@ from zerobench.micro.output import (
     print_table,
     size_text,
 )
-from zerobench.report.words import MIB
+from zerobench.results.sizes import MIB
 from zerobench.results.stats import median
 
 BLOCKS = tuple(1 << power for power in range(17, 24))  # 128 KiB to 8 MiB

@@ -20,11 +20,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from zerobench.bench.output import write_atomically
 from zerobench.errors import ConfigError, Error
 from zerobench.host.gpus import Gpu
 from zerobench.host.machine import machine_facts, version_facts
-from zerobench.report.words import GIB, KIB, MIB
+from zerobench.results.files import write_atomically
+from zerobench.results.sizes import GIB, KIB, MIB
 from zerobench.results.stats import Ratio
 
 SCHEMA_VERSION = 1

@@ -12,18 +12,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerobench.report.advice import advise
+    from zerobench.report.frame import load, write_csv
+    from zerobench.report.plots import write_plots
+    from zerobench.report.tables import render_table, table_text
     from zerobench.results.comparing import finish_rows
+    from zerobench.results.files import read_results
     from zerobench.results.stats import Ratio, median_of_ratios, summarise
-
-    from .advice import advise
-    from .frame import load, read_results, write_csv
-    from .plots import write_plots
-    from .tables import render_table, table_text
 
 _HOME = {
     "advise": "zerobench.report.advice",
     "load": "zerobench.report.frame",
-    "read_results": "zerobench.report.frame",
+    "read_results": "zerobench.results.files",
     "write_csv": "zerobench.report.frame",
     "write_plots": "zerobench.report.plots",
     "finish_rows": "zerobench.results.comparing",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from zerobench.report.words import all_ranks_text
 from zerobench.results.comparing import PLAIN_POINT, plain_twin, plain_twins, same_point
 from zerobench.results.rows import (
     FLOOR,
@@ -23,9 +24,8 @@ from zerobench.results.rows import (
     workload_heads,
 )
 from zerobench.results.schema import Results, Row
+from zerobench.results.sizes import bytes_text, count_text, join_words, memory_unit, ms_text, rate_text
 from zerobench.results.stats import FEWEST_SAMPLES, median, median_error
-
-from .words import all_ranks_text, bytes_text, count_text, join_words, memory_unit, ms_text, rate_text
 
 NEAR_FASTEST = 1.10  # memory is worth giving up this much time
 NOTABLE_SAVING_PCT = 2.0

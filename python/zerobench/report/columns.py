@@ -18,8 +18,7 @@ from zerobench.results.rows import (
     varying_settings,
 )
 from zerobench.results.schema import Row
-
-from .words import memory_unit, rate_text
+from zerobench.results.sizes import memory_unit, rate_text
 
 ABSENT = "-"
 ALWAYS = 100  # shown though empty

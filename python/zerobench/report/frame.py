@@ -1,78 +1,22 @@
-"""Result files in, pandas frames and CSV out."""
+"""Rows of results as pandas frames and as CSV."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
-import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from zerobench.errors import DataError
-from zerobench.results.rows import by_workload, fastest
-from zerobench.results.schema import SCHEMA_VERSION, Results, Row
-from zerobench.results.stats import FEWEST_SAMPLES
+from zerobench.results.files import AnyPath, read_results, replace_file
+from zerobench.results.schema import Results, Row
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
-
-AnyPath = str | os.PathLike[str]
-
-
-def read_results(path: AnyPath) -> Results:
-    """The parsed results.json, given itself or its folder. Raises DataError for what is no result file, or one of a
-    newer version."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "results.json"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DataError(f"{file} does not exist: give a results.json or the folder that holds one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from None
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:  # numbers of too many digits, nested too deeply
-        raise DataError(f"{file} is not a zerobench result file: {error}") from None
-    _expect_known_version(file, content)
-    try:
-        results = Results.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise DataError(f"{file} is not a zerobench result file: {place}: {first['msg']}") from None
-    _drop_unfounded(results)
-    return results
-
-
-def _drop_unfounded(results: Results) -> None:
-    """Errors and outliers that older versions told from too few samples."""
-    for rows in by_workload(results.rows):
-        best = fastest(rows)
-        for row in rows:
-            if _has_few_samples(row) or (best is not None and _has_few_samples(best)):
-                row.relative_uncertainty = None
-            if row.step_time_ms is not None and _has_few_samples(row):
-                row.step_time_ms.outliers = []
-
-
-def _has_few_samples(row: Row) -> bool:
-    return row.step_time_ms is not None and len(row.step_time_ms.samples) < FEWEST_SAMPLES
-
-
-def _expect_known_version(file: Path, content: Any) -> None:
-    """Before anything else is judged: what a newer version holds may look wrong to this one."""
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise DataError(
-            f"{file} has schema_version {version} and this zerobench reads up to {SCHEMA_VERSION}: upgrade zerobench"
-        )
 
 
 def flat_row(row: Row) -> dict[str, Any]:
@@ -187,15 +131,3 @@ def write_csv(results: Results, path: AnyPath) -> None:
     replace_file(
         Path(path), lambda partial: partial.write_text(buffer.getvalue(), encoding="utf-8", newline="")
     )
-
-
-def replace_file(target: Path, write: Callable[[Path], object]) -> None:
-    """The whole new file or the old one; nothing is left beside it when writing fails."""
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        write(partial)
-        partial.replace(target)
-    except BaseException:  # Ctrl-C, too
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from zerobench.report.words import DTYPE_ROLES
 from zerobench.results.comparing import floor_of
 from zerobench.results.rows import (
     DEFAULT_BASELINES,
@@ -21,9 +22,8 @@ from zerobench.results.rows import (
     workload_heads,
 )
 from zerobench.results.schema import Results, Row
+from zerobench.results.sizes import join_words, ms_text
 from zerobench.results.stats import drift, ends
-
-from .words import DTYPE_ROLES, join_words, ms_text
 
 NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
 BELOW_FLOOR = (

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerobench.report.words import all_ranks_text
+from zerobench.results.files import replace_file
 from zerobench.results.rows import flat_settings, row_labels, setting_text, setting_word, varying_settings
 from zerobench.results.schema import Results, Row
-
-from .frame import replace_file
-from .words import all_ranks_text, count_text, memory_unit
+from zerobench.results.sizes import count_text, memory_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ Segment = tuple[str, float]  # category and length
 def write_plots(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
     """PNG files in `folder` (made if missing): those for which any row has values. Returns their paths. Raises
     OSError."""
-    from .scatter import speed_memory_figure
+    from zerobench.report.scatter import speed_memory_figure
 
     drawn: list[tuple[str, Figure | None]] = [
         ("step_time.png", step_time_figure(results)),

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from zerobench.report.plots import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
 from zerobench.results.rows import FLOOR, by_workload, has_peak, row_labels, step_rate
 from zerobench.results.schema import Results, Row
-
-from .plots import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
-from .words import memory_unit
+from zerobench.results.sizes import memory_unit
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

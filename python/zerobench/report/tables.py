@@ -6,12 +6,11 @@ import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from zerobench.report.columns import ABSENT, ALWAYS, LAST, Column, table_columns
+from zerobench.report.notes import note_lines
+from zerobench.report.words import header_lines
 from zerobench.results.rows import by_workload, fastest, is_ranked
 from zerobench.results.schema import Results, Row
-
-from .columns import ABSENT, ALWAYS, LAST, Column, table_columns
-from .notes import note_lines
-from .words import header_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult

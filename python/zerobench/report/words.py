@@ -1,9 +1,9 @@
-"""The sentences before the table: machine, versions and settings; and how sizes and counts are written."""
+"""The sentences before the table: machine, versions and settings."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from zerobench.results.rows import (
@@ -18,50 +18,15 @@ from zerobench.results.rows import (
     varying_settings,
 )
 from zerobench.results.schema import Results, Row
+from zerobench.results.sizes import GIB, count_text, join_words
 
 DTYPE_ROLES = "param/compute/reduce/master/state"
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
-
-def memory_unit(values: Iterable[int | None]) -> tuple[str, int]:
-    """One unit for a whole table or plot."""
-    largest = max((value for value in values if value is not None), default=0)
-    if largest >= 8 * GIB:
-        return "GiB", GIB
-    return ("MiB", MIB) if largest >= MIB or largest == 0 else ("KiB", KIB)
-
-
-def bytes_text(value: int) -> str:
-    unit, unit_bytes = memory_unit([value])
-    return f"{value / unit_bytes:,.1f} {unit}"
-
-
-def count_text(value: int) -> str:
-    """A parameter count: 912,384 as 0.91 M."""
-    for size, word in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.5 * size:
-            return f"{value / size:.3g} {word}"
-    return str(value)
-
-
-def ms_text(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 1000 else f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
-
-
-def rate_text(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def all_ranks_text(rows: Sequence[Row]) -> str:
     """Such as "1 and 2 ranks"."""
     *fewer, most = sorted({row.settings.world_size for row in rows})
     return join_words([*map(str, fewer), ranks_text(most, rows[0].settings)])
-
-
-def join_words(words: Sequence[str]) -> str:
-    """Such as "a, b and c"; with semicolons between words that hold commas, as labels of rows may."""
-    between = "; " if any(", " in word for word in words) else ", "
-    return words[0] if len(words) == 1 else f"{between.join(words[:-1])} and {words[-1]}"
 
 
 def header_lines(results: Results) -> list[tuple[str, str]]:

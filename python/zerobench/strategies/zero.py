@@ -110,7 +110,7 @@ class ZeroStrategy(Strategy):
         return None
 
     def build(self, model_factory: ModelFactory) -> None:
-        import zerobench
+        from zerobench.engine.engine import initialize
 
         self._determinism = Determinism(self.settings)
         self._compiler = Compiler(self.settings)
@@ -118,7 +118,7 @@ class ZeroStrategy(Strategy):
         whole = self.settings.compile == "whole"
         if not whole:
             self._compiler.apply(model)
-        self._engine = zerobench.initialize(
+        self._engine = initialize(
             model=model, config=engine_config(self.settings, stage=self.stage), materialise=materialise
         )
         if whole:

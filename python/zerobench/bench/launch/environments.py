@@ -8,19 +8,12 @@ from __future__ import annotations
 import os
 import random
 import socket
-import sys
 import uuid
 
 from zerobench.bench.protocol.job import NUM_PASSES, Job
 from zerobench.errors import Error
 
 _PORTS = range(20000, 32000)  # below the ephemeral range, which outgoing connections take from
-
-
-def child_environment() -> dict[str, str]:
-    """For a Python that imports what this one does, and no file of the working folder in its place."""
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def free_ports(num_ports: int) -> list[int]:

@@ -19,15 +19,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from zerobench._native import import_torch
 from zerobench.bench.launch.swap_files import remove_left
-from zerobench.host.processes import die_with_parent, name_process, vm_data_bytes, write_line
+from zerobench.bench.protocol.messages import FD_LIMIT, MESSAGE_LIMIT_BYTES, send
+from zerobench.host.processes import die_with_parent, name_process, vm_data_bytes
 
-MESSAGE_LIMIT_BYTES = 1 << 17
-FD_LIMIT = 250  # of one SCM_RIGHTS message
 # Imported by every strategy's first optimizer step; plain Python, and a second for each rank if not done here.
 _TORCH_MODULES = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 _RANK_MODULE = "zerobench.bench.rank.worker"  # another half of a second
@@ -158,11 +156,6 @@ def run_child(
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
-
-
-def send(report_fd: int, kind: str, body: Mapping[str, Any]) -> None:
-    """One message of a rank to the command, as ranks.py reads it."""
-    write_line(report_fd, {"kind": kind, "body": body})
 
 
 def tell(error: BaseException, *, report_fd: int, is_limited: bool) -> None:

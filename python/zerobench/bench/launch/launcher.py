@@ -22,14 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerobench.bench.launch.environments import child_environment, environment_of, local_environments
-from zerobench.bench.launch.forkserver import MESSAGE_LIMIT_BYTES
+from zerobench.bench.launch.environments import environment_of, local_environments
 from zerobench.bench.launch.outcome import Outcome, failed_at_s, judge, oom_kill_num
 from zerobench.bench.launch.ranks import ProgressCallback, RankState, last_sign_s, read_pipe, where
-from zerobench.bench.output import cannot_be_written
 from zerobench.bench.protocol.job import Job
+from zerobench.bench.protocol.messages import MESSAGE_LIMIT_BYTES
 from zerobench.errors import ConfigError, Error
 from zerobench.host.locked_folder import LockedFolder
+from zerobench.host.processes import child_environment
+from zerobench.results.files import cannot_be_written
 
 GRACE_S = 5.0  # what the other ranks get to notice a failure and say so
 WATCHDOG_MARGIN_S = 3.0  # communicators, which can name the rank at fault, come first

@@ -11,7 +11,7 @@ from typing import Literal
 
 from zerobench.bench.launch.ranks import RankState
 from zerobench.bench.protocol.job import Report
-from zerobench.report.words import GIB
+from zerobench.results.sizes import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

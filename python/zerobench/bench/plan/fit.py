@@ -14,7 +14,7 @@ from zerobench.engine.config import parse as parse_config
 from zerobench.host.gpus import Gpu
 from zerobench.host.machine import memory_available_bytes
 from zerobench.models.hf_config import RANDOM_WEIGHTS
-from zerobench.report.words import GIB, KIB, MIB
+from zerobench.results.sizes import GIB, KIB, MIB
 
 # Which of parameters, gradients and optimizer state every rank holds in full at a stage; the rest is divided.
 _REPLICATED = {

@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from pydantic import BaseModel
 
-from zerobench.bench.launch import forkserver
 from zerobench.bench.protocol.job import Progress, RankError
+from zerobench.bench.protocol.messages import send
 from zerobench.errors import CommunicationError, OutOfMemoryError
 from zerobench.host.machine import memory_available_bytes
 from zerobench.host.processes import vm_data_bytes
-from zerobench.report.words import GIB
+from zerobench.results.sizes import GIB
 
 TICK_INTERVAL_S = 0.5
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
@@ -33,7 +33,7 @@ class Channel:
         self._failed = False
 
     def send(self, kind: str, body: BaseModel) -> None:
-        forkserver.send(self._fd, kind, body.model_dump(mode="json"))
+        send(self._fd, kind, body.model_dump(mode="json"))
 
     def fail(self, error: BaseException) -> None:
         """Say what ended this rank, once and at once: closing comes after, and peers that notice it complain too."""

@@ -26,7 +26,7 @@ from zerobench.bench.protocol.tolerances import (
 from zerobench.bench.rank.reads import WorstRead, watched
 from zerobench.bench.rank.replay import optimizer_deviation, sample
 from zerobench.errors import Error, VerificationError
-from zerobench.report.words import MIB
+from zerobench.results.sizes import MIB
 from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, Strategy, StrategySettings
 from zerobench.strategies.shared import checksum
 

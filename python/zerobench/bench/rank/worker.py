@@ -27,8 +27,8 @@ from zerobench.bench.rank.meters import Meter, open_meter
 from zerobench.bench.rank.transfers import file_limits, link_limits
 from zerobench.errors import Error
 from zerobench.host.machine import cpus_usable
-from zerobench.report.words import GIB
 from zerobench.results.schema import RowDtypes
+from zerobench.results.sizes import GIB
 from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, Strategy, StrategySettings
 
 

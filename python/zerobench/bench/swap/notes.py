@@ -20,7 +20,7 @@ from zerobench.host.io_settings import (
     slow_path_warning,
 )
 from zerobench.host.storage import free_bytes, lockable_bytes
-from zerobench.report.words import MIB
+from zerobench.results.sizes import MIB
 from zerobench.strategies.base import NVME_OFFLOADS
 
 if TYPE_CHECKING:

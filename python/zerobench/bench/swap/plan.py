@@ -12,7 +12,7 @@ from zerobench.bench.plan.fit import with_layers
 from zerobench.bench.plan.names import OURS
 from zerobench.bench.swap.frames import LINE_NUMEL, PAGE_BYTES, STATE_BYTES, Frames, Swapping, round_up
 from zerobench.host.io_settings import io_choice
-from zerobench.report.words import GIB
+from zerobench.results.sizes import GIB
 from zerobench.strategies.base import NVME_OFFLOADS
 
 if TYPE_CHECKING:
