@@ -37,7 +37,7 @@ def on_disks_of_their_own(tmp_path, monkeypatch) -> None:
 
 
 def swapping(*paths: Path, **options) -> list[Configuration]:
-    values = {**SMALL, "models": ("gpt2-xl",), "strategies": ("zero3",), "offloads": ("none", "nvme")}
+    values = {**SMALL, "model": ("gpt2-xl",), "strategies": ("zero3",), "offload": ("none", "nvme")}
     return make_plan(CompareOptions(**{**values, "nvme_paths": paths, **options})).configurations
 
 
@@ -83,24 +83,24 @@ def test_a_row_swaps_what_its_memory_does_not_hold(tmp_path) -> None:
 
     count = swapping(tmp_path)[0].settings.parameter_count or 0
     assert moved() == pytest.approx((12 * count, 12 * count))
-    assert moved(offload_ratios=(0.5,)) == pytest.approx((6 * count, 6 * count))
-    assert moved(offload_ratios=(0.001,)) == (0, 0)  # the frames hold it
+    assert moved(offload_ratio=(0.5,)) == pytest.approx((6 * count, 6 * count))
+    assert moved(offload_ratio=(0.001,)) == (0, 0)  # the frames hold it
     assert moved(host_memory_gib=64.0) == (0, 0)
     assert 0 < moved(host_memory_gib=15.0)[0] < 12 * count
-    assert moved(offloads=("nvme_full",)) == pytest.approx((20 * count, 16 * count))  # fp32
-    (row,) = swapping(tmp_path, offloads=("nvme",), world_sizes=(4,))
+    assert moved(offload=("nvme_full",)) == pytest.approx((20 * count, 16 * count))  # fp32
+    (row,) = swapping(tmp_path, offload=("nvme",), world_size=(4,))
     of_half = swap_plan.swap_of(row, host_ranks=2)
     assert of_half is not None and of_half.read_bytes == pytest.approx(6 * count)
-    assert swap_plan.swap_of(swapping(tmp_path, offload_ratios=("auto",))[-1]) is None
+    assert swap_plan.swap_of(swapping(tmp_path, offload_ratio=("auto",))[-1]) is None
 
 
 def test_what_moves_nothing_needs_no_probe_and_no_warning(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(disks, "probe", lambda paths, io: pytest.fail("probed"))
     assert disks.disk_warnings(swapping(tmp_path, host_memory_gib=64.0)) == []
-    assert disks.disk_warnings(swapping(offloads=("none",))) == []
+    assert disks.disk_warnings(swapping(offload=("none",))) == []
     cannot = ("zero0", "fsdp2", "deepspeed2", "deepspeed3")  # on CPU ranks
-    assert disks.disk_warnings(swapping(tmp_path, strategies=cannot, offloads=("nvme",))) == []
-    assert disks.disk_warnings(swapping(tmp_path, strategies=("zero1",), offloads=("nvme_full",))) == []
+    assert disks.disk_warnings(swapping(tmp_path, strategies=cannot, offload=("nvme",))) == []
+    assert disks.disk_warnings(swapping(tmp_path, strategies=("zero1",), offload=("nvme_full",))) == []
 
 
 def test_folders_on_one_disk_are_told_and_count_once(tmp_path, monkeypatch) -> None:
@@ -140,7 +140,7 @@ def test_what_was_tuned_is_told_with_what_it_is(tmp_path) -> None:
     assert note.endswith(f"(settings of {default_file()})")
     (note,) = disks.tuned_notes(swapping(tmp_path, io_engine="io_uring"))
     assert "with io_uring, blocks of 4096 KiB, depth 4, tuned" in note
-    assert disks.tuned_notes(swapping(offloads=("none",))) == []
+    assert disks.tuned_notes(swapping(offload=("none",))) == []
     own = {"io_engine": "threads", "io_block_bytes": 1 << 20, "io_depth": 8}
     assert io_choice([tmp_path], own) == IoChoice("threads", 1 << 20, 8)
 
@@ -163,7 +163,7 @@ def test_rows_whose_ring_may_not_lock_its_memory_are_known_before_they_start(tmp
     section = {"device": "nvme", "nvme_path": str(tmp_path)}
     for own, refused in ({}, True), ({"io_engine": "threads"}, False), ({"io_allow_fallback": True}, False):
         file.write_text(json.dumps({"stage": 2, "offload_optimizer": {**section, **own}}))
-        options = {"nvme_paths": (), "offloads": ("none",), "config_files": (file,)}
+        options = {"nvme_paths": (), "offload": ("none",), "config": (file,)}
         (reason,) = reasons(swapping(**options))
         assert (reason is not None) == refused
         (row,) = swapping(**options, io_engine="threads")
@@ -175,7 +175,7 @@ def test_rows_whose_ring_may_not_lock_its_memory_are_known_before_they_start(tmp
 
 def test_an_engine_needs_rows_that_swap(tmp_path) -> None:
     with pytest.raises(ConfigError, match="--io-engine is about state on NVMe"):
-        swapping(offloads=("none",), io_engine="threads")
+        swapping(offload=("none",), io_engine="threads")
     with pytest.raises(ConfigError, match="unknown --io-engine 'uring': use one of io_uring, threads"):
         swapping(tmp_path, io_engine="uring")
 

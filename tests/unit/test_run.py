@@ -45,8 +45,8 @@ def comparison(tmp_path):
 
         def of(**options) -> Comparison:
             chosen = {
-                "data": "synthetic", "seq_lengths": (64,), "strategies": ("compute_only", "single", "zero1", "zero3"),
-                "device": "cuda", "gpus": GPUS, "precisions": ("bf16",), "compiles": ("block",), **options,
+                "data": "synthetic", "seq_length": (64,), "strategies": ("compute_only", "single", "zero1", "zero3"),
+                "device": "cuda", "gpus": GPUS, "precision": ("bf16",), "compile": ("block",), **options,
             }  # fmt: skip
             return Comparison(make_plan(CompareOptions(**chosen)), OutputFolder(tmp_path / "out"), launcher)
 
@@ -89,8 +89,8 @@ def test_the_reference_is_plain_and_serves_all_that_train_the_same(comparison) -
 
 def test_the_reference_accumulates_what_all_ranks_train_on(comparison, monkeypatch) -> None:
     found = comparison(
-        device="cpu", gpus=(), strategies=("zero2",), world_sizes=(4,), grad_accums=(3,), host_memory_gib=10.0,
-        offloads=("cpu_optimizer",),
+        device="cpu", gpus=(), strategies=("zero2",), world_size=(4,), grad_accum=(3,), host_memory_gib=10.0,
+        offload=("cpu_optimizer",),
     )  # fmt: skip
     (row,) = found.plan.configurations
     monkeypatch.setenv("MASTER_PORT", "1")  # set anew by each pass
@@ -139,7 +139,7 @@ def test_a_rank_warms_up_measures_and_profiles_on_steps_that_follow_each_other(
     comparison, monkeypatch
 ) -> None:
     found = comparison(
-        device="cpu", gpus=(), strategies=("single",), world_sizes=(1,), num_layers=(1,), hidden_sizes=(16,),
+        device="cpu", gpus=(), strategies=("single",), world_size=(1,), num_layers=(1,), hidden_size=(16,),
         warmup_steps=2, num_steps=3,
     )  # fmt: skip
     (job,) = found.passes(found.plan.configurations[0], None)
@@ -185,7 +185,7 @@ def test_rows_say_the_mode_that_fp32_products_run_in(comparison, monkeypatch) ->
     )
 
     def compute(precision: str, *, tf32: bool) -> str:
-        found = comparison(device="cpu", gpus=(), strategies=("single",), precisions=(precision,))
+        found = comparison(device="cpu", gpus=(), strategies=("single",), precision=(precision,))
         (job,) = found.passes(found.plan.configurations[0], None)
         job.settings.tf32 = tf32
         return worker.row_dtypes(SingleStrategy(worker.strategy_settings(job, place)), job).compute
@@ -488,7 +488,7 @@ class EndsBadly(SingleStrategy):
 
 
 def test_what_went_wrong_first_is_what_a_rank_says(comparison, monkeypatch) -> None:
-    found = comparison(device="cpu", gpus=(), strategies=("single",), num_layers=(1,), hidden_sizes=(16,))
+    found = comparison(device="cpu", gpus=(), strategies=("single",), num_layers=(1,), hidden_size=(16,))
     (job,) = found.passes(found.plan.configurations[0], None)
     monkeypatch.setenv("MASTER_PORT", "1")
     place = worker.Place(

@@ -44,23 +44,12 @@ from zerobench.host.machine import busy_warning, machine_facts, version_facts
 from zerobench.report import advise, finish_rows, render_table
 from zerobench.results.files import OutputError
 from zerobench.results.rows import FLOOR, repeats_text
-from zerobench.results.schema import Results, Row, Settings
+from zerobench.results.schema import Results, Row
+from zerobench.results.settings import Settings, reference_values
 from zerobench.results.sizes import GIB
 
 SAMPLER_START_S = 10.0
 _AUTOCAST_REFERENCE = "zerobench.strategies.autocast:AutocastStrategy"
-# Settings that must not change any result, so the reference runs without them.
-_OF_NO_REFERENCE = {
-    "checkpointing": False,
-    "compile": "none",
-    "offload": "none",
-    "offload_ratio": None,
-    "nvme_paths": [],
-    "host_memory_gib": None,
-    "device_memory_gib": None,
-    "optimizer_in_backward": False,
-    "bind": "none",
-}
 
 
 def run_comparison(
@@ -336,7 +325,7 @@ class Comparison:
             name=f"reference of {configuration.name}",
             kind="reference",
             strategy=reference_strategy(configuration),
-            settings=configuration.settings.model_copy(update=_OF_NO_REFERENCE),
+            settings=configuration.settings.model_copy(update=reference_values()),
             model=model,
             verify_model=model,
             num_ranks=1,

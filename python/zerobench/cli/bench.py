@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zerobench.cli.values import name, split
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console
+from zerobench.results.setting_values import name, split
 from zerobench.results.sizes import GIB
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from zerobench.report.words import all_ranks_text
-from zerobench.results.comparing import PLAIN_POINT, plain_twin, plain_twins, same_point
+from zerobench.results.comparing import plain_twin, plain_twins, same_point
 from zerobench.results.rows import (
     FLOOR,
     NOISE_SIGMAS,
@@ -24,6 +24,7 @@ from zerobench.results.rows import (
     workload_heads,
 )
 from zerobench.results.schema import Results, Row
+from zerobench.results.settings import Changes, settings_that_change
 from zerobench.results.sizes import bytes_text, count_text, join_words, memory_unit, ms_text, rate_text
 from zerobench.results.stats import FEWEST_SAMPLES, median, median_error
 
@@ -34,7 +35,7 @@ NOTABLY_SLOWER_GPU_PCT = 2.0
 POWER_CAPPED_PCT = 50.0  # of the samples: the cap rather than the work sets the clocks
 _REPLICATED = ("single", "ddp", "ddp_compress", "ddp_master", "zero0")
 # What else decides how much memory rows of one workload need.
-_SHARDING_POINT = (*PLAIN_POINT, "offload", "offload_ratio", "optimizer_in_backward")
+SHARDING_POINT = settings_that_change(Changes.FLOOR | Changes.STEP | Changes.PLACE)
 
 
 def advise(results: Results) -> list[str]:
@@ -166,7 +167,7 @@ def _little_saved_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     points: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if row.settings.world_size > 1:
-            points.setdefault(tuple(getattr(row.settings, key) for key in _SHARDING_POINT), []).append(row)
+            points.setdefault(tuple(getattr(row.settings, key) for key in SHARDING_POINT), []).append(row)
     pairs = []
     for found in points.values():
         sharded = _smallest([row for row in found if _is_sharded(row)])

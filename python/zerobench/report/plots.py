@@ -18,6 +18,7 @@ from zerobench.report.words import all_ranks_text
 from zerobench.results.files import replace_file
 from zerobench.results.rows import flat_settings, row_labels, setting_text, setting_word, varying_settings
 from zerobench.results.schema import Results, Row
+from zerobench.results.settings import leading_settings
 from zerobench.results.sizes import count_text, memory_unit
 
 if TYPE_CHECKING:
@@ -362,7 +363,7 @@ def subtitle(rows: Sequence[Row]) -> str:
     free, tied = varying_settings(rows)
     flat = flat_settings(rows[0])
     words = []
-    for key in ("model", "precision", "world_size", "batch_size", "seq_length", "grad_accum"):
+    for key in leading_settings():
         if key in free or (key in tied and key != "world_size"):
             continue
         value = flat[key]
