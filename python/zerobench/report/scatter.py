@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zerobench.results.rows import FLOOR, by_workload, has_peak, row_labels, step_rate
 from zerobench.results.schema import Results, Row
 
-from .plots import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
+from .style import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
 from .words import memory_unit
 
 if TYPE_CHECKING:
