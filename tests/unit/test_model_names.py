@@ -95,7 +95,7 @@ def test_sizes_are_overridable_and_what_follows_from_them_follows(name):
 def test_a_configuration_survives_json():
     for name in ("tiny", "mistralai/Mistral-7B-v0.1", "facebook/opt-350m"):
         config = models.find(name, {"num_layers": 2})
-        assert models.ModelConfig.model_validate(json.loads(json.dumps(config.model_dump()))) == config
+        assert models.from_dict(json.loads(json.dumps(config.model_dump()))) == config
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_weights_of_which_a_part_is_there_are_not_passed_over(tmp_path):
 
 
 def test_mixtral_needs_a_transformers_that_takes_its_experts_together(monkeypatch):
-    monkeypatch.setattr(models.names, "_major_version", lambda package: 4)
+    monkeypatch.setattr(models.parse, "_major_version", lambda package: 4)
     with pytest.raises(ConfigError, match=r"before transformers 5 .*pip install -U transformers"):
         models.resolve("mistralai/Mixtral-8x7B-v0.1")
     models.resolve("hf:gpt2")
@@ -306,7 +306,7 @@ models.build(models.resolve("tiny"), 0)
 assert models.parameter_count(models.find("facebook/opt-125m")) == 125_239_296
 try:
     models.resolve("facebook/opt-125m")
-except models.names.ConfigError as error:
+except models.parse.ConfigError as error:
     print(error)
 """
     run = subprocess.run(

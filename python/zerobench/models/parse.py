@@ -1,4 +1,4 @@
-"""Models by name: presets of our own, names of the Hugging Face hub and local folders, all without network.
+"""Configurations from names and from dictionaries. No name needs a network:
 
 - ``gpt2``, ``tiny`` and the like: zerobench's own presets (presets.py), plain PyTorch.
 - ``organisation/name``: the hub's name, built by transformers: a shipped configuration (hub.json) or one that lies in
@@ -25,7 +25,7 @@ from zerobench.engine.config import read_json
 from zerobench.errors import ConfigError
 from zerobench.models.config import ModelConfig, suggest
 from zerobench.models.hf_config import RANDOM_WEIGHTS, HFConfig, from_published
-from zerobench.models.presets import preset_names, resolve_preset
+from zerobench.models.presets import PresetConfig, preset_names, resolve_preset
 from zerobench.models.weight_files import checked_weights, has_weights, is_whole
 
 
@@ -62,6 +62,12 @@ def find(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     raise ConfigError(
         f"unknown model {name!r}: {suggest(name, [*preset_names(), *known])}{_local_hint(name)}"
     )
+
+
+def from_dict(values: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration that ``model_dump`` gave ``values``. Raises pydantic's ValidationError."""
+    kind = HFConfig if "architecture" in values else PresetConfig
+    return kind.model_validate(values)
 
 
 def _of_folder(name: str, folder: Path, overrides: Mapping[str, Any]) -> HFConfig:
