@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, did_you_mean
 
 T = TypeVar("T", bound="ModelConfig")
 
@@ -69,9 +68,7 @@ def checked_overrides(overrides: Mapping[str, Any] | None, *, known: Iterable[st
 
 
 def suggest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}known: {', '.join(known)}"
+    return f"{did_you_mean(name, known, cutoff=0.5)}known: {', '.join(known)}"
 
 
 def first_problem(error: ValidationError) -> str:
