@@ -10,6 +10,7 @@ import sys
 import pytest
 from conftest import Command
 
+from zerobench import __version__
 from zerobench.host.gpus import driver_present
 
 
@@ -186,14 +187,23 @@ def test_help_shows_every_word_whole_in_80_columns(command, monkeypatch) -> None
         assert "--help" in text and "…" not in text, words
 
 
+def test_version_is_one_line(command) -> None:
+    script = [sys.executable, "-c", "from zerobench.cli.main import main; main()", "--version"]
+    as_script = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    for result in (command.run("--version", timeout_s=60), as_script):
+        assert (result.returncode, result.stdout, result.stderr) == (0, f"zerobench {__version__}\n", "")
+    assert "--version" in command.run("--help", timeout_s=60).stdout
+
+
 def test_info_and_help_need_no_torch(command) -> None:
     code = (
         "import sys\n"
         "sys.argv = ['zerobench', 'info']\n"
         "from zerobench.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
-        "sys.argv = ['zerobench', 'compare', '--help']\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "for arguments in (['--version'], ['compare', '--help']):\n"
+        "    sys.argv = ['zerobench', *arguments]\n"
+        "    try:\n        main()\n    except SystemExit as end:\n        assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules\n"
     )
     result = subprocess.run(
@@ -234,7 +244,7 @@ def test_a_locale_without_the_signs_of_a_help_text_gets_others() -> None:
     assert result.returncode == 0 and "--strategies" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["info"], ["compare", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["info"], ["--version"], ["compare", "--help"]], ids=" ".join)
 def test_a_full_standard_output_is_one_line(arguments) -> None:
     with open("/dev/full", "w") as full:
         result = subprocess.run(

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zerobench import __version__
 from zerobench.cli.compare import COMPARE_HELP, compare
 from zerobench.errors import ConfigError, DataError, Error
 from zerobench.host import interrupts
@@ -30,8 +31,17 @@ app = typer.Typer(
 )
 
 
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"zerobench {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+    ] = False,
     debug: Annotated[
         bool,
         typer.Option(
