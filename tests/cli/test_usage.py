@@ -34,6 +34,11 @@ def refuses(command, *arguments: str) -> str:
         (["--strategies", "FSDP2"], "did you mean 'fsdp2'"),
         (["--strategies", "ddp,"], "--strategies ''"),
         (["--stages", "4"], "--stages 4"),
+        (["--stages", "0", "4"], "--stages 4"),
+        (["--stages=0", "x"], "--stages 'x'"),
+        (["--stages", "0", "-1"], "-1"),
+        (["--stages", "0", "--", "1"], "unexpected extra argument"),
+        (["--strategies", "ddp", "zero_3"], "did you mean 'zero3'"),
         (["--precision", "fp8"], "unknown --precision 'fp8'"),
         (["--device", "gpu"], "auto, cpu, cuda"),
         (["--compile", "all"], "unknown --compile 'all': use one of none, block, whole"),
@@ -71,6 +76,20 @@ def test_an_impossible_comparison_is_refused(command, arguments, said) -> None:
     (command.folder / "has_results").mkdir()
     (command.folder / "has_results" / "results.json").write_text("{}")
     assert said in refuses(command, "compare", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--strategies", "single", "ddp,zero3", "--stages", "3", "0,0", "3"],
+        ["--strategies=single,ddp,zero3", "--stages=3", "0"],
+        ["--strategies", "single", "--strategies", "ddp, zero3", "--stages", "0"],
+    ],
+    ids=" ".join,
+)
+def test_strategies_and_stages_take_commas_and_spaces(command, arguments) -> None:
+    line = refuses(command, "compare", "--device", "cpu", *arguments, "--baseline", "none")
+    assert ": rows: single, ddp, zero3, zero0" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write into any folder")

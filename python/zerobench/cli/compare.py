@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from zerobench.cli.values import clip_norm, folder, model_options, name, on_or_off, share, split, stage_name
+from zerobench.cli.values import (
+    clip_norm,
+    comma_list,
+    folder,
+    model_options,
+    name,
+    on_or_off,
+    share,
+    split,
+    stage_name,
+)
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console
 
@@ -47,18 +57,23 @@ def compare(
         ),
     ] = None,
     strategies: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
+            metavar="NAME...",
             help="single, compute_only, zero0 to zero3, ddp, ddp_compress, ddp_master, fsdp1, fsdp2, fsdp2_keep, "
             "deepspeed0 to deepspeed3, deepspeed3_leaves, deepspeed3_super, deepcompile3 (also with _prefetch, "
             "_selective or _both behind it), mfsdp1 to mfsdp3, or package.module:ClassName of your own. Default: "
             "single, zero0 to zero3, ddp and fsdp2; on GPUs compute_only to fsdp2_keep, and deepspeed0 to "
-            "deepspeed3_leaves and mfsdp1 to mfsdp3 where they are installed."
+            "deepspeed3_leaves and mfsdp1 to mfsdp3 where they are installed. Commas or spaces separate them.",
         ),
     ] = None,
     stages: Annotated[
-        str | None,
-        typer.Option(help="Short for strategies zero0 to zero3: --stages 0,3. Joins --strategies."),
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE...",
+            help="Short for strategies zero0 to zero3: --stages 0,3. Joins --strategies. Commas or spaces separate "
+            "them.",
+        ),
     ] = None,
     batch_size: Annotated[
         str | None, typer.Option(help="Sequences per rank and micro-batch. Default: 4, on GPUs 8.")
@@ -214,9 +229,10 @@ def compare(
     given = given_ranks(os.environ)
     if given is not None and given.rank != 0:
         raise typer.Exit(follow(given))
-    chosen = split("--strategies", strategies, name) if strategies is not None else []
-    if stages is not None:
-        chosen += [stage for stage in split("--stages", stages, stage_name) if stage not in chosen]
+    chosen = split("--strategies", comma_list(strategies), name) if strategies else []
+    if stages:
+        named = split("--stages", comma_list(stages), stage_name)
+        chosen += [stage for stage in named if stage not in chosen]
     if config and chosen:
         raise ConfigError("--config names the rows, so --strategies and --stages cannot be given with it")
     seen = visible_gpus() if device in ("auto", "cuda") else VisibleGpus()

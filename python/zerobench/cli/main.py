@@ -127,18 +127,21 @@ def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
-SEVERAL_VALUES = ("--config", "--nvme-path")
+SEVERAL_VALUES = ("--config", "--nvme-path", "--stages", "--strategies")
 
 
-def gather_files(arguments: Sequence[str]) -> list[str]:
-    """`--config a b c` as `--config a --config b --config c`, which is how the parser takes several values."""
+def gather_values(arguments: Sequence[str]) -> list[str]:
+    """Return `--config a b c` as `--config a --config b --config c`, which is how the parser takes several values."""
     result: list[str] = []
     repeating = ""
-    for argument in arguments:
+    for index, argument in enumerate(arguments):
+        if argument == "--":  # no options follow
+            return [*result, *arguments[index:]]
         if repeating and not argument.startswith("-") and result[-1] != repeating:
             result.append(repeating)
         elif argument.startswith("-"):
-            repeating = argument if argument in SEVERAL_VALUES else ""
+            option = argument.partition("=")[0]
+            repeating = option if option in SEVERAL_VALUES else ""
         result.append(argument)
     return result
 
@@ -156,7 +159,7 @@ def main() -> None:
     app.add_typer(bench_io.tune_app, name="tune")
     interrupts.interrupt_on_signals()
     expect_text(sys.argv[1:])
-    arguments = gather_files(sys.argv[1:]) or ["--help"]
+    arguments = gather_values(sys.argv[1:]) or ["--help"]
     debug = "--debug" in arguments
     try:
         code = app(args=arguments, prog_name="zerobench", standalone_mode=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -24,6 +25,11 @@ def split(option: str, text: str, convert: Callable[[str], T]) -> list[T]:
             kind = _KINDS[convert]
             raise ConfigError(f"{option} {part!r} is no {kind}: give one or a comma list of them") from None
     return list(values)
+
+
+def comma_list(values: Sequence[str]) -> str:
+    """Return the values of an option that takes several as one comma list; spaces separate as commas do."""
+    return re.sub(r"\s*,\s*|\s+", ",", " ".join(values).strip())
 
 
 def name(text: str) -> str:
