@@ -120,7 +120,7 @@ def parse(words: list[str]) -> None:
     if hasattr(command, "commands") and name not in apps:
         command = command.commands[name]
     if others and "--help" not in others:  # else a page names the command
-        command.make_context(name, cli.gather_files(others))
+        command.make_context(name, cli.gather_values(others))
 
 
 @pytest.mark.parametrize("words", ["compare --num-step 3", "bench com", "tune io . --second 3"])

@@ -74,7 +74,7 @@ def test_frames_are_those_that_the_engine_takes(
     if memory_gib is not None:
         section["host_memory_bytes"] = round(memory_gib * (1 << 30))
     engine = zerobench.initialize(
-        model=models.build(models.ModelConfig.model_validate(configuration.model), seed=1),
+        model=models.build(models.from_dict(configuration.model), seed=1),
         config={
             "stage": 3,
             "precision": "bf16",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COMPARE_HELP = (
     "Verify and measure strategies side by side.\n\n"
     "These take comma lists, whose combinations are compared (--batch-size 4,8 --stages 0,3): "
-    f"{', '.join(flag_of(key) for key, option in OPTIONS.items() if option.takes is Takes.LIST)}.\n\n"
+    f"{', '.join(flag_of(key) for key, option in OPTIONS.items() if option.takes.is_list)}.\n\n"
     "Exit code: 0 when every row is ok, oom or skipped and at least one is ok; 1 when a row is wrong or failed, or "
     "none is ok; 2 when the command cannot start as given; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, with "
     "the rows so far kept."
@@ -101,7 +101,7 @@ def parameter_of(key: str) -> inspect.Parameter:
     option = OPTIONS[key]
     if option.takes is Takes.SWITCH:
         kind: Any = bool
-    elif option.takes is Takes.REPEATED:
+    elif option.takes.is_spaced:
         kind = list[str] | None
     else:
         kind = option.convert if option.convert in (int, float) and option.takes is Takes.ONE else str

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from zerobench.errors import ConfigError
@@ -58,6 +59,11 @@ def split(option: str, text: str, convert: Callable[[str], T]) -> list[T]:
             kind = KINDS[convert]
             raise ConfigError(f"{option} {part!r} is no {kind}: give one or a comma list of them") from None
     return list(values)
+
+
+def comma_list(values: Sequence[str]) -> str:
+    """Return the values of an option that takes several as one comma list; spaces separate as commas do."""
+    return re.sub(r"\s*,\s*|\s+", ",", " ".join(values).strip())
 
 
 def typed(value: Any) -> str:

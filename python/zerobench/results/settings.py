@@ -50,9 +50,20 @@ class Takes(Enum):
     """How an option is written on the command line."""
 
     LIST = "a comma list, whose values are compared"
+    WORDS = "the same, with commas or spaces between"
     ONE = "one value"
     SWITCH = "no value: it is given or not"
     REPEATED = "values one after the other"
+
+    @property
+    def is_list(self) -> bool:
+        """Whether its values are compared."""
+        return self in (Takes.LIST, Takes.WORDS)
+
+    @property
+    def is_spaced(self) -> bool:
+        """Whether spaces separate values."""
+        return self in (Takes.WORDS, Takes.REPEATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,16 +356,16 @@ class Options:
         help="Any other field of the model, such as num_heads=8 or tied_embeddings=false; may be repeated.",
     )]
     strategies: Annotated[str, Option(
-        takes=Takes.LIST, convert=name, default="", help_at=60, grid_at=15,
+        takes=Takes.WORDS, convert=name, default="", metavar="NAME...", help_at=60, grid_at=15,
         help="single, compute_only, zero0 to zero3, ddp, ddp_compress, ddp_master, fsdp1, fsdp2, fsdp2_keep, "
         "deepspeed0 to deepspeed3, deepspeed3_leaves, deepspeed3_super, deepcompile3 (also with _prefetch, "
         "_selective or _both behind it), mfsdp1 to mfsdp3, or package.module:ClassName of your own. Default: "
         "single, zero0 to zero3, ddp and fsdp2; on GPUs compute_only to fsdp2_keep, and deepspeed0 to "
-        "deepspeed3_leaves and mfsdp1 to mfsdp3 where they are installed.",
+        "deepspeed3_leaves and mfsdp1 to mfsdp3 where they are installed. Commas or spaces separate them.",
     )]
     stages: Annotated[str, Option(
-        takes=Takes.LIST, convert=stage_name, default="", help_at=70,
-        help="Short for strategies zero0 to zero3: --stages 0,3. Joins --strategies.",
+        takes=Takes.WORDS, convert=stage_name, default="", metavar="STAGE...", help_at=70,
+        help="Short for strategies zero0 to zero3: --stages 0,3. Joins --strategies. Commas or spaces separate them.",
     )]
     io_engine: Annotated[str | None, Option(
         help_at=160, must_reach=True,

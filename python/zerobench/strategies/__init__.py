@@ -6,12 +6,11 @@ named by the place of its class, ``package.module:ClassName``.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import traceback
 
 from zerobench._native import import_torch
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, did_you_mean
 from zerobench.strategies.base import Strategy
 
 __all__ = ["Strategy", "available", "get"]
@@ -54,8 +53,7 @@ def check(name: str) -> None:
     """Raise ConfigError unless ``name`` is built in or has the form of a place. Imports nothing."""
     if name in _PLACES or _is_place(name):
         return
-    near = difflib.get_close_matches(name.lower(), _PLACES, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(name.lower(), _PLACES, cutoff=0.5)
     raise ConfigError(
         f"unknown strategy {name!r}: {hint}known: {', '.join(_PLACES)} and package.module:ClassName"
     )

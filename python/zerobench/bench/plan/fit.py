@@ -54,7 +54,7 @@ class TooLarge(NamedTuple):
 def least_rank_bytes(configuration: Configuration) -> Need:
     """Of parameters, gradients and optimizer state. Gradients of offloaded state leave the device as they come."""
     settings = configuration.settings
-    count = models.parameter_count(models.ModelConfig.model_validate(configuration.model))
+    count = models.parameter_count(models.from_dict(configuration.model))
     low = settings.precision != "fp32" and configuration.strategy not in AUTOCAST
     remainders = low and _stores_remainders(configuration)
     parts = (2, 2, 10 if remainders else 12) if low else (4, 4, 8)
@@ -98,7 +98,7 @@ def logits_bytes(configuration: Configuration) -> int:
     if ":" in configuration.strategy:
         return 0
     settings = configuration.settings
-    vocab_size = models.ModelConfig.model_validate(configuration.model).vocab_size
+    vocab_size = models.from_dict(configuration.model).vocab_size
     itemsize = 4 if settings.precision == "fp32" else 2
     return settings.batch_size * settings.seq_length * vocab_size * itemsize
 
@@ -118,7 +118,7 @@ def why_too_large(
     ranks_text = "one rank" if host_ranks == 1 else f"{host_ranks} ranks"
     smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None) if on_gpus else None
     if smallest is not None:
-        whole_bytes = 4 * models.parameter_count(models.ModelConfig.model_validate(configuration.model))
+        whole_bytes = 4 * models.parameter_count(models.from_dict(configuration.model))
         if configuration.strategy.startswith(_BUILT_WHOLE) and whole_bytes > smallest.total_bytes:
             return TooLarge(
                 f"{configuration.strategy} begins with the whole fp32 model on each rank, which needs "
@@ -186,7 +186,7 @@ def verification_model(
     ``offloads``: a row to compare keeps state on the host.
     ``rounded_tokens``: of a step in a precision in which experts are mistaken; where each would get few of them, every
     token goes to all."""
-    config = models.ModelConfig.model_validate(dict(model)).model_copy(update={"dropout": 0.0})
+    config = models.from_dict(dict(model)).model_copy(update={"dropout": 0.0})
     if isinstance(config, models.HFConfig) and rounded_tokens is not None and config.num_experts:
         tokens_each = rounded_tokens * config.experts_per_token / config.num_experts
         if tokens_each < _MANY_TOKENS_OF_AN_EXPERT:

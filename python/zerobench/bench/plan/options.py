@@ -15,7 +15,7 @@ from zerobench.engine.config import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from zerobench.errors import ConfigError
 from zerobench.host.gpus import Gpu
 from zerobench.host.io_settings import ENGINES
-from zerobench.results.setting_values import split
+from zerobench.results.setting_values import comma_list, split
 from zerobench.results.settings import OPTIONS, Option, Takes, flag_of
 from zerobench.strategies.base import COMPILE_MODES, NVME_OFFLOADS, OFFLOADS
 
@@ -84,8 +84,9 @@ def value_of(key: str, given: Any) -> Any:
         return dict(given or {})
     if option.takes is Takes.REPEATED:
         return [path_of(flag, option, text) for text in given or ()]
-    if option.takes is Takes.LIST:
-        return (None,) if given is None else tuple(split(flag, str(given), option.convert))
+    if option.takes.is_list:
+        text = given if given is None or isinstance(given, str) else comma_list(given)
+        return (None,) if text is None else tuple(split(flag, text, option.convert))
     if given is None:
         return None
     return path_of(flag, option, str(given)) if option.convert is Path else option.convert(str(given))

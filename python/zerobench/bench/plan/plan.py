@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -22,7 +21,7 @@ from zerobench.bench.plan.options import OWN_ATTENTION, CompareOptions, check_fo
 from zerobench.bench.plan.reach import check_reach
 from zerobench.bench.protocol.tolerances import VERIFY_STEPS
 from zerobench.engine.config import parse as parse_config
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, did_you_mean
 from zerobench.host.machine import cpus_usable
 from zerobench.results.settings import SETTINGS, Changes, Settings, axes, settings_that_change
 from zerobench.strategies.base import NVME_OFFLOADS, OptimizerSettings
@@ -275,8 +274,7 @@ def check_data(options: CompareOptions, settings: Sequence[Settings]) -> None:
 def check_baseline(options: CompareOptions, configurations: Sequence[Configuration]) -> None:
     known = [*dict.fromkeys(c.strategy for c in configurations), *(c.name for c in configurations)]
     if options.baseline is not None and options.baseline not in known:
-        near = difflib.get_close_matches(options.baseline, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(options.baseline, known)
         raise ConfigError(
             f"--baseline {options.baseline!r} is no row of this comparison: {hint}rows: {', '.join(known)}"
         )

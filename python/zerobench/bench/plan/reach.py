@@ -55,4 +55,4 @@ def given_values(key: str, options: CompareOptions) -> Sequence[Any]:
     if flag_of(key) not in options.given:
         return ()
     found = getattr(options, key)
-    return found if option.takes is Takes.LIST else [found]
+    return found if option.takes.is_list else [found]

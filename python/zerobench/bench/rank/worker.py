@@ -179,7 +179,7 @@ def open_strategy(
 
 
 def model_factory(config: Mapping[str, Any], seed: int) -> ModelFactory:
-    return partial(models.build, models.ModelConfig.model_validate(config), seed)
+    return partial(models.build, models.from_dict(config), seed)
 
 
 def open_batches(
@@ -190,7 +190,7 @@ def open_batches(
         job.settings.data,
         seed=job.settings.seed,
         seq_length=settings.seq_length,
-        vocab_size=models.ModelConfig.model_validate(model).vocab_size,
+        vocab_size=models.from_dict(model).vocab_size,
         expected_digest=job.data_digest,
     )
     of_step = partial(

@@ -110,7 +110,7 @@ def ring_bytes(depth: int) -> int:
 
 def unit_numels(configuration: Configuration) -> list[int]:
     """Of the root and each block, about."""
-    config = models.ModelConfig.model_validate(configuration.model)
+    config = models.from_dict(configuration.model)
     count, layers = models.parameter_count(config), config.num_layers
     block = models.parameter_count(with_layers(config, layers + 1)) - count
     return [max(count - layers * block, 1), *[block] * layers]
