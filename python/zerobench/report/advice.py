@@ -32,7 +32,7 @@ NOTABLE_SAVING_PCT = 2.0
 WORTH_SHARDING = 0.95  # sharding that leaves more than this of the peak has bought nothing
 NOTABLY_SLOWER_GPU_PCT = 2.0
 POWER_CAPPED_PCT = 50.0  # of the samples: the cap rather than the work sets the clocks
-_REPLICATED = ("single", "ddp", "ddp_compress", "ddp_master", "zero0")
+_REPLICATED = ("single", "ddp", "ddp_compress", "ddp_master", "zero0", "deepspeed0")
 # What else decides how much memory rows of one workload need.
 _SHARDING_POINT = (*PLAIN_POINT, "offload", "offload_ratio", "optimizer_in_backward")
 
