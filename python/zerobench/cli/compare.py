@@ -12,6 +12,7 @@ import typer
 from zerobench.cli.values import clip_norm, folder, model_options, name, on_or_off, share, split, stage_name
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console
+from zerobench.strategies.catalogue import is_place
 
 COMPARE_HELP = (
     "Verify and measure strategies side by side.\n\n"
@@ -227,7 +228,7 @@ def compare(
     else:
         world_sizes = [given.world_size if given else defaults.world_size]
     expect_working_folder()
-    if any(":" in strategy for strategy in chosen):
+    if any(is_place(strategy) for strategy in chosen):
         add_working_folder()
     options = CompareOptions(
         host_ranks=given.local_world_size if given else None,

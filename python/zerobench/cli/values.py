@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from zerobench.errors import ConfigError
+from zerobench.strategies.catalogue import ours_at
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ def stage_name(text: str) -> str:
     stage = int(text)
     if not 0 <= stage <= 3:
         raise ConfigError(f"--stages {stage} is unknown: ZeRO stages are 0, 1, 2 and 3")
-    return f"zero{stage}"
+    return ours_at(stage)
 
 
 def model_options(pairs: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zerobench.results.rows import (
-    FLOOR,
     checksum_marks,
     dtype_text,
     flat_settings,
@@ -18,6 +17,7 @@ from zerobench.results.rows import (
     varying_settings,
 )
 from zerobench.results.schema import Row
+from zerobench.strategies.catalogue import FLOOR
 
 from .words import memory_unit, rate_text
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from zerobench.results.comparing import floor_of
 from zerobench.results.rows import (
-    DEFAULT_BASELINES,
-    FLOOR,
     by_workload,
     checksum_marks,
     dtype_text,
@@ -22,6 +20,7 @@ from zerobench.results.rows import (
 )
 from zerobench.results.schema import Results, Row
 from zerobench.results.stats import drift, ends
+from zerobench.strategies.catalogue import DEFAULT_BASELINES, FLOOR
 
 from .words import DTYPE_ROLES, join_words, ms_text
 

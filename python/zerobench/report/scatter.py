@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from zerobench.results.rows import FLOOR, by_workload, has_peak, row_labels, step_rate
+from zerobench.results.rows import by_workload, has_peak, row_labels, step_rate
 from zerobench.results.schema import Results, Row
+from zerobench.strategies.catalogue import FLOOR
 
 from .plots import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
 from .words import memory_unit

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zerobench.results.rows import (
-    FLOOR,
     dtype_text,
     flat_settings,
     is_known,
@@ -18,6 +17,7 @@ from zerobench.results.rows import (
     varying_settings,
 )
 from zerobench.results.schema import Results, Row
+from zerobench.strategies.catalogue import FLOOR
 
 DTYPE_ROLES = "param/compute/reduce/master/state"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from zerobench.results.schema import Results, Row
+from zerobench.strategies.catalogue import DEFAULT_BASELINES, FLOOR, OURS, known_facts
 
 from .rows import (
-    DEFAULT_BASELINES,
-    FLOOR,
     GB,
     by_workload,
     fastest,
@@ -144,8 +143,9 @@ def _makes_gradients_in_backward(row: Row) -> bool:
     if settings.grad_accum > 1:
         return False
     if settings.world_size == 1 and settings.device == "cuda":
-        return row.strategy in ("zero0", "zero1", "zero2", "zero3") and settings.offload == "none"
-    return row.strategy in ("zero2", "zero3") and settings.world_size > 1
+        return row.strategy in OURS and settings.offload == "none"
+    divided = bool(known_facts(row.strategy).divides("gradients"))
+    return row.strategy in OURS and divided and settings.world_size > 1
 
 
 def _beside_parameters(row: Row, floor: Row, gradient_bytes: int) -> float:

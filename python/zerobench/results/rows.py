@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerobench.results.schema import Row, Settings
+from zerobench.strategies.catalogue import FLOOR
 
 from .stats import ratio_error
 
 GB = 1e9
-# In low precision ddp keeps fp32 parameters and is not comparable: ddp_master has those of the other rows.
-DEFAULT_BASELINES = ("ddp", "ddp_master", "single")
-FLOOR = "compute_only"  # forward and backward alone: a limit to hold rows against, not a way to train
 NOISE_SIGMAS = 2.0  # medians closer than this many standard errors of their ratio tie
 TOO_NOISY = 0.1  # standard error of a ratio, relative, from which a tie says nothing of who is fast
 

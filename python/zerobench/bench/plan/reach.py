@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from zerobench.bench.plan.names import OURS, exact
+from zerobench.bench.plan.names import exact
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import NVME_OFFLOADS
+from zerobench.strategies.catalogue import OURS
 
 if TYPE_CHECKING:
     from zerobench.bench.plan.options import CompareOptions
