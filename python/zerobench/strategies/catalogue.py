@@ -21,8 +21,7 @@ _CPU, _GPUS, _BOTH = ("cpu",), ("cuda",), ("cpu", "cuda")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a strategy does, as far as a comparison has to know before it runs. The defaults describe a strategy that
-    nothing is known of."""
+    """What a comparison has to know of a strategy before it runs. The defaults are those of an unknown strategy."""
 
     stage: int | None = None
     """The ZeRO stage, 0 to 3; None where it has none. Shown in results."""
@@ -30,8 +29,7 @@ class Facts:
     """Which of PARTS every rank holds in full; the others are divided. None: what the stage says, unknown without a
     stage."""
     autocast: bool = False
-    """In low precision it keeps fp32 parameters and runs under autocast, so the reference that it is held against does
-    so too."""
+    """In low precision it keeps fp32 parameters and runs under autocast. Then its reference does, too."""
     begins_whole: bool = False
     """Every rank holds the whole fp32 model on its GPU before anything is sharded."""
     whole_logits: bool = False
@@ -70,7 +68,7 @@ class Facts:
 
 
 OWN = Facts()
-"""What holds for a strategy of one's own that declares nothing."""
+"""The facts of a strategy of one's own that declares nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +235,7 @@ def available() -> list[str]:
 
 
 def known_facts(name: str) -> Facts:
-    """Return what a strategy's name tells: its row in the catalogue, or the facts of one that is unknown."""
+    """Return what a strategy's name alone tells: its row in the catalogue, or OWN."""
     return CATALOGUE.get(name, OWN)
 
 
