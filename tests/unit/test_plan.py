@@ -10,10 +10,9 @@ import pytest
 from plan_samples import ON_GPUS, SMALL, configuration, names
 from typer.testing import CliRunner
 
-from zerobench import strategies
 from zerobench.bench import run
 from zerobench.bench.launch import launcher as launch
-from zerobench.bench.plan.names import rerun_command, stage_of
+from zerobench.bench.plan.names import rerun_command
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import make_plan
 from zerobench.cli import main as cli
@@ -228,12 +227,3 @@ def test_the_rerun_command_plans_the_same_row(tmp_path, monkeypatch, from_file) 
     CliRunner().invoke(cli.app, shlex.split(rerun_command(row, options))[3:], catch_exceptions=False)
     assert plans[0].configurations == [row]
     assert plans[0].options.timeout_s == options.timeout_s
-
-
-@pytest.mark.parametrize("strategy", strategies.available())
-def test_stages_by_name_are_those_of_the_classes(strategy) -> None:
-    assert stage_of(strategy) == strategies.get(strategy).stage
-
-
-def test_a_strategy_of_ones_own_has_no_known_stage() -> None:
-    assert stage_of("zero3.mine:Strategy") is None

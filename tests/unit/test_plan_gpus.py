@@ -7,11 +7,11 @@ from plan_samples import GPUS, ON_GPUS, SMALL, configuration, names
 
 from zerobench.bench.plan import fit
 from zerobench.bench.plan.defaults import choose_device, defaults_on
-from zerobench.bench.plan.names import stage_of
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import make_plan
 from zerobench.errors import ConfigError
 from zerobench.host.gpus import VisibleGpus
+from zerobench.strategies.catalogue import known_facts
 
 
 def test_defaults_follow_the_device() -> None:
@@ -35,7 +35,7 @@ def test_installed_peers_join_the_defaults() -> None:
     own = defaults_on("cuda", gpu_num=1, cpu_num=1, installed=lambda package: False)["strategies"]
     assert found["strategies"][: len(own)] == own
     further = found["strategies"][len(own) :]
-    assert further and all(stage_of(name) is not None for name in further)
+    assert further and all(known_facts(name).stage is not None for name in further)
 
 
 def test_the_device_is_chosen_by_what_torch_sees() -> None:

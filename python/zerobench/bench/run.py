@@ -43,13 +43,13 @@ from zerobench.host.consoles import drop_stdout
 from zerobench.host.machine import busy_warning, machine_facts, version_facts
 from zerobench.report import advise, finish_rows, render_table
 from zerobench.results.files import OutputError
-from zerobench.results.rows import FLOOR, repeats_text
+from zerobench.results.rows import repeats_text
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import Settings, reference_values
 from zerobench.results.sizes import GIB
+from zerobench.strategies.catalogue import AUTOCAST_REFERENCE, FLOOR, REFERENCE
 
 SAMPLER_START_S = 10.0
-_AUTOCAST_REFERENCE = "zerobench.strategies.autocast:AutocastStrategy"
 
 
 def run_comparison(
@@ -292,7 +292,7 @@ class Comparison:
         """`single` alone in its group is the reference and has nothing to be compared with."""
         group = configuration.reference_group()
         return configuration.strategy != FLOOR and any(
-            c.strategy not in ("single", FLOOR) and c.reference_group() == group
+            c.strategy not in (REFERENCE, FLOOR) and c.reference_group() == group
             for c in self.plan.configurations
         )
 
@@ -374,7 +374,7 @@ class Comparison:
 
 
 def reference_strategy(configuration: Configuration) -> str:
-    return _AUTOCAST_REFERENCE if configuration.runs_under_autocast else "single"
+    return AUTOCAST_REFERENCE if configuration.runs_under_autocast else REFERENCE
 
 
 def rounded_tokens(settings: Settings) -> int | None:
@@ -391,7 +391,7 @@ def reference_run(job: Job, outcome: Outcome, *, why_fewer_layers: str | None) -
     if verification is None:
         raise Error("the reference reported no verification: this is a bug of zerobench")
     run = ReferenceRun(
-        name="single" if job.strategy == "single" else "single under autocast",
+        name=REFERENCE if job.strategy == REFERENCE else f"{REFERENCE} under autocast",
         model=job.verify_model,
         file=job.reference_file,
         loss=verification.loss,

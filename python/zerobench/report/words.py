@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerobench.results.rows import (
-    FLOOR,
     dtype_text,
     flat_settings,
     is_known,
@@ -20,6 +19,7 @@ from zerobench.results.rows import (
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import SETTINGS, leading_settings
 from zerobench.results.sizes import GIB, count_text, join_words
+from zerobench.strategies.catalogue import FLOOR
 
 DTYPE_ROLES = "param/compute/reduce/master/state"
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from zerobench.results.rows import (
-    DEFAULT_BASELINES,
-    FLOOR,
     GB,
     by_workload,
     fastest,
@@ -19,6 +17,7 @@ from zerobench.results.rows import (
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import Changes, settings_that_change
 from zerobench.results.stats import ratio_error
+from zerobench.strategies.catalogue import DEFAULT_BASELINES, FLOOR, OURS, known_facts
 
 # Settings in which a row and its baseline must agree, besides batch and world size.
 BASELINE_POINT = settings_that_change(Changes.WORK)
@@ -145,8 +144,9 @@ def _makes_gradients_in_backward(row: Row) -> bool:
     if settings.grad_accum > 1:
         return False
     if settings.world_size == 1 and settings.device == "cuda":
-        return row.strategy in ("zero0", "zero1", "zero2", "zero3") and settings.offload == "none"
-    return row.strategy in ("zero2", "zero3") and settings.world_size > 1
+        return row.strategy in OURS and settings.offload == "none"
+    divided = bool(known_facts(row.strategy).divides("gradients"))
+    return row.strategy in OURS and divided and settings.world_size > 1
 
 
 def _beside_parameters(row: Row, floor: Row, gradient_bytes: int) -> float:

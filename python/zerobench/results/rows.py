@@ -9,11 +9,9 @@ from typing import Any
 from zerobench.results.schema import Row
 from zerobench.results.settings import SETTINGS, Changes, Settings, settings_that_change
 from zerobench.results.stats import ratio_error
+from zerobench.strategies.catalogue import FLOOR
 
 GB = 1e9
-# In low precision ddp keeps fp32 parameters and is not comparable: ddp_master has those of the other rows.
-DEFAULT_BASELINES = ("ddp", "ddp_master", "single")
-FLOOR = "compute_only"  # forward and backward alone: a limit to hold rows against, not a way to train
 NOISE_SIGMAS = 2.0  # medians closer than this many standard errors of their ratio tie
 TOO_NOISY = 0.1  # standard error of a ratio, relative, from which a tie says nothing of who is fast
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from zerobench.errors import ConfigError
+from zerobench.strategies.catalogue import ours_at
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ def stage_name(text: str) -> str:
     stage = int(text)
     if not 0 <= stage <= 3:
         raise ConfigError(f"--stages {stage} is unknown: ZeRO stages are 0, 1, 2 and 3")
-    return f"zero{stage}"
+    return ours_at(stage)
 
 
 def share(text: str) -> float | Literal["auto"]:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable
 from typing import Any
 
-from zerobench import strategies
 from zerobench.bench.plan.options import default_of
 from zerobench.errors import ConfigError
 from zerobench.host.gpus import VisibleGpus
 from zerobench.results.settings import OPTIONS
+from zerobench.strategies.catalogue import default_strategies
 
 DEVICES = ("auto", "cpu", "cuda")
-_ON_CPU = ("single", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
-# The floor comes first, and DDP three times: as most of its users have it, with gradients reduced in low precision, and
-# with the dtypes of the other rows.
-_ON_GPUS = (
-    "compute_only", "zero0", "zero1", "zero2", "zero3",
-    "ddp", "ddp_compress", "ddp_master", "fsdp1", "fsdp2", "fsdp2_keep",
-)  # fmt: skip
-_FURTHER_PEERS = {"deepspeed": "deepspeed", "mfsdp": "megatron_fsdp"}  # by the package that they need
 
 
 def choose_device(asked: str, seen: VisibleGpus) -> str:
@@ -43,19 +34,13 @@ def defaults_on(
 ) -> dict[str, Any]:
     """Return the value of every option that is not given: a model that the device is busy with for a fraction of a
     second a step."""
-    found = {key: default_of(key, device) for key in OPTIONS}
-    if device == "cpu":
-        # Data-parallel training begins at two ranks, unless one core would have to carry both.
-        return {**found, "strategies": _ON_CPU, "world_size": (min(2, cpu_num),)}
-    return {**found, "strategies": (*_ON_GPUS, *_installed_peers(installed)), "world_size": (gpu_num,)}
-
-
-def _installed_peers(installed: Callable[[str], bool]) -> list[str]:
-    """One row a ZeRO stage of each further package, where it can be imported, and DeepSpeed's faster stage 3."""
-    return [
-        name
-        for prefix, package in _FURTHER_PEERS.items()
-        if installed(package)
-        for name in strategies.available()
-        if re.fullmatch(rf"{prefix}\d(_leaves)?", name)
-    ]
+    rows = default_strategies(device)
+    packages = dict.fromkeys(row.package for row in rows if row.package is not None)
+    missing = {package for package in packages if not installed(package)}
+    # Data-parallel training begins at two ranks, unless one core would have to carry both.
+    ranks = min(2, cpu_num) if device == "cpu" else gpu_num
+    return {
+        **{key: default_of(key, device) for key in OPTIONS},
+        "strategies": tuple(row.name for row in rows if row.package not in missing),
+        "world_size": (ranks,),
+    }

@@ -16,25 +16,11 @@ from zerobench.models.hf_config import overridable
 from zerobench.results.setting_values import shown, typed
 from zerobench.results.settings import OPTIONS, SETTINGS, Settings, Takes, flag_of, named_settings
 from zerobench.strategies.base import OptimizerSettings
+from zerobench.strategies.catalogue import OURS, short_name
 
 if TYPE_CHECKING:
     from zerobench.bench.plan.options import CompareOptions
     from zerobench.bench.plan.plan import Configuration, Draft
-
-OURS = ("zero0", "zero1", "zero2", "zero3")
-AUTOCAST = ("ddp", "ddp_compress")  # fp32 parameters, and matrix products in the precision
-_STAGED = re.compile(r"(?:zero|deepspeed|deepcompile|mfsdp)([0-3])")
-_OTHER_STAGES = {"fsdp1": 3, "fsdp2": 3, "fsdp2_keep": 2}
-
-
-def stage_of(strategy: str) -> int | None:
-    """The ZeRO stage, of ours and of peers that have one."""
-    if ":" in strategy:
-        return None
-    staged = _STAGED.match(strategy)
-    if staged:
-        return int(staged[1])
-    return _OTHER_STAGES.get(strategy)
 
 
 def unique_names(drafts: Sequence[Draft]) -> list[str]:
@@ -73,13 +59,6 @@ def setting_parts(settings: Settings) -> list[str]:
         for key, value in values.items()
         if value != SETTINGS[key].off
     ]
-
-
-def short_name(strategy: str) -> str:
-    """zero2 is zs2; a strategy of one's own goes by its class."""
-    if strategy in OURS:
-        return f"zs{strategy.removeprefix('zero')}"
-    return strategy.rpartition(":")[2].lower()
 
 
 def rerun_command(configuration: Configuration, options: CompareOptions) -> str:

@@ -17,6 +17,7 @@ from zerobench.host.gpus import Gpu
 from zerobench.host.io_settings import ENGINES
 from zerobench.results.setting_values import comma_list, split
 from zerobench.results.settings import OPTIONS, Option, Takes, flag_of
+from zerobench.strategies import catalogue
 from zerobench.strategies.base import COMPILE_MODES, NVME_OFFLOADS, OFFLOADS
 
 BINDINGS = ("none", "numa")
@@ -114,8 +115,8 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
     if options.warmup_steps < 0:
         raise ConfigError(f"--warmup-steps {options.warmup_steps} is impossible: use zero or more")
     for name in options.strategies:
-        strategies.check(name)
-        if ":" in name:
+        catalogue.check(name)
+        if catalogue.is_place(name):
             # A place of one's own is wrong more often than a name. Costs the import of torch.
             strategies.get(name)
     known: dict[str, tuple[Sequence[str], Sequence[str]]] = {

@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from zerobench import data, models
+from zerobench import data, models, strategies
 from zerobench.bench.plan.config_files import read_row
 from zerobench.bench.plan.deepspeed_file import check_global_batch
-from zerobench.bench.plan.names import AUTOCAST, OURS, stage_of, unique_names
+from zerobench.bench.plan.names import unique_names
 from zerobench.bench.plan.options import OWN_ATTENTION, CompareOptions, check_folders, check_options
 from zerobench.bench.plan.reach import check_reach
 from zerobench.bench.protocol.tolerances import VERIFY_STEPS
@@ -25,6 +25,7 @@ from zerobench.errors import ConfigError, did_you_mean
 from zerobench.host.machine import cpus_usable
 from zerobench.results.settings import SETTINGS, Changes, Settings, axes, settings_that_change
 from zerobench.strategies.base import NVME_OFFLOADS, OptimizerSettings
+from zerobench.strategies.catalogue import FLOOR, OURS, REFERENCE, Facts
 
 
 class Configuration(BaseModel):
@@ -37,6 +38,10 @@ class Configuration(BaseModel):
     stage: int | None
     settings: Settings
     options: dict[str, Any] = {}  # what a zerobench configuration says besides, as from a file
+
+    @property
+    def facts(self) -> Facts:
+        return strategies.facts(self.strategy)
 
     @property
     def model(self) -> dict[str, Any]:
@@ -56,7 +61,7 @@ class Configuration(BaseModel):
 
     @property
     def runs_under_autocast(self) -> bool:
-        return self.strategy in AUTOCAST and self.settings.precision != "fp32"
+        return self.facts.autocast and self.settings.precision != "fp32"
 
     def checksum_group(self) -> str | None:
         """Configurations with the same text must end with equal parameters, bit for bit (docs/metrics.md, checksum)."""
@@ -114,7 +119,11 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
     check_data(options, [settings for _, settings, _ in drafts])
     configurations = [
         Configuration(
-            name=name, strategy=strategy, stage=stage_of(strategy), settings=settings, options=extra
+            name=name,
+            strategy=strategy,
+            stage=strategies.facts(strategy).stage,
+            settings=settings,
+            options=extra,
         )
         for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
     ]
@@ -161,21 +170,21 @@ def ranks_here(options: CompareOptions, world_size: int) -> int:
 
 def ranks_of(strategy: str, world_size: int) -> int:
     """The reference runs alone."""
-    return 1 if strategy == "single" else world_size
+    return 1 if strategy == REFERENCE else world_size
 
 
 def compile_of(strategy: str, mode: str) -> str:
-    """DeepCompile is a compiler of whole models: so is its one row, whatever the others beside it are."""
-    return "whole" if strategy.startswith("deepcompile") else mode
+    """Return "whole" for a compiler of whole models, such as DeepCompile, whatever the other rows compile."""
+    return "whole" if strategies.facts(strategy).compiles_whole else mode
 
 
 def placement(options: CompareOptions, strategy: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Where state lives and when it is updated. The reference and the floor stand under rows of every placement and
     have one themselves. SuperOffload cannot be told: it updates during backward unless it clips."""
     offload, in_backward = chosen["offload"], chosen["optimizer_in_backward"]
-    if strategy in ("single", "compute_only"):
+    if strategy in (REFERENCE, FLOOR):
         offload, in_backward = "none", False
-    if strategy == "deepspeed3_super":
+    if strategies.facts(strategy).in_backward_unless_clipped:
         in_backward = chosen["clip"] is None
     offloaded = offload != "none"
     return {

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobench.bench.plan.names import OURS
 from zerobench.errors import ConfigError
 from zerobench.results.setting_values import typed
 from zerobench.results.settings import OPTIONS, Takes, flag_of
 from zerobench.strategies.base import NVME_OFFLOADS
+from zerobench.strategies.catalogue import OURS
 
 if TYPE_CHECKING:
     from zerobench.bench.plan.options import CompareOptions

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobench.bench.mfu import likely_compute_s
-from zerobench.bench.plan.names import OURS
 from zerobench.bench.swap.plan import Swap, may_swap, swap_of
 from zerobench.errors import Error
 from zerobench.host.io_settings import (
@@ -22,6 +21,7 @@ from zerobench.host.io_settings import (
 from zerobench.host.storage import free_bytes, lockable_bytes
 from zerobench.results.sizes import MIB
 from zerobench.strategies.base import NVME_OFFLOADS
+from zerobench.strategies.catalogue import OURS
 
 if TYPE_CHECKING:
     from zerobench.bench.plan.plan import Configuration
