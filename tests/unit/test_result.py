@@ -9,7 +9,7 @@ import os
 import pytest
 
 from zerobench.bench.output import OutputFolder, make_default_folder
-from zerobench.bench.run import exit_code
+from zerobench.bench.session import exit_code
 from zerobench.errors import ConfigError
 from zerobench.results.files import OutputError, write_atomically
 from zerobench.results.schema import Results, Row, Settings, StepTime

@@ -200,6 +200,7 @@ def compare(
     ] = None,
 ) -> None:
     from zerobench import _native
+    from zerobench.bench.host_facts import read_host_facts
     from zerobench.bench.launch.given import follow, given_ranks
     from zerobench.bench.launch.launcher import Launcher
     from zerobench.bench.plan.defaults import choose_device, defaults_on
@@ -281,6 +282,7 @@ def compare(
         run_comparison(
             plan,
             output_dir=results_in,
+            host=read_host_facts(options),
             launcher=launcher,
             console=plain_console(),
             notes=plain_console(stderr=True),
