@@ -278,8 +278,9 @@ def compare(
     gpu_name = options.gpus[0].name if options.gpus else None
     plan.warnings.extend(disk_warnings(plan.configurations, host_ranks=options.host_ranks, gpu_name=gpu_name))
     launcher = given.open_launcher() if given else Launcher()
+    run = context.obj or run_comparison  # a caller from Python may do something else with the plan
     raise typer.Exit(
-        run_comparison(
+        run(
             plan,
             output_dir=results_in,
             host=read_host_facts(options),
