@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from comparison_samples import (
@@ -22,10 +24,11 @@ from rich.console import Console
 from zerobench.bench.host_facts import read_host_facts
 from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.output import OutputFolder
+from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.rank import worker
 from zerobench.bench.run import run_comparison
 from zerobench.bench.sampler import Sampler
-from zerobench.bench.schedule import schedule
+from zerobench.bench.schedule import schedule, task_num
 from zerobench.bench.session import Session
 from zerobench.errors import DataError
 from zerobench.results.files import read_results
@@ -97,6 +100,45 @@ def test_ctrl_c_while_rows_are_judged_shows_those_that_were(tmp_path) -> None:
     ):
         session.run(schedule(chosen), execution(chosen, launcher), quiet_display())
     assert [row.strategy for row in session.results.rows] == ["zero0"]
+
+
+def test_a_reference_file_is_there_until_the_last_row_of_its_group_has_run(tmp_path) -> None:
+    chosen = plan(strategies=("zero1", "zero3"), precisions=("fp32", "bf16"))
+    kept = []
+
+    def answer(job) -> Outcome:
+        kept.append(len(list(launcher.scratch.glob("*.pt"))))
+        if job.kind == "reference":
+            Path(job.reference_file).touch()
+        return ended_well(job)
+
+    session = Session(chosen, host=HOST, output=OutputFolder(tmp_path))
+    with Answering(answer) as launcher:
+        session.run(schedule(chosen), execution(chosen, launcher), quiet_display())
+        assert kept == [0, 1, 1, 0, 1, 1] and not list(launcher.scratch.glob("*.pt"))
+
+
+class Counting(ProgressDisplay):
+    """Counts the runs that are over."""
+
+    done = 0
+
+    def skip(self) -> None:
+        self.done += 1
+        super().skip()
+
+
+def test_progress_counts_what_is_not_started_too(tmp_path) -> None:
+    chosen = plan(strategies=("zero0", "zero1", "zero2"), repeats=2)
+    host = replace(
+        HOST, why_not_lockable=lambda row: "no memory to lock" if row.strategy == "zero1" else None
+    )
+    display = Counting(Console(file=io.StringIO()), task_num(schedule(chosen)))
+    session = Session(chosen, host=host, output=OutputFolder(tmp_path))
+    with Answering(ended_well) as launcher:
+        session.run(schedule(chosen), execution(chosen, launcher, host=host), display)
+    assert [row.status for row in session.results.rows] == ["ok", "oom", "ok"]
+    assert display.done == task_num(schedule(chosen)) == 6 + 1
 
 
 def test_results_say_what_ranks_were_told(tmp_path) -> None:
