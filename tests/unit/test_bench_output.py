@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
-import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from zerobench.errors import Error
-from zerobench.micro import link, output, pinned_ready
+from zerobench.host.gpus import Gpu
+from zerobench.micro import link, pinned_ready
 from zerobench.micro.output import (
     MicroReport,
     OutputFile,
@@ -36,14 +36,8 @@ def report(*rows: dict[str, Any]) -> MicroReport:
 
 
 @pytest.mark.parametrize("name", ["found.json", "found.csv", "found.md"])
-def test_a_full_disk_leaves_no_half_of_a_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
-    def write_half(descriptor: int) -> None:
-        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", write_half)
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / f".{name}.partial").symlink_to("/dev/full")
     with (
         pytest.raises(Error, match=rf"{name} cannot be written \(No space left"),
         OutputFile(tmp_path / name) as file,
@@ -64,12 +58,13 @@ def test_a_file_that_is_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
         (tmp_path / "found.json").unlink()
 
 
-def test_facts_are_those_from_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_facts_are_those_from_before_the_run(tmp_path: Path) -> None:
     loads = iter([0.5, 7.0])
-    monkeypatch.setattr(
-        output, "machine_facts", lambda *_: {"cores": 2, "details": {"load_average": [next(loads)]}}
-    )
-    with OutputFile(tmp_path / "found.json") as file:
+
+    def facts(gpus: Sequence[Gpu] = ()) -> dict[str, Any]:
+        return {"cores": 2, "details": {"load_average": [next(loads)]}}
+
+    with OutputFile(tmp_path / "found.json", facts=facts) as file:
         file.write(report(ROW))
     machine = json.loads((tmp_path / "found.json").read_text())["machine"]
     assert machine == {"cores": 2, "details": {"load_average": [0.5]}}
@@ -100,11 +95,9 @@ def test_figures_are_whole_on_a_narrow_terminal_and_columns_without_any_are_left
     assert "deepspeed" not in text.getvalue() and "…" not in text.getvalue()
 
 
-def test_a_process_that_does_not_answer_is_named_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_ready, "_ANSWER_S", 0.01)
-    monkeypatch.setattr(link, "_ANSWER_S", 0.01)
+def test_a_process_that_does_not_answer_is_named_with_its_time() -> None:
     order = pinned_ready.Order(side=pinned_ready.TOUCH, size_bytes=4096, gpu=None, threads=1)
     with pytest.raises(Error, match=r"one thread could not make 4096 bytes .* did not answer within 0\.01 s"):
-        pinned_ready.measure_ready(order)
+        pinned_ready.measure_ready(order, answer_s=0.01)
     with pytest.raises(Error, match=r"the link between two GPUs .* did not answer within 0\.01 s"):
-        link.measure_link()
+        link.measure_link(answer_s=0.01)

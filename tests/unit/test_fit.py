@@ -6,7 +6,7 @@ import pytest
 from plan_samples import GPUS, ON_GPUS, configuration
 
 from zerobench import models
-from zerobench.bench import run
+from zerobench.bench import jobs
 from zerobench.bench.plan import fit
 from zerobench.models.hf_config import RANDOM_WEIGHTS
 
@@ -223,7 +223,7 @@ def test_experts_are_mistaken_where_products_are_rounded(precision, tf32, expect
             "precision": precision, "tf32": tf32, "world_size": 2, "grad_accum": 4, "batch_size": 2, "seq_length": 64
         }
     )  # fmt: skip
-    assert run.rounded_tokens(settings) == expected
+    assert jobs.rounded_tokens(settings) == expected
 
 
 @pytest.mark.parametrize(

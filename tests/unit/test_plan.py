@@ -10,8 +10,6 @@ import pytest
 from plan_samples import ON_GPUS, SMALL, configuration, names
 from typer.testing import CliRunner
 
-from zerobench.bench import run
-from zerobench.bench.launch import launcher as launch
 from zerobench.bench.plan.names import rerun_command
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import make_plan
@@ -212,7 +210,7 @@ def test_the_rerun_command_gives_the_same_row(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("from_file", [False, True])
-def test_the_rerun_command_plans_the_same_row(tmp_path, monkeypatch, from_file) -> None:
+def test_the_rerun_command_plans_the_same_row(tmp_path, from_file) -> None:
     path = tmp_path / "c.json"
     path.write_text('{"stage": 1, "offload_optimizer": {"device": "cpu"}}')
     options = CompareOptions(
@@ -222,8 +220,13 @@ def test_the_rerun_command_plans_the_same_row(tmp_path, monkeypatch, from_file) 
     )  # fmt: skip
     (row,) = make_plan(options).configurations
     plans = []
-    monkeypatch.setattr(run, "run_comparison", lambda plan, **_: plans.append(plan) or 0)
-    monkeypatch.setattr(launch, "Launcher", object)
-    CliRunner().invoke(cli.app, shlex.split(rerun_command(row, options))[3:], catch_exceptions=False)
+
+    def run(plan, *, launcher, **_) -> int:
+        launcher.close()
+        plans.append(plan)
+        return 0
+
+    arguments = shlex.split(rerun_command(row, options))[3:]
+    CliRunner().invoke(cli.app, arguments, obj=run, catch_exceptions=False)
     assert plans[0].configurations == [row]
     assert plans[0].options.timeout_s == options.timeout_s

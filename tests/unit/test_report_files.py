@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import io
 import json
 import re
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 import pandas
 import pytest
 from report_samples import SAMPLE, mixed, sample
+from rich.console import Console
 
+from zerobench.bench.show import show as show_results
 from zerobench.cli.main import show
 from zerobench.errors import DataError
 from zerobench.report import (
@@ -241,12 +244,10 @@ def test_what_looks_like_markup_in_a_path_or_name_is_shown_as_it_is(tmp_path, ca
 
 
 @pytest.mark.parametrize("width", [10, 20, 29])
-def test_no_terminal_is_too_narrow_for_whole_figures(tmp_path, capsys, monkeypatch, width) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    results = sample()
-    (tmp_path / "results.json").write_text(results.model_dump_json())
-    show(tmp_path)
-    shown = capsys.readouterr().out
+def test_no_terminal_is_too_narrow_for_whole_figures(width) -> None:
+    results, text = sample(), io.StringIO()
+    show_results(results, Console(file=text, width=width))
+    shown = text.getvalue()
     for row in results.rows:
         time = row.step_time_ms
         assert time is not None

@@ -5,16 +5,15 @@ Run this file as a program to write its golden table anew after a wanted change,
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from report_samples import GOLDEN, sample
 
 from zerobench.bench.assess import transfers_of
 from zerobench.bench.protocol.job import DeviceMemory, Window, WindowTransfers
-from zerobench.bench.rank import transfers
 from zerobench.bench.rank.intervals import part_for_files
-from zerobench.bench.rank.transfers import file_limits, link_limits, of_window
+from zerobench.bench.rank.transfers import by_direction, file_limits, link_limits, of_window
+from zerobench.host.io_settings import Rates
 from zerobench.report import advise, finish_rows, summarise, table_text
 from zerobench.report import plots as plots_module
 from zerobench.report.columns import table_columns
@@ -284,14 +283,9 @@ def test_files_are_measured_as_they_would_be_used(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_limits_of_files_are_by_direction_and_in_units_of_ten_to_the_ninth(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rates = SimpleNamespace(read_bytes_per_s=3e9, write_bytes_per_s=2e9, both_bytes_per_s=4e9)
-    monkeypatch.setattr(transfers, "probe", lambda paths, choice, *, rank_num: rates)
-    assert transfers.file_limits(["/disk"], options={}, rank_num=1) == {
-        "nvme_read": 3.0, "nvme_write": 2.0, "nvme_both": 4.0,
-    }  # fmt: skip
+def test_limits_of_files_are_by_direction_and_in_units_of_ten_to_the_ninth() -> None:
+    rates = Rates(read_bytes_per_s=3e9, write_bytes_per_s=2e9, both_bytes_per_s=4e9)
+    assert by_direction(rates) == {"nvme_read": 3.0, "nvme_write": 2.0, "nvme_both": 4.0}
 
 
 def test_waits_for_files_are_a_part_of_those_for_state() -> None:

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from zerobench.bench.output import OutputFolder, make_default_folder
-from zerobench.bench.run import exit_code
+from zerobench.bench.session import exit_code
 from zerobench.errors import ConfigError
 from zerobench.results.files import OutputError, write_atomically
 from zerobench.results.schema import Results, Row, Settings, StepTime
@@ -115,46 +115,36 @@ def test_a_failed_write_keeps_the_old_file(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("end", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_a_write_that_is_cut_short_keeps_the_old_file_and_leaves_no_half(tmp_path, monkeypatch, end) -> None:
+def test_a_write_that_is_cut_short_keeps_the_old_file_and_leaves_no_half(tmp_path, end) -> None:
     path = tmp_path / "results.json"
     write_atomically(path, b"old")
 
     def cut_short(descriptor: int) -> None:
         raise end
 
-    monkeypatch.setattr(os, "fsync", cut_short)
     with pytest.raises(type(end)):
-        write_atomically(path, b"new")
+        write_atomically(path, b"new", sync=cut_short)
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["results.json"]
 
 
-def test_a_new_file_is_on_disk_before_its_name_is_and_then_the_name_is(tmp_path, monkeypatch) -> None:
+def test_a_new_file_is_on_disk_before_its_name_is_and_then_the_name_is(tmp_path) -> None:
     """Or a crash of the machine may leave an empty file under the name."""
     path, done = tmp_path / "results.json", []
-    fsync, replace = os.fsync, os.replace
+    path.write_bytes(b"old")
 
-    def noting_fsync(descriptor: int) -> None:
-        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
+    def sync(descriptor: int) -> None:
+        done.append((os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")), path.read_bytes()))
+        os.fsync(descriptor)
 
-    def noting_replace(source, target) -> None:
-        done.append("replaced")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", noting_fsync)
-    monkeypatch.setattr(os, "replace", noting_replace)
-    write_atomically(path, b"new")
-    assert done == [".results.json.partial", "replaced", tmp_path.name]
+    write_atomically(path, b"new", sync=sync)
+    assert done == [(".results.json.partial", b"old"), (tmp_path.name, b"new")]
     assert path.read_bytes() == b"new"
 
 
-def test_a_default_folder_is_always_new(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    paths = []
-    for _ in range(3):
-        paths.append(make_default_folder())
-    assert len(set(paths)) == 3
-    assert all(path.parts[0] == "results" and path.name.startswith("compare_") for path in paths)
+def test_a_default_folder_is_always_new(tmp_path) -> None:
+    paths = [make_default_folder(tmp_path) for _ in range(3)]
+    assert len(set(paths)) == 3 and all(path.is_dir() for path in paths)
+    assert all(path.parent == tmp_path / "results" and path.name.startswith("compare_") for path in paths)
 
 
 @pytest.mark.parametrize(

@@ -217,14 +217,14 @@ def test_processes_are_listed_once_a_second() -> None:
     nvml.close()
 
 
-def test_torch_is_asked_in_another_process(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("zerobench.host.gpus.driver_present", lambda: True)
-    seen = visible_gpus()
+def test_torch_is_asked_in_another_process(tmp_path) -> None:
+    seen = visible_gpus(has_driver=lambda: True)
     assert bool(seen.gpus) != bool(seen.reason)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    (tmp_path / "python").write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
-    (tmp_path / "python").chmod(0o755)
-    assert visible_gpus().reason == "torch could not be asked for GPUs: it broke"
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
+    broken.chmod(0o755)
+    seen = visible_gpus(has_driver=lambda: True, python=str(broken))
+    assert seen.reason == "torch could not be asked for GPUs: it broke"
 
 
 def test_the_sampler_imports_no_torch() -> None:

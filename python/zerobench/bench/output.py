@@ -94,11 +94,11 @@ class OutputFolder:
             raise cannot_be_written(path, error) from None
 
 
-def make_default_folder() -> Path:
-    """A new results/compare_<time>, with a number when two start within a second."""
+def make_default_folder(parent: Path = Path()) -> Path:
+    """Make a new results/compare_<time> in ``parent``, with a number when two start within a second."""
     stem = f"compare_{datetime.now(timezone.utc):%Y%m%d_%H%M%S}"
     for suffix in ("", *(f"_{number}" for number in range(2, 100))):
-        path = Path("results") / f"{stem}{suffix}"
+        path = parent / "results" / f"{stem}{suffix}"
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             return path

@@ -32,6 +32,7 @@ COMPARE_HELP = (
 def compare(context: typer.Context, **given: Any) -> None:
     """Run a comparison. ``given``: texts of the options by name, None where an option was not given."""
     from zerobench import _native
+    from zerobench.bench.host_facts import read_host_facts
     from zerobench.bench.launch.given import follow, given_ranks
     from zerobench.bench.launch.launcher import Launcher
     from zerobench.bench.plan.plan import make_plan
@@ -48,10 +49,12 @@ def compare(context: typer.Context, **given: Any) -> None:
     gpu_name = options.gpus[0].name if options.gpus else None
     plan.warnings.extend(disk_warnings(plan.configurations, host_ranks=options.host_ranks, gpu_name=gpu_name))
     launcher = started.open_launcher() if started else Launcher()
+    run = context.obj or run_comparison  # a caller from Python may do something else with the plan
     raise typer.Exit(
-        run_comparison(
+        run(
             plan,
             output_dir=options.output_dir,
+            host=read_host_facts(options),
             launcher=launcher,
             console=plain_console(),
             notes=plain_console(stderr=True),

@@ -65,7 +65,7 @@ def show(
     ] = None,
 ) -> None:
     """The table, the advice and the plots again, from files alone."""
-    from zerobench.bench.run import show as show_results
+    from zerobench.bench.show import show as show_results
     from zerobench.report import read_results, write_plots
 
     found = read_results(results)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -41,13 +42,15 @@ def driver_present() -> bool:
     return any(Path(sign).exists() for sign in _DRIVER_SIGNS)
 
 
-def visible_gpus() -> VisibleGpus:
-    """Ask another process; none is started where there is no driver."""
-    if not driver_present():
+def visible_gpus(
+    *, has_driver: Callable[[], bool] = driver_present, python: str = sys.executable
+) -> VisibleGpus:
+    """Ask another process, run by ``python``; none is started where there is no driver."""
+    if not has_driver():
         return VisibleGpus(reason="this machine has no NVIDIA driver")
     try:
         asked = subprocess.run(
-            [sys.executable, "-m", "zerobench.host.gpus"],
+            [python, "-m", "zerobench.host.gpus"],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, env=child_environment(), timeout=_ANSWER_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -9,7 +9,7 @@ import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -77,13 +77,14 @@ class MicroReport:
 
 class OutputFile:
     """Made before the first measurement, so that a place that cannot be written costs no time, and knows the machine
-    as it was then; replaced as a whole at the end."""
+    as it was then; replaced as a whole at the end. ``facts`` are the machine's, with or without GPUs."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, facts: Callable[..., dict[str, Any]] = machine_facts) -> None:
         self._path = path
+        self._facts = facts
         if path is None:
             return
-        self._details = machine_facts()["details"]
+        self._details = facts()["details"]
         if path.suffix not in (".json", ".csv", ".md"):
             raise ConfigError(f"--output {path} must end in .json, .csv or .md")
         try:
@@ -99,7 +100,8 @@ class OutputFile:
         if self._path is None:
             return
         if self._path.suffix == ".json":
-            text = json_text(report, self._details)
+            # Details change while the benchmark runs, such as the load.
+            text = json_text(report, self._facts(report.gpus) | {"details": self._details})
         else:
             text = (csv_text if self._path.suffix == ".csv" else markdown_text)(report)
         try:
@@ -117,14 +119,13 @@ class OutputFile:
                 self._path.unlink()
 
 
-def json_text(report: MicroReport, details: Mapping[str, Any]) -> str:
-    """``details``: facts of the machine that runs change, such as its load, from before this one."""
+def json_text(report: MicroReport, machine: Mapping[str, Any]) -> str:
     content = {
         "schema_version": SCHEMA_VERSION,
         "benchmark": report.benchmark,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": ["zerobench", *sys.argv[1:]],
-        "machine": machine_facts(report.gpus) | {"details": details},
+        "machine": machine,
         "versions": version_facts(gpus=bool(report.gpus)),
         "settings": report.settings,
         "rows": report.rows,

@@ -39,10 +39,10 @@ class Ready(BaseModel):
     register_s: float | None = None
 
 
-def measure_ready(order: Order) -> Ready:
-    """Ask another process. Raises Error."""
+def measure_ready(order: Order, *, answer_s: float = _ANSWER_S) -> Ready:
+    """Ask another process. Raises Error, also where it takes longer than ``answer_s``."""
     failure = f"{order.side} could not make {order.size_bytes} bytes of host memory ready"
-    answer = ask("zerobench.micro.pinned_ready", order.model_dump_json(), failure=failure, answer_s=_ANSWER_S)
+    answer = ask("zerobench.micro.pinned_ready", order.model_dump_json(), failure=failure, answer_s=answer_s)
     return Ready.model_validate_json(answer)
 
 

@@ -93,18 +93,19 @@ def cannot_be_written(path: Path, error: OSError) -> OutputError:
     return OutputError(f"{path} cannot be written ({error.strerror or error}): {cure}")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """The whole new file or the whole old one, also after a crash of the machine."""
+def write_atomically(path: Path, content: bytes, *, sync: Callable[[int], object] = os.fsync) -> None:
+    """The whole new file or the whole old one, also after a crash of the machine: ``sync`` is called before the file
+    has its name, and again once it has."""
 
     def write(partial: Path) -> None:
         with partial.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
 
     replace_file(path, write)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        sync(folder)
     finally:
         os.close(folder)

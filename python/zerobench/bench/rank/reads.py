@@ -59,11 +59,11 @@ class Reads:
         return max(found, key=lambda read: read.share, default=None)
 
 
-def differing(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+def differing(tensor: torch.Tensor, master: torch.Tensor, *, chunk_numel: int = _CHUNK_NUMEL) -> torch.Tensor:
     """How many elements of ``tensor`` are not those of ``master`` (fp32, perhaps on the host) in its dtype. NaN never
-    is."""
+    is. ``chunk_numel`` elements are compared at a time."""
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    pairs = zip(tensor.reshape(-1).split(_CHUNK_NUMEL), master.reshape(-1).split(_CHUNK_NUMEL), strict=True)
+    pairs = zip(tensor.reshape(-1).split(chunk_numel), master.reshape(-1).split(chunk_numel), strict=True)
     for part, expected in pairs:
         found += (part != expected.to(part.device).to(part.dtype)).sum()
     return found

@@ -9,7 +9,7 @@ import torch
 
 from zerobench.bench.protocol.job import WindowTransfers
 from zerobench.bench.swap.notes import probe
-from zerobench.host.io_settings import io_choice
+from zerobench.host.io_settings import Rates, io_choice
 from zerobench.strategies.base import Transfers
 
 _PROBE_BYTES = 256 << 20
@@ -58,7 +58,10 @@ def file_limits(paths: Sequence[str], *, options: Mapping[str, Any], rank_num: i
     time, as they train. Error or OSError where they cannot."""
     if not paths:
         return {}
-    rates = probe(paths, io_choice(paths, options.get("offload_optimizer")), rank_num=rank_num)
+    return by_direction(probe(paths, io_choice(paths, options.get("offload_optimizer")), rank_num=rank_num))
+
+
+def by_direction(rates: Rates) -> dict[str, float]:
     return {
         "nvme_read": rates.read_bytes_per_s / 1e9,
         "nvme_write": rates.write_bytes_per_s / 1e9,

@@ -93,10 +93,13 @@ def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
     if reason is not None:
         return Skipped(reason=reason)
     report = None
+    verify_port, measure_port = place.ports
     if job.verify:
+        os.environ["MASTER_PORT"] = verify_port
         report = verified(job, strategy_class, place, channel, meter)
         gc.collect()  # what reference cycles keep of the first strategy must not count as memory of the second
     if job.measure:
+        os.environ["MASTER_PORT"] = measure_port
         window, dtypes = measured(job, strategy_class, place, channel, meter)
         report = Report(dtypes=dtypes, verification=report.verification if report else None, window=window)
     if report is None:
@@ -126,7 +129,6 @@ def bound(job: Job, place: Place) -> Binding | None:
 def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) -> StrategySettings:
     """Of the measured pass, or of the deterministic one; each meets at a place of its own."""
     settings = job.settings
-    os.environ["MASTER_PORT"] = place.ports[0 if deterministic else 1]
     # The reference is one process that trains every rank's micro-batches, as if they were accumulated.
     ranks_per_process = settings.world_size // place.world_size
     read = {field.name for field in fields(StrategySettings)}

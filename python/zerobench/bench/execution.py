@@ -1,0 +1,170 @@
+"""The execution of one step of a comparison: what is started, and what became of it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from zerobench.bench.assess import (
+    ReferenceRun,
+    apply_outcome,
+    apply_windows,
+    by_rank,
+    clear_figures,
+    fault_of,
+    first_row,
+    largest,
+)
+from zerobench.bench.host_facts import HostFacts
+from zerobench.bench.jobs import JobMaker, rank_memory_bytes
+from zerobench.bench.launch.launcher import Launcher
+from zerobench.bench.launch.outcome import Outcome
+from zerobench.bench.launch.ranks import ProgressCallback
+from zerobench.bench.mfu import utilisation
+from zerobench.bench.plan.fit import TooLarge, why_too_large
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import Configuration
+from zerobench.bench.protocol.job import Job, Window
+from zerobench.bench.sampler import Sampler, summarise
+from zerobench.bench.schedule import Group, Step
+from zerobench.errors import Error
+from zerobench.results.schema import Row
+from zerobench.strategies.catalogue import REFERENCE
+
+Track = Callable[[str], AbstractContextManager[ProgressCallback]]
+"""Shows the progress of a run under its name."""
+
+
+class FirstRun(NamedTuple):
+    """What became of the first run of a row."""
+
+    row: Row
+    was_started: bool  # False where the row is too large or its reference did not run
+
+
+class Execution:
+    """Runs steps one at a time, and keeps the references that later steps are compared with."""
+
+    def __init__(
+        self,
+        options: CompareOptions,
+        *,
+        host: HostFacts,
+        launcher: Launcher,
+        sampler: Sampler,
+        data_digest: str | None,
+    ) -> None:
+        self.jobs = JobMaker(options=options, scratch=launcher.scratch, data_digest=data_digest)
+        self._options = options
+        self._host = host
+        self._launcher = launcher
+        self._sampler = sampler
+        self._references: dict[str, ReferenceRun] = {}
+
+    def verify_and_measure(self, step: Step, *, log: Path, track: Track) -> FirstRun:
+        """Return the row of a configuration that runs for the first time, in fresh processes."""
+        row = first_row(step.configuration, status="failed")
+        if too_large := self._why_not_started(step.configuration):
+            row.status, row.error, row.oom_tier = "oom", too_large.reason, too_large.tier
+            return FirstRun(row, was_started=False)
+        reference = self.reference_of(step, log=log, track=track) if step.needs_reference else None
+        if reference is not None and reference.error is not None:
+            row.error = f"cannot be verified, since the reference did not run: {reference.error}"
+            return FirstRun(row, was_started=False)
+        with track(row.name) as on_progress:
+            for job in self.jobs.passes(step, reference):
+                outcome = self._launcher.run(job, log=log, on_progress=on_progress)
+                self.add_machine_figures(row, apply_outcome(row, outcome, step.configuration, reference))
+                if row.status != "ok":
+                    break
+        return FirstRun(row, was_started=True)
+
+    def measure_again(self, step: Step, row: Row, *, log: Path, track: Track) -> None:
+        """Add the samples of one more measurement to ``row``, or take its figures away where that fails."""
+        number = step.repeat + 1
+        with track(f"{row.name} ({number})") as on_progress:
+            outcome = self._launcher.run(self.jobs.measurement(step), log=log, on_progress=on_progress)
+        windows = [report.window for report in by_rank(outcome.reports) if report.window]
+        status, error = outcome.status, outcome.error
+        if status == "ok" and (fault := fault_of(windows)):
+            status, error = "failed", fault
+        if status != "ok":
+            row.status, row.error = status, f"repeat {number}: {error}"
+            row.oom_tier = outcome.oom_tier
+            clear_figures(row)
+            return
+        apply_windows(row, windows)
+        self.add_machine_figures(row, windows)
+
+    def reference_of(self, step: Step, *, log: Path, track: Track) -> ReferenceRun:
+        """Return the reference of the step's group, which runs once. It has fewer layers where all of them do not
+        fit."""
+        group = step.group.name
+        if group not in self._references:
+            model = self.jobs.verification_model(step)
+            with track(f"reference of {step.configuration.name}") as on_progress:
+                while True:
+                    job = self.jobs.reference(step, model)
+                    outcome = self._launcher.run(job, log=log, on_progress=on_progress)
+                    if outcome.status != "oom" or model["num_layers"] == 1:
+                        break
+                    model = {**model, "num_layers": model["num_layers"] // 2}
+            is_asked_for = self._options.verify_layers == model["num_layers"]
+            why = "as --verify-layers asks" if is_asked_for else None
+            self._references[group] = reference_run(job, outcome, why_fewer_layers=why)
+        return self._references[group]
+
+    def drop_reference(self, group: Group) -> None:
+        """Remove the file of the group's reference, which is many times as large as the model."""
+        run = self._references.get(group.name)
+        if run is not None and run.file is not None:
+            Path(run.file).unlink(missing_ok=True)
+
+    def add_machine_figures(self, row: Row, windows: Sequence[Window]) -> None:
+        """Add what the sampler saw during the window, and utilisation against the GPUs' peak."""
+        if not windows:
+            return
+        begin_s, end_s = min(w.began_s for w in windows), max(w.ended_s for w in windows)
+        used = self._options.gpus[: row.settings.world_size]
+        seen = summarise(self._sampler.between(begin_s, end_s), begin_s=begin_s, gpu_num=len(used))
+        if row.sampled is None:
+            row.sampled = seen
+            row.device_utilisation_pct = seen.gpu_utilisation_pct if seen else None
+        elif seen is not None and seen.shared_gpus is not None:
+            # Its memory may be in the peaks, which are of all repeats.
+            row.sampled.shared_gpus = sorted({*(row.sampled.shared_gpus or ()), *seen.shared_gpus})
+        peaks = [row.device_used_peak_bytes, seen.gpu_used_peak_bytes if seen else None]
+        row.device_used_peak_bytes = largest(peaks)
+        if len({gpu.name for gpu in used}) == 1:
+            row.mfu = utilisation(row, used[0].name)
+
+    def _why_not_started(self, configuration: Configuration) -> TooLarge | None:
+        too_large = why_too_large(
+            configuration,
+            rank_memory_bytes=rank_memory_bytes(self._options),
+            gpus=self._options.gpus,
+            host_ranks=self._options.host_ranks,
+        )
+        if too_large is None and (reason := self._host.why_not_lockable(configuration)):
+            return TooLarge(reason, "host")
+        return too_large
+
+
+def reference_run(job: Job, outcome: Outcome, *, why_fewer_layers: str | None) -> ReferenceRun:
+    if outcome.status != "ok":
+        return ReferenceRun(model=job.verify_model, error=f"{outcome.status}: {outcome.error}")
+    verification = outcome.reports[0].verification
+    if verification is None:
+        raise Error("the reference reported no verification: this is a bug of zerobench")
+    run = ReferenceRun(
+        name=REFERENCE if job.strategy == REFERENCE else f"{REFERENCE} under autocast",
+        model=job.verify_model,
+        file=job.reference_file,
+        loss=verification.loss,
+        norm=verification.norm,
+        loss_dtype=verification.loss_dtype,
+    )
+    return run if why_fewer_layers is None else replace(run, why_fewer_layers=why_fewer_layers)

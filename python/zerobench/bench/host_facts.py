@@ -1,0 +1,36 @@
+"""What a comparison knows of its host, read once and passed in as a value. Imports no torch."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import Configuration
+from zerobench.bench.swap.notes import why_not_lockable
+from zerobench.host.machine import busy_warning, machine_facts, version_facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """Facts from before anything of the comparison runs, and what is asked again before each row."""
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    command: str
+    busy: str | None = None  # a warning, where other work runs
+    why_not_lockable: Callable[[Configuration], str | None] = lambda _: None
+
+
+def read_host_facts(options: CompareOptions) -> HostFacts:
+    return HostFacts(
+        busy=busy_warning(),
+        machine=machine_facts(options.gpus),
+        versions=version_facts(gpus=bool(options.gpus)),
+        command=shlex.join(sys.argv),
+        why_not_lockable=partial(why_not_lockable, host_ranks=options.host_ranks),
+    )

@@ -1,0 +1,110 @@
+"""What ranks are asked to do in each step of a comparison. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerobench.bench.assess import ReferenceRun
+from zerobench.bench.plan.fit import verification_model
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import Configuration
+from zerobench.bench.protocol.job import Job
+from zerobench.bench.schedule import Step
+from zerobench.results.settings import Settings, reference_values
+from zerobench.results.sizes import GIB
+from zerobench.strategies.catalogue import AUTOCAST_REFERENCE, FLOOR, REFERENCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobMaker:
+    """Makes the jobs of a comparison. ``scratch`` is the folder for reference files."""
+
+    options: CompareOptions
+    scratch: Path
+    data_digest: str | None
+
+    def passes(self, step: Step, reference: ReferenceRun | None) -> list[Job]:
+        """Return the jobs of a row's first run, in order.
+
+        On GPUs verification has processes of its own: what it sets and leaves behind on a device cannot reach the
+        measured pass. On CPU ranks a second start would cost more than it keeps apart."""
+        if step.configuration.strategy == FLOOR:
+            return [self.measurement(step)]
+        if step.configuration.settings.device == "cpu":
+            return [self._row(step, reference, verify=True, measure=True)]
+        return [
+            self._row(step, reference, verify=True, measure=False),
+            self._row(step, reference, verify=False, measure=True),
+        ]
+
+    def measurement(self, step: Step) -> Job:
+        """Return a job that measures and does not verify."""
+        return self._row(step, None, verify=False, measure=True)
+
+    def reference(self, step: Step, model: dict[str, Any]) -> Job:
+        """Return the job of one process that trains ``model`` on the global batches of the step's group."""
+        configuration = step.configuration
+        return Job(
+            name=f"reference of {configuration.name}",
+            kind="reference",
+            strategy=reference_strategy(configuration),
+            settings=configuration.settings.model_copy(update=reference_values()),
+            model=model,
+            verify_model=model,
+            num_ranks=1,
+            verify=True,
+            measure=False,
+            reference_file=str(self.scratch / f"{step.group.name}.pt"),
+            timeout_s=self.options.timeout_s,
+            data_digest=self.data_digest,
+        )
+
+    def verification_model(self, step: Step) -> dict[str, Any]:
+        """Return the step's model, with fewer layers where the reference or the group's rows would not fit."""
+        ranks = step.group.most_ranks
+        return verification_model(
+            step.configuration.model,
+            rank_memory_bytes=rank_memory_bytes(self.options),
+            gpus=self.options.gpus,
+            layers=self.options.verify_layers,
+            rounded_tokens=rounded_tokens(step.configuration.settings),
+            host_ranks=min(ranks, self.options.host_ranks or ranks),
+            offloads=step.group.offloads,
+        )
+
+    def _row(self, step: Step, reference: ReferenceRun | None, *, verify: bool, measure: bool) -> Job:
+        configuration = step.configuration
+        return Job(
+            name=configuration.name,
+            kind="row",
+            strategy=configuration.strategy,
+            settings=configuration.settings,
+            model=configuration.model,
+            verify_model=reference.model if reference else self.verification_model(step),
+            num_ranks=configuration.settings.world_size,
+            verify=verify,
+            measure=measure,
+            reference_strategy=reference_strategy(configuration) if reference else None,
+            reference_file=reference.file if reference else None,
+            timeout_s=self.options.timeout_s,
+            data_digest=self.data_digest,
+            rank_memory_bytes=rank_memory_bytes(self.options),
+            options=configuration.options,
+        )
+
+
+def reference_strategy(configuration: Configuration) -> str:
+    return AUTOCAST_REFERENCE if configuration.runs_under_autocast else REFERENCE
+
+
+def rank_memory_bytes(options: CompareOptions) -> int | None:
+    return None if options.rank_memory_gib is None else round(options.rank_memory_gib * GIB)
+
+
+def rounded_tokens(settings: Settings) -> int | None:
+    """Tokens of a step over all ranks; None in fp32, where no rounding sends a token to another expert."""
+    if settings.precision == "fp32" and not settings.tf32:
+        return None
+    return settings.world_size * settings.grad_accum * settings.batch_size * settings.seq_length

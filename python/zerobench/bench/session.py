@@ -1,0 +1,153 @@
+"""The results of a comparison while it runs: rows are appended, judged, saved and shown. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+
+from rich.console import Console
+
+from zerobench.bench.assess import settle
+from zerobench.bench.execution import Execution
+from zerobench.bench.host_facts import HostFacts
+from zerobench.bench.launch.environments import device_environment
+from zerobench.bench.output import OutputFolder
+from zerobench.bench.plan.names import rerun_command
+from zerobench.bench.plan.plan import Plan
+from zerobench.bench.progress import ProgressDisplay
+from zerobench.bench.sampler import Sampler, shared_warning
+from zerobench.bench.schedule import Step
+from zerobench.bench.show import show_written
+from zerobench.host import interrupts
+from zerobench.report import finish_rows
+from zerobench.results.rows import repeats_text
+from zerobench.results.schema import Results, Row
+
+_SAMPLER_START_S = 10.0
+
+
+def judge(results: Results, baseline: str | None) -> None:
+    """Judge rows against each other and fill in what relates them to the baseline."""
+    settle(results)
+    finish_rows(results, baseline)
+
+
+class Session:
+    """The rows so far, as their own runs left them, and the results, which hold judged copies."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        host: HostFacts,
+        output: OutputFolder,
+        judge: Callable[[Results, str | None], None] = judge,
+    ) -> None:
+        self._plan = plan
+        self._output = output
+        self._judge = judge
+        self._rows: list[Row] = []
+        details = {**host.machine["details"], "rank_environment": device_environment(plan.options.device)}
+        self.results = Results(
+            created=now_text(),
+            machine={**host.machine, "details": details},
+            versions=host.versions,
+            command=host.command,
+            warnings=[*plan.warnings, *([host.busy] if host.busy else [])],
+        )
+
+    def warn_of_sharing(self, sampler: Sampler) -> None:
+        """Add a warning where GPUs are in use while nothing of the comparison runs yet."""
+        deadline_s = time.monotonic() + _SAMPLER_START_S
+        while self._plan.options.gpus and time.monotonic() < deadline_s:
+            sample = sampler.first()
+            if sample is not None:
+                warning = shared_warning(sample)
+                self.results.warnings += [warning] if warning else []
+                return
+            time.sleep(0.05)
+
+    def run(self, steps: Sequence[Step], execution: Execution, display: ProgressDisplay) -> None:
+        """Take the steps in order; save after each."""
+        for step in steps:
+            if step.repeat == 0:
+                self._rows.append(self._first(step, execution, display))
+                if step.ends_group:
+                    execution.drop_reference(step.group)
+            else:
+                self._repeat(step, execution, display)
+            self._save()
+        self.results.complete = True
+        self.write()
+
+    def write(self) -> None:
+        """Write results.json as the results are now."""
+        self._output.write_results(self.results)
+
+    def end(self, *, interrupted: bool, console: Console, notes: Console) -> int:
+        """Write tables and plots, show them, and return the exit code. ``notes`` takes what is no result."""
+        try:
+            with interrupts.deferred():
+                if interrupted:  # perhaps before the last rows were written
+                    self.write()
+                self._output.write_summary(self.results)
+                self._output.write_plots(self.results)
+        except KeyboardInterrupt:
+            interrupts.ignore_further()
+            interrupted = True
+        finally:
+            show_written(self.results, self._output.path, console)
+        if not interrupted:
+            return exit_code(self.results.rows)
+        notes.print(
+            f"interrupted: {kept_text(self.results.rows, len(self._plan.configurations))}; "
+            f"see them again with `zerobench show {self._output.path}`",
+            style="yellow",
+            soft_wrap=True,
+        )
+        return interrupts.exit_code()
+
+    def _first(self, step: Step, execution: Execution, display: ProgressDisplay) -> Row:
+        name = step.configuration.name
+        rerun = rerun_command(step.configuration, self._plan.options)
+        log = self._output.start_log(name, rerun=rerun)
+        started, start_s = now_text(), time.monotonic()
+        row, was_started = execution.verify_and_measure(step, log=log, track=display.task)
+        if not was_started:
+            display.skip()
+        row.started, row.duration_s = started, round(time.monotonic() - start_s, 3)
+        row.log, row.rerun = str(log.relative_to(self._output.path)), rerun
+        display.note(row)
+        return row
+
+    def _repeat(self, step: Step, execution: Execution, display: ProgressDisplay) -> None:
+        if self.results.rows[step.index].status != "ok":
+            display.skip()
+            return
+        row = self._rows[step.index]
+        execution.measure_again(step, row, log=self._output.log(row.name), track=display.task)
+
+    def _save(self) -> None:
+        """Judge copies of the rows before anybody sees them: Ctrl-C may come at any moment, and then the results are
+        shown as they are."""
+        judged = self.results.model_copy(update={"rows": [row.model_copy(deep=True) for row in self._rows]})
+        self._judge(judged, self._plan.options.baseline)
+        self.results.rows = judged.rows
+        self.write()
+
+
+def kept_text(rows: Sequence[Row], total: int) -> str:
+    if not rows or rows[0].settings.repeats == 1:
+        return f"{len(rows)} of {total} rows are complete and kept"
+    return f"{len(rows)} of {total} rows are kept, with {repeats_text(rows)} repeats of those that are ok"
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """0 when what could run is right, 1 when a row is wrong or failed or nothing could run."""
+    statuses = {row.status for row in rows}
+    return 1 if statuses & {"wrong", "failed"} or "ok" not in statuses else 0
+
+
+def now_text() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,98 @@
+"""Parts of a comparison without processes: a host, a launcher that answers by itself, and what ranks report."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from plan_samples import GPUS, SMALL
+from rich.console import Console
+
+from zerobench.bench.execution import Execution
+from zerobench.bench.host_facts import HostFacts
+from zerobench.bench.launch.launcher import Launcher
+from zerobench.bench.launch.outcome import Outcome
+from zerobench.bench.plan.options import CompareOptions
+from zerobench.bench.plan.plan import Plan, make_plan
+from zerobench.bench.progress import ProgressDisplay
+from zerobench.bench.protocol.job import DeviceMemory, Job, Report, TensorDeviation, Verification, Window
+from zerobench.bench.rank import worker
+from zerobench.bench.sampler import Sampler
+from zerobench.results.schema import RowDtypes
+
+HOST = HostFacts(machine={"cpu": "of a test", "details": {}}, versions={}, command="zerobench compare")
+TWO_GPUS = {"device": "cuda", "gpus": GPUS[:2], "precision": ("bf16",), "compile": ("block",)}
+BF16 = RowDtypes(param="bfloat16", compute="bfloat16", reduce="bfloat16", master="float32", state="float32")
+WORST = {"gradient_worst": "wte.weight", "piece_worst": "wte.weight", "optimizer_worst": "wte.weight"}
+NONE_DIFFERS = {**WORST, "gradient": 0.0, "update": 0.0, "piece": 0.0, "optimizer": 0.0, "max_abs": 0.0}
+
+Answer = Callable[[Job], Outcome]
+
+
+class Answering(Launcher):
+    """Answers jobs by a function, and keeps them."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.jobs: list[Job] = []
+        self._answer = answer
+
+    def run(self, job: Job, **_: object) -> Outcome:
+        self.jobs.append(job)
+        return self._answer(job)
+
+
+def plan(**options) -> Plan:
+    strategies = ("compute_only", "single", "zero1", "zero3")
+    return make_plan(CompareOptions(**{**SMALL, "strategies": strategies, **options}))
+
+
+def execution(found: Plan, launcher: Launcher, *, host: HostFacts = HOST) -> Execution:
+    sampler = Sampler(launcher.scratch / "samples.jsonl")
+    return Execution(found.options, host=host, launcher=launcher, sampler=sampler, data_digest=None)
+
+
+def quiet_display() -> ProgressDisplay:
+    return ProgressDisplay(Console(file=io.StringIO()), 1)
+
+
+def place(*, world_size: int = 1, local_world_size: int = 1) -> worker.Place:
+    """Rank 0 of that many."""
+    return worker.Place(
+        rank=0, world_size=world_size, local_rank=0, local_world_size=local_world_size, rendezvous="r",
+        ports=("2", "3"),
+    )  # fmt: skip
+
+
+def window(**figures) -> Window:
+    values = {
+        "step_times_ms": [10.0, 10.0], "losses": [2.0, 1.0], "began_s": 100.0, "ended_s": 101.0,
+        "validation_loss": 1.5, "peak_host_bytes": 1, "communication_bytes": {}, "memory_bytes": {},
+        "phases_ms": {}, "compiled_graphs": 2.0, "threads": 1,
+        "memory": DeviceMemory(
+            peak_bytes=300, allocated_bytes=200, torch_allocated_peak_bytes=250, torch_reserved_peak_bytes=260,
+            outside_torch_bytes=50,
+        ),
+    }  # fmt: skip
+    return Window(**{**values, **figures})
+
+
+def verified(*, checksum: str = "c", **deviation: float) -> Verification:
+    """Of rank 0 of a row, or of its reference. ``deviation`` is 0 where nothing is given."""
+    found = TensorDeviation(**{**NONE_DIFFERS, **deviation})
+    return Verification(loss=5.0, norm=1.0, checksum=checksum, deviation=found)
+
+
+def ended_well(job: Job, *, checksum: str = "c", **figures) -> Outcome:
+    """What ranks that do all that ``job`` asks for report."""
+    report = Report(
+        dtypes=BF16,
+        verification=verified(checksum=checksum) if job.verify else None,
+        window=window(**figures) if job.measure else None,
+    )
+    return Outcome(status="ok", reports=dict.fromkeys(range(job.num_ranks), report))
+
+
+def log_of(launcher: Launcher) -> Path:
+    return launcher.scratch / "row.log"
