@@ -12,8 +12,8 @@ import pytest
 from plan_samples import GPUS, ON_GPUS, configuration
 
 from zerobench import strategies
-from zerobench.bench.plan import fit
 from zerobench.bench.jobs import reference_strategy
+from zerobench.bench.plan import fit
 from zerobench.bench.swap.plan import may_swap
 from zerobench.errors import ConfigError
 from zerobench.strategies import base, catalogue

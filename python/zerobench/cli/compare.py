@@ -32,12 +32,12 @@ COMPARE_HELP = (
 def compare(context: typer.Context, **given: Any) -> None:
     """Run a comparison. ``given``: texts of the options by name, None where an option was not given."""
     from zerobench import _native
+    from zerobench.bench.disk_notes import disk_warnings, tuned_notes
     from zerobench.bench.host_facts import read_host_facts
     from zerobench.bench.launch.given import follow, given_ranks
     from zerobench.bench.launch.launcher import Launcher
     from zerobench.bench.plan.plan import make_plan
     from zerobench.bench.run import run_comparison
-    from zerobench.bench.swap.notes import disk_warnings, tuned_notes
 
     _native.check_installation()
     started = given_ranks(os.environ)
