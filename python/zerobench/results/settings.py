@@ -356,7 +356,7 @@ class Options:
         help="Any other field of the model, such as num_heads=8 or tied_embeddings=false; may be repeated.",
     )]
     strategies: Annotated[str, Option(
-        takes=Takes.WORDS, convert=name, default="", metavar="NAME...", help_at=60, grid_at=15,
+        takes=Takes.WORDS, convert=name, default="", metavar="NAME...", help_at=60, grid_at=100,
         help="single, compute_only, zero0 to zero3, ddp, ddp_compress, ddp_master, fsdp1, fsdp2, fsdp2_keep, "
         "deepspeed0 to deepspeed3, deepspeed3_leaves, deepspeed3_super, deepcompile3 (also with _prefetch, "
         "_selective or _both behind it), mfsdp1 to mfsdp3, or package.module:ClassName of your own. Default: "
