@@ -337,12 +337,6 @@ class Settings(ResultModel):
         changes=Changes.RATE, word="torch threads/rank", known_after_run=True,
     )] = None
     optimizer: Annotated[dict[str, Any], Setting(changes=Changes.RESULT, quiet=True)] = Field(default_factory=dict)
-    rest_ms: Annotated[int, Setting(
-        changes=Changes.RATE, reference=0, off=0, suffix="rest{value}", name_at=12,
-        option=Option(
-            takes=Takes.LIST, convert=int, default="0", help_at=305, grid_at=15, help="Milliseconds of rest a step.",
-        ),
-    )] = 0
     config_file: Annotated[str | None, Setting(changes=Changes.NOTHING, word="config", off=None)] = None
 
 

@@ -97,7 +97,6 @@ class StrategySettings:
     host_memory_bytes: int | None = None  # of this rank, for what is offloaded; None: what the host has
     device_memory_bytes: int | None = None  # that this rank may use of its GPU; None: all of it
     optimizer_in_backward: bool = False
-    rest_ms: int = 0  # after each measured step
     cpus: tuple[int, ...] | None = None  # that this rank is bound to, where it is
     # Of a configuration file (--config): zerobench's keys for ours, DeepSpeed's for DeepSpeed.
     options: Mapping[str, object] = field(default_factory=dict)

@@ -167,7 +167,6 @@ _ROWS = (
     # the dtypes of the other rows.
     _ddp("ddp", "DDPStrategy", autocast=True, default_on=_BOTH, baseline_rank=0),
     _ddp("ddp_compress", "DDPCompressStrategy", autocast=True, default_on=_GPUS),
-    _ddp("ddp_unbucketed", "DDPUnbucketedStrategy", autocast=True),
     # In low precision ddp keeps fp32 parameters and is not comparable: this one has the dtypes of the other rows.
     _ddp("ddp_master", "DDPMasterStrategy", default_on=_GPUS, baseline_rank=1),
     BuiltIn(

@@ -95,17 +95,6 @@ class DDPStrategy(PeerStrategy):
         super().close()
 
 
-class DDPUnbucketedStrategy(DDPStrategy):
-    """DDP that all-reduces each gradient by itself."""
-
-    name = "ddp_unbucketed"
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        ddp = super()._wrap(model)
-        ddp.bucket_bytes_cap = 1
-        return ddp
-
-
 class DDPCompressStrategy(DDPStrategy):
     """DDP whose gradients are all-reduced in the precision's dtype (bf16_compress_hook, fp16_compress_hook)."""
 
