@@ -19,9 +19,10 @@ from typing import Literal
 
 from zerobench.report import read_results
 from zerobench.results.files import write_atomically
-from zerobench.results.rows import FLOOR, step_rate
+from zerobench.results.rows import step_rate
 from zerobench.results.schema import Results, Row
 from zerobench.results.stats import ratio_error
+from zerobench.strategies.catalogue import FLOOR
 
 DDP = ("ddp", "ddp_compress", "ddp_master")
 DDP_AUTOCAST = ("ddp", "ddp_compress")  # as its users have it, with fp32 parameters

@@ -7,6 +7,9 @@ wrong arguments as a ValueError (csrc/bindings/translate.h).
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class Error(Exception):
     """Base of all zerobench errors."""
@@ -42,3 +45,12 @@ class DataError(Error, ValueError):
 
 class VerificationError(Error):
     """A strategy cannot be held against the reference: other parameters, or steps that are not finite."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return ``"did you mean 'x'? "`` for the known name that is most like ``name``, or "" if none is like it.
+
+    ``cutoff`` is the least similarity, from 0 to 1. Names with long common parts, as models have, need less.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}? " if near else ""

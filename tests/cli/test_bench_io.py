@@ -11,7 +11,7 @@ import time
 import pytest
 from conftest import until
 
-from zerobench.bench.swap.notes import ring_refusal
+from zerobench.host.disks import ring_refusal
 from zerobench.micro.io import raw_candidates
 
 SMALL = ["--chunk-mib", "0.25", "--sample-seconds", "0.01"]

@@ -10,6 +10,7 @@ import sys
 import pytest
 from conftest import Command
 
+from zerobench import __version__
 from zerobench.host.gpus import driver_present
 
 
@@ -33,6 +34,11 @@ def refuses(command, *arguments: str) -> str:
         (["--strategies", "FSDP2"], "did you mean 'fsdp2'"),
         (["--strategies", "ddp,"], "--strategies ''"),
         (["--stages", "4"], "--stages 4"),
+        (["--stages", "0", "4"], "--stages 4"),
+        (["--stages=0", "x"], "--stages 'x'"),
+        (["--stages", "0", "-1"], "-1"),
+        (["--stages", "0", "--", "1"], "unexpected extra argument"),
+        (["--strategies", "ddp", "zero_3"], "did you mean 'zero3'"),
         (["--precision", "fp8"], "unknown --precision 'fp8'"),
         (["--device", "gpu"], "auto, cpu, cuda"),
         (["--compile", "all"], "unknown --compile 'all': use one of none, block, whole"),
@@ -70,6 +76,20 @@ def test_an_impossible_comparison_is_refused(command, arguments, said) -> None:
     (command.folder / "has_results").mkdir()
     (command.folder / "has_results" / "results.json").write_text("{}")
     assert said in refuses(command, "compare", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--strategies", "single", "ddp,zero3", "--stages", "3", "0,0", "3"],
+        ["--strategies=single,ddp,zero3", "--stages=3", "0"],
+        ["--strategies", "single", "--strategies", "ddp, zero3", "--stages", "0"],
+    ],
+    ids=" ".join,
+)
+def test_strategies_and_stages_take_commas_and_spaces(command, arguments) -> None:
+    line = refuses(command, "compare", "--device", "cpu", *arguments, "--baseline", "none")
+    assert ": rows: single, ddp, zero3, zero0" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write into any folder")
@@ -186,14 +206,23 @@ def test_help_shows_every_word_whole_in_80_columns(command, monkeypatch) -> None
         assert "--help" in text and "…" not in text, words
 
 
+def test_version_is_one_line(command) -> None:
+    script = [sys.executable, "-c", "from zerobench.cli.main import main; main()", "--version"]
+    as_script = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    for result in (command.run("--version", timeout_s=60), as_script):
+        assert (result.returncode, result.stdout, result.stderr) == (0, f"zerobench {__version__}\n", "")
+    assert "--version" in command.run("--help", timeout_s=60).stdout
+
+
 def test_info_and_help_need_no_torch(command) -> None:
     code = (
         "import sys\n"
         "sys.argv = ['zerobench', 'info']\n"
         "from zerobench.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
-        "sys.argv = ['zerobench', 'compare', '--help']\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "for arguments in (['--version'], ['compare', '--help']):\n"
+        "    sys.argv = ['zerobench', *arguments]\n"
+        "    try:\n        main()\n    except SystemExit as end:\n        assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules\n"
     )
     result = subprocess.run(
@@ -234,7 +263,7 @@ def test_a_locale_without_the_signs_of_a_help_text_gets_others() -> None:
     assert result.returncode == 0 and "--strategies" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["info"], ["compare", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["info"], ["--version"], ["compare", "--help"]], ids=" ".join)
 def test_a_full_standard_output_is_one_line(arguments) -> None:
     with open("/dev/full", "w") as full:
         result = subprocess.run(

@@ -22,7 +22,7 @@ from zerobench.bench.sampler import Sampler
 from zerobench.results.schema import RowDtypes
 
 HOST = HostFacts(machine={"cpu": "of a test", "details": {}}, versions={}, command="zerobench compare")
-TWO_GPUS = {"device": "cuda", "gpus": GPUS[:2], "precisions": ("bf16",), "compiles": ("block",)}
+TWO_GPUS = {"device": "cuda", "gpus": GPUS[:2], "precision": ("bf16",), "compile": ("block",)}
 BF16 = RowDtypes(param="bfloat16", compute="bfloat16", reduce="bfloat16", master="float32", state="float32")
 WORST = {"gradient_worst": "wte.weight", "piece_worst": "wte.weight", "optimizer_worst": "wte.weight"}
 NONE_DIFFERS = {**WORST, "gradient": 0.0, "update": 0.0, "piece": 0.0, "optimizer": 0.0, "max_abs": 0.0}

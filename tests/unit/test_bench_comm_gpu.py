@@ -8,7 +8,8 @@ import pytest
 
 from zerobench.errors import ConfigError, Error
 from zerobench.host.gpus import Gpu
-from zerobench.micro.comm_gpu import CommGpuOptions, comm_row, comm_table
+from zerobench.micro.comm_gpu import comm_row, comm_table
+from zerobench.micro.comm_gpu_case import CommGpuOptions
 from zerobench.micro.link import Link
 
 LINK = Link(gb_s=[90.0, 100.0, 110.0], is_direct=True)

@@ -50,6 +50,7 @@ def test_the_documentation_has_every_key_with_its_default():
         ),
         ({"optimizer": {"weight_decy": 1}}, "did you mean 'weight_decay'?"),
         ({"lr": 0.1}, "unknown key 'lr' in the configuration; did you mean 'optimizer.lr'?"),
+        ({"betas": [0.9, 0.99]}, "did you mean 'optimizer.betas'?"),
         (
             {"optimizer": {"type": "AdamW"}, "bf16": {}, "zero_optimization": {}},
             "'zero_optimization' is a key of DeepSpeed's files",

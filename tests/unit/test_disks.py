@@ -12,13 +12,13 @@ import pytest
 from plan_samples import SMALL
 
 from zerobench import _native
+from zerobench.bench import disk_notes
 from zerobench.bench.plan.names import rerun_command
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration, make_plan
-from zerobench.bench.swap import notes as disks
 from zerobench.bench.swap import plan as swap_plan
 from zerobench.errors import ConfigError, Error
-from zerobench.host import storage
+from zerobench.host import disks, storage
 from zerobench.host.io_settings import IoChoice, IoSettings, Rates, default_file, io_choice, write_settings
 from zerobench.host.storage import lockable_bytes
 
@@ -33,11 +33,11 @@ def rates(both: float) -> Rates:
 def on_disks_of_their_own(tmp_path, monkeypatch) -> None:
     """Nothing is tuned, and each folder of tmp_path is a disk."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(disks, "by_disk", lambda paths: [[path] for path in dict.fromkeys(paths)])
+    monkeypatch.setattr(disk_notes, "by_disk", lambda paths: [[path] for path in dict.fromkeys(paths)])
 
 
 def swapping(*paths: Path, **options) -> list[Configuration]:
-    values = {**SMALL, "models": ("gpt2-xl",), "strategies": ("zero3",), "offloads": ("none", "nvme")}
+    values = {**SMALL, "model": ("gpt2-xl",), "strategies": ("zero3",), "offload": ("none", "nvme")}
     return make_plan(CompareOptions(**{**values, "nvme_paths": paths, **options})).configurations
 
 
@@ -51,9 +51,9 @@ def test_a_slow_disk_is_a_warning_tuned_or_not(tmp_path, monkeypatch) -> None:
             )
             write_settings(tmp_path / name, tuned, file=default_file())
     probed = []
-    monkeypatch.setattr(disks, "probe", lambda paths, io: (probed.append(paths), rates(2e9))[1])
+    monkeypatch.setattr(disk_notes, "probe", lambda paths, io: (probed.append(paths), rates(2e9))[1])
     rows = swapping(*(tmp_path / name for name in found), strategies=("zero3", "fsdp2", "zero0"))
-    slow, unknown = disks.disk_warnings(rows)
+    slow, unknown = disk_notes.disk_warnings(rows)
     assert probed == [[str(tmp_path / "unknown")]]
     count = rows[0].settings.parameter_count or 0
     for text, name, both in ((slow, "slow", 1e9), (unknown, "unknown", 2e9)):
@@ -62,10 +62,12 @@ def test_a_slow_disk_is_a_warning_tuned_or_not(tmp_path, monkeypatch) -> None:
 
 
 def test_a_fast_disk_is_a_warning_where_the_gpu_is_faster(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(disks, "probe", lambda paths, io: rates(20e9))
+    monkeypatch.setattr(disk_notes, "probe", lambda paths, io: rates(20e9))
     rows = swapping(tmp_path)
-    assert disks.disk_warnings(rows) == disks.disk_warnings(rows, gpu_name="a GPU of the future") == []
-    (text,) = disks.disk_warnings(rows, gpu_name="NVIDIA H200")
+    assert (
+        disk_notes.disk_warnings(rows) == disk_notes.disk_warnings(rows, gpu_name="a GPU of the future") == []
+    )
+    (text,) = disk_notes.disk_warnings(rows, gpu_name="NVIDIA H200")
     settings = rows[0].settings
     tokens = settings.batch_size * settings.seq_length
     compute_s = (
@@ -83,24 +85,24 @@ def test_a_row_swaps_what_its_memory_does_not_hold(tmp_path) -> None:
 
     count = swapping(tmp_path)[0].settings.parameter_count or 0
     assert moved() == pytest.approx((12 * count, 12 * count))
-    assert moved(offload_ratios=(0.5,)) == pytest.approx((6 * count, 6 * count))
-    assert moved(offload_ratios=(0.001,)) == (0, 0)  # the frames hold it
+    assert moved(offload_ratio=(0.5,)) == pytest.approx((6 * count, 6 * count))
+    assert moved(offload_ratio=(0.001,)) == (0, 0)  # the frames hold it
     assert moved(host_memory_gib=64.0) == (0, 0)
     assert 0 < moved(host_memory_gib=15.0)[0] < 12 * count
-    assert moved(offloads=("nvme_full",)) == pytest.approx((20 * count, 16 * count))  # fp32
-    (row,) = swapping(tmp_path, offloads=("nvme",), world_sizes=(4,))
+    assert moved(offload=("nvme_full",)) == pytest.approx((20 * count, 16 * count))  # fp32
+    (row,) = swapping(tmp_path, offload=("nvme",), world_size=(4,))
     of_half = swap_plan.swap_of(row, host_ranks=2)
     assert of_half is not None and of_half.read_bytes == pytest.approx(6 * count)
-    assert swap_plan.swap_of(swapping(tmp_path, offload_ratios=("auto",))[-1]) is None
+    assert swap_plan.swap_of(swapping(tmp_path, offload_ratio=("auto",))[-1]) is None
 
 
 def test_what_moves_nothing_needs_no_probe_and_no_warning(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(disks, "probe", lambda paths, io: pytest.fail("probed"))
-    assert disks.disk_warnings(swapping(tmp_path, host_memory_gib=64.0)) == []
-    assert disks.disk_warnings(swapping(offloads=("none",))) == []
+    monkeypatch.setattr(disk_notes, "probe", lambda paths, io: pytest.fail("probed"))
+    assert disk_notes.disk_warnings(swapping(tmp_path, host_memory_gib=64.0)) == []
+    assert disk_notes.disk_warnings(swapping(offload=("none",))) == []
     cannot = ("zero0", "fsdp2", "deepspeed2", "deepspeed3")  # on CPU ranks
-    assert disks.disk_warnings(swapping(tmp_path, strategies=cannot, offloads=("nvme",))) == []
-    assert disks.disk_warnings(swapping(tmp_path, strategies=("zero1",), offloads=("nvme_full",))) == []
+    assert disk_notes.disk_warnings(swapping(tmp_path, strategies=cannot, offload=("nvme",))) == []
+    assert disk_notes.disk_warnings(swapping(tmp_path, strategies=("zero1",), offload=("nvme_full",))) == []
 
 
 def test_folders_on_one_disk_are_told_and_count_once(tmp_path, monkeypatch) -> None:
@@ -109,9 +111,9 @@ def test_folders_on_one_disk_are_told_and_count_once(tmp_path, monkeypatch) -> N
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     probed = []
-    monkeypatch.setattr(disks, "probe", lambda paths, io: (probed.append(paths), rates(1e9))[1])
+    monkeypatch.setattr(disk_notes, "probe", lambda paths, io: (probed.append(paths), rates(1e9))[1])
     rows = swapping(tmp_path / "a", tmp_path / "b")
-    one, slow = disks.disk_warnings(rows)
+    one, slow = disk_notes.disk_warnings(rows)
     both = f"{tmp_path / 'a'} and {tmp_path / 'b'}"
     assert one.startswith(f"{both} are on one disk")
     count = rows[0].settings.parameter_count or 0
@@ -130,26 +132,26 @@ def test_a_probe_takes_what_room_there_is_or_says_that_there_is_none(tmp_path, m
 
 
 def test_what_was_tuned_is_told_with_what_it_is(tmp_path) -> None:
-    assert disks.tuned_notes(swapping(tmp_path)) == []
+    assert disk_notes.tuned_notes(swapping(tmp_path)) == []
     tuned = IoSettings(
         engine="threads", block_bytes=4 << 20, depth=4, tuned="2026", **rates(9e9).model_dump()
     )
     write_settings(tmp_path, tuned, file=default_file())
-    (note,) = disks.tuned_notes(swapping(tmp_path, strategies=("zero2", "zero3")))
+    (note,) = disk_notes.tuned_notes(swapping(tmp_path, strategies=("zero2", "zero3")))
     assert note.startswith(f"{tmp_path}: state is swapped with threads, blocks of 4096 KiB, depth 4, tuned")
     assert note.endswith(f"(settings of {default_file()})")
-    (note,) = disks.tuned_notes(swapping(tmp_path, io_engine="io_uring"))
+    (note,) = disk_notes.tuned_notes(swapping(tmp_path, io_engine="io_uring"))
     assert "with io_uring, blocks of 4096 KiB, depth 4, tuned" in note
-    assert disks.tuned_notes(swapping(offloads=("none",))) == []
+    assert disk_notes.tuned_notes(swapping(offload=("none",))) == []
     own = {"io_engine": "threads", "io_block_bytes": 1 << 20, "io_depth": 8}
     assert io_choice([tmp_path], own) == IoChoice("threads", 1 << 20, 8)
 
 
 def test_rows_whose_ring_may_not_lock_its_memory_are_known_before_they_start(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(disks, "lockable_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(disk_notes, "lockable_bytes", lambda: 8 << 20)
 
     def reasons(rows: list[Configuration]) -> list[str | None]:
-        return [disks.why_not_lockable(row) for row in rows]
+        return [disk_notes.why_not_lockable(row) for row in rows]
 
     *others, reason = reasons(swapping(tmp_path))
     assert others == [None]
@@ -163,19 +165,19 @@ def test_rows_whose_ring_may_not_lock_its_memory_are_known_before_they_start(tmp
     section = {"device": "nvme", "nvme_path": str(tmp_path)}
     for own, refused in ({}, True), ({"io_engine": "threads"}, False), ({"io_allow_fallback": True}, False):
         file.write_text(json.dumps({"stage": 2, "offload_optimizer": {**section, **own}}))
-        options = {"nvme_paths": (), "offloads": ("none",), "config_files": (file,)}
+        options = {"nvme_paths": (), "offload": ("none",), "config": (file,)}
         (reason,) = reasons(swapping(**options))
         assert (reason is not None) == refused
         (row,) = swapping(**options, io_engine="threads")
         assert row.options["offload_optimizer"]["io_engine"] == "threads"
         assert reasons([row]) == [None]
-    monkeypatch.setattr(disks, "lockable_bytes", lambda: math.inf)
+    monkeypatch.setattr(disk_notes, "lockable_bytes", lambda: math.inf)
     assert reasons(swapping(tmp_path)) == [None, None]
 
 
 def test_an_engine_needs_rows_that_swap(tmp_path) -> None:
     with pytest.raises(ConfigError, match="--io-engine is about state on NVMe"):
-        swapping(offloads=("none",), io_engine="threads")
+        swapping(offload=("none",), io_engine="threads")
     with pytest.raises(ConfigError, match="unknown --io-engine 'uring': use one of io_uring, threads"):
         swapping(tmp_path, io_engine="uring")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -20,6 +21,7 @@ from zerobench.cli import main as cli
 from zerobench.engine import config
 from zerobench.results import schema as result
 from zerobench.strategies.base import Strategy
+from zerobench.strategies.catalogue import Facts
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -70,7 +72,16 @@ def test_the_sample_is_a_strategy() -> None:
     names: dict[str, type[Strategy]] = {}
     exec(sample[1], names)
     assert issubclass(names["Mine"], Strategy) and not inspect.isabstract(names["Mine"])
-    assert names["Mine"].name == "mine"
+    assert names["Mine"].name == "mine" and names["Mine"].facts.autocast
+
+
+def test_every_fact_of_a_strategy_stands_with_its_default() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| `([^|]+)` \|", (DOCS / "comparing.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert dict(rows) == {
+        fact.name: repr(fact.default).replace("'", '"') for fact in dataclasses.fields(Facts)
+    }
 
 
 def test_presets_have_the_sizes_of_the_page() -> None:
@@ -120,7 +131,7 @@ def parse(words: list[str]) -> None:
     if hasattr(command, "commands") and name not in apps:
         command = command.commands[name]
     if others and "--help" not in others:  # else a page names the command
-        command.make_context(name, cli.gather_files(others))
+        command.make_context(name, cli.gather_values(others))
 
 
 @pytest.mark.parametrize("words", ["compare --num-step 3", "bench com", "tune io . --second 3"])

@@ -6,30 +6,28 @@ import pytest
 from plan_samples import GPUS, ON_GPUS, configuration
 
 from zerobench import models
-from zerobench.bench import run
+from zerobench.bench import jobs
 from zerobench.bench.plan import fit
 from zerobench.models.hf_config import RANDOM_WEIGHTS
 
 
 def test_what_cannot_fit_is_found_before_it_starts() -> None:
-    row = configuration(models=("gpt2-xl",), strategies=("ddp",))
+    row = configuration(model=("gpt2-xl",), strategies=("ddp",))
     count = row.settings.parameter_count or 0
     assert fit.least_rank_bytes(row) == fit.Need(device=16 * count)
-    sharded = configuration(models=("gpt2-xl",), strategies=("zero3",))
+    sharded = configuration(model=("gpt2-xl",), strategies=("zero3",))
     assert fit.least_rank_bytes(sharded).device == pytest.approx(8 * count, rel=1e-6)
-    bf16 = {"models": ("gpt2-xl",), "precisions": ("bf16",), "world_sizes": (2,)}
+    bf16 = {"model": ("gpt2-xl",), "precision": ("bf16",), "world_size": (2,)}
     for strategy, whole, remainders in (("zero0", 16, 14), ("zero1", 10, 9), ("zero3", 7, 7)):
         row = configuration(strategies=(strategy,), **bf16)
         assert fit.least_rank_bytes(row) == fit.Need(device=whole * count), strategy
         row = row.model_copy(update={"options": {"store_param_remainders": True}})
         assert fit.least_rank_bytes(row) == fit.Need(device=remainders * count), strategy
-        on_gpus = configuration(
-            strategies=(strategy,), models=("gpt2-xl",), **ON_GPUS | {"world_sizes": (2,)}
-        )
+        on_gpus = configuration(strategies=(strategy,), model=("gpt2-xl",), **ON_GPUS | {"world_size": (2,)})
         assert fit.least_rank_bytes(on_gpus) == fit.Need(device=remainders * count), strategy
         whole_masters = on_gpus.model_copy(update={"options": {"store_param_remainders": False}})
         assert fit.least_rank_bytes(whole_masters) == fit.Need(device=whole * count), strategy
-    row = configuration(models=("gpt2-xl",), strategies=("ddp",))
+    row = configuration(model=("gpt2-xl",), strategies=("ddp",))
     reason = fit.why_too_large(row, rank_memory_bytes=1 << 30)
     assert reason is not None and "--rank-memory-gib" in reason.reason
     assert fit.why_too_large(configuration(), rank_memory_bytes=1 << 30) is None
@@ -38,14 +36,14 @@ def test_what_cannot_fit_is_found_before_it_starts() -> None:
 @pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2)])
 def test_logits_that_cannot_fit_are_found_before_it_starts(precision, itemsize) -> None:
     logits_bytes = 6 * 128 * 50257 * itemsize
-    options = {"models": ("gpt2",), "precisions": (precision,), "batch_sizes": (6,), "seq_lengths": (128,)}
+    options = {"model": ("gpt2",), "precision": (precision,), "batch_size": (6,), "seq_length": (128,)}
     for on in ({}, ON_GPUS):
-        row = configuration(**{**options, **on, "precisions": (precision,)})
+        row = configuration(**{**options, **on, "precision": (precision,)})
         assert fit.logits_bytes(row) == logits_bytes
     gpus = [gpu.model_copy(update={"total_bytes": 80 << 30}) for gpu in GPUS]
-    options |= {"batch_sizes": (10_000_000,), "strategies": ("zero3",)}
+    options |= {"batch_size": (10_000_000,), "strategies": ("zero3",)}
     for on, words in (({}, "and the host has available"), (ON_GPUS, "on each rank and GPU 0 has 80.00")):
-        row = configuration(**{**options, **on, "precisions": (precision,)})
+        row = configuration(**{**options, **on, "precision": (precision,)})
         found = fit.why_too_large(row, rank_memory_bytes=None, gpus=gpus if on else ())
         assert found is not None and found.reason.startswith("the logits of one micro-batch alone need")
         assert words in found.reason
@@ -68,11 +66,11 @@ WHAT_EACH_RANK_HOLDS = [
     # Nothing is known of it but that it may divide all.
     ("zerobench.strategies.single:SingleStrategy", {}, (16 / 2, 0), (16 / 2, 0)),
     ("compute_only", {}, (4 + 4, 0), (2 + 2, 0)),
-    ("zero2", {"offloads": ("cpu_optimizer",)}, (4, 8 / 2), (2, 12 / 2)),
-    ("zero2", {"offloads": ("cpu_optimizer",), "offload_ratios": (0.25,)}, (4 + 3, 1), (2 + 4.5, 1.5)),
-    ("zero3", {"offloads": ("cpu_full",)}, (0, 4 / 2 + 8 / 2), (0, 2 / 2 + 12 / 2)),
-    ("zero3", {"offloads": ("nvme",)}, (4 / 2, 0), (2 / 2, 0)),
-    ("zero3", {"offloads": ("nvme_full",)}, (0, 0), (0, 0)),
+    ("zero2", {"offload": ("cpu_optimizer",)}, (4, 8 / 2), (2, 12 / 2)),
+    ("zero2", {"offload": ("cpu_optimizer",), "offload_ratio": (0.25,)}, (4 + 3, 1), (2 + 4.5, 1.5)),
+    ("zero3", {"offload": ("cpu_full",)}, (0, 4 / 2 + 8 / 2), (0, 2 / 2 + 12 / 2)),
+    ("zero3", {"offload": ("nvme",)}, (4 / 2, 0), (2 / 2, 0)),
+    ("zero3", {"offload": ("nvme_full",)}, (0, 0), (0, 0)),
 ]
 
 
@@ -80,7 +78,7 @@ WHAT_EACH_RANK_HOLDS = [
 @pytest.mark.parametrize(("strategy", "options", "in_fp32", "in_bf16"), WHAT_EACH_RANK_HOLDS)
 def test_what_a_rank_cannot_do_without(tmp_path, strategy, options, in_fp32, in_bf16, precision) -> None:
     paths = {"nvme_paths": (tmp_path,)} if "nvme" in str(options) else {}
-    row = configuration(strategies=(strategy,), world_sizes=(2,), precisions=(precision,), **options, **paths)
+    row = configuration(strategies=(strategy,), world_size=(2,), precision=(precision,), **options, **paths)
     need, count = fit.least_rank_bytes(row), row.settings.parameter_count or 0
     each = in_fp32 if precision == "fp32" else in_bf16
     assert (need.device, need.host) == (each[0] * count, each[1] * count)
@@ -90,14 +88,14 @@ def test_every_rank_of_a_host_needs_its_own_part_of_it(monkeypatch) -> None:
     monkeypatch.setattr(fit, "memory_available_bytes", lambda: 100 << 30)
     need = fit.Need(device=30 << 30, host=20 << 30)
     monkeypatch.setattr(fit, "least_rank_bytes", lambda configuration: need)
-    on_cpu = configuration(world_sizes=(2,))  # whose device is the host: 2 x (30 + 20)
+    on_cpu = configuration(world_size=(2,))  # whose device is the host: 2 x (30 + 20)
     assert fit.why_too_large(on_cpu, rank_memory_bytes=None) is None
-    found = fit.why_too_large(configuration(world_sizes=(3,)), rank_memory_bytes=None)
+    found = fit.why_too_large(configuration(world_size=(3,)), rank_memory_bytes=None)
     assert found is not None and found.tier == "host"
     assert "need 150.00 GiB for 3 ranks and the host has available 100.00" in found.reason
-    assert fit.why_too_large(configuration(world_sizes=(3,)), rank_memory_bytes=None, host_ranks=2) is None
+    assert fit.why_too_large(configuration(world_size=(3,)), rank_memory_bytes=None, host_ranks=2) is None
     assert fit.why_too_large(on_cpu, rank_memory_bytes=49 << 30) is not None
-    limited = configuration(strategies=("zero2",), offloads=("cpu_optimizer",), host_memory_gib=39.0)
+    limited = configuration(strategies=("zero2",), offload=("cpu_optimizer",), host_memory_gib=39.0)
     found = fit.why_too_large(limited, rank_memory_bytes=None)
     assert (
         found is not None
@@ -108,7 +106,7 @@ def test_every_rank_of_a_host_needs_its_own_part_of_it(monkeypatch) -> None:
 def test_the_smallest_gpu_decides() -> None:
     sizes = (80, 30, 80, 80)
     gpus = [gpu.model_copy(update={"total_bytes": size << 30}) for gpu, size in zip(GPUS, sizes, strict=True)]
-    row = configuration(**ON_GPUS, models=("gpt2-xl",), strategies=("zero0",))  # 23 GiB
+    row = configuration(**ON_GPUS, model=("gpt2-xl",), strategies=("zero0",))  # 23 GiB
     assert fit.why_too_large(row, rank_memory_bytes=None, gpus=gpus) is None
     gpus[1] = gpus[1].model_copy(update={"total_bytes": 20 << 30})
     found = fit.why_too_large(row, rank_memory_bytes=None, gpus=gpus)
@@ -117,7 +115,7 @@ def test_the_smallest_gpu_decides() -> None:
 
 def test_the_reference_leaves_a_gpu_room_for_activations(monkeypatch) -> None:
     monkeypatch.setattr(fit, "memory_available_bytes", lambda: 1 << 40)
-    row = configuration(**ON_GPUS, models=("gpt2-xl",))
+    row = configuration(**ON_GPUS, model=("gpt2-xl",))
     count = row.settings.parameter_count or 0
 
     def layers(total_bytes: float) -> int:
@@ -128,7 +126,7 @@ def test_the_reference_leaves_a_gpu_room_for_activations(monkeypatch) -> None:
 
 
 def test_what_is_gathered_of_a_row_is_on_rank_0_three_times(monkeypatch) -> None:
-    row = configuration(**ON_GPUS, models=("gpt2-xl",))
+    row = configuration(**ON_GPUS, model=("gpt2-xl",))
     count = row.settings.parameter_count or 0
     for host_ranks in (4, 8):
         for share, layers in ((1.01, 48), (0.99, 24)):
@@ -141,8 +139,8 @@ def test_what_is_gathered_of_a_row_is_on_rank_0_three_times(monkeypatch) -> None
 
 
 def test_weights_of_all_layers_are_not_loaded_into_fewer() -> None:
-    row = configuration(models=("hf:gpt2",))
-    config = models.ModelConfig.model_validate(row.model).model_copy(update={"weights": "/a/checkpoint"})
+    row = configuration(model=("hf:gpt2",))
+    config = models.from_dict(row.model).model_copy(update={"weights": "/a/checkpoint"})
     assert fit.with_layers(config, config.num_layers) is config
     fewer = fit.with_layers(config, 3)
     assert (fewer.num_layers, fewer.weights) == (3, RANDOM_WEIGHTS)
@@ -164,7 +162,7 @@ def test_amounts_are_told_apart(more_bytes, fewer_bytes, expected) -> None:
 
 
 def test_a_small_model_that_cannot_fit_has_figures() -> None:
-    row = configuration(num_layers=(1,), hidden_sizes=(16,), strategies=("ddp",))
+    row = configuration(num_layers=(1,), hidden_size=(16,), strategies=("ddp",))
     reason = fit.why_too_large(row, rank_memory_bytes=100 << 10)
     assert (
         reason is not None
@@ -174,7 +172,7 @@ def test_a_small_model_that_cannot_fit_has_figures() -> None:
 
 
 def test_a_model_too_large_for_the_reference_is_verified_with_fewer_layers() -> None:
-    row = configuration(models=("gpt2",))
+    row = configuration(model=("gpt2",))
     found = fit.verification_model(row.model, rank_memory_bytes=3 << 30)
     assert 1 <= found["num_layers"] < 12
     assert {**found, "num_layers": 12} == row.model
@@ -184,7 +182,7 @@ def test_a_model_too_large_for_the_reference_is_verified_with_fewer_layers() -> 
 
 
 def test_what_all_ranks_of_a_row_gather_must_fit_the_host(monkeypatch) -> None:
-    row = configuration(**ON_GPUS, models=("gpt2-xl",))  # 1.56e9 parameters: 18.7 GB to 62 GB at 4 bytes each
+    row = configuration(**ON_GPUS, model=("gpt2-xl",))  # 1.56e9 parameters: 18.7 GB to 62 GB at 4 bytes each
     monkeypatch.setattr(fit, "memory_available_bytes", lambda: 40 * 10**9)
     assert fit.verification_model(row.model, rank_memory_bytes=None, gpus=GPUS) == row.model
     found = fit.verification_model(row.model, rank_memory_bytes=None, gpus=GPUS, host_ranks=8)
@@ -193,7 +191,7 @@ def test_what_all_ranks_of_a_row_gather_must_fit_the_host(monkeypatch) -> None:
 
 def test_what_cannot_fit_a_gpu_is_found_before_it_starts() -> None:
     small = [gpu.model_copy(update={"total_bytes": 8 << 30}) for gpu in GPUS]
-    row = configuration(**ON_GPUS, models=("gpt2-xl",), strategies=("ddp",))
+    row = configuration(**ON_GPUS, model=("gpt2-xl",), strategies=("ddp",))
     reason = fit.why_too_large(row, rank_memory_bytes=None, gpus=small)
     assert reason is not None and "GPU 0 has 8.00" in reason.reason
     assert fit.why_too_large(row, rank_memory_bytes=None, gpus=GPUS) is None
@@ -202,7 +200,7 @@ def test_what_cannot_fit_a_gpu_is_found_before_it_starts() -> None:
 
 
 def test_few_tokens_an_expert_are_verified_with_all_experts_where_rounding_chooses_them() -> None:
-    row = configuration(models=("mistralai/Mixtral-8x7B-v0.1",), model_options={"num_layers": 1})
+    row = configuration(model=("mistralai/Mixtral-8x7B-v0.1",), model_option={"num_layers": 1})
 
     def experts(tokens: int | None) -> int:
         found = fit.verification_model(row.model, rank_memory_bytes=None, rounded_tokens=tokens)
@@ -211,7 +209,7 @@ def test_few_tokens_an_expert_are_verified_with_all_experts_where_rounding_choos
     assert experts(None) == 2  # fp32
     assert experts(4095) == 8
     assert experts(4096) == 2  # 1024 an expert
-    dense = configuration(models=("meta-llama/Meta-Llama-3-8B",), model_options={"num_layers": 1})
+    dense = configuration(model=("meta-llama/Meta-Llama-3-8B",), model_option={"num_layers": 1})
     found = fit.verification_model(dense.model, rank_memory_bytes=None, rounded_tokens=1)
     assert found == dense.model
 
@@ -225,7 +223,7 @@ def test_experts_are_mistaken_where_products_are_rounded(precision, tf32, expect
             "precision": precision, "tf32": tf32, "world_size": 2, "grad_accum": 4, "batch_size": 2, "seq_length": 64
         }
     )  # fmt: skip
-    assert run.rounded_tokens(settings) == expected
+    assert jobs.rounded_tokens(settings) == expected
 
 
 @pytest.mark.parametrize(
@@ -237,7 +235,7 @@ def test_a_model_that_is_whole_before_it_is_sharded_must_fit_a_gpu(
 ) -> None:
     monkeypatch.setattr(fit, "memory_available_bytes", lambda: 100 << 30)
     monkeypatch.setattr(fit, "least_rank_bytes", lambda configuration: fit.Need(device=1 << 30))
-    row = configuration(**ON_GPUS, models=("gpt2-xl",), strategies=(strategy,))  # 5.8 GiB in fp32
+    row = configuration(**ON_GPUS, model=("gpt2-xl",), strategies=(strategy,))  # 5.8 GiB in fp32
     small = [gpu.model_copy(update={"total_bytes": 5 << 30}) for gpu in GPUS]
     reason = fit.why_too_large(row, rank_memory_bytes=None, gpus=small)
     assert (reason is not None) == is_built_whole

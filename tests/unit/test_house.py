@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -32,62 +33,42 @@ TORCH_FILES = re.compile(r"comm/c10d[^/]*|zero/torch_[^/]*|bindings/[^/]*")
 PYTHON_FILES = re.compile(r"bindings/[^/]*")
 CUDA_FILES = re.compile(r".*\.cu|\w+/(cuda|nccl)_\w+\.h|kernels/fill\.h|bindings/cuda_\w+\.(cpp|h)")
 
-# A module of python/zerobench imports its own layer and the layers above it in this list.
+# A folder of python/zerobench imports itself and folders above it in this list. Modules at the package's root, and
+# those directly in bench/, count as folders of their own.
 PYTHON_ORDER = [
-    {
-        "cgroups",
-        "consoles",
-        "cpu_shares",
-        "errors",
-        "host_identity",
-        "interrupts",
-        "locked_folder",
-        "meeting",
-        "numa",
-        "swap_watch",
-    },
-    {"_build_info", "_core", "_cuda"},
-    {
-        "_native",
-        "config",
-        "io_settings",
-        "topology",
-        "trainable_model",
-        "units",
-        "placement",
-        "rank_cpus",
-        "parameters",
-        "held_tensors",
-        "hooks",
-        "change_watch",
-        "value_watch",
-        "gradients",
-        "known_parameters",
-        "full_state",
-        "agreement",
-        "launched",
-        "process_groups",
-    },
-    {"engine", "engine_facts", "engine_window", "optimizer"},
-    {""},  # the package itself: zerobench.initialize, from the layer that trains
-    {"models"},
-    {"data"},
-    {"strategies"},
-    {"cli_values"},
-    {"bench"},
-    {"report"},
-    {"cli", "cli_compare"},
-    {"__main__"},
+    "errors",
+    "_build_info",
+    "_core",
+    "_cuda",
+    "_native",
+    "host",
+    "engine",
+    "models",
+    "data",
+    "strategies",
+    "strategies.deepspeed",
+    "results",
+    "report",
+    "__init__",  # the package itself, whose names are imported from above when they are first used
+    "bench.protocol",
+    "bench.plan",
+    "bench.swap",
+    "bench.rank",
+    "bench.launch",
+    "bench",
+    "micro",
+    "cli",
+    "__main__",
 ]
 # Where the list above says too little: all that these may import of zerobench.
 PYTHON_ONLY = {
     "errors": set(),
-    "report": {"errors", "bench.result", "report"},
+    "results": {"errors", "strategies.catalogue", "results"},
+    "report": {"errors", "strategies.catalogue", "results", "report"},
 }
-# Drawing and tables serve the comparison too, so bench may use the report below it.
-PYTHON_ALSO = {"bench": {"report"}}
-WITHOUT_TORCH = ["report"]
-LIGHT_IMPORTS = ["", "cli", *WITHOUT_TORCH]
+AT_THE_ROOT = {"__init__", "__main__", "_native", "errors"}
+WITHOUT_TORCH = ["results", "report"]
+LIGHT_IMPORTS = ["", "cli.main", *WITHOUT_TORCH]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 
@@ -226,12 +207,13 @@ def resolve(module: str, names: list[str]) -> Iterator[str]:
         yield rest
 
 
-def layer(name: str) -> int:
-    top = name.split(".")[0]
-    for index, names in enumerate(PYTHON_ORDER):
-        if top in names:
-            return index
-    raise AssertionError(f"zerobench.{name} has no place in PYTHON_ORDER")
+def folder_of(name: str) -> str:
+    """Such as `bench.plan` for `bench.plan.names`, and `errors` for what stands at the root."""
+    if not name:
+        return "__init__"
+    return max(
+        (folder for folder in PYTHON_ORDER if within(name, {folder})), key=len, default="not in PYTHON_ORDER"
+    )
 
 
 def within(name: str, allowed: set[str]) -> bool:
@@ -239,52 +221,103 @@ def within(name: str, allowed: set[str]) -> bool:
 
 
 def import_fault(name: str, imported: str) -> str | None:
-    """Why module `name` may not import `imported`; None where it may."""
-    top = name.split(".")[0]
+    """Return why module `name` may not import `imported`, or None where it may."""
+    folder = folder_of(name)
     if imported.startswith("!"):
-        foreign = imported[1:]
-        if foreign == "torch" and top in WITHOUT_TORCH:
-            return f"{top} works without torch"
+        if imported == "!torch" and folder in WITHOUT_TORCH:
+            return f"{folder} works without torch"
         return None
-    if top in PYTHON_ONLY:
-        allowed = PYTHON_ONLY[top]
-        return (
-            None
-            if within(imported, allowed)
-            else f"{top} may import {sorted(allowed) or 'nothing'} of zerobench"
-        )
-    if within(imported, PYTHON_ALSO.get(top, set())):
+    if folder in PYTHON_ONLY:
+        allowed = PYTHON_ONLY[folder]
+        return None if within(imported, allowed) else f"{folder} may import {sorted(allowed)} of zerobench"
+    imported_folder = folder_of(imported)
+    if PYTHON_ORDER.index(imported_folder) <= PYTHON_ORDER.index(folder):
         return None
-    return None if layer(imported) <= layer(name) else f"{imported} stands below {top or 'zerobench'}"
+    return f"{imported_folder} stands below {folder}"
 
 
-def test_every_module_of_the_order_is_there() -> None:
-    assert [name for names in PYTHON_ORDER for name in sorted(names) if not is_module(name)] == []
+def python_files() -> list[Path]:
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_build_info.py"]
+    assert len(paths) > 100, "python/zerobench was not found where it is expected"
+    return paths
+
+
+def import_graph() -> dict[str, set[str]]:
+    """The modules that each module imports, in functions too."""
+    graph = {}
+    for path in python_files():
+        name = module_name(path)
+        source = path.read_text(encoding="utf-8")
+        graph[name] = set(imported_modules(source, name, path.name == "__init__.py")) - {name}
+    return graph
+
+
+def find_circle(graph: Mapping[str, Iterable[str]]) -> list[str] | None:
+    """Return nodes that lead back to the first of them, or None."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return None
+
+
+def folder_graph(graph: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
+    folders: dict[str, set[str]] = {}
+    for name, imported in graph.items():
+        known = {folder_of(other) for other in imported if not other.startswith("!")}
+        folders.setdefault(folder_of(name), set()).update(known - {folder_of(name)})
+    return folders
+
+
+def test_only_the_front_door_stands_at_the_root() -> None:
+    at_the_root = {path.stem for path in PACKAGE.glob("*.py")} - {"_build_info"}  # made by the build
+    assert at_the_root == AT_THE_ROOT
+
+
+def test_every_folder_is_in_the_order() -> None:
+    named = {module_name(path / "__init__.py") for path in PACKAGE.rglob("*/") if any(path.glob("*.py"))}
+    assert named - {""} == {
+        folder for folder in PYTHON_ORDER if (PACKAGE / folder.replace(".", "/")).is_dir()
+    }
 
 
 def test_python_imports_point_up() -> None:
     faults = []
-    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_build_info.py"]
-    assert len(paths) > 10
-    for path in paths:
-        name = module_name(path)
-        layer(name)
-        source = path.read_text(encoding="utf-8")
-        for imported in imported_modules(source, name, path.name == "__init__.py"):
-            if fault := import_fault(name, imported):
-                faults.append(f"zerobench.{name} imports {imported.lstrip('!')}: {fault}")
+    for name, modules in import_graph().items():
+        faults += [
+            f"zerobench.{name} imports {imported.lstrip('!')}: {fault}"
+            for imported in sorted(modules)
+            if (fault := import_fault(name, imported))
+        ]
     assert not faults, "\n".join(faults)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert find_circle(import_graph()) is None
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    assert find_circle(folder_graph(import_graph())) is None
+
+
+def test_a_circle_is_found() -> None:
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()})
 
 
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("config", "from zerobench.engine.engine import Engine"),
+        ("engine.config", "from zerobench.models import resolve"),
         ("models.presets", "def f():\n    from zerobench import strategies"),
         ("report.frame", "from zerobench.bench import run"),
-        ("report.frame", "from ..bench.machine import machine_facts"),
+        ("report.frame", "from ..host.machine import machine_facts"),
+        ("results.rows", "from zerobench.report import words"),
+        ("results.rows", "from zerobench.strategies.base import Strategy"),
         ("report.frame", "import torch.nn"),
         ("report.frame", "from zerobench import _core"),
+        ("bench.plan.names", "from zerobench.bench.launch import launcher"),
+        ("bench.launch.launcher", "from zerobench.bench.run import run_comparison"),
+        ("strategies.zero", "import zerobench"),
         ("errors", "from . import config"),
     ],
 )

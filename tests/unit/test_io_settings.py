@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from zerobench.bench.swap import notes as disks
 from zerobench.errors import ConfigError
+from zerobench.host import disks
 from zerobench.host.io_settings import (
     IoSettings,
     Rates,

@@ -32,6 +32,25 @@ ASKED_FOR = {
     "google-bert/": ["bert-large-uncased"],
     "": ["llama-1.3b", "llama"],
 }
+QWEN = "Qwen/Qwen2.5-"
+SHORTER = {"max_seq_length": 32768}
+# Variant: its base, and the fields in which its published config.json differs.
+VARIANTS = {
+    "meta-llama/Llama-2-7b-chat-hf": ("meta-llama/Llama-2-7b-hf", {}),
+    "meta-llama/Llama-2-13b-chat-hf": ("meta-llama/Llama-2-13b-hf", {}),
+    "meta-llama/Llama-2-70b-chat-hf": ("meta-llama/Llama-2-70b-hf", {}),
+    "meta-llama/Meta-Llama-3-8B-Instruct": ("meta-llama/Meta-Llama-3-8B", {}),
+    "meta-llama/Meta-Llama-3-70B-Instruct": ("meta-llama/Meta-Llama-3-70B", {}),
+    "mistralai/Mistral-7B-Instruct-v0.1": ("mistralai/Mistral-7B-v0.1", {}),
+    "mistralai/Mistral-7B-Instruct-v0.3": ("mistralai/Mistral-7B-v0.3", {}),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": ("mistralai/Mixtral-8x7B-v0.1", {}),
+    **{f"{QWEN}{size}-Instruct": (f"{QWEN}{size}", {}) for size in ("0.5B", "3B")},
+    **{f"{QWEN}{size}-Instruct": (f"{QWEN}{size}", SHORTER) for size in ("1.5B", "7B")},
+    **{
+        f"{QWEN}{size}-Instruct": (f"{QWEN}{size}", SHORTER | {"rms_norm_eps": 1e-6})
+        for size in ("14B", "32B", "72B")
+    },
+}
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +79,55 @@ def test_names_are_never_mistaken_for_one_another():
         assert isinstance(models.find(name), models.HFConfig)
     assert models.find("hf:bert-large-uncased").name == "google-bert/bert-large-uncased"
     assert models.find("hf:opt-1.3b") == models.find("facebook/opt-1.3b")
+
+
+def test_variants_are_the_listed_ones():
+    text = (Path(models.__file__).parent / "hub.json").read_text()
+    shipped = {name for name, model in json.loads(text)["models"].items() if "shape_of" in model}
+    assert shipped == VARIANTS.keys()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_chat_or_instruct_variant_has_the_shape_of_its_base(name):
+    base, changed = VARIANTS[name]
+    expected = models.find(base).model_dump() | {"name": name}
+    for field, value in changed.items():
+        (expected if field in expected else expected["other"])[field] = value
+    assert models.find(name).model_dump() == expected
+    assert models.find(f"hf:{name.rpartition('/')[2]}").name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen2.5-Math-7B",
+        "Qwen/Qwen2.5-7B-Instruct-1M",
+        "meta-llama/Llama-2-7b-chat",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "mistralai/Mistral-7B-Instruct-v0.2",
+        "openai-community/gpt2-Instruct",
+    ],
+)
+def test_a_suffix_that_is_not_shipped_is_not_guessed(name):
+    with pytest.raises(ConfigError, match=rf"^unknown model '{name}': did you mean '.*'\? known: tiny, "):
+        models.find(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct-AWQ", "Qwen/Qwen2.5-0.5B-Instruct"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-7B-Instruct"),
+        ("Qwen/Qwen2.5-7B-Instruct-GGUF", "Qwen/Qwen2.5-7B-Instruct"),
+        ("someone/Meta-Llama-3-8B-Instruct-FP8", "meta-llama/Meta-Llama-3-8B-Instruct"),
+        ("someone/Mistral-7B-v0.3-bnb-4bit", "mistralai/Mistral-7B-v0.3"),
+    ],
+)
+def test_quantised_variants_are_refused_and_what_they_were_made_from_is_named(name, base):
+    with pytest.raises(
+        ConfigError, match=rf"^model '{name}' is quantised, .*did you mean '{base}'\? use the"
+    ):
+        models.find(name)
 
 
 def test_sizes_of_mixtral_and_small_opt():
@@ -95,7 +163,7 @@ def test_sizes_are_overridable_and_what_follows_from_them_follows(name):
 def test_a_configuration_survives_json():
     for name in ("tiny", "mistralai/Mistral-7B-v0.1", "facebook/opt-350m"):
         config = models.find(name, {"num_layers": 2})
-        assert models.ModelConfig.model_validate(json.loads(json.dumps(config.model_dump()))) == config
+        assert models.from_dict(json.loads(json.dumps(config.model_dump()))) == config
 
 
 @pytest.mark.parametrize(
@@ -275,7 +343,7 @@ def test_weights_of_which_a_part_is_there_are_not_passed_over(tmp_path):
 
 
 def test_mixtral_needs_a_transformers_that_takes_its_experts_together(monkeypatch):
-    monkeypatch.setattr(models.names, "_major_version", lambda package: 4)
+    monkeypatch.setattr(models.parse, "_major_version", lambda package: 4)
     with pytest.raises(ConfigError, match=r"before transformers 5 .*pip install -U transformers"):
         models.resolve("mistralai/Mixtral-8x7B-v0.1")
     models.resolve("hf:gpt2")
@@ -306,7 +374,7 @@ models.build(models.resolve("tiny"), 0)
 assert models.parameter_count(models.find("facebook/opt-125m")) == 125_239_296
 try:
     models.resolve("facebook/opt-125m")
-except models.names.ConfigError as error:
+except models.parse.ConfigError as error:
     print(error)
 """
     run = subprocess.run(

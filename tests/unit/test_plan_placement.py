@@ -17,8 +17,8 @@ def test_the_reference_and_the_floor_stand_under_rows_of_every_placement(tmp_pat
     found = make_plan(
         CompareOptions(
             **{**SMALL, "strategies": ("single", "compute_only", "zero3")},
-            offloads=("none", "cpu_optimizer", "nvme"),
-            offload_ratios=(None, 0.5),
+            offload=("none", "cpu_optimizer", "nvme"),
+            offload_ratio=(None, 0.5),
             optimizer_in_backward=(False, True),
             nvme_paths=(tmp_path,),
             host_memory_gib=2.0,
@@ -48,17 +48,15 @@ def test_the_reference_and_the_floor_stand_under_rows_of_every_placement(tmp_pat
 @pytest.mark.parametrize(
     ("options", "device", "host"),
     [
-        ({"offloads": ("none",)}, 14, 0),  # masters are remainders
-        ({"offloads": ("cpu_optimizer",)}, 2, 12),
-        ({"offloads": ("cpu_optimizer",), "offload_ratios": (0.25,)}, 2 + 9, 3),
-        ({"offloads": ("cpu_full",)}, 0, 14),
-        ({"offloads": ("cpu_optimizer",), "offload_ratios": ("auto",)}, 2, 0),
+        ({"offload": ("none",)}, 14, 0),  # masters are remainders
+        ({"offload": ("cpu_optimizer",)}, 2, 12),
+        ({"offload": ("cpu_optimizer",), "offload_ratio": (0.25,)}, 2 + 9, 3),
+        ({"offload": ("cpu_full",)}, 0, 14),
+        ({"offload": ("cpu_optimizer",), "offload_ratio": ("auto",)}, 2, 0),
     ],
 )
 def test_what_cannot_fit_is_known_by_tier(options, device, host) -> None:
-    row = configuration(
-        models=("gpt2",), strategies=("zero3",), **{**ON_GPUS, "world_sizes": (1,)}, **options
-    )
+    row = configuration(model=("gpt2",), strategies=("zero3",), **{**ON_GPUS, "world_size": (1,)}, **options)
     count = row.settings.parameter_count or 0
     assert fit.least_rank_bytes(row) == fit.Need(device=device * count, host=host * count)
     limited = row.model_copy(
@@ -75,7 +73,7 @@ def test_what_cannot_fit_is_known_by_tier(options, device, host) -> None:
 
 
 def test_state_beside_the_reference_leaves_it_fewer_layers() -> None:
-    row = configuration(models=("gpt2",))
+    row = configuration(model=("gpt2",))
     alone = fit.verification_model(row.model, rank_memory_bytes=6 << 30)
     beside = fit.verification_model(row.model, rank_memory_bytes=6 << 30, offloads=True)
     assert alone["num_layers"] == 12 > beside["num_layers"] >= 1
@@ -85,7 +83,7 @@ def test_state_beside_the_reference_leaves_it_fewer_layers() -> None:
 def test_superoffload_updates_in_backward_unless_it_clips(clips, in_backward) -> None:
     for asked in (True, False):
         row = configuration(
-            strategies=("deepspeed3_super",), offloads=("cpu_optimizer",), clips=clips,
+            strategies=("deepspeed3_super",), offload=("cpu_optimizer",), clip=clips,
             optimizer_in_backward=(asked,),
         )  # fmt: skip
         assert row.settings.optimizer_in_backward is in_backward
@@ -93,5 +91,5 @@ def test_superoffload_updates_in_backward_unless_it_clips(clips, in_backward) ->
 
 def test_threads_are_shared_by_the_ranks_of_this_host() -> None:
     cpus = cpus_usable()
-    rows = [configuration(world_sizes=(64,), host_ranks=host_ranks) for host_ranks in (1, 64)]
+    rows = [configuration(world_size=(64,), host_ranks=host_ranks) for host_ranks in (1, 64)]
     assert [row.settings.threads_per_rank for row in rows] == [cpus, max(1, cpus // 64)]

@@ -12,21 +12,21 @@ from zerobench.results.schema import Settings
 
 
 def test_rows_share_a_reference_when_they_train_the_same_global_batches() -> None:
-    row = configuration(world_sizes=(4,))
+    row = configuration(world_size=(4,))
     same = [
-        configuration(world_sizes=(4,), strategies=("ddp",)),
-        configuration(world_sizes=(2,), grad_accums=(2,)),
-        configuration(world_sizes=(4,), checkpointing=True),
-        configuration(world_sizes=(4,), num_steps=7),
+        configuration(world_size=(4,), strategies=("ddp",)),
+        configuration(world_size=(2,), grad_accum=(2,)),
+        configuration(world_size=(4,), checkpointing=True),
+        configuration(world_size=(4,), num_steps=7),
     ]
     other = [
-        configuration(world_sizes=(2,)),
-        configuration(world_sizes=(4,), precisions=("bf16",)),
-        configuration(world_sizes=(4,), batch_sizes=(2,)),
-        configuration(world_sizes=(4,), clips=(1.0,)),
-        configuration(world_sizes=(4,), seed=1),
-        configuration(world_sizes=(4,), learning_rate=0.1),
-        configuration(world_sizes=(4,), num_layers=(2,)),
+        configuration(world_size=(2,)),
+        configuration(world_size=(4,), precision=("bf16",)),
+        configuration(world_size=(4,), batch_size=(2,)),
+        configuration(world_size=(4,), clip=(1.0,)),
+        configuration(world_size=(4,), seed=1),
+        configuration(world_size=(4,), lr=0.1),
+        configuration(world_size=(4,), num_layers=(2,)),
     ]
     assert {one.reference_group() for one in same} == {row.reference_group()}
     assert row.reference_group() not in {one.reference_group() for one in other}
@@ -69,7 +69,7 @@ def test_every_setting_is_known_to_change_what_is_trained_or_how_it_rounds_or_no
 
 def test_rows_under_autocast_share_no_reference_with_others() -> None:
     def group(strategy: str, precision: str) -> str:
-        return configuration(strategies=(strategy,), precisions=(precision,)).reference_group()
+        return configuration(strategies=(strategy,), precision=(precision,)).reference_group()
 
     assert group("ddp", "fp32") == group("zero0", "fp32")
     assert group("ddp", "bf16") == group("ddp_compress", "bf16") != group("zero0", "bf16")
@@ -82,19 +82,19 @@ def test_stages_share_a_checksum_where_the_design_promises_it() -> None:
     ).configurations
     assert stage0.checksum_group() == stage3.checksum_group() is not None
     assert ddp.checksum_group() is None
-    assert configuration(grad_accums=(2,)).checksum_group() is None
+    assert configuration(grad_accum=(2,)).checksum_group() is None
     # Never across world sizes: the order of a reduction differs.
-    assert configuration(world_sizes=(4,)).checksum_group() != stage0.checksum_group()
+    assert configuration(world_size=(4,)).checksum_group() != stage0.checksum_group()
 
 
 def test_a_file_that_changes_arithmetic_shares_no_checksum(tmp_path) -> None:
     def group(**keys) -> str | None:
         path = tmp_path / "config.json"
         path.write_text(json.dumps({"stage": 2, "precision": "bf16", **keys}))
-        (row,) = make_plan(CompareOptions(**{**SMALL, "config_files": (path,)})).configurations
+        (row,) = make_plan(CompareOptions(**{**SMALL, "config": (path,)})).configurations
         return row.checksum_group()
 
-    assert group() == configuration(strategies=("zero3",), precisions=("bf16",)).checksum_group()
+    assert group() == configuration(strategies=("zero3",), precision=("bf16",)).checksum_group()
     assert group(prefetch_bytes=0) == group(reduce_dtype="bfloat16") == group()
     for keys in ({"reduce_dtype": "float32"}, {"units": ["Block"]}, {"cast_forward_inputs": False}):
         assert group(**keys) not in (None, group())
@@ -104,7 +104,7 @@ def test_a_file_that_changes_arithmetic_shares_no_checksum(tmp_path) -> None:
 
 
 def test_compiled_rows_share_a_reference_and_bits_with_their_own_kind() -> None:
-    eager, block, whole = (configuration(**ON_GPUS, compiles=(mode,)) for mode in ("none", "block", "whole"))
+    eager, block, whole = (configuration(**ON_GPUS, compile=(mode,)) for mode in ("none", "block", "whole"))
     assert eager.reference_group() == block.reference_group() == whole.reference_group()
     groups = {row.checksum_group() for row in (eager, block, whole)}
     assert len(groups) == 3 and None not in groups

@@ -235,6 +235,18 @@ def test_sharding_buys_memory_where_it_does_at_one_batch_or_a_replicated_row_doe
     assert not any("Sharding buys" in text for text in advise(results))
 
 
+def test_deepspeeds_stage_0_is_held_against_sharded_rows() -> None:
+    def said(**figures: tuple[float, int]) -> str:
+        results = chosen(**figures)
+        for row in results.rows:
+            row.strategy = row.strategy.replace("zero0", "deepspeed0")
+        finish_rows(results)
+        return " ".join(advise(results))
+
+    assert "zero3 peaks at 500.0 MiB, deepspeed0 at 400.0" in said(zero0=(100.0, 400), zero3=(110.0, 500))
+    assert "Sharding buys" not in said(ddp=(100.0, 400), zero0=(110.0, 500))
+
+
 def test_advice_knows_not_whether_a_strategy_of_ones_own_shards() -> None:
     results = sample()
     for row in results.rows:

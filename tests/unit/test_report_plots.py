@@ -90,7 +90,7 @@ def test_what_is_too_small_to_be_seen_is_not_in_the_legend() -> None:
 
 
 def test_a_subtitle_names_all_numbers_of_ranks() -> None:
-    from zerobench.report.plots import subtitle
+    from zerobench.report.style import subtitle
 
     results = sample()
     assert {row.settings.world_size for row in results.rows} == {1, 2}
@@ -230,8 +230,9 @@ def test_a_tick_marks_a_peak_below_the_sum_of_its_categories() -> None:
 
 
 def test_rows_with_long_labels_are_told_apart() -> None:
-    from zerobench.report.plots import shortened, step_time_figure
+    from zerobench.report.plots import step_time_figure
     from zerobench.report.scatter import speed_memory_figure
+    from zerobench.report.style import shortened
 
     assert shortened(["short", "a long one", "a long other"], limit=8) == [
         "short",

@@ -25,12 +25,12 @@ def test_one_reference_serves_all_that_train_the_same() -> None:
 
 
 def test_single_is_compared_where_others_train_the_same() -> None:
-    steps = schedule(plan(strategies=("single", "zero1"), world_sizes=(1,)))
+    steps = schedule(plan(strategies=("single", "zero1"), world_size=(1,)))
     assert [step.needs_reference for step in steps] == [True, True] and task_num(steps) == 2 + 1
 
 
 def test_what_trains_nothing_makes_no_reference_necessary() -> None:
-    steps = schedule(plan(strategies=("compute_only", "single"), world_sizes=(1,)))
+    steps = schedule(plan(strategies=("compute_only", "single"), world_size=(1,)))
     assert not any(step.needs_reference for step in steps) and task_num(steps) == 2
 
 
@@ -41,17 +41,17 @@ def test_repeats_are_not_verified_again() -> None:
 
 
 def test_a_reference_is_kept_until_the_last_row_of_its_group() -> None:
-    steps = schedule(plan(strategies=("zero1", "zero3"), precisions=("fp32", "bf16"), repeats=2))
+    steps = schedule(plan(strategies=("zero1", "zero3"), precision=("fp32", "bf16"), repeats=2))
     assert [step.ends_group for step in steps] == [False, True, False, True, *[False] * 4]
 
 
 def test_a_group_knows_what_its_verification_must_leave_room_for() -> None:
-    offloaded = {"offloads": ("none", "cpu_optimizer"), "grad_accums": (1,)}
+    offloaded = {"offload": ("none", "cpu_optimizer"), "grad_accum": (1,)}
     first, *others = (step.group for step in schedule(plan(strategies=("zero2",), **offloaded)))
     assert first.offloads and others == [first]
     assert first.most_ranks == 2
     # Two micro-batches on one rank are the global batch of one on each of two ranks.
-    steps = schedule(plan(strategies=("zero1",), world_sizes=(1, 2), grad_accums=(1, 2)))
+    steps = schedule(plan(strategies=("zero1",), world_size=(1, 2), grad_accum=(1, 2)))
     shape = [
         (step.configuration.settings.world_size, step.configuration.settings.grad_accum) for step in steps
     ]

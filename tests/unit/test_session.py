@@ -103,7 +103,7 @@ def test_ctrl_c_while_rows_are_judged_shows_those_that_were(tmp_path) -> None:
 
 
 def test_a_reference_file_is_there_until_the_last_row_of_its_group_has_run(tmp_path) -> None:
-    chosen = plan(strategies=("zero1", "zero3"), precisions=("fp32", "bf16"))
+    chosen = plan(strategies=("zero1", "zero3"), precision=("fp32", "bf16"))
     kept = []
 
     def answer(job) -> Outcome:

@@ -27,8 +27,8 @@ MIB = 1 << 20
 
 def row(folder: Path, **options: Any) -> Configuration:
     values = {
-        **SMALL, "models": ("tiny",), "num_layers": (4,), "strategies": ("zero3",), "world_sizes": (1,),
-        "precisions": ("bf16",), "nvme_paths": (folder,),
+        **SMALL, "model": ("tiny",), "num_layers": (4,), "strategies": ("zero3",), "world_size": (1,),
+        "precision": ("bf16",), "nvme_paths": (folder,),
     }  # fmt: skip
     return make_plan(CompareOptions(**{**values, **options})).configurations[0]
 
@@ -67,14 +67,14 @@ def test_frames_are_those_that_the_engine_takes(
     choose = Swapping.chosen_chunk_numel
     monkeypatch.setattr(Swapping, "chosen_chunk_numel", chosen)
     monkeypatch.setattr(swap_plan, "locked_bytes", noted)
-    configuration = row(tmp_path, hidden_sizes=(hidden,), offloads=(offload,), host_memory_gib=memory_gib)
+    configuration = row(tmp_path, hidden_size=(hidden,), offload=(offload,), host_memory_gib=memory_gib)
     configuration.options["offload_optimizer"] = own
     swap = swap_plan.swap_of(configuration)
     section = {"device": "nvme", "nvme_path": str(tmp_path), "io_engine": "threads", **own}
     if memory_gib is not None:
         section["host_memory_bytes"] = round(memory_gib * (1 << 30))
     engine = zerobench.initialize(
-        model=models.build(models.ModelConfig.model_validate(configuration.model), seed=1),
+        model=models.build(models.from_dict(configuration.model), seed=1),
         config={
             "stage": 3,
             "precision": "bf16",

@@ -21,7 +21,7 @@ from zerobench.bench.rank.meters import CpuMeter
 from zerobench.bench.schedule import Step, schedule
 from zerobench.strategies.single import SingleStrategy
 
-TINY = {"strategies": ("single",), "world_sizes": (1,), "num_layers": (1,), "hidden_sizes": (16,)}
+TINY = {"strategies": ("single",), "world_size": (1,), "num_layers": (1,), "hidden_size": (16,)}
 
 
 def first_step(tmp_path, **options) -> tuple[JobMaker, Step]:
@@ -44,8 +44,8 @@ def unread_channel():
 
 def test_the_reference_accumulates_what_all_ranks_train_on(tmp_path) -> None:
     jobs, step = first_step(
-        tmp_path, strategies=("zero2",), world_sizes=(4,), grad_accums=(3,), host_memory_gib=10.0,
-        offloads=("cpu_optimizer",),
+        tmp_path, strategies=("zero2",), world_size=(4,), grad_accum=(3,), host_memory_gib=10.0,
+        offload=("cpu_optimizer",),
     )  # fmt: skip
     (job,) = jobs.passes(step, None)
     settings = worker.strategy_settings(job, place(world_size=4, local_world_size=2))
@@ -115,7 +115,7 @@ def test_a_rank_holds_its_share_of_the_host_at_most(tmp_path) -> None:
 
 def test_rows_say_the_mode_that_fp32_products_run_in(tmp_path) -> None:
     def compute(precision: str, *, tf32: bool) -> str:
-        job = first_job(tmp_path, strategies=("single",), precisions=(precision,))
+        job = first_job(tmp_path, strategies=("single",), precision=(precision,))
         job.settings.tf32 = tf32
         return worker.row_dtypes(SingleStrategy(worker.strategy_settings(job, place())), job).compute
 

@@ -11,7 +11,6 @@ from statistics import fmean, median
 from typing import Any
 
 from zerobench.bench.launch.outcome import Outcome
-from zerobench.bench.plan.names import OURS
 from zerobench.bench.plan.plan import Configuration
 from zerobench.bench.protocol.job import Report, Window
 from zerobench.bench.protocol.tolerances import (
@@ -22,16 +21,17 @@ from zerobench.bench.protocol.tolerances import (
     tolerance_precision,
     tolerances,
 )
-from zerobench.results.rows import FLOOR, tokens_per_step
+from zerobench.results.rows import tokens_per_step
 from zerobench.results.schema import Deviation, Results, Row, Transfers
 from zerobench.results.stats import summarise
+from zerobench.strategies.catalogue import FLOOR, OURS, REFERENCE
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceRun:
     """The reference of a group of rows: its file and figures, or why there is none."""
 
-    name: str = "single"
+    name: str = REFERENCE
     model: dict[str, Any]  # what was verified, perhaps with fewer layers than what is measured
     file: str | None = None
     loss: float = math.nan

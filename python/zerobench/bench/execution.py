@@ -32,6 +32,7 @@ from zerobench.bench.sampler import Sampler, summarise
 from zerobench.bench.schedule import Group, Step
 from zerobench.errors import Error
 from zerobench.results.schema import Row
+from zerobench.strategies.catalogue import REFERENCE
 
 Track = Callable[[str], AbstractContextManager[ProgressCallback]]
 """Shows the progress of a run under its name."""
@@ -159,7 +160,7 @@ def reference_run(job: Job, outcome: Outcome, *, why_fewer_layers: str | None) -
     if verification is None:
         raise Error("the reference reported no verification: this is a bug of zerobench")
     run = ReferenceRun(
-        name="single" if job.strategy == "single" else "single under autocast",
+        name=REFERENCE if job.strategy == REFERENCE else f"{REFERENCE} under autocast",
         model=job.verify_model,
         file=job.reference_file,
         loss=verification.loss,

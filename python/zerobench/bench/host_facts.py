@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from zerobench.bench.disk_notes import why_not_lockable
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration
-from zerobench.bench.swap.notes import why_not_lockable
 from zerobench.host.machine import busy_warning, machine_facts, version_facts
 
 

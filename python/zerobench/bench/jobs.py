@@ -12,23 +12,9 @@ from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration
 from zerobench.bench.protocol.job import Job
 from zerobench.bench.schedule import Step
-from zerobench.results.rows import FLOOR
-from zerobench.results.schema import Settings
+from zerobench.results.settings import Settings, reference_values
 from zerobench.results.sizes import GIB
-
-_AUTOCAST_REFERENCE = "zerobench.strategies.autocast:AutocastStrategy"
-# Settings that must not change any result, so the reference runs without them.
-_OF_NO_REFERENCE = {
-    "checkpointing": False,
-    "compile": "none",
-    "offload": "none",
-    "offload_ratio": None,
-    "nvme_paths": [],
-    "host_memory_gib": None,
-    "device_memory_gib": None,
-    "optimizer_in_backward": False,
-    "bind": "none",
-}
+from zerobench.strategies.catalogue import AUTOCAST_REFERENCE, FLOOR, REFERENCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +50,7 @@ class JobMaker:
             name=f"reference of {configuration.name}",
             kind="reference",
             strategy=reference_strategy(configuration),
-            settings=configuration.settings.model_copy(update=_OF_NO_REFERENCE),
+            settings=configuration.settings.model_copy(update=reference_values()),
             model=model,
             verify_model=model,
             num_ranks=1,
@@ -110,7 +96,7 @@ class JobMaker:
 
 
 def reference_strategy(configuration: Configuration) -> str:
-    return _AUTOCAST_REFERENCE if configuration.runs_under_autocast else "single"
+    return AUTOCAST_REFERENCE if configuration.runs_under_autocast else REFERENCE
 
 
 def rank_memory_bytes(options: CompareOptions) -> int | None:

@@ -35,7 +35,7 @@ def likely_compute_s(settings: Settings, device_name: str) -> float | None:
     peak = _peaks().get(device_name, {}).get("tf32" if settings.tf32 else settings.precision)
     if peak is None:
         return None
-    config = models.ModelConfig.model_validate(settings.model_config_resolved)
+    config = models.from_dict(settings.model_config_resolved)
     tokens = settings.batch_size * settings.seq_length * settings.grad_accum
     passes = 4 / 3 if settings.checkpointing else 1.0  # backward costs two forwards, and recomputes one
     flops = passes * tokens * models.flops_per_token(config, settings.seq_length)
@@ -49,7 +49,7 @@ def utilisation(row: Row, device_name: str) -> Mfu | None:
     peak = peak_tflops(device_name, row.dtypes.compute)
     if peak is None:
         return None
-    config = models.ModelConfig.model_validate(row.settings.model_config_resolved)
+    config = models.from_dict(row.settings.model_config_resolved)
     flops = models.flops_per_token(config, row.settings.seq_length)
     achieved = flops * row.tokens_per_s / row.settings.world_size / 1e12
     return Mfu(

@@ -9,7 +9,6 @@ from rich.console import Console
 from zerobench import data
 from zerobench.bench.execution import Execution
 from zerobench.bench.host_facts import HostFacts
-from zerobench.bench.jobs import rounded_tokens as rounded_tokens  # for tests/unit/test_fit.py
 from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.output import OutputFolder
 from zerobench.bench.plan.plan import Plan

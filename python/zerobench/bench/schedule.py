@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerobench.bench.plan.plan import Configuration, Plan
-from zerobench.results.rows import FLOOR
+from zerobench.strategies.catalogue import FLOOR, REFERENCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,5 +61,5 @@ def _group(name: str, names: Sequence[str], configurations: Sequence[Configurati
         name=name,
         most_ranks=max(member.settings.world_size for member in members),
         offloads=any(member.settings.offload != "none" for member in members),
-        is_compared=any(member.strategy not in ("single", FLOOR) for member in members),
+        is_compared=any(member.strategy not in (REFERENCE, FLOOR) for member in members),
     )

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zerobench.cli.values import name, split
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console
+from zerobench.results.setting_values import name, split
 from zerobench.results.sizes import GIB
 
 if TYPE_CHECKING:
@@ -93,8 +93,10 @@ def comm(
 
     Exit code: 0, or 1 when a result was wrong or a rank failed.
     """
-    from zerobench.micro.comm import CommOptions, run_comm
-    from zerobench.micro.comm_gpu import MAX_BYTES, CommGpuOptions, run_comm_gpu
+    from zerobench.micro.comm import run_comm
+    from zerobench.micro.comm_case import CommOptions
+    from zerobench.micro.comm_gpu import run_comm_gpu
+    from zerobench.micro.comm_gpu_case import MAX_BYTES, CommGpuOptions
 
     gpus = gpus_for(device, at_least=2)
     if (symmetric or communicator is not None) and not gpus:

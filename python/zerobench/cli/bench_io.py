@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from zerobench.cli.bench import Output, Repeats, app, results_in, whole_bytes
-from zerobench.cli.values import name, split
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console
+from zerobench.results.setting_values import name, split
 from zerobench.results.sizes import GIB, MIB
 
 tune_app = typer.Typer(

@@ -15,10 +15,12 @@ from typing import Annotated, Any
 
 import typer
 
+from zerobench import __version__
 from zerobench.cli.compare import COMPARE_HELP, compare
 from zerobench.errors import ConfigError, DataError, Error
 from zerobench.host import interrupts
 from zerobench.host.consoles import drop_stdout, forget_unknown_size, plain_console
+from zerobench.results.settings import OPTIONS, flag_of
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer brings under its own name
 
@@ -30,8 +32,17 @@ app = typer.Typer(
 )
 
 
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"zerobench {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+    ] = False,
     debug: Annotated[
         bool,
         typer.Option(
@@ -117,18 +128,21 @@ def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
-SEVERAL_VALUES = ("--config", "--nvme-path")
+SEVERAL_VALUES = {flag_of(key) for key, option in OPTIONS.items() if option.takes.is_spaced}
 
 
-def gather_files(arguments: Sequence[str]) -> list[str]:
-    """`--config a b c` as `--config a --config b --config c`, which is how the parser takes several values."""
+def gather_values(arguments: Sequence[str]) -> list[str]:
+    """Return `--config a b c` as `--config a --config b --config c`, which is how the parser takes several values."""
     result: list[str] = []
     repeating = ""
-    for argument in arguments:
+    for index, argument in enumerate(arguments):
+        if argument == "--":  # no options follow
+            return [*result, *arguments[index:]]
         if repeating and not argument.startswith("-") and result[-1] != repeating:
             result.append(repeating)
         elif argument.startswith("-"):
-            repeating = argument if argument in SEVERAL_VALUES else ""
+            option = argument.partition("=")[0]
+            repeating = option if option in SEVERAL_VALUES else ""
         result.append(argument)
     return result
 
@@ -146,7 +160,7 @@ def main() -> None:
     app.add_typer(bench_io.tune_app, name="tune")
     interrupts.interrupt_on_signals()
     expect_text(sys.argv[1:])
-    arguments = gather_files(sys.argv[1:]) or ["--help"]
+    arguments = gather_values(sys.argv[1:]) or ["--help"]
     debug = "--debug" in arguments
     try:
         code = app(args=arguments, prog_name="zerobench", standalone_mode=False)

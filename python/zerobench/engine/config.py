@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, did_you_mean
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -479,10 +478,10 @@ def _sentence(error: ValidationError) -> str:
 def _hint(location: tuple[int | str, ...]) -> str:
     *section, key = map(str, location)
     known = _keys_at(location[:-1])
-    near = difflib.get_close_matches(key, known, n=1)
-    if not near and not section:
-        near = [f"{name}.{key}" for name in known if key in _keys_at((name,))]
-    return f"did you mean '{near[0]}'?" if near else f"known keys are {', '.join(known)}"
+    if hint := did_you_mean(key, known):
+        return hint.rstrip()
+    deeper = [] if section else [f"{name}.{key}" for name in known if key in _keys_at((name,))]
+    return f"did you mean '{deeper[0]}'?" if deeper else f"known keys are {', '.join(known)}"
 
 
 def _keys_at(location: tuple[int | str, ...]) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, did_you_mean
 
 _LARGE_NUMEL = 1 << 24
 """An embedding or head of this many elements is worth a collective, however large the blocks are."""
@@ -120,8 +119,7 @@ def _by_class(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
     known = sorted({type(module).__name__ for module in model.modules()})
     for name in classes:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}"
+            hint = did_you_mean(name, known).rstrip() or f"it has {', '.join(known)}"
             raise ConfigError(f"units: the model has no module of class '{name}'; {hint}")
     named = [
         m

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 
-from zerobench.engine.config import MAX_TIMEOUT_S
-from zerobench.errors import ConfigError, Error
-from zerobench.host.machine import cpus_usable, memory_available_bytes
-from zerobench.micro.checks import check_known, check_repeats
+from zerobench.errors import Error
+from zerobench.host.machine import cpus_usable
+from zerobench.micro.comm_case import BARRIER, GLOO, LATENCY_BYTES, MEMCPY, SHM, CommOptions
+from zerobench.micro.comm_ranks import run_rank
 from zerobench.micro.output import (
     MicroReport,
     OutputFile,
@@ -33,64 +32,6 @@ from zerobench.micro.output import (
 from zerobench.micro.ranks import Message, Ranks, Target
 from zerobench.micro.sampling import as_json, speed_ratio
 from zerobench.results.stats import Ratio, median
-
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-LATENCY_BYTES = 8
-BARRIER = "barrier"
-SHM, GLOO, MEMCPY = "shm", "gloo", "memcpy"
-# Both sides' buffers, the copy's and the temporaries of the check, per rank, over the size.
-_RANK_MEMORY_FACTOR = 9
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommOptions:
-    """What to measure. Each size is four times the one before it."""
-
-    world_sizes: Sequence[int]
-    collectives: Sequence[str]
-    min_bytes: int
-    max_bytes: int
-    repeats: int
-    timeout_s: float
-
-    def check(self) -> None:
-        self.check_values()
-        needed = max(self.world_sizes) * self.max_bytes * _RANK_MEMORY_FACTOR
-        if needed > memory_available_bytes():
-            raise ConfigError(
-                f"--max-bytes {self.max_bytes} on {max(self.world_sizes)} ranks needs about {size_text(needed)}, and "
-                f"{size_text(memory_available_bytes())} are available: give a smaller size"
-            )
-
-    def check_values(self) -> None:
-        for world_size in self.world_sizes:
-            if not 2 <= world_size <= 64:
-                raise ConfigError(
-                    f"--world-size {world_size} is not possible: collectives need 2 to 64 ranks"
-                )
-        check_known("--collectives", self.collectives, COLLECTIVES)
-        if not 1 <= self.min_bytes <= self.max_bytes:
-            raise ConfigError(
-                f"--min-bytes {self.min_bytes} and --max-bytes {self.max_bytes} are no range: give 1 <= min <= max"
-            )
-        check_repeats(self.repeats)
-        if not 1 <= self.timeout_s <= MAX_TIMEOUT_S:
-            raise ConfigError(
-                f"--timeout {self.timeout_s:g} is not possible: give 1 to {MAX_TIMEOUT_S:.0f} seconds"
-            )
-
-    def sizes(self) -> list[int]:
-        sizes = [self.min_bytes]
-        while sizes[-1] * 4 <= self.max_bytes:
-            sizes.append(sizes[-1] * 4)
-        return sizes
-
-    def cases(self, world_size: int) -> list[tuple[str, int]]:
-        """(collective, size in bytes), latencies first. Sizes are rounded up to whole floats on every rank."""
-        line = 4 * world_size
-        sizes = [-(-size // line) * line for size in (LATENCY_BYTES, *self.sizes())]
-        return [(BARRIER, 0), *itertools.product(self.collectives, dict.fromkeys(sizes))]
-
 
 NOTES = (
     "Times are medians over the pairs of the slowest rank's time; vs gloo and of limit are medians of the ratios of "
@@ -126,8 +67,6 @@ def run_comm(options: CommOptions, *, output: OutputFile, console: Console, note
 def measure_world(
     options: CommOptions, world_size: int, scratch: str, notes: Console
 ) -> list[dict[str, Any]]:
-    from zerobench.micro.comm_ranks import run_rank
-
     cases = options.cases(world_size)
     target = partial(run_rank, cases=cases, options=options)
     who = f"{world_size} ranks"

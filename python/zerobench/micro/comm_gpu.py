@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 
-from zerobench.errors import ConfigError
-from zerobench.host.gpus import Gpu
-from zerobench.micro.checks import check_known
-from zerobench.micro.comm import CommOptions, answers_of, slowest_times_s, wrong_cell
+from zerobench.micro.comm import answers_of, slowest_times_s, wrong_cell
+from zerobench.micro.comm_gpu_case import OURS, TIMED_DTYPE, TORCH, CommGpuOptions
 from zerobench.micro.link import Link, measure_link
 from zerobench.micro.output import (
     MicroReport,
@@ -35,60 +32,12 @@ from zerobench.micro.ranks import Message
 from zerobench.micro.sampling import as_json, speed_ratio
 from zerobench.results.stats import Ratio, median
 
-OURS, TORCH = "zerobench", "torch"
-COMMUNICATORS = ("nccl", "peer")
-MAX_BYTES = 1 << 30
-TIMED_DTYPE = "bfloat16"
-SHARD_ALIGNMENT_BYTES = 16
-# Both sides' buffers and the temporaries of the check, over the size.
-_RANK_MEMORY_FACTOR = 12
-
 NOTES = (
     f"Times are medians over the pairs of the slowest rank's time of {TIMED_DTYPE} calls put in back to back, between "
     "two synchronisations of the device; vs torch is the median of the ratios of each pair with its 95 % interval (of "
     "6 pairs or more); of link is busbw over copies from one GPU to another in the same run; wrong counts elements "
     "over checks in bfloat16 and float32 before and after the timing"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommGpuOptions(CommOptions):
-    """What to measure. Each size is four times the one before it."""
-
-    gpus: Sequence[Gpu]
-    communicator: str = "nccl"  # of COMMUNICATORS
-    symmetric: bool = False  # zerobench's buffers lie in NCCL's symmetric windows
-
-    def check(self) -> None:
-        self.check_values()
-        check_known("--communicator", [self.communicator], COMMUNICATORS)
-        if self.symmetric and self.communicator != "nccl":
-            raise ConfigError(
-                "--symmetric is about NCCL's windows: leave out one of --symmetric and --communicator"
-            )
-        for world_size in self.world_sizes:
-            if world_size > len(self.gpus):
-                raise ConfigError(
-                    f"--world-size {world_size} is more than the {len(self.gpus)} GPUs that torch sees here: give at "
-                    "most one rank a GPU, or --device cpu"
-                )
-        smallest = min(self.gpus, key=lambda gpu: gpu.total_bytes)
-        if self.max_bytes * _RANK_MEMORY_FACTOR > smallest.total_bytes:
-            raise ConfigError(
-                f"--max-bytes {self.max_bytes} needs about {size_text(self.max_bytes * _RANK_MEMORY_FACTOR)} on a GPU, "
-                f"and {smallest.name} has {size_text(smallest.total_bytes)}: give a smaller size"
-            )
-
-    @property
-    def side(self) -> str:
-        """What zerobench's times are of, as tables name it."""
-        return f"{self.communicator}, symmetric" if self.symmetric else self.communicator
-
-    def cases(self, world_size: int) -> list[tuple[str, int]]:
-        """(collective, size in bytes). Sizes are rounded up so that every shard is aligned."""
-        line = SHARD_ALIGNMENT_BYTES * world_size
-        sizes = dict.fromkeys(-(-size // line) * line for size in self.sizes())
-        return list(itertools.product(self.collectives, sizes))
 
 
 def run_comm_gpu(options: CommGpuOptions, *, output: OutputFile, console: Console, notes: Console) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zerobench import _native
 from zerobench.micro.collectives import bus_factor
-from zerobench.micro.comm_gpu import OURS, TIMED_DTYPE, TORCH, CommGpuOptions
+from zerobench.micro.comm_gpu_case import OURS, TIMED_DTYPE, TORCH, CommGpuOptions
 from zerobench.micro.output import size_text
 from zerobench.micro.ranks import Message, RankPlace
 from zerobench.micro.sampling import calls_per_sample, rotated, seconds_per_call

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from zerobench.host.machine import cpus_usable
-from zerobench.micro.comm import BARRIER, GLOO, LATENCY_BYTES, MEMCPY, SHM, CommOptions
+from zerobench.micro.comm_case import BARRIER, GLOO, LATENCY_BYTES, MEMCPY, SHM, CommOptions
 from zerobench.micro.output import size_text
 from zerobench.micro.ranks import Message, RankPlace, bind_crowded_rank
 from zerobench.micro.sampling import calls_per_sample, rotated, seconds_per_repeat

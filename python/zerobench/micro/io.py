@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from zerobench.bench.swap.notes import ring_refusal
 from zerobench.errors import ConfigError
+from zerobench.host.disks import ring_refusal
 from zerobench.host.io_settings import ENGINES, MOST_DEPTH
 from zerobench.host.storage import check_directories, device_facts, device_line
 from zerobench.micro.checks import check_known, check_repeats

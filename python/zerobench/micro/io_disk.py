@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zerobench.bench.swap.notes import by_disk, probe, ring_refusal
 from zerobench.errors import ConfigError, Error
+from zerobench.host.disks import by_disk, probe, ring_refusal
 from zerobench.host.io_settings import IoChoice
 from zerobench.host.machine import memory_available_bytes
 from zerobench.host.storage import free_bytes

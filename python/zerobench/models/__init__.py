@@ -5,7 +5,7 @@ from zerobench.models.checkpointing import enable_checkpointing
 from zerobench.models.config import ModelConfig
 from zerobench.models.counts import flops_per_token, parameter_count
 from zerobench.models.hf_config import HFConfig
-from zerobench.models.names import find, hub_models, resolve
+from zerobench.models.parse import find, from_dict, hub_models, resolve
 from zerobench.models.presets import PresetConfig, preset_names
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "enable_checkpointing",
     "find",
     "flops_per_token",
+    "from_dict",
     "hub_models",
     "parameter_count",
     "preset_names",

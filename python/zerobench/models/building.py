@@ -9,7 +9,7 @@ from zerobench.models.checkpointing import enable_checkpointing
 from zerobench.models.config import ModelConfig
 from zerobench.models.counts import parameter_count
 from zerobench.models.hf_config import ARCHITECTURES, RANDOM_WEIGHTS, HFConfig
-from zerobench.models.names import check_packages
+from zerobench.models.parse import check_packages
 from zerobench.models.presets import PresetConfig
 
 if TYPE_CHECKING:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, did_you_mean
 
 T = TypeVar("T", bound="ModelConfig")
 
@@ -16,8 +15,7 @@ NULLABLE_FIELDS = ("sliding_window",)
 
 
 class ModelConfig(BaseModel):
-    """Sizes of a model; those of sequences and of the vocabulary are in tokens. ``ModelConfig.model_validate`` of a
-    dumped configuration gives the subclass it came from."""
+    """Sizes of a model; those of sequences and of the vocabulary are in tokens. ``from_dict`` reads a dumped one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -29,19 +27,6 @@ class ModelConfig(BaseModel):
     vocab_size: int = Field(gt=0)
     tied_embeddings: bool = True  # token embedding and output projection share one weight
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)  # above zero, strategies draw different masks
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _of_its_kind(cls, value: Any, handler: ModelWrapValidatorHandler[ModelConfig]) -> ModelConfig:
-        if cls is not ModelConfig or not isinstance(value, Mapping):
-            return handler(value)
-        if "architecture" in value:
-            from zerobench.models.hf_config import HFConfig
-
-            return HFConfig.model_validate(value)
-        from zerobench.models.presets import PresetConfig
-
-        return PresetConfig.model_validate(value)
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> ModelConfig:
@@ -83,9 +68,7 @@ def checked_overrides(overrides: Mapping[str, Any] | None, *, known: Iterable[st
 
 
 def suggest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}known: {', '.join(known)}"
+    return f"{did_you_mean(name, known, cutoff=0.5)}known: {', '.join(known)}"
 
 
 def first_problem(error: ValidationError) -> str:

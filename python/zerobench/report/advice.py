@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 from zerobench.report.words import all_ranks_text
-from zerobench.results.comparing import PLAIN_POINT, plain_twin, plain_twins, same_point
+from zerobench.results.comparing import plain_twin, plain_twins, same_point
 from zerobench.results.rows import (
-    FLOOR,
     NOISE_SIGMAS,
     TOO_NOISY,
     by_workload,
@@ -24,17 +23,18 @@ from zerobench.results.rows import (
     workload_heads,
 )
 from zerobench.results.schema import Results, Row
+from zerobench.results.settings import Changes, settings_that_change
 from zerobench.results.sizes import bytes_text, count_text, join_words, memory_unit, ms_text, rate_text
 from zerobench.results.stats import FEWEST_SAMPLES, median, median_error
+from zerobench.strategies.catalogue import FLOOR, known_facts
 
 NEAR_FASTEST = 1.10  # memory is worth giving up this much time
 NOTABLE_SAVING_PCT = 2.0
 WORTH_SHARDING = 0.95  # sharding that leaves more than this of the peak has bought nothing
 NOTABLY_SLOWER_GPU_PCT = 2.0
 POWER_CAPPED_PCT = 50.0  # of the samples: the cap rather than the work sets the clocks
-_REPLICATED = ("single", "ddp", "ddp_compress", "ddp_master", "zero0")
 # What else decides how much memory rows of one workload need.
-_SHARDING_POINT = (*PLAIN_POINT, "offload", "offload_ratio", "optimizer_in_backward")
+SHARDING_POINT = settings_that_change(Changes.FLOOR | Changes.STEP | Changes.PLACE)
 
 
 def advise(results: Results) -> list[str]:
@@ -151,8 +151,12 @@ def _sharding_texts(rows: Sequence[Row], labels: dict[int, str]) -> list[str]:
 
 
 def _is_sharded(row: Row) -> bool:
-    """Of a strategy of one's own, a place in a module, nobody knows whether it shards."""
-    return row.strategy not in _REPLICATED and ":" not in row.strategy
+    """False of a strategy of one's own: a row does not tell whether it shards."""
+    return known_facts(row.strategy).shards
+
+
+def _is_replicated(row: Row) -> bool:
+    return known_facts(row.strategy).replicates
 
 
 def _has_its_like(row: Row, others: Sequence[Row]) -> bool:
@@ -165,13 +169,13 @@ def _little_saved_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     not where that one needs more than there is."""
     points: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        if row.settings.world_size > 1:
-            points.setdefault(tuple(getattr(row.settings, key) for key in _SHARDING_POINT), []).append(row)
+        if row.settings.world_size > 1 and row.strategy != FLOOR:
+            points.setdefault(tuple(getattr(row.settings, key) for key in SHARDING_POINT), []).append(row)
     pairs = []
     for found in points.values():
         sharded = _smallest([row for row in found if _is_sharded(row)])
-        replicated = _smallest([row for row in found if row.strategy in _REPLICATED])
-        if sharded is not None and any(row.status == "oom" for row in found if row.strategy in _REPLICATED):
+        replicated = _smallest([row for row in found if _is_replicated(row)])
+        if sharded is not None and any(row.status == "oom" for row in found if _is_replicated(row)):
             return ""
         if sharded is not None and replicated is not None:
             pairs.append((_peak(sharded) / _peak(replicated), sharded, replicated))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zerobench.results.rows import (
-    FLOOR,
     checksum_marks,
     dtype_text,
     flat_settings,
@@ -19,6 +18,7 @@ from zerobench.results.rows import (
 )
 from zerobench.results.schema import Row
 from zerobench.results.sizes import memory_unit, rate_text
+from zerobench.strategies.catalogue import FLOOR
 
 ABSENT = "-"
 ALWAYS = 100  # shown though empty

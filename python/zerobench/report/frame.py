@@ -91,27 +91,17 @@ def load(path: AnyPath | Iterable[AnyPath], *more: AnyPath) -> pandas.DataFrame:
         records += [{**source, **flat_row(row)} for row in results.rows]
     columns = list(dict.fromkeys(key for record in records for key in record))
     if not records:
-        columns = list(flat_row(_EMPTY_ROW))
+        columns = _columns_without_rows()
     frame = pandas.DataFrame({column: [record.get(column) for record in records] for column in columns})
     frame.attrs["results"] = about
     return frame
 
 
-_EMPTY_ROW = Row.model_validate(
-    {
-        "name": "",
-        "strategy": "",
-        "status": "skipped",
-        "settings": {
-            "model": "",
-            "world_size": 1,
-            "precision": "fp32",
-            "batch_size": 1,
-            "seq_length": 1,
-            "grad_accum": 1,
-        },
-    }
-)
+def _columns_without_rows() -> list[str]:
+    """Return the columns that every row has."""
+    flat: dict[str, Any] = {}
+    _flatten_model(None, Row, "", flat)
+    return list(flat)
 
 
 def write_csv(results: Results, path: AnyPath) -> None:
@@ -121,7 +111,7 @@ def write_csv(results: Results, path: AnyPath) -> None:
     raw = _list_columns(Row) | {
         key for flat in flats for key, value in flat.items() if isinstance(value, list)
     }
-    columns = list(dict.fromkeys(key for flat in flats or [flat_row(_EMPTY_ROW)] for key in flat))
+    columns = list(dict.fromkeys(key for flat in flats for key in flat)) or _columns_without_rows()
     buffer = io.StringIO()
     writer = csv.DictWriter(
         buffer, [key for key in columns if key not in raw], extrasaction="ignore", restval=""

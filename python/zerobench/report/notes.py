@@ -9,8 +9,6 @@ from typing import Any
 from zerobench.report.words import DTYPE_ROLES
 from zerobench.results.comparing import floor_of
 from zerobench.results.rows import (
-    DEFAULT_BASELINES,
-    FLOOR,
     by_workload,
     checksum_marks,
     dtype_text,
@@ -24,6 +22,7 @@ from zerobench.results.rows import (
 from zerobench.results.schema import Results, Row
 from zerobench.results.sizes import join_words, ms_text
 from zerobench.results.stats import drift, ends
+from zerobench.strategies.catalogue import DEFAULT_BASELINES, FLOOR
 
 NOTABLE_LIMIT_PCT = 5.0  # of the samples in which something other than work and power cap set the clocks
 BELOW_FLOOR = (

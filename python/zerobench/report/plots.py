@@ -7,25 +7,23 @@ not there is absent from a plot, never zero. Rows that are not ok have no bar an
 from __future__ import annotations
 
 import os
-import textwrap
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobench.report.words import all_ranks_text
+from zerobench.report.scatter import speed_memory_figure
+from zerobench.report.style import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
 from zerobench.results.files import replace_file
-from zerobench.results.rows import flat_settings, row_labels, setting_text, setting_word, varying_settings
+from zerobench.results.rows import row_labels
 from zerobench.results.schema import Results, Row
-from zerobench.results.sizes import count_text, memory_unit
+from zerobench.results.sizes import memory_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, told apart with any kind of colour vision. One colour per meaning in every plot.
-INK, MUTED, GRID = "#222222", "#6b6b6b", "#e3e3e3"
 PHASE_COLOURS = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
@@ -63,8 +61,6 @@ Segment = tuple[str, float]  # category and length
 def write_plots(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
     """PNG files in `folder` (made if missing): those for which any row has values. Returns their paths. Raises
     OSError."""
-    from zerobench.report.scatter import speed_memory_figure
-
     drawn: list[tuple[str, Figure | None]] = [
         ("step_time.png", step_time_figure(results)),
         ("memory.png", memory_figure(results)),
@@ -238,17 +234,6 @@ def bar_figure(rows: Sequence[Row], panel_num: int) -> tuple[Figure, list[Axes]]
     return figure, panels
 
 
-def style_axes(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(MUTED)
-    axes.tick_params(colors=MUTED, labelcolor=INK, labelsize=9)
-    axes.xaxis.label.set(color=INK, fontsize=9.5)
-    axes.yaxis.label.set(color=INK, fontsize=9.5)
-    axes.set_axisbelow(True)
-
-
 def draw_bars(
     axes: Axes,
     rows: Sequence[Row],
@@ -299,21 +284,6 @@ def draw_bars(
     axes.set_xlim(0, (max(reach, default=0.0) or 1.0) * 1.13)
 
 
-def shortened(labels: Sequence[str], *, limit: int = 44) -> list[str]:
-    """Long ones lose their ends, but for those that would look alike then: these go on in further lines."""
-    cut = [label if len(label) <= limit else f"{label[: limit - 1]}…" for label in labels]
-    alike = Counter(cut)
-    return [
-        textwrap.fill(label, limit) if alike[short] > 1 else short
-        for label, short in zip(labels, cut, strict=True)
-    ]
-
-
-def as_is(text: str) -> str:
-    """For matplotlib, which would take what stands between dollar signs for a formula."""
-    return text.replace("$", r"\$")
-
-
 def finish(figure: Figure, title: str, results: Results, *, note: str = "") -> None:
     """Title, what was run, and a legend below that shows each meaning once."""
     head(figure.axes[0], title, subtitle(results.rows))
@@ -340,41 +310,3 @@ def finish(figure: Figure, title: str, results: Results, *, note: str = "") -> N
             title=note or None,
             title_fontproperties={"size": 8, "style": "italic"},
         )
-
-
-def head(axes: Axes, title: str, subtext: str) -> None:
-    """Title and settings, flush with the axes."""
-    axes.set_title(as_is(subtext), loc="left", fontsize=9, color=MUTED, pad=7)
-    axes.annotate(
-        title,
-        (0.0, 1.0),
-        xycoords="axes fraction",
-        xytext=(0, 23),
-        textcoords="offset points",
-        fontsize=12,
-        fontweight="bold",
-        color=INK,
-    )
-
-
-def subtitle(rows: Sequence[Row]) -> str:
-    """The settings that all rows share, in few words."""
-    free, tied = varying_settings(rows)
-    flat = flat_settings(rows[0])
-    words = []
-    for key in ("model", "precision", "world_size", "batch_size", "seq_length", "grad_accum"):
-        if key in free or (key in tied and key != "world_size"):
-            continue
-        value = flat[key]
-        if key == "model":
-            counts = {row.settings.parameter_count for row in rows if row.settings.parameter_count}
-            words.append(
-                f"{value} ({count_text(counts.pop())} parameters)" if len(counts) == 1 else str(value)
-            )
-        elif key == "world_size":
-            words.append(all_ranks_text(rows))
-        elif key == "precision":
-            words.append(str(value))
-        elif key != "grad_accum" or value != 1:
-            words.append(f"{setting_word(key)} {setting_text(value)}")
-    return ", ".join(words)

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from zerobench.report.plots import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
-from zerobench.results.rows import FLOOR, by_workload, has_peak, row_labels, step_rate
+from zerobench.report.style import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
+from zerobench.results.rows import by_workload, has_peak, row_labels, step_rate
 from zerobench.results.schema import Results, Row
 from zerobench.results.sizes import memory_unit
+from zerobench.strategies.catalogue import FLOOR
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

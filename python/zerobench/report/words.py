@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerobench.results.rows import (
-    FLOOR,
     dtype_text,
     flat_settings,
     is_known,
@@ -18,7 +17,9 @@ from zerobench.results.rows import (
     varying_settings,
 )
 from zerobench.results.schema import Results, Row
+from zerobench.results.settings import SETTINGS, leading_settings
 from zerobench.results.sizes import GIB, count_text, join_words
+from zerobench.strategies.catalogue import FLOOR
 
 DTYPE_ROLES = "param/compute/reduce/master/state"
 
@@ -75,21 +76,18 @@ def _versions_text(versions: dict[str, str]) -> str:
     return " · ".join(f"{name} {version}" for name, version in versions.items())
 
 
-# What the settings line says first, and in which words. Others follow as "word value".
-_LEADING = ("model", "precision", "world_size", "batch_size", "seq_length", "grad_accum")
-_OFF = {
-    "offload": "none",
-    "nvme_paths": (),
-    "optimizer_in_backward": False,
-    "bind": "none",
-    "compile": "none",
-    "dropout": 0.0,
-    "clip": None,
-    "checkpointing": False,
-    "config_file": None,
-    "repeats": 1,
-}
-_QUIET = ("parameter_count", "model_config_resolved.", "optimizer.", "device")
+def _is_quiet(key: str) -> bool:
+    """Whether the settings line leaves out a setting, given its dotted key."""
+    setting = SETTINGS.get(key.partition(".")[0])
+    return setting is not None and setting.quiet
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Whether the settings line need not say so, given a setting's dotted key."""
+    if key not in SETTINGS or SETTINGS[key].leads:
+        return False
+    off = SETTINGS[key].off
+    return bool(value == (tuple(off) if isinstance(off, list) else off))
 
 
 def _settings_lines(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -98,19 +96,17 @@ def _settings_lines(rows: Sequence[Row]) -> list[tuple[str, str]]:
     flat = flat_settings(next((row for row in rows if row.step_time_ms is not None), rows[0]))
     differing = {*free, *tied}
     parts = []
-    for key in [*_LEADING, *(key for key in flat if key not in _LEADING)]:
+    for key in dict.fromkeys([*leading_settings(), *flat]):
         value = flat.get(key)
-        if key in differing or key.startswith(_QUIET) or value is None:
+        if key in differing or _is_quiet(key) or value is None:
             continue
-        if key in _OFF and _OFF[key] == value:
+        if _is_off(key, value):
             continue
         parts.append(_setting_part(key, value, rows))
         if key == "precision":
             parts += _dtype_parts(rows)
     lines = [("settings", " · ".join(parts))]
-    by_strategy = [
-        f"{setting_word(key)} {_by_strategy(key, rows)}" for key in tied if not key.startswith(_QUIET)
-    ]
+    by_strategy = [f"{setting_word(key)} {_by_strategy(key, rows)}" for key in tied if not _is_quiet(key)]
     return [*lines, ("", " · ".join(by_strategy))]
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from zerobench.results.schema import Results, Row
-
-from .rows import (
-    DEFAULT_BASELINES,
-    FLOOR,
+from zerobench.results.rows import (
     GB,
     by_workload,
     fastest,
@@ -18,16 +14,18 @@ from .rows import (
     step_rate,
     tokens_per_step,
 )
-from .stats import ratio_error
+from zerobench.results.schema import Results, Row
+from zerobench.results.settings import Changes, settings_that_change
+from zerobench.results.stats import ratio_error
+from zerobench.strategies.catalogue import DEFAULT_BASELINES, FLOOR, OURS, known_facts
 
 # Settings in which a row and its baseline must agree, besides batch and world size.
-_POINT = ("clip", "checkpointing")
+BASELINE_POINT = settings_that_change(Changes.WORK)
 # Settings that a row shares with its floor, besides the workload.
-_FLOOR_POINT = ("batch_size", "grad_accum", "checkpointing", "compile", "dropout", "tf32")
-
+FLOOR_POINT = settings_that_change(Changes.FLOOR)
 # Settings that an offloaded row shares with the row that it is held against: all but where state is and when it is
 # updated, which only offloaded rows may be able to choose.
-PLAIN_POINT = ("world_size", "clip", *_FLOOR_POINT)
+PLAIN_POINT = settings_that_change(Changes.FLOOR | Changes.STEP)
 
 
 def _baseline_strategy(rows: Sequence[Row], baseline: str | None) -> str | None:
@@ -75,7 +73,9 @@ def _batch(row: Row) -> tuple[int, int]:
 def same_point(row: Row, other: Row) -> bool:
     """Whether they do as much work in a step, on a rank or in all, and clip and checkpoint alike."""
     same_batch = _batch(row) == _batch(other) or tokens_per_step(row) == tokens_per_step(other)
-    return same_batch and all(getattr(row.settings, key) == getattr(other.settings, key) for key in _POINT)
+    return same_batch and all(
+        getattr(row.settings, key) == getattr(other.settings, key) for key in BASELINE_POINT
+    )
 
 
 def finish_rows(results: Results, baseline: str | None = None) -> None:
@@ -112,7 +112,7 @@ def floor_of(row: Row, rows: Sequence[Row]) -> Row | None:
             continue
         if floor.settings.device == "cpu" and floor.settings.world_size != row.settings.world_size:
             continue  # fewer ranks have more of the cores each
-        if all(getattr(floor.settings, key) == getattr(row.settings, key) for key in _FLOOR_POINT):
+        if all(getattr(floor.settings, key) == getattr(row.settings, key) for key in FLOOR_POINT):
             return floor
     return None
 
@@ -144,8 +144,9 @@ def _makes_gradients_in_backward(row: Row) -> bool:
     if settings.grad_accum > 1:
         return False
     if settings.world_size == 1 and settings.device == "cuda":
-        return row.strategy in ("zero0", "zero1", "zero2", "zero3") and settings.offload == "none"
-    return row.strategy in ("zero2", "zero3") and settings.world_size > 1
+        return row.strategy in OURS and settings.offload == "none"
+    divided = bool(known_facts(row.strategy).divides("gradients"))
+    return row.strategy in OURS and divided and settings.world_size > 1
 
 
 def _beside_parameters(row: Row, floor: Row, gradient_bytes: int) -> float:

@@ -6,51 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zerobench.results.schema import Row, Settings
-
-from .stats import ratio_error
+from zerobench.results.schema import Row
+from zerobench.results.settings import SETTINGS, Changes, Settings, settings_that_change
+from zerobench.results.stats import ratio_error
+from zerobench.strategies.catalogue import FLOOR
 
 GB = 1e9
-# In low precision ddp keeps fp32 parameters and is not comparable: ddp_master has those of the other rows.
-DEFAULT_BASELINES = ("ddp", "ddp_master", "single")
-FLOOR = "compute_only"  # forward and backward alone: a limit to hold rows against, not a way to train
 NOISE_SIGMAS = 2.0  # medians closer than this many standard errors of their ratio tie
 TOO_NOISY = 0.1  # standard error of a ratio, relative, from which a tie says nothing of who is fast
 
-SETTING_WORDS = {
-    "model": "model",
-    "world_size": "ranks",
-    "precision": "precision",
-    "batch_size": "batch",
-    "seq_length": "seq",
-    "grad_accum": "accum",
-    "offload": "offload",
-    "offload_ratio": "ratio",
-    "nvme_paths": "NVMe paths",
-    "host_memory_gib": "host GiB",
-    "optimizer_in_backward": "in backward",
-    "device_memory_gib": "device GiB",
-    "bind": "bind",
-    "compile": "compile",
-    "attention": "attention",
-    "dropout": "dropout",
-    "tf32": "TF32",
-    "clip": "clip",
-    "checkpointing": "checkpointing",
-    "num_steps": "steps",
-    "warmup_steps": "warm-up",
-    "repeats": "repeats",
-    "verify_steps": "verified steps",
-    "seed": "seed",
-    "data": "data",
-    "communicator": "communicator",
-    "threads_per_rank": "torch threads/rank",
-    "config_file": "config",
-}
-_FOLLOWING = ("parameter_count", "nvme_paths", "host_memory_gib")  # from the model, from offload
-_KNOWN_AFTER_A_RUN = ("communicator", "threads_per_rank")  # a row that did not run says nothing about them
 # Settings that make a row another task: rates across them are not ranked against each other.
-WORKLOAD_KEYS = ("model", "seq_length", "precision", "data")
+WORKLOAD_KEYS = settings_that_change(Changes.WORKLOAD)
 
 
 def flat_settings(row: Row) -> dict[str, Any]:
@@ -69,7 +35,9 @@ def flat_settings(row: Row) -> dict[str, Any]:
 
 
 def setting_word(key: str) -> str:
-    return SETTING_WORDS.get(key, key.rsplit(".", 1)[-1].replace("_", " "))
+    """Return what tables call a setting, given its dotted key."""
+    own_word = SETTINGS[key].word if key in SETTINGS else None
+    return own_word or key.rsplit(".", 1)[-1].replace("_", " ")
 
 
 def workload(row: Row) -> tuple[Any, ...]:
@@ -163,14 +131,20 @@ def exceeds_noise(ratio: float, row: Row, other: Row) -> bool:
 
 def is_known(key: str, row: Row) -> bool:
     """Whether the row's value of a setting is one, and not the absence of a run that would tell."""
-    return key not in _KNOWN_AFTER_A_RUN or row.step_time_ms is not None
+    setting = SETTINGS.get(key)
+    return setting is None or not setting.known_after_run or row.step_time_ms is not None
+
+
+def _follows(key: str) -> bool:
+    """Whether other settings decide this one."""
+    return key in SETTINGS and SETTINGS[key].follows
 
 
 def varying_settings(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Keys whose values differ between rows: (those that one strategy has several values of, those that only differ
     from strategy to strategy). Labels need the first kind only."""
     flats = [flat_settings(row) for row in rows]
-    keys = [key for key in dict.fromkeys(key for flat in flats for key in flat) if key not in _FOLLOWING]
+    keys = [key for key in dict.fromkeys(key for flat in flats for key in flat) if not _follows(key)]
     free: list[str] = []
     tied: list[str] = []
     for key in keys:
@@ -215,8 +189,8 @@ def row_labels(rows: Sequence[Row]) -> list[str]:
 
 def labelled_setting(key: str, value: Any) -> str:
     """Such as "batch 8"; a model or precision speaks for itself."""
-    text = setting_text(value)
-    return text if key in ("model", "precision") else f"{setting_word(key)} {text}"
+    setting, text = SETTINGS.get(key), setting_text(value)
+    return text if setting is not None and setting.speaks_for_itself else f"{setting_word(key)} {text}"
 
 
 def workload_heads(firsts: Sequence[Row]) -> list[str]:

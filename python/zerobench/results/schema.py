@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from zerobench.results.settings import ResultModel, Settings
 
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "wrong", "oom", "failed", "skipped"]
 AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ZeroOrMore = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Number = Annotated[int, Field(ge=1)]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="allow")  # newer files may carry more
-
-
-class StepTime(_Model):
+class StepTime(ResultModel):
     """Optimizer step times over the measured window, from the last rank's end of a step to the last of the next."""
 
     median: AboveZero
@@ -35,44 +32,7 @@ class StepTime(_Model):
     )
 
 
-class Settings(_Model):
-    """All settings of a row, resolved."""
-
-    model: str
-    model_config_resolved: dict[str, Any] = Field(default_factory=dict)
-    parameter_count: int | None = None
-    world_size: Number
-    precision: str
-    batch_size: Number  # per rank and micro-batch
-    seq_length: Number
-    grad_accum: Number
-    offload: str = "none"
-    offload_ratio: float | Literal["auto"] | None = None  # share of the optimizer state; null: all of it
-    nvme_paths: list[str] = Field(default_factory=list)
-    host_memory_gib: float | None = None  # all ranks of a host, for what is offloaded
-    optimizer_in_backward: bool = False
-    device_memory_gib: float | None = None  # that a rank may use of its device
-    bind: str = "none"  # "numa": each rank runs on cores of its node
-    compile: str = "none"
-    device: str = "cpu"
-    attention: str | None = None  # how the model computes attention
-    dropout: float = 0.0  # of the measured pass; verification has none
-    tf32: bool | None = None  # fp32 matrix products with ten bits of mantissa; null where that is no question
-    clip: float | None = None
-    checkpointing: bool = False
-    num_steps: Number = 20
-    warmup_steps: int = 5
-    repeats: Number = 1
-    verify_steps: int = 0
-    seed: int = 0
-    data: str = "stdlib"
-    communicator: str | None = None
-    threads_per_rank: int | None = None
-    optimizer: dict[str, Any] = Field(default_factory=dict)
-    config_file: str | None = None
-
-
-class RowDtypes(_Model):
+class RowDtypes(ResultModel):
     param: str
     compute: str
     reduce: str
@@ -80,7 +40,7 @@ class RowDtypes(_Model):
     state: str
 
 
-class Deviation(_Model):
+class Deviation(ResultModel):
     """How far a row is from its reference; see docs/metrics.md for norms and floors."""
 
     reference: str | None = None  # name of the row or strategy compared with
@@ -107,7 +67,7 @@ class Deviation(_Model):
     verdict: str | None = None  # one line: what was compared and how it came out
 
 
-class Mfu(_Model):
+class Mfu(ResultModel):
     """Model FLOP/s utilisation, and the peak that it refers to."""
 
     pct: float
@@ -117,7 +77,7 @@ class Mfu(_Model):
     flops_per_token: float
 
 
-class Sampled(_Model):
+class Sampled(ResultModel):
     """What GPUs and host did during the measured window, by the driver's and the kernel's counters."""
 
     sample_num: int
@@ -138,7 +98,7 @@ class Sampled(_Model):
     shared_gpus: list[int] | None = None  # that another process used too
 
 
-class Transfers(_Model):
+class Transfers(ResultModel):
     """Of offloaded state, per rank and step where it moves: the largest over ranks."""
 
     to_host_bytes: int | None = None  # over the device's link
@@ -155,7 +115,7 @@ class Transfers(_Model):
     limit_note: str | None = None  # why those of files are not there
 
 
-class Row(_Model):
+class Row(ResultModel):
     name: str
     strategy: str
     stage: int | None = None
@@ -216,7 +176,7 @@ class Row(_Model):
     rerun: str | None = None  # the command that runs this row alone
 
 
-class Results(_Model):
+class Results(ResultModel):
     schema_version: int = SCHEMA_VERSION
     created: str
     machine: dict[str, Any]

@@ -1,70 +1,26 @@
 """Ways to train: zerobench's own ZeRO stages and every peer, behind one protocol (base.py).
 
-Names come from a table, so that importing this imports neither torch nor a peer. A strategy of one's own is
+Names come from the catalogue, so that importing this imports neither torch nor a peer. A strategy of one's own is
 named by the place of its class, ``package.module:ClassName``.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import traceback
 
 from zerobench._native import import_torch
 from zerobench.errors import ConfigError
 from zerobench.strategies.base import Strategy
+from zerobench.strategies.catalogue import CATALOGUE, Facts, available, check
 
-__all__ = ["Strategy", "available", "get"]
-
-_PLACES = {
-    "single": "zerobench.strategies.single:SingleStrategy",
-    "zero0": "zerobench.strategies.zero:Zero0Strategy",
-    "zero1": "zerobench.strategies.zero:Zero1Strategy",
-    "zero2": "zerobench.strategies.zero:Zero2Strategy",
-    "zero3": "zerobench.strategies.zero:Zero3Strategy",
-    "compute_only": "zerobench.strategies.compute_only:ComputeOnlyStrategy",
-    "ddp": "zerobench.strategies.ddp:DDPStrategy",
-    "ddp_compress": "zerobench.strategies.ddp:DDPCompressStrategy",
-    "ddp_master": "zerobench.strategies.ddp:DDPMasterStrategy",
-    "fsdp1": "zerobench.strategies.fsdp1:FSDP1Strategy",
-    "fsdp2": "zerobench.strategies.fsdp2:FSDP2Strategy",
-    "fsdp2_keep": "zerobench.strategies.fsdp2:FSDP2KeepStrategy",
-    "deepspeed0": "zerobench.strategies.deepspeed.strategy:DeepSpeed0Strategy",
-    "deepspeed1": "zerobench.strategies.deepspeed.strategy:DeepSpeed1Strategy",
-    "deepspeed2": "zerobench.strategies.deepspeed.strategy:DeepSpeed2Strategy",
-    "deepspeed3": "zerobench.strategies.deepspeed.strategy:DeepSpeed3Strategy",
-    "deepspeed3_leaves": "zerobench.strategies.deepspeed.strategy:DeepSpeed3LeavesStrategy",
-    "deepspeed3_super": "zerobench.strategies.deepspeed.super_offload:DeepSpeed3SuperStrategy",
-    "deepcompile3": "zerobench.strategies.deepspeed.deepcompile:DeepCompile3Strategy",
-    "deepcompile3_prefetch": "zerobench.strategies.deepspeed.deepcompile:DeepCompile3PrefetchStrategy",
-    "deepcompile3_selective": "zerobench.strategies.deepspeed.deepcompile:DeepCompile3SelectiveStrategy",
-    "deepcompile3_both": "zerobench.strategies.deepspeed.deepcompile:DeepCompile3BothStrategy",
-    "mfsdp1": "zerobench.strategies.megatron_fsdp:MegatronFSDP1Strategy",
-    "mfsdp2": "zerobench.strategies.megatron_fsdp:MegatronFSDP2Strategy",
-    "mfsdp3": "zerobench.strategies.megatron_fsdp:MegatronFSDP3Strategy",
-}
-
-
-def available() -> list[str]:
-    """Names of the built-in strategies."""
-    return list(_PLACES)
-
-
-def check(name: str) -> None:
-    """Raise ConfigError unless ``name`` is built in or has the form of a place. Imports nothing."""
-    if name in _PLACES or _is_place(name):
-        return
-    near = difflib.get_close_matches(name.lower(), _PLACES, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(
-        f"unknown strategy {name!r}: {hint}known: {', '.join(_PLACES)} and package.module:ClassName"
-    )
+__all__ = ["Strategy", "available", "facts", "get"]
 
 
 def get(name: str) -> type[Strategy]:
     """The class of a built-in strategy or of ``package.module:ClassName``; imports its module, and torch."""
     check(name)
-    module_name, _, class_name = _PLACES.get(name, name).partition(":")
+    module_name, _, class_name = (CATALOGUE[name].place if name in CATALOGUE else name).partition(":")
     import_torch()
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
@@ -81,6 +37,18 @@ def get(name: str) -> type[Strategy]:
     return found
 
 
+def facts(name: str) -> Facts:
+    """Return a strategy's row in the catalogue, or what a class of one's own declares; only that imports a module."""
+    if name in CATALOGUE:
+        return CATALOGUE[name]
+    declared = get(name).facts
+    if not isinstance(declared, Facts):
+        raise ConfigError(
+            f"strategy {name!r}: facts is a {type(declared).__name__}: make it a zerobench.strategies.catalogue.Facts"
+        )
+    return declared
+
+
 def _told(error: BaseException) -> str:
     """The error in a line, with the place that it comes from."""
     what = " ".join(f"{type(error).__name__}: {error}".split())
@@ -88,8 +56,3 @@ def _told(error: BaseException) -> str:
         return what  # which names file and line
     frames = traceback.extract_tb(error.__traceback__)
     return f"{what} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else what
-
-
-def _is_place(name: str) -> bool:
-    module_name, colon, class_name = name.partition(":")
-    return bool(colon) and class_name.isidentifier() and all(p.isidentifier() for p in module_name.split("."))

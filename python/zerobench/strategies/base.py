@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
+from zerobench.strategies.catalogue import OWN, Facts
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -130,6 +132,8 @@ class Strategy(ABC):
 
     name: ClassVar[str]  # what --strategies takes: "single", "zero0", "ddp", ...
     stage: ClassVar[int | None] = None  # ZeRO stage, for ours and for peers that have one
+    # What a strategy of one's own declares of itself; the catalogue has the facts of built-in ones.
+    facts: ClassVar[Facts] = OWN
     updates: ClassVar[bool] = True  # False: it never changes parameters, so there is nothing to verify
 
     def __init__(self, settings: StrategySettings) -> None:

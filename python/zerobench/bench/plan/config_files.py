@@ -11,6 +11,7 @@ from zerobench.bench.plan import deepspeed_file
 from zerobench.bench.plan.options import COMMUNICATORS
 from zerobench.engine import config as configuration
 from zerobench.errors import ConfigError
+from zerobench.strategies.catalogue import ours_at
 
 _FROM_THE_LAUNCHER = ("rank", "world_size", "local_rank", "local_world_size", "rendezvous", "cpus")
 _PRECISION_OF_DTYPE: dict[str, str] = {
@@ -41,7 +42,7 @@ def read_row(
         decided["clip"] = config.gradient_clipping
     if "optimizer" in own:
         decided["optimizer"] = {**optimizer, **hyperparameters(path, config, own["optimizer"])}
-    return f"zero{config.stage}", decided | placement(own), own
+    return ours_at(config.stage), decided | placement(own), own
 
 
 def check_device(path: Path, config: configuration.Config, device: str) -> None:

@@ -13,6 +13,7 @@ from zerobench.engine.config import DEEPSPEED_MARKS, read_json
 from zerobench.errors import ConfigError
 from zerobench.models.config import first_problem
 from zerobench.results.schema import Settings
+from zerobench.strategies.catalogue import of_deepspeed_file
 from zerobench.strategies.deepspeed.auto_values import without_auto
 
 
@@ -161,10 +162,10 @@ def _strategy(path: Path, file: _File) -> str:
     zero = file.zero_optimization
     if not file.compile.deepcompile:
         super_offload = zero.offload_optimizer is not None and zero.offload_optimizer.super_offload
-        return "deepspeed3_super" if super_offload else f"deepspeed{zero.stage}"
+        return of_deepspeed_file("super_offload" if super_offload else "plain", stage=zero.stage)
     if zero.stage != 3:
         raise ConfigError(f"{path}: compile.deepcompile is compared at zero_optimization.stage 3 only")
-    return "deepcompile3_both"  # DeepSpeed's own choice of passes
+    return of_deepspeed_file("deepcompile", stage=zero.stage)
 
 
 def _placement(path: Path, zero: _Zero) -> dict[str, Any]:

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
-from zerobench import strategies
+from zerobench.bench.plan.options import default_of
 from zerobench.errors import ConfigError
 from zerobench.host.gpus import VisibleGpus
+from zerobench.results.settings import OPTIONS
+from zerobench.strategies.catalogue import default_strategies
 
 DEVICES = ("auto", "cpu", "cuda")
-_ON_CPU = ("single", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
-# The floor comes first, and DDP three times: as most of its users have it, with gradients reduced in low precision, and
-# with the dtypes of the other rows.
-_ON_GPUS = (
-    "compute_only", "zero0", "zero1", "zero2", "zero3",
-    "ddp", "ddp_compress", "ddp_master", "fsdp1", "fsdp2", "fsdp2_keep",
-)  # fmt: skip
-_FURTHER_PEERS = {"deepspeed": "deepspeed", "mfsdp": "megatron_fsdp"}  # by the package that they need
-
-
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """Values of the options that were not given."""
-
-    model: str
-    precision: str
-    strategies: tuple[str, ...]
-    world_size: int
-    batch_size: int
-    seq_length: int
-    warmup_steps: int
 
 
 def choose_device(asked: str, seen: VisibleGpus) -> str:
@@ -51,37 +31,16 @@ def is_installed(package: str) -> bool:
 
 def defaults_on(
     device: str, *, gpu_num: int, cpu_num: int, installed: Callable[[str], bool] = is_installed
-) -> Defaults:
-    """A model that the device is busy with for a fraction of a second a step."""
-    if device == "cpu":
-        # Data-parallel training begins at two ranks, unless one core would have to carry both.
-        return Defaults(
-            model="tiny",
-            precision="fp32",
-            strategies=_ON_CPU,
-            world_size=min(2, cpu_num),
-            batch_size=4,
-            seq_length=128,
-            warmup_steps=5,
-        )
-    return Defaults(
-        model="gpt2",
-        precision="bf16",
-        strategies=(*_ON_GPUS, *_installed_peers(installed)),
-        world_size=gpu_num,
-        batch_size=8,
-        seq_length=1024,
-        # Peers' allocators settle and GPUs come to their power cap meanwhile (benchmarks/gpu_h200x4.md).
-        warmup_steps=20,
-    )
-
-
-def _installed_peers(installed: Callable[[str], bool]) -> list[str]:
-    """One row a ZeRO stage of each further package, where it can be imported, and DeepSpeed's faster stage 3."""
-    return [
-        name
-        for prefix, package in _FURTHER_PEERS.items()
-        if installed(package)
-        for name in strategies.available()
-        if re.fullmatch(rf"{prefix}\d(_leaves)?", name)
-    ]
+) -> dict[str, Any]:
+    """Return the value of every option that is not given: a model that the device is busy with for a fraction of a
+    second a step."""
+    rows = default_strategies(device)
+    packages = dict.fromkeys(row.package for row in rows if row.package is not None)
+    missing = {package for package in packages if not installed(package)}
+    # Data-parallel training begins at two ranks, unless one core would have to carry both.
+    ranks = min(2, cpu_num) if device == "cpu" else gpu_num
+    return {
+        **{key: default_of(key, device) for key in OPTIONS},
+        "strategies": tuple(row.name for row in rows if row.package not in missing),
+        "world_size": (ranks,),
+    }

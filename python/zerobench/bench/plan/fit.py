@@ -8,24 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from zerobench import models
-from zerobench.bench.plan.names import AUTOCAST, OURS
 from zerobench.bench.plan.plan import Configuration
 from zerobench.engine.config import parse as parse_config
 from zerobench.host.gpus import Gpu
 from zerobench.host.machine import memory_available_bytes
 from zerobench.models.hf_config import RANDOM_WEIGHTS
 from zerobench.results.sizes import GIB, KIB, MIB
+from zerobench.strategies.catalogue import FLOOR, OURS, PARTS
 
-# Which of parameters, gradients and optimizer state every rank holds in full at a stage; the rest is divided.
-_REPLICATED = {
-    0: (True, True, True),
-    1: (True, True, False),
-    2: (True, False, False),
-    3: (False, False, False),
-}
-# Strategies, by how their names begin, that shard a model only once every rank holds all of it in fp32 on its GPU.
-_BUILT_WHOLE = ("fsdp1", "deepspeed", "deepcompile", "mfsdp")
-_NOT_SHARDED = ("single", "ddp", "ddp_compress", "ddp_master")
 # Bytes a parameter of what the reference needs: to train on its device (parameters and gradients in low precision,
 # fp32 sums of gradients, masters and moments), and fp32 copies on the host (first and last parameters, gradients,
 # moments, updates, a file).
@@ -53,21 +43,20 @@ class TooLarge(NamedTuple):
 
 def least_rank_bytes(configuration: Configuration) -> Need:
     """Of parameters, gradients and optimizer state. Gradients of offloaded state leave the device as they come."""
-    settings = configuration.settings
-    count = models.parameter_count(models.ModelConfig.model_validate(configuration.model))
-    low = settings.precision != "fp32" and configuration.strategy not in AUTOCAST
+    settings, facts = configuration.settings, configuration.facts
+    count = models.parameter_count(models.from_dict(configuration.model))
+    low = settings.precision != "fp32" and not facts.autocast
     remainders = low and _stores_remainders(configuration)
     parts = (2, 2, 10 if remainders else 12) if low else (4, 4, 8)
-    if configuration.strategy == "compute_only":
+    if configuration.strategy == FLOOR:
         return Need(device=count * (parts[0] + parts[1]))
-    unknown = 0 if configuration.strategy in _NOT_SHARDED else 3
-    replicated = _REPLICATED[unknown if configuration.stage is None else configuration.stage]
     parameters, gradients, state = (
-        count * part // (1 if whole else settings.world_size)
-        for part, whole in zip(parts, replicated, strict=True)
+        count * element_bytes // (1 if facts.divides(part) is False else settings.world_size)
+        for element_bytes, part in zip(parts, PARTS, strict=True)
     )
     if settings.offload == "none":
-        if configuration.strategy == "zero3" and low and not remainders and settings.world_size > 1:
+        from_masters = configuration.strategy in OURS and facts.divides("parameters") and not remainders
+        if from_masters and low and settings.world_size > 1:
             parameters = 0  # they may be rounded from the masters for each gather
         if settings.optimizer_in_backward and settings.grad_accum == 1:
             gradients = 0  # they may end as they come
@@ -94,11 +83,11 @@ def _stores_remainders(configuration: Configuration) -> bool:
 
 
 def logits_bytes(configuration: Configuration) -> int:
-    """Of a micro-batch on a rank. Every strategy here has them as a whole; one of the user's own need not."""
-    if ":" in configuration.strategy:
+    """Return the bytes of a micro-batch's logits on a rank; 0 for a strategy that need not hold all at once."""
+    if not configuration.facts.whole_logits:
         return 0
     settings = configuration.settings
-    vocab_size = models.ModelConfig.model_validate(configuration.model).vocab_size
+    vocab_size = models.from_dict(configuration.model).vocab_size
     itemsize = 4 if settings.precision == "fp32" else 2
     return settings.batch_size * settings.seq_length * vocab_size * itemsize
 
@@ -118,8 +107,8 @@ def why_too_large(
     ranks_text = "one rank" if host_ranks == 1 else f"{host_ranks} ranks"
     smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None) if on_gpus else None
     if smallest is not None:
-        whole_bytes = 4 * models.parameter_count(models.ModelConfig.model_validate(configuration.model))
-        if configuration.strategy.startswith(_BUILT_WHOLE) and whole_bytes > smallest.total_bytes:
+        whole_bytes = 4 * models.parameter_count(models.from_dict(configuration.model))
+        if configuration.facts.begins_whole and whole_bytes > smallest.total_bytes:
             return TooLarge(
                 f"{configuration.strategy} begins with the whole fp32 model on each rank, which needs "
                 f"{whole_bytes / GIB:.2f} GiB, and GPU {smallest.index} has {smallest.total_bytes / GIB:.2f}: "
@@ -186,7 +175,7 @@ def verification_model(
     ``offloads``: a row to compare keeps state on the host.
     ``rounded_tokens``: of a step in a precision in which experts are mistaken; where each would get few of them, every
     token goes to all."""
-    config = models.ModelConfig.model_validate(dict(model)).model_copy(update={"dropout": 0.0})
+    config = models.from_dict(dict(model)).model_copy(update={"dropout": 0.0})
     if isinstance(config, models.HFConfig) and rounded_tokens is not None and config.num_experts:
         tokens_each = rounded_tokens * config.experts_per_token / config.num_experts
         if tokens_each < _MANY_TOKENS_OF_AN_EXPERT:

@@ -13,27 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from zerobench import models
 from zerobench.models.hf_config import overridable
-from zerobench.results.schema import Settings
+from zerobench.results.setting_values import shown, typed
+from zerobench.results.settings import OPTIONS, SETTINGS, Settings, Takes, flag_of, named_settings
 from zerobench.strategies.base import OptimizerSettings
+from zerobench.strategies.catalogue import OURS, short_name
 
 if TYPE_CHECKING:
     from zerobench.bench.plan.options import CompareOptions
     from zerobench.bench.plan.plan import Configuration, Draft
-
-OURS = ("zero0", "zero1", "zero2", "zero3")
-AUTOCAST = ("ddp", "ddp_compress")  # fp32 parameters, and matrix products in the precision
-_STAGED = re.compile(r"(?:zero|deepspeed|deepcompile|mfsdp)([0-3])")
-_OTHER_STAGES = {"fsdp1": 3, "fsdp2": 3, "fsdp2_keep": 2}
-
-
-def stage_of(strategy: str) -> int | None:
-    """The ZeRO stage, of ours and of peers that have one."""
-    if ":" in strategy:
-        return None
-    staged = _STAGED.match(strategy)
-    if staged:
-        return int(staged[1])
-    return _OTHER_STAGES.get(strategy)
 
 
 def unique_names(drafts: Sequence[Draft]) -> list[str]:
@@ -51,22 +38,7 @@ def unique_names(drafts: Sequence[Draft]) -> list[str]:
 
 
 def base_name(strategy: str, settings: Settings, extra: dict[str, Any], *, several_models: bool) -> str:
-    parts = [
-        short_name(strategy),
-        settings.precision,
-        f"{'gpus' if settings.device == 'cuda' else 'ranks'}{settings.world_size}",
-        f"bs{settings.batch_size}",
-        f"sl{settings.seq_length}",
-    ]
-    if settings.grad_accum != 1:
-        parts.append(f"ga{settings.grad_accum}")
-    if settings.clip is not None:
-        parts.append(f"clip{settings.clip:g}")
-    if settings.checkpointing:
-        parts.append("ckpt")
-    if settings.compile != "none":
-        parts.append(f"compile-{settings.compile}")
-    parts += placement_parts(settings)
+    parts = [short_name(strategy), *setting_parts(settings)]
     if several_models:
         config = settings.model_config_resolved
         model = re.sub(r"[^\w.-]", "-", settings.model.rpartition("/")[2])
@@ -78,90 +50,52 @@ def base_name(strategy: str, settings: Settings, extra: dict[str, Any], *, sever
     return "_".join(parts)
 
 
-def placement_parts(settings: Settings) -> list[str]:
-    parts = []
-    if settings.offload != "none":
-        parts.append(f"offload-{settings.offload}")
-    if settings.offload_ratio is not None:
-        parts.append(f"ratio{number(settings.offload_ratio)}")
-    if settings.optimizer_in_backward:
-        parts.append("inbackward")
-    return parts
-
-
-def number(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
-
-
-def exact(value: float | str) -> str:
-    """The shortest text that gives the value back."""
-    return value if isinstance(value, str) else repr(value).removesuffix(".0")
-
-
-def short_name(strategy: str) -> str:
-    """zero2 is zs2; a strategy of one's own goes by its class."""
-    if strategy in OURS:
-        return f"zs{strategy.removeprefix('zero')}"
-    return strategy.rpartition(":")[2].lower()
+def setting_parts(settings: Settings) -> list[str]:
+    """Return what a row's name says of its settings: those that names always have, and those that are not off."""
+    ranks = "gpus" if settings.device == "cuda" else "ranks"
+    values = {key: getattr(settings, key) for key in named_settings()}
+    return [
+        (SETTINGS[key].suffix or "").format(value=shown(value), ranks=ranks)
+        for key, value in values.items()
+        if value != SETTINGS[key].off
+    ]
 
 
 def rerun_command(configuration: Configuration, options: CompareOptions) -> str:
-    """The command that runs this row alone."""
-    settings = configuration.settings
-    words = [sys.executable, "-m", "zerobench", "compare", "--device", settings.device]
-    words += ["--model", settings.model]
-    for key, value in own_fields(settings.model, configuration.model).items():
-        words += ["--model-option", f"{key}={json.dumps(value)}"]
-    if settings.config_file is not None:
-        words += ["--config", settings.config_file]
-    else:
-        words += ["--strategies", configuration.strategy]
-    words += ["--precision", settings.precision, "--batch-size", str(settings.batch_size)]
-    words += ["--seq-length", str(settings.seq_length), "--grad-accum", str(settings.grad_accum)]
-    words += ["--world-size", str(settings.world_size)]
-    if settings.clip is not None:
-        words += ["--clip", exact(settings.clip)]
-    if settings.checkpointing:
-        words += ["--checkpointing"]
-    if settings.compile != "none":
-        words += ["--compile", settings.compile]
-    words += placement_words(settings)
-    if configuration.strategy in OURS and "communicator" in configuration.options:
-        words += ["--communicator", configuration.options["communicator"]]
-    if io_engine := (configuration.options.get("offload_optimizer") or {}).get("io_engine"):
-        words += ["--io-engine", io_engine]
-    if settings.tf32:
-        words += ["--tf32"]
-    if options.verify_layers is not None:
-        words += ["--verify-layers", str(options.verify_layers)]
-    words += ["--num-steps", str(settings.num_steps), "--warmup-steps", str(settings.warmup_steps)]
-    if settings.repeats != 1:
-        words += ["--repeats", str(settings.repeats)]
-    words += ["--data", settings.data, "--seed", str(settings.seed), "--timeout", exact(options.timeout_s)]
-    if (learning_rate := settings.optimizer["lr"]) != OptimizerSettings.lr:
-        words += ["--lr", exact(learning_rate)]
-    if options.rank_memory_gib is not None:
-        words += ["--rank-memory-gib", exact(options.rank_memory_gib)]
+    """Return the command that runs this row alone."""
+    words = [sys.executable, "-m", "zerobench", "compare"]
+    values = rerun_values(configuration, options)
+    for key, option in OPTIONS.items():
+        value, flag = values.get(key), flag_of(key)
+        if option.convert is dict:
+            for pair in (value or {}).items():
+                words += [flag, f"{pair[0]}={json.dumps(pair[1])}"]
+        elif option.takes is Takes.SWITCH:
+            words += [flag] if value else []
+        elif option.takes is Takes.REPEATED:
+            words += [flag, *value] if value else []
+        elif value is not None and (key not in SETTINGS or SETTINGS[key].leads or value != SETTINGS[key].off):
+            words += [flag, typed(value)]
     return shlex.join(words)
 
 
-def placement_words(settings: Settings) -> list[str]:
-    words = []
-    if settings.offload != "none":
-        words += ["--offload", settings.offload]
-    if settings.offload_ratio is not None:
-        words += ["--offload-ratio", exact(settings.offload_ratio)]
-    if settings.nvme_paths:
-        words += ["--nvme-path", *settings.nvme_paths]
-    if settings.host_memory_gib is not None:
-        words += ["--host-memory-gib", exact(settings.host_memory_gib)]
-    if settings.optimizer_in_backward:
-        words += ["--optimizer-in-backward", "on"]
-    if settings.device_memory_gib is not None:
-        words += ["--device-memory-gib", exact(settings.device_memory_gib)]
-    if settings.bind != "none":
-        words += ["--bind", settings.bind]
-    return words
+def rerun_values(configuration: Configuration, options: CompareOptions) -> dict[str, Any]:
+    """Return the values of the options that give this row alone; None and what is missing is left out."""
+    settings, own = configuration.settings, configuration.options
+    is_ours = configuration.strategy in OURS
+    learning_rate = settings.optimizer["lr"]
+    values = {key: getattr(settings if key in SETTINGS else options, key) for key in OPTIONS}
+    return {
+        **values,
+        "model_option": own_fields(settings.model, configuration.model),
+        **{key: None for key, option in OPTIONS.items() if option.is_of_model},
+        "config": [] if settings.config_file is None else [settings.config_file],
+        "strategies": configuration.strategy if settings.config_file is None else None,
+        "communicator": own.get("communicator") if is_ours else None,
+        "io_engine": (own.get("offload_optimizer") or {}).get("io_engine"),
+        "lr": None if learning_rate == OptimizerSettings.lr else learning_rate,
+        **dict.fromkeys(("stages", "baseline", "output_dir")),  # of the comparison that the row was part of
+    }
 
 
 def own_fields(name: str, config: dict[str, Any]) -> dict[str, Any]:

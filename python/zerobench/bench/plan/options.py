@@ -6,9 +6,8 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from zerobench import strategies
 from zerobench.bench.protocol.tolerances import TOLERANCES
@@ -16,7 +15,10 @@ from zerobench.engine.config import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from zerobench.errors import ConfigError
 from zerobench.host.gpus import Gpu
 from zerobench.host.io_settings import ENGINES
-from zerobench.strategies.base import COMPILE_MODES, NVME_OFFLOADS, OFFLOADS, OptimizerSettings
+from zerobench.results.setting_values import comma_list, split
+from zerobench.results.settings import OPTIONS, Option, Takes, flag_of
+from zerobench.strategies import catalogue
+from zerobench.strategies.base import COMPILE_MODES, NVME_OFFLOADS, OFFLOADS
 
 BINDINGS = ("none", "numa")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
@@ -24,78 +26,86 @@ OWN_ATTENTION = "sdpa"  # of our presets
 COMMUNICATORS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "peer")}
 _MIN_SEED, _MAX_SEED = -(1 << 63), (1 << 64) - 1  # that torch takes
 
-Ratio = float | Literal["auto"]
 
-
-@dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """What the command line asks for. Lists span the grid."""
+    """What the command line asks for, a value for each option of the table (results/settings.py), under its name there.
+    Options that take lists have tuples. What is not given has the default of CPU ranks."""
 
-    models: Sequence[str] = ("tiny",)
-    num_layers: Sequence[int | None] = (None,)
-    hidden_sizes: Sequence[int | None] = (None,)
-    model_options: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
-    strategies: Sequence[str] = ()
-    device: str = "cpu"
-    gpus: Sequence[Gpu] = ()  # that torch sees, where the device is cuda
-    host_ranks: int | None = None  # of this host, where torchrun or srun started some on others, too
-    world_sizes: Sequence[int] = (2,)
-    batch_sizes: Sequence[int] = (4,)
-    seq_lengths: Sequence[int] = (128,)
-    grad_accums: Sequence[int] = (1,)
-    precisions: Sequence[str] = ("fp32",)
-    clips: Sequence[float | None] = (None,)
-    checkpointing: bool = False
-    compiles: Sequence[str] = ("none",)
-    offloads: Sequence[str] = ("none",)
-    offload_ratios: Sequence[Ratio | None] = (None,)
-    optimizer_in_backward: Sequence[bool] = (False,)
-    communicators: Sequence[str] = ("auto",)  # of our rows
-    nvme_paths: Sequence[Path] = ()
-    io_engine: str | None = None  # of our rows on NVMe; None: what was tuned, else io_uring
-    host_memory_gib: float | None = None
-    device_memory_gib: float | None = None
-    bind: str = "none"
-    attention: str | None = None  # None: what the model has
-    dropout: float | None = None
-    tf32: bool = False
-    verify_layers: int | None = None
-    num_steps: int = 20
-    warmup_steps: int = 5
-    repeats: int = 1
-    data: str = "stdlib"
-    seed: int = 0
-    timeout_s: float = 300.0
-    rank_memory_gib: float | None = None
-    baseline: str | None = None
-    config_files: Sequence[Path] = ()
-    learning_rate: float = OptimizerSettings.lr
-    given: frozenset[str] = frozenset()  # "--precision" and others that were named, whatever their value
+    def __init__(
+        self,
+        *,
+        gpus: Sequence[Gpu] = (),  # that torch sees, where the device is cuda
+        host_ranks: int | None = None,  # of this host, where torchrun or srun started some on others, too
+        given: frozenset[str] = frozenset(),  # "--precision" and others that were named, whatever their value
+        **asked: Any,
+    ) -> None:
+        if unknown := asked.keys() - OPTIONS.keys():
+            raise TypeError(f"no option is called {', '.join(sorted(unknown))}")
+        self.gpus, self.host_ranks, self.given = gpus, host_ranks, given
+        self._asked = {key: asked[key] if key in asked else default_of(key, "cpu") for key in OPTIONS}
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("_") or key not in self._asked:
+            raise AttributeError(f"no option is called {key}")
+        return self._asked[key]
+
+    def values(self, key: str) -> list[Any]:
+        """Return the values of an option in a list, also of one that has a single value; without None."""
+        found = self._asked[key]
+        found = list(found) if isinstance(found, list | tuple) else [found]
+        return [value for value in found if value is not None]
+
+    def with_strategy(self, strategy: str) -> CompareOptions:
+        """Return these options with one strategy."""
+        return CompareOptions(
+            gpus=self.gpus,
+            host_ranks=self.host_ranks,
+            given=self.given,
+            **{**self._asked, "strategies": (strategy,)},
+        )
+
+
+def default_of(key: str, device: str) -> Any:
+    """Return the value of an option that is not given, on ``"cpu"`` or ``"cuda"``."""
+    option = OPTIONS[key]
+    on_device = option.on_gpus if device == "cuda" else option.on_cpu
+    default = option.default if on_device is None else on_device
+    if default == "":
+        return ()
+    return default if isinstance(default, int | float) else value_of(key, default)
+
+
+def value_of(key: str, given: Any) -> Any:
+    """Return an option's value from its text, or from its texts where it takes one after the other; None where it is
+    not given. Raises ConfigError for a text that gives none."""
+    option, flag = OPTIONS[key], flag_of(key)
+    if option.takes is Takes.SWITCH:
+        return bool(given)
+    if option.convert is dict:
+        return dict(given or {})
+    if option.takes is Takes.REPEATED:
+        return [path_of(flag, option, text) for text in given or ()]
+    if option.takes.is_list:
+        text = given if given is None or isinstance(given, str) else comma_list(given)
+        return (None,) if text is None else tuple(split(flag, text, option.convert))
+    if given is None:
+        return None
+    return path_of(flag, option, str(given)) if option.convert is Path else option.convert(str(given))
+
+
+def path_of(flag: str, option: Option, text: str) -> Path:
+    if not text:  # which Path takes for the working folder
+        what = "file" if (option.metavar or "").startswith("FILE") else "folder"
+        raise ConfigError(f"{flag} names nothing: give it a {what}")
+    return Path(text)
 
 
 def check_options(options: CompareOptions, *, given_world_size: int | None) -> None:
-    positive = {
-        "--batch-size": options.batch_sizes,
-        "--seq-length": options.seq_lengths,
-        "--grad-accum": options.grad_accums,
-        "--world-size": options.world_sizes,
-        "--num-steps": [options.num_steps],
-        "--repeats": [options.repeats],
-        "--timeout": [options.timeout_s],
-        "--clip": [clip for clip in options.clips if clip is not None],
-        "--lr": [options.learning_rate],
-    }
-    for option, value in (
-        ("--rank-memory-gib", options.rank_memory_gib),
-        ("--host-memory-gib", options.host_memory_gib),
-        ("--device-memory-gib", options.device_memory_gib),
-        ("--verify-layers", options.verify_layers),
-    ):
-        if value is not None:
-            positive[option] = [value]
-    for option, values in positive.items():
-        for wrong in (value for value in values if not 0 < value < math.inf):
-            raise ConfigError(f"{option} {wrong:g} is impossible: use a finite value above zero")
+    for key, option in OPTIONS.items():
+        for wrong in (
+            value for value in options.values(key) if option.above_zero and not 0 < value < math.inf
+        ):
+            raise ConfigError(f"{flag_of(key)} {wrong:g} is impossible: use a finite value above zero")
     if not MIN_TIMEOUT_S <= options.timeout_s <= MAX_TIMEOUT_S:
         raise ConfigError(
             f"--timeout {options.timeout_s:g} is impossible: use {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:.0f} seconds"
@@ -105,16 +115,16 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
     if options.warmup_steps < 0:
         raise ConfigError(f"--warmup-steps {options.warmup_steps} is impossible: use zero or more")
     for name in options.strategies:
-        strategies.check(name)
-        if ":" in name:
+        catalogue.check(name)
+        if catalogue.is_place(name):
             # A place of one's own is wrong more often than a name. Costs the import of torch.
             strategies.get(name)
     known: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-        "--precision": (options.precisions, list(TOLERANCES)),
-        "--compile": (options.compiles, COMPILE_MODES),
-        "--offload": (options.offloads, OFFLOADS),
+        "--precision": (options.precision, list(TOLERANCES)),
+        "--compile": (options.compile, COMPILE_MODES),
+        "--offload": (options.offload, OFFLOADS),
         "--bind": ([options.bind], BINDINGS),
-        f"--communicator on {options.device}": (options.communicators, COMMUNICATORS[options.device]),
+        f"--communicator on {options.device}": (options.communicator, COMMUNICATORS[options.device]),
         "--io-engine": ([options.io_engine] if options.io_engine else [], ENGINES),
         "--attention": ([options.attention] if options.attention else [], ATTENTIONS),
     }
@@ -124,9 +134,9 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
                 raise ConfigError(f"unknown {what} {choice!r}: use one of {', '.join(choices)}")
     check_offload(options)
     check_device(options, given_world_size=given_world_size)
-    if given_world_size is not None and list(options.world_sizes) != [given_world_size]:
+    if given_world_size is not None and list(options.world_size) != [given_world_size]:
         raise ConfigError(
-            f"--world-size {','.join(map(str, options.world_sizes))} differs from the {given_world_size} ranks that "
+            f"--world-size {','.join(map(str, options.world_size))} differs from the {given_world_size} ranks that "
             "torchrun or srun started: leave it out"
         )
 
@@ -136,11 +146,11 @@ def check_device(options: CompareOptions, *, given_world_size: int | None) -> No
         if options.tf32:
             raise ConfigError("--tf32 is a mode of GPUs: leave it out on CPU ranks")
         return
-    if options.tf32 and "fp32" not in options.precisions:
+    if options.tf32 and "fp32" not in options.precision:
         raise ConfigError("--tf32 is about fp32 matrix products: add --precision fp32, or leave it out")
     if options.rank_memory_gib is not None:
         raise ConfigError("--rank-memory-gib limits CPU ranks: leave it out on GPUs")
-    largest = max(options.world_sizes, default=1)
+    largest = max(options.world_size, default=1)
     if given_world_size is None and largest > len(options.gpus):
         raise ConfigError(
             f"--world-size {largest} needs a GPU for each rank and torch sees {len(options.gpus)}: use at most as many"
@@ -149,20 +159,20 @@ def check_device(options: CompareOptions, *, given_world_size: int | None) -> No
 
 def check_offload(options: CompareOptions) -> None:
     """What only offloaded rows read must find one, and folders must take files."""
-    for ratio in options.offload_ratios:
+    for ratio in options.offload_ratio:
         if isinstance(ratio, float) and not 0 <= ratio <= 1:
             raise ConfigError(f"--offload-ratio {ratio:g} is impossible: use a share from 0 to 1, or auto")
     check_folders("--nvme-path", options.nvme_paths)
-    if options.config_files:
+    if options.config:
         return  # they may offload: the plan knows
-    if set(options.offloads) == {"none"}:
+    if set(options.offload) == {"none"}:
         for option, given in (
-            ("--offload-ratio", any(ratio is not None for ratio in options.offload_ratios)),
+            ("--offload-ratio", any(ratio is not None for ratio in options.offload_ratio)),
             ("--host-memory-gib", options.host_memory_gib is not None),
         ):
             if given:
                 raise ConfigError(f"{option} is about offloaded state: add --offload, or leave it out")
-    on_nvme = not set(NVME_OFFLOADS).isdisjoint(options.offloads)
+    on_nvme = not set(NVME_OFFLOADS).isdisjoint(options.offload)
     if on_nvme and not options.nvme_paths:
         raise ConfigError("--offload nvme needs a folder on the disk to use: add --nvme-path")
     if not on_nvme and options.nvme_paths:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from zerobench import data, models
+from zerobench import data, models, strategies
 from zerobench.bench.plan.config_files import read_row
 from zerobench.bench.plan.deepspeed_file import check_global_batch
-from zerobench.bench.plan.names import AUTOCAST, OURS, stage_of, unique_names
+from zerobench.bench.plan.names import unique_names
 from zerobench.bench.plan.options import OWN_ATTENTION, CompareOptions, check_folders, check_options
 from zerobench.bench.plan.reach import check_reach
 from zerobench.bench.protocol.tolerances import VERIFY_STEPS
 from zerobench.engine.config import parse as parse_config
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, did_you_mean
 from zerobench.host.machine import cpus_usable
-from zerobench.results.schema import Settings
+from zerobench.results.settings import SETTINGS, Changes, Settings, axes, settings_that_change
 from zerobench.strategies.base import NVME_OFFLOADS, OptimizerSettings
+from zerobench.strategies.catalogue import FLOOR, OURS, REFERENCE, Facts
 
 
 class Configuration(BaseModel):
@@ -39,36 +40,28 @@ class Configuration(BaseModel):
     options: dict[str, Any] = {}  # what a zerobench configuration says besides, as from a file
 
     @property
+    def facts(self) -> Facts:
+        return strategies.facts(self.strategy)
+
+    @property
     def model(self) -> dict[str, Any]:
         return self.settings.model_config_resolved
 
     @property
     def micro_batch_num(self) -> int:
         """Micro-batches in a step, over all ranks."""
-        return self.settings.world_size * self.settings.grad_accum
+        return math.prod(getattr(self.settings, key) for key in settings_that_change(Changes.MICRO_BATCHES))
 
     def reference_group(self) -> str:
         """Configurations with the same text train the same global batches to the same parameters."""
-        kept = self.settings.model_dump(
-            include={
-                "precision",
-                "batch_size",
-                "seq_length",
-                "clip",
-                "data",
-                "seed",
-                "optimizer",
-                "device",
-                "tf32",
-            }
-        )
+        kept = self.settings.model_dump(include=set(settings_that_change(Changes.RESULT)))
         if self.runs_under_autocast:
             kept["autocast"] = True
-        return _digest({**kept, "model": self.model, "micro_batch_num": self.micro_batch_num})
+        return _digest({**kept, "micro_batch_num": self.micro_batch_num})
 
     @property
     def runs_under_autocast(self) -> bool:
-        return self.strategy in AUTOCAST and self.settings.precision != "fp32"
+        return self.facts.autocast and self.settings.precision != "fp32"
 
     def checksum_group(self) -> str | None:
         """Configurations with the same text must end with equal parameters, bit for bit (docs/metrics.md, checksum)."""
@@ -79,14 +72,12 @@ class Configuration(BaseModel):
         loss_scale = engine.loss_scale.model_dump() if engine.scales_loss() else None
         return _digest(
             {
+                **self.settings.model_dump(include=set(settings_that_change(Changes.BITS))),
                 "reference": self.reference_group(),
-                "world_size": self.settings.world_size,
                 "dtypes": engine.effective_dtypes(),
                 "loss_scale": loss_scale,
                 "units": engine.units,
                 "cast_forward_inputs": engine.cast_forward_inputs,
-                "checkpointing": self.settings.checkpointing,
-                "compile": self.settings.compile,
                 "communicator": engine.communicator,  # may add in another order
             }
         )
@@ -115,7 +106,7 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
 
     ``given_world_size``: torchrun or srun started that many ranks, and all rows but single's use them."""
     check_options(options, given_world_size=given_world_size)
-    drafts = from_files(options) if options.config_files else grid(options)
+    drafts = from_files(options) if options.config else grid(options)
     if not drafts:
         raise ConfigError("nothing to compare: name at least one strategy")
     check_reach(options, drafts)
@@ -128,7 +119,11 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
     check_data(options, [settings for _, settings, _ in drafts])
     configurations = [
         Configuration(
-            name=name, strategy=strategy, stage=stage_of(strategy), settings=settings, options=extra
+            name=name,
+            strategy=strategy,
+            stage=strategies.facts(strategy).stage,
+            settings=settings,
+            options=extra,
         )
         for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
     ]
@@ -141,40 +136,17 @@ Draft = tuple[str, Settings, dict[str, Any]]
 
 
 def grid(options: CompareOptions, *, decided: Mapping[str, Any] | None = None) -> list[Draft]:
-    """Settings in the order of the options, strategies innermost, so that rows to compare stand and run together.
-    ``decided``: those that a file sets."""
+    """Return a draft for every combination of the options that span the grid, strategies innermost, so that rows to
+    compare stand and run together. ``decided``: settings that a file sets."""
     drafts: list[Draft] = []
-    axes: tuple[Sequence[Any], ...] = (
-        options.models, options.num_layers, options.hidden_sizes, options.precisions, options.seq_lengths,
-        options.batch_sizes, options.grad_accums, options.clips, options.world_sizes, options.compiles,
-        options.offloads, options.offload_ratios, options.optimizer_in_backward, options.communicators,
-        options.strategies,
-    )  # fmt: skip
-    for (
-        model, layers, hidden, precision, seq, batch, accum, clip, world_size, mode, offload, ratio, in_backward,
-        communicator, strategy,
-    ) in itertools.product(*axes):  # fmt: skip
-        point = {
-            "world_size": ranks_of(strategy, world_size),
-            "precision": precision,
-            "seq_length": seq,
-            "batch_size": batch,
-            "grad_accum": accum,
-            "clip": clip,
-            "compile": compile_of(strategy, mode),
-            "offload": offload,
-            "offload_ratio": ratio,
-            "nvme_paths": options.nvme_paths,
-            "optimizer_in_backward": in_backward,
-            **(decided or {}),
-        }
-        settings = resolve_settings(
-            options,
-            resolve_model(options, model, {"num_layers": layers, "hidden_size": hidden}),
-            **point | placement(options, strategy, point),
-        )
-        chosen = communicator != "auto" and strategy in OURS
-        extra = {"communicator": communicator} if chosen else {}
+    names = axes()
+    for values in itertools.product(*(getattr(options, key) for key in names)):
+        chosen = dict(zip(names, values, strict=True))
+        strategy = chosen["strategies"]
+        settings = resolve_settings(options, strategy, chosen, decided or {})
+        extra = {}
+        if chosen["communicator"] != "auto" and strategy in OURS:
+            extra["communicator"] = chosen["communicator"]
         draft: Draft = (strategy, settings, with_io_engine(options, strategy, settings, extra))
         if draft not in drafts:  # what runs alone is the same row at every world size
             drafts.append(draft)
@@ -198,21 +170,21 @@ def ranks_here(options: CompareOptions, world_size: int) -> int:
 
 def ranks_of(strategy: str, world_size: int) -> int:
     """The reference runs alone."""
-    return 1 if strategy == "single" else world_size
+    return 1 if strategy == REFERENCE else world_size
 
 
 def compile_of(strategy: str, mode: str) -> str:
-    """DeepCompile is a compiler of whole models: so is its one row, whatever the others beside it are."""
-    return "whole" if strategy.startswith("deepcompile") else mode
+    """Return "whole" for a compiler of whole models, such as DeepCompile, whatever the other rows compile."""
+    return "whole" if strategies.facts(strategy).compiles_whole else mode
 
 
 def placement(options: CompareOptions, strategy: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Where state lives and when it is updated. The reference and the floor stand under rows of every placement and
     have one themselves. SuperOffload cannot be told: it updates during backward unless it clips."""
     offload, in_backward = chosen["offload"], chosen["optimizer_in_backward"]
-    if strategy in ("single", "compute_only"):
+    if strategy in (REFERENCE, FLOOR):
         offload, in_backward = "none", False
-    if strategy == "deepspeed3_super":
+    if strategies.facts(strategy).in_backward_unless_clipped:
         in_backward = chosen["clip"] is None
     offloaded = offload != "none"
     return {
@@ -229,11 +201,11 @@ def placement(options: CompareOptions, strategy: str, chosen: Mapping[str, Any])
 def resolve_model(options: CompareOptions, name: str, sizes: dict[str, int | None]) -> models.ModelConfig:
     """The model with everything that the command line says about it."""
     own_options = {**sizes, "dropout": options.dropout, "attention": options.attention}
-    for field in options.model_options:
+    for field in options.model_option:
         if own_options.get(field) is not None:
             option = f"--{field.replace('_', '-')}"
             raise ConfigError(f"{option} and --model-option {field} say the same: give one of them")
-    chosen = {**own_options, **options.model_options}
+    chosen = {**own_options, **options.model_option}
     if name in models.preset_names() and chosen["attention"] is not None:
         if chosen["attention"] != OWN_ATTENTION:
             raise ConfigError(
@@ -247,11 +219,11 @@ def resolve_model(options: CompareOptions, name: str, sizes: dict[str, int | Non
 def from_files(options: CompareOptions) -> list[Draft]:
     """A row a file at every point of the grid that the file leaves open."""
     drafts: list[Draft] = []
-    for path in options.config_files:
+    for path in options.config:
         strategy, decided, own = read_row(
-            path, optimizer=asdict(OptimizerSettings(lr=options.learning_rate)), device=options.device
+            path, optimizer=asdict(OptimizerSettings(lr=options.lr)), device=options.device
         )
-        for _, settings, chosen in grid(replace(options, strategies=[strategy]), decided=decided):
+        for _, settings, chosen in grid(options.with_strategy(strategy), decided=decided):
             if strategy not in OURS:
                 check_global_batch(path, own, settings)
             extra = with_io_engine(options, strategy, settings, {**chosen, **own})
@@ -261,28 +233,37 @@ def from_files(options: CompareOptions) -> list[Draft]:
     return drafts
 
 
-def resolve_settings(options: CompareOptions, config: models.ModelConfig, **chosen: Any) -> Settings:
-    config.check_seq_length(chosen["seq_length"])
+def resolve_settings(
+    options: CompareOptions, strategy: str, chosen: Mapping[str, Any], decided: Mapping[str, Any]
+) -> Settings:
+    """Return the settings of one row. ``chosen``: its point of the grid, ``decided``: what a file sets instead."""
+    sizes = {key: chosen[key] for key in ("num_layers", "hidden_size")}
+    model = resolve_model(options, chosen["model"], sizes)
+    asked = {
+        key: chosen.get(key, getattr(options, key))
+        for key, setting in SETTINGS.items()
+        if setting.option is not None and setting.is_as_asked
+    }
+    point = {
+        **asked,
+        "world_size": ranks_of(strategy, chosen["world_size"]),
+        "compile": compile_of(strategy, chosen["compile"]),
+        "optimizer": asdict(OptimizerSettings(lr=options.lr)),
+        **{key: chosen[key] for key in ("offload", "offload_ratio", "optimizer_in_backward")},
+        "nvme_paths": options.nvme_paths,
+        **decided,
+    }
+    model.check_seq_length(point["seq_length"])
     return Settings(
-        model=config.name,
-        model_config_resolved=config.model_dump(),
-        device=options.device,
-        attention=getattr(config, "attention", OWN_ATTENTION),
-        dropout=config.dropout,
-        tf32=tf32_of(options, chosen["precision"]),
-        parameter_count=models.parameter_count(config),
-        checkpointing=chosen.pop("checkpointing", options.checkpointing),
-        num_steps=options.num_steps,
-        warmup_steps=options.warmup_steps,
-        repeats=options.repeats,
+        **point | placement(options, strategy, point),
+        model=model.name,
+        model_config_resolved=model.model_dump(),
+        parameter_count=models.parameter_count(model),
+        attention=getattr(model, "attention", OWN_ATTENTION),
+        dropout=model.dropout,
+        tf32=tf32_of(options, point["precision"]),
         verify_steps=VERIFY_STEPS,
-        seed=options.seed,
-        data=options.data,
-        device_memory_gib=options.device_memory_gib,
-        bind=options.bind,
-        threads_per_rank=max(1, cpus_usable() // ranks_here(options, chosen["world_size"])),
-        optimizer=chosen.pop("optimizer", asdict(OptimizerSettings(lr=options.learning_rate))),
-        **chosen,
+        threads_per_rank=max(1, cpus_usable() // ranks_here(options, point["world_size"])),
     )
 
 
@@ -302,8 +283,7 @@ def check_data(options: CompareOptions, settings: Sequence[Settings]) -> None:
 def check_baseline(options: CompareOptions, configurations: Sequence[Configuration]) -> None:
     known = [*dict.fromkeys(c.strategy for c in configurations), *(c.name for c in configurations)]
     if options.baseline is not None and options.baseline not in known:
-        near = difflib.get_close_matches(options.baseline, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(options.baseline, known)
         raise ConfigError(
             f"--baseline {options.baseline!r} is no row of this comparison: {hint}rows: {', '.join(known)}"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zerobench.bench.protocol.job import WindowTransfers
-from zerobench.bench.swap.notes import probe
+from zerobench.host.disks import probe
 from zerobench.host.io_settings import Rates, io_choice
 from zerobench.strategies.base import Transfers
 

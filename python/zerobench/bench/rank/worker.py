@@ -9,7 +9,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from zerobench.bench.rank.transfers import file_limits, link_limits
 from zerobench.errors import Error
 from zerobench.host.machine import cpus_usable
 from zerobench.results.schema import RowDtypes
+from zerobench.results.settings import SETTINGS
 from zerobench.results.sizes import GIB
 from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, Strategy, StrategySettings
 
@@ -130,32 +131,25 @@ def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) ->
     settings = job.settings
     # The reference is one process that trains every rank's micro-batches, as if they were accumulated.
     ranks_per_process = settings.world_size // place.world_size
-    return StrategySettings(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        rendezvous=f"{place.rendezvous}-{'verify' if deterministic else 'measure'}",
-        precision=settings.precision,
-        batch_size=settings.batch_size,
-        seq_length=settings.seq_length,
-        grad_accum=settings.grad_accum * ranks_per_process,
-        clip=settings.clip,
-        checkpointing=settings.checkpointing,
-        optimizer=OptimizerSettings(**settings.optimizer),
-        timeout_s=job.timeout_s,
-        deterministic=deterministic,
-        device=settings.device,
-        compile=settings.compile,
-        offload=settings.offload,
-        offload_ratio=settings.offload_ratio,
-        nvme_paths=tuple(settings.nvme_paths),
-        host_memory_bytes=bytes_of(settings.host_memory_gib, shared_by=place.local_world_size),
-        device_memory_bytes=bytes_of(settings.device_memory_gib),
-        optimizer_in_backward=settings.optimizer_in_backward,
-        cpus=None if place.binding is None else place.binding.cpus,
-        options=job.options,
-    )
+    read = {field.name for field in fields(StrategySettings)}
+    same = {key: getattr(settings, key) for key in SETTINGS if key in read}
+    own: dict[str, Any] = {
+        "rank": place.rank,
+        "world_size": place.world_size,
+        "local_rank": place.local_rank,
+        "local_world_size": place.local_world_size,
+        "rendezvous": f"{place.rendezvous}-{'verify' if deterministic else 'measure'}",
+        "grad_accum": settings.grad_accum * ranks_per_process,
+        "optimizer": OptimizerSettings(**settings.optimizer),
+        "timeout_s": job.timeout_s,
+        "deterministic": deterministic,
+        "nvme_paths": tuple(settings.nvme_paths),
+        "host_memory_bytes": bytes_of(settings.host_memory_gib, shared_by=place.local_world_size),
+        "device_memory_bytes": bytes_of(settings.device_memory_gib),
+        "cpus": None if place.binding is None else place.binding.cpus,
+        "options": job.options,
+    }
+    return StrategySettings(**{**same, **own})
 
 
 def bytes_of(gib: float | None, *, shared_by: int = 1) -> int | None:
@@ -187,7 +181,7 @@ def open_strategy(
 
 
 def model_factory(config: Mapping[str, Any], seed: int) -> ModelFactory:
-    return partial(models.build, models.ModelConfig.model_validate(config), seed)
+    return partial(models.build, models.from_dict(config), seed)
 
 
 def open_batches(
@@ -198,7 +192,7 @@ def open_batches(
         job.settings.data,
         seed=job.settings.seed,
         seq_length=settings.seq_length,
-        vocab_size=models.ModelConfig.model_validate(model).vocab_size,
+        vocab_size=models.from_dict(model).vocab_size,
         expected_digest=job.data_digest,
     )
     of_step = partial(

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from zerobench import models
 from zerobench.bench.plan.fit import with_layers
-from zerobench.bench.plan.names import OURS
 from zerobench.bench.swap.frames import LINE_NUMEL, PAGE_BYTES, STATE_BYTES, Frames, Swapping, round_up
 from zerobench.host.io_settings import io_choice
 from zerobench.results.sizes import GIB
-from zerobench.strategies.base import NVME_OFFLOADS
+from zerobench.strategies.catalogue import OURS
 
 if TYPE_CHECKING:
     from zerobench.bench.plan.plan import Configuration
@@ -31,14 +30,10 @@ class Swap:
 
 
 def may_swap(configuration: Configuration) -> bool:
-    """Whether a row can have state on NVMe as it asks for, as far as names tell: built-in strategies that cannot are
-    skipped, and move nothing."""
-    strategy, settings = configuration.strategy, configuration.settings
-    if settings.offload not in NVME_OFFLOADS:
-        return False
-    if strategy in OURS:
-        return configuration.stage == 3 or (configuration.stage != 0 and settings.offload == "nvme")
-    return ":" in strategy or (strategy == "deepspeed3" and settings.device == "cuda")
+    """Whether a row can have state on NVMe as it asks for, by its strategy's facts. Built-in strategies that cannot
+    are skipped, and move nothing."""
+    settings, facts = configuration.settings, configuration.facts
+    return settings.offload in facts.nvme_offloads and settings.device in facts.devices
 
 
 def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> Swap | None:
@@ -110,7 +105,7 @@ def ring_bytes(depth: int) -> int:
 
 def unit_numels(configuration: Configuration) -> list[int]:
     """Of the root and each block, about."""
-    config = models.ModelConfig.model_validate(configuration.model)
+    config = models.from_dict(configuration.model)
     count, layers = models.parameter_count(config), config.num_layers
     block = models.parameter_count(with_layers(config, layers + 1)) - count
     return [max(count - layers * block, 1), *[block] * layers]

@@ -1,9 +1,10 @@
-"""Models by name: presets of our own, names of the Hugging Face hub and local folders, all without network.
+"""Configurations from names and from dictionaries. No name needs a network:
 
 - ``gpt2``, ``tiny`` and the like: zerobench's own presets (presets.py), plain PyTorch.
 - ``organisation/name``: the hub's name, built by transformers: a shipped configuration (hub.json) or one that lies in
-  the hub's cache on this machine. ``hf:NAME`` is short for the shipped name that ends in ``/NAME``; so ``gpt2`` is our
-  preset and ``hf:gpt2`` (``openai-community/gpt2``) transformers' GPT-2, and neither ever stands in for the other.
+  the hub's cache on this machine. Chat and instruct variants are shipped by name, never guessed from a suffix.
+  ``hf:NAME`` is short for the shipped name that ends in ``/NAME``; so ``gpt2`` is our preset and ``hf:gpt2``
+  (``openai-community/gpt2``) transformers' GPT-2, and neither ever stands in for the other.
 - ``llama-1.3b``, ``llama``: the shapes of the peer benchmark, built by transformers.
 - a path that begins with ``/``, ``./``, ``../`` or ``~``: a folder with a config.json and, perhaps, weights.
 
@@ -16,17 +17,23 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from zerobench.engine.config import read_json
-from zerobench.errors import ConfigError
+from zerobench.errors import ConfigError, did_you_mean
 from zerobench.models.config import ModelConfig, suggest
 from zerobench.models.hf_config import RANDOM_WEIGHTS, HFConfig, from_published
-from zerobench.models.presets import preset_names, resolve_preset
+from zerobench.models.presets import PresetConfig, preset_names, resolve_preset
 from zerobench.models.weight_files import checked_weights, has_weights, is_whole
+
+# Of names of the hub, such as Qwen2.5-7B-Instruct-AWQ and Qwen2.5-7B-Instruct-GPTQ-Int4.
+_QUANTISED = re.compile(
+    r"[-_.](awq|gptq|gguf|ggml|exl2|bnb|fp8|nf4|int[48]|[2-8]-?bits?|w\d+a\d+)(?![a-z])", re.I
+)
 
 
 def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -59,9 +66,13 @@ def find(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
         return from_published(name, known[name]["config"], overrides=given, weights=weights)
     if cached is not None:
         return _of_folder(name, cached, given)
-    raise ConfigError(
-        f"unknown model {name!r}: {suggest(name, [*preset_names(), *known])}{_local_hint(name)}"
-    )
+    raise ConfigError(f"{_refusal(name, list(known))}{_local_hint(name)}")
+
+
+def from_dict(values: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration that ``model_dump`` gave ``values``. Raises pydantic's ValidationError."""
+    kind = HFConfig if "architecture" in values else PresetConfig
+    return kind.model_validate(values)
 
 
 def _of_folder(name: str, folder: Path, overrides: Mapping[str, Any]) -> HFConfig:
@@ -92,7 +103,10 @@ def _folder(text: str) -> Path:
 def hub_models() -> dict[str, dict[str, Any]]:
     """Shipped configurations by hub name: {"config": fields of config.json, "parameters": published number}."""
     text = Path(__file__).with_name("hub.json").read_text(encoding="utf-8")
-    models: dict[str, dict[str, Any]] = json.loads(text)["models"]
+    models: dict[str, dict[str, Any]] = {}
+    for name, model in json.loads(text)["models"].items():
+        base = models.get(model.get("shape_of"), model)
+        models[name] = {**base, "config": {**base["config"], **model.get("config", {})}}
     return models
 
 
@@ -139,6 +153,17 @@ def _without_prefix(name: str) -> str:
         return short
     full = [known for known in hub_models() if known.rpartition("/")[2] == short and "/" in known]
     return full[0] if full else name
+
+
+def _refusal(name: str, known: list[str]) -> str:
+    """Return why no model has ``name``."""
+    if quantised := _QUANTISED.search(name):
+        hint = did_you_mean(name[: quantised.start()], known, cutoff=0.5)
+        return (
+            f"model {name!r} is quantised, and zerobench trains no quantised weights: "
+            f"{hint}use the model that it was made from"
+        )
+    return f"unknown model {name!r}: {suggest(name, [*preset_names(), *known])}"
 
 
 def _local_hint(name: str) -> str:

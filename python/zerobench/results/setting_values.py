@@ -1,0 +1,79 @@
+"""Values of settings from the texts of the command line, and back. Imports neither torch nor the core."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+from zerobench.errors import ConfigError
+from zerobench.strategies.catalogue import ours_at
+
+T = TypeVar("T")
+
+
+def name(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
+def clip_norm(text: str) -> float | None:
+    return None if text.lower() == "none" else float(text)
+
+
+def stage_name(text: str) -> str:
+    stage = int(text)
+    if not 0 <= stage <= 3:
+        raise ConfigError(f"--stages {stage} is unknown: ZeRO stages are 0, 1, 2 and 3")
+    return ours_at(stage)
+
+
+def share(text: str) -> float | Literal["auto"]:
+    return "auto" if text.lower() == "auto" else float(text)
+
+
+def on_or_off(text: str) -> bool:
+    return {"on": True, "off": False}[text.lower()]
+
+
+KINDS: dict[Callable[[str], Any], str] = {
+    int: "whole number",
+    name: "name",
+    clip_norm: "number or none",
+    stage_name: "ZeRO stage",
+    share: "number or auto",
+    on_or_off: "on or off",
+}
+"""What an error calls a value that one of these makes."""
+
+
+def split(option: str, text: str, convert: Callable[[str], T]) -> list[T]:
+    """Return the values of a comma list, each once, in the order given. Raises ConfigError that names ``option``."""
+    values: dict[T, None] = {}
+    for part in (piece.strip() for piece in text.split(",")):
+        try:
+            values[convert(part)] = None
+        except ConfigError:
+            raise
+        except (ValueError, KeyError):
+            kind = KINDS[convert]
+            raise ConfigError(f"{option} {part!r} is no {kind}: give one or a comma list of them") from None
+    return list(values)
+
+
+def comma_list(values: Sequence[str]) -> str:
+    """Return the values of an option that takes several as one comma list; spaces separate as commas do."""
+    return re.sub(r"\s*,\s*|\s+", ",", " ".join(values).strip())
+
+
+def typed(value: Any) -> str:
+    """Return the shortest text that gives the value back on the command line."""
+    if value is None or isinstance(value, bool):
+        return {True: "on", False: "off", None: "none"}[value]
+    return value if isinstance(value, str) else repr(value).removesuffix(".0")
+
+
+def shown(value: float | str) -> str:
+    """Return the text of a value in a row's name."""
+    return value if isinstance(value, str) else f"{value:g}"
