@@ -58,7 +58,7 @@ def quiet_display() -> ProgressDisplay:
 
 
 def place(*, world_size: int = 1, local_world_size: int = 1) -> worker.Place:
-    """Rank 0 of that many."""
+    """Return the place of rank 0 of that many."""
     return worker.Place(
         rank=0, world_size=world_size, local_rank=0, local_world_size=local_world_size, rendezvous="r",
         ports=("2", "3"),
@@ -79,13 +79,13 @@ def window(**figures) -> Window:
 
 
 def verified(*, checksum: str = "c", **deviation: float) -> Verification:
-    """Of rank 0 of a row, or of its reference. ``deviation`` is 0 where nothing is given."""
+    """Return what rank 0 of a row or a reference reports. Deviations are 0 where nothing is given."""
     found = TensorDeviation(**{**NONE_DIFFERS, **deviation})
     return Verification(loss=5.0, norm=1.0, checksum=checksum, deviation=found)
 
 
 def ended_well(job: Job, *, checksum: str = "c", **figures) -> Outcome:
-    """What ranks that do all that ``job`` asks for report."""
+    """Return the reports of ranks that did all that ``job`` asks for."""
     report = Report(
         dtypes=BF16,
         verification=verified(checksum=checksum) if job.verify else None,

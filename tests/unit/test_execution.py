@@ -29,7 +29,7 @@ from zerobench.bench.schedule import schedule
 
 @pytest.fixture
 def answering():
-    """Launchers that answer by a function; without one nothing may run."""
+    """Open launchers that answer by a function; without one nothing may run."""
     opened = []
 
     def open_with(answer=None) -> Answering:
@@ -170,7 +170,7 @@ GPU = {
 
 
 def sample(time_s: float, **second) -> str:
-    """A line of the sampler, of two GPUs."""
+    """Return a line of the sampler with two GPUs."""
     entry = {"time_s": time_s, "cpu_pct": 5.0, "host_used_bytes": 7, "gpus": [GPU, {**GPU, **second}]}
     return f"{json.dumps(entry)}\n"
 

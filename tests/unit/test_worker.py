@@ -30,7 +30,7 @@ def first_step(tmp_path, **options) -> tuple[JobMaker, Step]:
 
 
 def first_job(tmp_path, **options) -> Job:
-    """On CPU ranks, the only one of its row."""
+    """Return the job of a row on CPU ranks."""
     jobs, step = first_step(tmp_path, **options)
     (job,) = jobs.passes(step, None)
     return job

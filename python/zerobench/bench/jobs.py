@@ -104,7 +104,7 @@ def rank_memory_bytes(options: CompareOptions) -> int | None:
 
 
 def rounded_tokens(settings: Settings) -> int | None:
-    """Tokens of a step over all ranks; None in fp32, where no rounding sends a token to another expert."""
+    """Return the tokens of a step over all ranks, or None in fp32: no rounding sends a token to another expert."""
     if settings.precision == "fp32" and not settings.tf32:
         return None
     return settings.world_size * settings.grad_accum * settings.batch_size * settings.seq_length

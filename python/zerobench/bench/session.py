@@ -144,7 +144,7 @@ def kept_text(rows: Sequence[Row], total: int) -> str:
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """0 when what could run is right, 1 when a row is wrong or failed or nothing could run."""
+    """Return 0 when what could run is right, 1 when a row is wrong or failed or nothing could run."""
     statuses = {row.status for row in rows}
     return 1 if statuses & {"wrong", "failed"} or "ok" not in statuses else 0
 
