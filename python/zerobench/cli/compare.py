@@ -108,7 +108,7 @@ def parameter_of(key: str) -> inspect.Parameter:
         kind = list[str] | None
     else:
         kind = option.convert if option.convert in (int, float) and option.takes is Takes.ONE else str
-        kind = kind if option.default else kind | None
+        kind = kind if option.default is not None else kind | None
     default = False if option.takes is Takes.SWITCH else option.default
     told = typer.Option(flag_of(key), help=option.help, metavar=option.metavar)
     return inspect.Parameter(
