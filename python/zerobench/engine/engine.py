@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -199,7 +200,7 @@ class Engine(EngineFacts, EngineWindow):
             self._offload_ratio = None if offload.ratio == "auto" else offload.ratio
         self._swap_watch: SwapWatch | None = None
         if offload and offload.device == "nvme" and self.topology.local_rank == 0:
-            self._swap_watch = SwapWatch(offload.nvme_path)
+            self._swap_watch = SwapWatch(offload.nvme_path, clock_s=time.perf_counter)
         if self._core.awaits_share:
             self._place.begin_trial()
 
