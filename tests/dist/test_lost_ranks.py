@@ -252,7 +252,8 @@ def test_ranks_that_were_set_up_differently_say_what_differs(kind):
 
 def compare_facts(rank, lists):
     config = zerobench.engine.config.parse(rank.config(timeout_s=TIMEOUT_S))
-    connected = topology.make_communicators(_native.load(), config, topology.resolve(config))
+    place = topology.resolve(config, os.environ)
+    connected = topology.make_communicators(_native.load(), config, place, environment=os.environ)
     try:
         expect_same_setup(connected.reduce, lists[rank.rank])
     except errors.ConfigError as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,13 @@ import ranks
 
 import zerobench
 from zerobench import _native
-from zerobench.engine import rank_cpus
+from zerobench.engine import rank_cpus, topology
+from zerobench.engine.config import parse
+from zerobench.engine.engine import Engine
 from zerobench.errors import ConfigError
 from zerobench.host.cpu_shares import part_of
+from zerobench.host.facts import HostFacts, read_host_facts
+from zerobench.host.numa import read_nodes
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU is no node of several")
 
@@ -35,20 +42,34 @@ def cpus_of_threads() -> set[tuple[int, ...]]:
     return {tuple(sorted(os.sched_getaffinity(int(task.name)))) for task in Path("/proc/self/task").iterdir()}
 
 
-def started(rank: ranks.Rank, **config: Any) -> dict[str, Any]:
+def host_of_two_nodes(folder: str, gpu_nodes: Sequence[int | None] = ()) -> HostFacts:
+    """Return this host's facts with nodes and GPUs as the kernel would show them in ``folder``."""
+    files = {f"devices/system/node/node{node}/cpulist": cpus for node, cpus in two_nodes().items()}
+    for gpu, node in enumerate(gpu_nodes):
+        files[f"bus/pci/devices/{bus_id(gpu)}/numa_node"] = [-1 if node is None else node]
+    for name, numbers in files.items():
+        path = Path(folder) / name
+        path.parent.mkdir(parents=True)
+        path.write_text(",".join(map(str, numbers)))
+    return dataclasses.replace(read_host_facts(), sysfs=Path(folder))
+
+
+def bus_id(gpu: int) -> str:
+    return f"0000:{gpu:02x}:00.0"
+
+
+def started(rank: ranks.Rank, host: HostFacts | None = None, **config: Any) -> dict[str, Any]:
     place = {"threads": None, "pin_threads": True, "optimizer": {"lr": 0.1}, "stage": 1}
-    engine = zerobench.initialize(torch.nn.Linear(8, 8), config=rank.config(**(place | config)))
+    engine = Engine(torch.nn.Linear(8, 8), parse(rank.config(**(place | config))), host=host)
     found = {"text": engine.update_cpus, "threads": cpus_of_threads()}
     engine.close()
     return found
 
 
 def on_two_nodes(rank: ranks.Rank, config: dict[str, Any]) -> dict[str, Any]:
-    nodes = two_nodes()
-    os.sched_setaffinity(0, {cpu for cpus in nodes.values() for cpu in cpus})  # equally many on each
-    rank_cpus.read_nodes = lambda: nodes
-    rank_cpus.cores_together = sorted
-    return started(rank, **config)
+    os.sched_setaffinity(0, {cpu for cpus in two_nodes().values() for cpu in cpus})  # equally many on each
+    with tempfile.TemporaryDirectory() as folder:
+        return started(rank, host_of_two_nodes(folder), **config)
 
 
 @pytest.mark.parametrize("config", [{}, {"offload_optimizer": {"device": "cpu"}}])
@@ -68,19 +89,13 @@ def test_configured_cpus_win() -> None:
 
 def with_gpus(rank: ranks.Rank, gpu_nodes: list[int | None]) -> tuple[tuple[int, ...], str]:
     """As an engine with such a GPU asks; no GPU takes part in it."""
-    from zerobench.engine import topology
-    from zerobench.engine.config import parse
-
-    nodes = two_nodes()
-    os.sched_setaffinity(0, {cpu for cpus in nodes.values() for cpu in cpus})
-    rank_cpus.read_nodes = lambda: nodes
-    rank_cpus.cores_together = sorted
-    rank_cpus.node_of_pci_device = lambda bus_id: gpu_nodes[int(bus_id)]
-
+    os.sched_setaffinity(0, {cpu for cpus in two_nodes().values() for cpu in cpus})
     config = parse(rank.config())
-    place = topology.resolve(config)
-    communicators = topology.make_communicators(_native.load(), config, place)
-    share = rank_cpus.rank_cpus(config, place, communicators.reduce, gpu_bus_id=str(rank.rank))
+    place = topology.resolve(config, os.environ)
+    communicators = topology.make_communicators(_native.load(), config, place, environment=os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        host = host_of_two_nodes(folder, gpu_nodes)
+        share = rank_cpus.rank_cpus(config, place, communicators.reduce, host, gpu_bus_id=bus_id(rank.rank))
     communicators.close()
     return share.cpus, share.reason
 
@@ -98,10 +113,11 @@ def test_ranks_that_see_their_own_gpu_alone_share_its_node() -> None:
 
 
 def started_with_own_mask(rank: ranks.Rank) -> dict[str, Any]:
-    nodes = two_nodes()
-    os.sched_setaffinity(0, set(nodes[rank.rank]))
-    rank_cpus.read_nodes = lambda: nodes
-    return started(rank)
+    with tempfile.TemporaryDirectory() as folder:
+        host = host_of_two_nodes(folder)
+        own = two_nodes()[rank.rank]
+        os.sched_setaffinity(0, own)
+        return started(rank, dataclasses.replace(host, cpus=tuple(own)))
 
 
 def test_a_rank_takes_all_of_what_its_launcher_gave_it_alone() -> None:
@@ -110,8 +126,7 @@ def test_a_rank_takes_all_of_what_its_launcher_gave_it_alone() -> None:
 
 
 def test_a_host_with_one_node_is_divided_by_contiguous_numbers() -> None:
-    nodes = rank_cpus.read_nodes()
-    if len(nodes) > 1:
+    if len(read_nodes()) > 1:
         pytest.skip("this machine has several nodes")
     for rank, found in enumerate(ranks.run(started, world_size=2)):
         cpus = part_of(sorted(os.sched_getaffinity(0)), rank, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ from rank_scripts import COMMUNICATORS, STAGES
 
 import zerobench
 from zerobench.bench.launch.environments import free_ports
+from zerobench.engine import process_groups
 from zerobench.errors import ConfigError
 
 SUBGROUPS = ([0, 1], [2, 3])
@@ -75,6 +77,9 @@ def spawned(rank: int, folder: str, port: int) -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}  # of hosts
     found["hosts"] = refusal()
     found["cured"] = rank_scripts.train(rank, stage=2, process_group=dist.group.WORLD)
+    group = process_groups.find_group(None, host="a")
+    without_store = dataclasses.replace(group, store=None)  # as with the backend "mpi"
+    found["without a store"] = process_groups.meet(without_store, local=None, timeout_s=60)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -115,6 +120,12 @@ def test_variables_that_count_hosts_are_named_and_a_given_group_is_the_cure(spaw
             "RANK=0 and WORLD_SIZE=1 disagree with torch.distributed's default process"
         )
         assert found["cured"]["place"] == (rank, 2, rank, 2)
+
+
+def test_ranks_whose_group_has_no_store_meet_all_the_same(spawn_results):
+    meetings = [found["without a store"] for found in spawn_results]
+    assert [meeting[1:] for meeting in meetings] == [(0, 2), (1, 2)]
+    assert meetings[0].point == meetings[1].point
 
 
 # --- subgroups ------------------------------------------------------------------------------------------------------

@@ -231,7 +231,8 @@ def check_over_gloo(rank: ranks.Rank, store: str) -> None:
     device = cuda.make_device(rank.rank, on_out_of_memory=torch.cuda.empty_cache)
     # Each rank says that it is alone on its host, as ranks of several hosts do.
     parsed = config.parse(rank.config(local_rank=0, local_world_size=1, communicator="nccl"))
-    made = topology.make_communicators(core, parsed, topology.resolve(parsed), device)
+    place = topology.resolve(parsed, os.environ)
+    made = topology.make_communicators(core, parsed, place, device, environment=os.environ)
     assert made.kind == made.gather.kind == made.reduce.kind == "nccl"
     device.set_compute_stream(torch.cuda.current_stream().cuda_stream)
     for comm, lane in ((made.gather, "gather"), (made.reduce, "reduce")):

@@ -224,7 +224,8 @@ def choose(rank: ranks.Rank, connections: str | None, kind: str) -> tuple[str, s
     torch.cuda.init()
     device = _native.load_cuda().make_device(ordinal_of(rank.rank), on_out_of_memory=torch.cuda.empty_cache)
     parsed = config.parse(rank.config(communicator=kind))
-    made = topology.make_communicators(_native.load(), parsed, topology.resolve(parsed), device)
+    place = topology.resolve(parsed, os.environ)
+    made = topology.make_communicators(_native.load(), parsed, place, device, environment=os.environ)
     assert made.kind == made.gather.kind == made.reduce.kind
     made.gather.barrier()
     for comm in (made.gather, made.reduce):

@@ -263,13 +263,10 @@ def test_ranks_come_from_the_configuration_then_the_environment():
     assert topology.resolve(parse({"rank": 1, "world_size": 2}), {}) == topology.Topology(1, 2, 1, 2)
 
 
-def test_ranks_without_a_meeting_point(monkeypatch):
-    for key in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(key, raising=False)
-    monkeypatch.delenv("ZEROBENCH_RENDEZVOUS", raising=False)
+def test_ranks_without_a_meeting_point():
     config = parse({"rank": 0, "world_size": 2})
     with pytest.raises(ConfigError, match="Start them with torchrun, or set the configuration's rendezvous"):
-        topology.make_communicators(None, config, topology.resolve(config, {}))
+        topology.make_communicators(None, config, topology.resolve(config, {}), environment={})
     far = parse({"communicator": "shm", "rank": 0, "world_size": 4, "local_world_size": 2})
     with pytest.raises(ConfigError, match="'shm' connects ranks of one host"):
-        topology.make_communicators(None, far, topology.resolve(far, {}))
+        topology.make_communicators(None, far, topology.resolve(far, {}), environment={})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -11,66 +12,67 @@ import torch
 import zerobench
 from zerobench.engine import placement
 from zerobench.engine.config import parse
+from zerobench.engine.engine import Engine
+from zerobench.engine.placement import CudaDevices
 from zerobench.engine.topology import Topology
 from zerobench.errors import ConfigError
 from zerobench.host import numa
 from zerobench.host.cpu_shares import CpuShare
+from zerobench.host.facts import read_host_facts
 
 CPUS = list(range(8, 24))
 
 
 def threads(
-    monkeypatch, quota: float | None, *, ranks: int = 1, beside_gpu: bool = False, **config
+    quota: float | None, *, ranks: int = 1, beside_gpu: bool = False, **config
 ) -> tuple[int, list[int]]:
-    """Of a rank whose share of the machine are 16 CPUs."""
-    monkeypatch.setattr(placement, "cpu_quota", lambda: quota)
+    """Return number and CPUs of the threads of a rank that has a share of 16 CPUs."""
     parsed, topology = parse(config), Topology(0, ranks, 0, ranks)
-    found = placement.update_threads(parsed, topology, CPUS, asked=parsed.threads, beside_gpu=beside_gpu)
+    found = placement.update_threads(
+        parsed, topology, CPUS, quota=quota, asked=parsed.threads, beside_gpu=beside_gpu
+    )
     return found.num, found.pinned_to
 
 
-def test_without_a_smaller_quota_each_cpu_has_its_thread(monkeypatch) -> None:
+def test_without_a_smaller_quota_each_cpu_has_its_thread() -> None:
     for quota in (None, 16.0, 64.0):
-        assert threads(monkeypatch, quota) == (16, CPUS)
-    assert threads(monkeypatch, None, beside_gpu=True) == (15, CPUS)
-    assert threads(monkeypatch, 128.0, ranks=8) == (16, CPUS)
-    assert threads(monkeypatch, None, pin_threads=False) == (16, [])
+        assert threads(quota) == (16, CPUS)
+    assert threads(None, beside_gpu=True) == (15, CPUS)
+    assert threads(128.0, ranks=8) == (16, CPUS)
+    assert threads(None, pin_threads=False) == (16, [])
 
 
-def test_a_quota_is_shared_by_the_ranks_of_a_host(monkeypatch) -> None:
-    assert threads(monkeypatch, 8.0) == (8, [])
-    assert threads(monkeypatch, 8.0, beside_gpu=True) == (7, [])
-    assert threads(monkeypatch, 17.5, ranks=4) == (4, [])
-    assert threads(monkeypatch, 1.5, ranks=4) == (1, [])
-    assert threads(monkeypatch, 2.0, beside_gpu=True) == (2, [])
+def test_a_quota_is_shared_by_the_ranks_of_a_host() -> None:
+    assert threads(8.0) == (8, [])
+    assert threads(8.0, beside_gpu=True) == (7, [])
+    assert threads(17.5, ranks=4) == (4, [])
+    assert threads(1.5, ranks=4) == (1, [])
+    assert threads(2.0, beside_gpu=True) == (2, [])
 
 
-def test_what_is_configured_stays(monkeypatch) -> None:
-    assert threads(monkeypatch, 2.0, threads=12) == (12, CPUS)
-    assert threads(monkeypatch, 4.0, cpus=CPUS) == (4, CPUS)
-    assert threads(monkeypatch, 4.0, cpus=CPUS, pin_threads=False) == (4, [])
-    assert threads(monkeypatch, None, threads=17) == (17, [])
+def test_what_is_configured_stays() -> None:
+    assert threads(2.0, threads=12) == (12, CPUS)
+    assert threads(4.0, cpus=CPUS) == (4, CPUS)
+    assert threads(4.0, cpus=CPUS, pin_threads=False) == (4, [])
+    assert threads(None, threads=17) == (17, [])
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU has one thread anyway")
-def test_an_engine_on_the_cpu_and_off_the_device_goes_by_the_quota(monkeypatch) -> None:
-    monkeypatch.setattr(placement, "cpu_quota", lambda: 1.0)
-
-    def threads_made(section: dict) -> int:
+def test_an_engine_on_the_cpu_and_off_the_device_goes_by_the_quota() -> None:
+    def threads_made(section: dict, quota: float | None) -> int:
         tasks = Path("/proc/self/task")
         before = len(list(tasks.iterdir()))
         config = {"stage": 1, "world_size": 1, "optimizer": {"type": "adamw", "lr": 0.1}, **section}
-        engine = zerobench.initialize(model=torch.nn.Linear(4, 4), config=config)
+        host = dataclasses.replace(read_host_facts(), cpu_quota=quota)
+        engine = Engine(torch.nn.Linear(4, 4), parse(config), host=host)
         made = len(list(tasks.iterdir())) - before
         engine.close()
         return made
 
     section = {"offload_optimizer": {"device": "cpu"}}
-    by_quota = threads_made({}), threads_made(section)
-    monkeypatch.setattr(placement, "cpu_quota", lambda: None)
+    more, more_off_device = (threads_made(each, None) - threads_made(each, 1.0) for each in ({}, section))
     cpu_num = len(os.sched_getaffinity(0))
-    more = threads_made({}) - by_quota[0], threads_made(section) - by_quota[1]
-    assert more == (cpu_num - 1, 2 * (cpu_num - 1))
+    assert (more, more_off_device) == (cpu_num - 1, 2 * (cpu_num - 1))
 
 
 def test_a_node_that_the_host_lacks_is_named() -> None:
@@ -81,12 +83,12 @@ def test_a_node_that_the_host_lacks_is_named() -> None:
         zerobench.initialize(model=torch.nn.Linear(4, 4), config=config)
 
 
-def test_what_updates_where_is_said_in_words(monkeypatch) -> None:
+def test_what_updates_where_is_said_in_words() -> None:
     share = CpuShare(tuple(CPUS), (1,), "node of its GPU")
 
     def text(quota: float | None, *, beside_gpu: bool = False, **config) -> str | None:
-        monkeypatch.setattr(placement, "cpu_quota", lambda: quota)
-        return placement.cpu_use(parse(config), Topology(0, 1, 0, 1), share, beside_gpu=beside_gpu).text
+        topology = Topology(0, 1, 0, 1)
+        return placement.cpu_use(parse(config), topology, share, quota=quota, beside_gpu=beside_gpu).text
 
     offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     assert text(None) == "16 pinned threads on node 1: 8-23 (node of its GPU)"
@@ -132,16 +134,30 @@ def test_what_is_free_is_below_the_limit_by_the_peak_what_comes_and_a_margin() -
     assert part == pytest.approx(whole / 4, rel=0.2)
 
 
-def test_ranks_that_are_shown_a_device_each_learn_what_to_do(monkeypatch) -> None:
+def cuda_index(
+    topology: Topology,
+    devices: CudaDevices | None,
+    *,
+    model: torch.nn.Module | None = None,
+    **config,
+) -> int | None:
+    """Return the device that is chosen; where ``devices`` is None, nobody may ask for them."""
+
+    def read_devices() -> CudaDevices:
+        assert devices is not None, "asking for devices initialises CUDA"
+        return devices
+
+    return placement.cuda_index(model or torch.nn.Linear(1, 1), parse(config), topology, read_devices)
+
+
+def test_ranks_that_are_shown_a_device_each_learn_what_to_do() -> None:
     """As Slurm's --gpus-per-task shows them."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    topology = Topology(3, 4, 3, 4, launched=(3, 4))
     with pytest.raises(
         ConfigError, match=r"CUDA device 3, by its local rank, and torch sees 1; where each rank is"
     ):
-        placement.choose(
-            torch.nn.Linear(1, 1), parse({"device": "cuda"}), Topology(3, 4, 3, 4, launched=(3, 4))
-        )
+        cuda_index(topology, CudaDevices(num=1, current=0), device="cuda")
+    assert cuda_index(topology, CudaDevices(num=2, current=0), device="cuda", communicator="peer") == 1
 
 
 @pytest.mark.parametrize(
@@ -153,15 +169,30 @@ def test_ranks_that_are_shown_a_device_each_learn_what_to_do(monkeypatch) -> Non
         (None, 0, 1),
     ],
 )
-def test_the_launcher_then_the_script_then_the_local_rank_choose_the_device(
-    monkeypatch, launched, current, index
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(placement, "CudaPlace", lambda index: index)
+def test_the_launcher_then_the_script_then_the_local_rank_choose_the_device(launched, current, index) -> None:
     topology = Topology(1, 2, 1, 2, launched=launched, is_part=True)
-    assert placement.choose(torch.nn.Linear(1, 1), parse({"device": "cuda"}), topology) == index
+    assert cuda_index(topology, CudaDevices(num=4, current=current), device="cuda") == index
+
+
+def test_parameters_without_memory_go_to_a_device_where_torch_sees_one() -> None:
+    on_meta, topology = torch.nn.Linear(1, 1, device="meta"), Topology(1, 2, 1, 2)
+    assert cuda_index(topology, CudaDevices(num=2, current=0), model=on_meta) == 1
+    assert cuda_index(topology, CudaDevices(num=0, current=0), model=on_meta) is None
+    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+        cuda_index(topology, CudaDevices(num=0, current=0), device="cuda")
+
+
+def test_an_engine_that_stays_on_the_cpu_asks_for_no_cuda_device() -> None:
+    assert cuda_index(Topology(0, 1, 0, 1), None) is None
+    assert (
+        cuda_index(Topology(0, 1, 0, 1), None, model=torch.nn.Linear(1, 1, device="meta"), device="cpu")
+        is None
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
+def test_a_host_without_gpus_has_no_cuda_devices() -> None:
+    assert placement.read_cuda_devices() == CudaDevices(num=0, current=0)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +205,8 @@ def test_the_launcher_then_the_script_then_the_local_rank_choose_the_device(
     ],
 )
 def test_threads_are_pinned_where_no_other_group_may_have_the_same_cpus(
-    monkeypatch, launched, is_part, cpus, pins
+    launched, is_part, cpus, pins
 ) -> None:
-    monkeypatch.setattr(placement, "cpu_quota", lambda: None)
     topology = Topology(0, 2, 0, 2, launched=launched, is_part=is_part)
-    threads = placement.update_threads(parse({"cpus": cpus}), topology, [0], asked=None)
+    threads = placement.update_threads(parse({"cpus": cpus}), topology, [0], quota=None, asked=None)
     assert threads.pinned_to == ([0] if pins else [])

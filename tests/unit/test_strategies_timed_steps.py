@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +14,9 @@ from test_strategies import make_batches, make_model, make_settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerobench import strategies
-from zerobench.strategies import ddp, megatron_fsdp, peer, shared
+from zerobench.strategies import shared
 from zerobench.strategies.flight_recorder import recorded
+from zerobench.strategies.megatron_fsdp import MegatronFSDP3Strategy
 
 
 class Operations(TorchDispatchMode):
@@ -27,6 +31,22 @@ class Operations(TorchDispatchMode):
         self.calls[str(func)] += 1
         self.tensors[str(func)] += len(args[0]) if isinstance(args[0], list | tuple) else 1
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def calls_of(function: Callable[..., object]) -> Iterator[list[str]]:
+    """Fill a list with the names of the functions that call ``function``."""
+    callers: list[str] = []
+
+    def watch(frame, event, _):
+        if event == "call" and frame.f_code is function.__code__:
+            callers.append(frame.f_back.f_code.co_name)
+
+    sys.setprofile(watch)
+    try:
+        yield callers
+    finally:
+        sys.setprofile(None)
 
 
 def built(name, factory=make_model, **fields):
@@ -54,21 +74,32 @@ def test_ddp_reduces_gradients_and_sends_nothing_else(own_process_group, name, g
     assert set(names) == {"gloo:all_reduce"}
 
 
-def test_masters_beside_ddp_are_counted_once(own_process_group, monkeypatch):
+def test_masters_beside_ddp_are_counted_once(own_process_group):
     strategy = built("ddp_master", precision="bf16")
-    strategy.step(make_batches())
+    with calls_of(shared.storage_bytes) as first_step:
+        strategy.step(make_batches())
     counted = strategy.memory_bytes()["device"]["gradients"]
-    for module in (ddp, peer):
-        monkeypatch.setattr(module, "storage_bytes", lambda tensors: pytest.fail("counted in a timed step"))
-    strategy.step(make_batches())
-    monkeypatch.undo()
+    with calls_of(shared.storage_bytes) as timed_step:
+        strategy.step(make_batches())
+    assert first_step == ["_held_gradient_bytes"] and not timed_step
     assert counted == (2 + 4) * sum(p.numel() for p in strategy.module().parameters())
     strategy.close()
 
 
+class GivenParts(MegatronFSDP3Strategy):
+    """The strategy with parts of parameters that nothing has sharded."""
+
+    def __init__(self, settings, parts):
+        super().__init__(settings)
+        self._parts = parts
+
+    def _named_parameters(self):
+        return self._parts
+
+
 @pytest.mark.parametrize("clip", [None, 0.5, 1e6])
-def test_megatron_fsdp_clips_all_gradients_at_once(monkeypatch, clip):
-    monkeypatch.setattr(megatron_fsdp.dist, "all_reduce", lambda tensor: None)
+def test_megatron_fsdp_clips_all_gradients_at_once(own_process_group, clip):
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
 
     def clipped(parameter_num):
         generator = torch.Generator().manual_seed(0)
@@ -77,11 +108,8 @@ def test_megatron_fsdp_clips_all_gradients_at_once(monkeypatch, clip):
         for parameter, gradient in zip(expected, gradients, strict=True):
             parameter.grad = gradient.clone()
         norm = torch.nn.utils.clip_grad_norm_(expected, float("inf") if clip is None else clip)
-        strategy = strategies.get("mfsdp3")(make_settings(clip=clip))
-        held = {str(index): SimpleNamespace(grad=gradient) for index, gradient in enumerate(gradients)}
-        monkeypatch.setattr(
-            strategy, "_named_parameters", lambda: held | {"no part": SimpleNamespace(grad=None)}
-        )
+        parts = {str(index): SimpleNamespace(grad=gradient) for index, gradient in enumerate(gradients)}
+        strategy = GivenParts(make_settings(clip=clip), parts | {"no part": SimpleNamespace(grad=None)})
         with Operations() as operations:
             found = strategy._clip(clip)
         torch.testing.assert_close(found, norm)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import platform
 import socket
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,43 +18,40 @@ torch = pytest.importorskip("torch")
 
 from zerobench import _native  # noqa: E402
 from zerobench.engine import config, process_groups, topology  # noqa: E402
+from zerobench.engine.process_groups import RankGroup  # noqa: E402
 from zerobench.errors import CommunicationError, ConfigError  # noqa: E402
-from zerobench.host import identity as host_identity  # noqa: E402
-from zerobench.host.meeting import expect_route  # noqa: E402
+from zerobench.host.identity import host_identity  # noqa: E402
+from zerobench.host.meeting import expect_reached, probe  # noqa: E402
 
 
-def test_ranks_meet_where_a_way_leads_to_one_of_the_addresses(monkeypatch: Any) -> None:
-    places = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (host, 9)) for host in ("240.0.0.1", "127.0.0.1")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
-    monkeypatch.setattr(socket, "socket", Probe)
-    expect_route("two-addresses")
-    del places[1]
+def test_ranks_meet_where_a_way_leads_to_one_of_the_addresses() -> None:
+    no_way = OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+    expect_reached([no_way, None], "two-addresses")
     with pytest.raises(
-        CommunicationError, match=r"cannot meet at one-address \(MASTER_ADDR\): .*`ip link set lo up`"
+        CommunicationError,
+        match=r"cannot meet at one-address \(MASTER_ADDR\): Network is unreachable.*`ip link set lo up`",
     ):
-        expect_route("one-address")
-    places.clear()
-    expect_route("unknown")  # torch says more
+        expect_reached([no_way], "one-address")
+    for told_by_torch in ([], [OSError(errno.EACCES, "")]):
+        expect_reached(told_by_torch, "unknown")
 
 
-class Probe:
-    """A socket that finds no way to 240.0.0.1, whatever default route this machine has."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def __enter__(self) -> Probe:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def connect(self, place: tuple[str, int]) -> None:
-        if place[0] == "240.0.0.1":
-            raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+def test_a_probe_tells_whether_the_kernel_has_a_way() -> None:
+    family, kind = socket.AF_INET, socket.SOCK_DGRAM
+    with socket.socket(family, kind) as receiver:
+        receiver.bind(("127.0.0.1", 0))
+        receiver.setblocking(False)
+        assert probe((family, kind, 17, "", receiver.getsockname())) is None
+        with pytest.raises(BlockingIOError):  # nothing was sent
+            receiver.recv(1)
+    broadcast = ("255.255.255.255", 9)  # without SO_BROADCAST the kernel refuses it on every machine
+    assert isinstance(probe((family, kind, 17, "", broadcast)), OSError)
 
 
-def made(device: Any = None, **values: Any) -> topology.Communicators:
-    parsed = config.parse({"world_size": 1, "rank": 0, **values})
-    return topology.make_communicators(_native.load(), parsed, topology.resolve(parsed, {}), device)
+def made(device: Any = None, environment: Any = None, **values: Any) -> topology.Communicators:
+    parsed, variables = config.parse({"world_size": 1, "rank": 0, **values}), environment or {}
+    place = topology.resolve(parsed, variables)
+    return topology.make_communicators(_native.load(), parsed, place, device, environment=variables)
 
 
 def environment(text: str) -> dict[str, str]:
@@ -204,42 +201,54 @@ def test_ranks_of_a_host_meet_by_what_names_their_launch(values, text, point) ->
     assert topology.resolve(config.parse(values), environment(text)).meeting_point == point
 
 
-class Group(torch.distributed.ProcessGroup):
-    """A group that only knows its ranks, which meet in a store of their own."""
+@dataclasses.dataclass
+class Ranks:
+    """Ranks of a group, each a thread, that meet in a store in memory. Hosts are letters."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size)
-        self.store = store
+    hosts: str
+    store: Any = dataclasses.field(default_factory=torch.distributed.HashStore)
 
-    def get_group_store(self) -> Any:
-        return self.store
+    def group(self, rank: int, *, is_given: bool = False) -> RankGroup:
+        world_size = len(self.hosts)
+        return RankGroup(
+            rank,
+            world_size,
+            launch=(rank, world_size),
+            host=self.hosts[rank],
+            store=self.store,
+            handle=None,
+            is_given=is_given,
+        )
 
-
-def in_group(monkeypatch: Any, rank: int, world_size: int, text: str, is_given: bool, values: Any) -> Any:
-    """As `resolve` finds it on a rank of a default group whose other ranks are left out."""
-    group = Group(torch.distributed.HashStore(), rank, world_size)
-    monkeypatch.setattr(topology, "default_group", lambda: group)
-    monkeypatch.setattr(topology, "meet", lambda group, local, timeout_s: ("point", *(local or (7, 8))))
-    return topology.resolve(config.parse(values), environment(text), group if is_given else None)
+    def meet(
+        self, rank: int, local: tuple[int, int] | None, timeout_s: float = 20.0
+    ) -> process_groups.Meeting:
+        return process_groups.meet(self.group(rank), local=local, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(
     ("text", "values", "is_given", "place", "launched"),
     [
-        ("", {}, False, (3, 4, 7, 8), None),
+        ("", {}, False, (3, 4, 2, 3), None),
         (TORCHRUN, {}, False, (3, 4, 1, 2), (1, 2)),
         (TORCHRUN, {"rank": 3, "world_size": 4}, False, (3, 4, 1, 2), (1, 2)),
         # Half set or of another launch: a higher source is complete.
-        (f"WORLD_SIZE=2 {PET} PMI_SIZE=4 MV2_COMM_WORLD_SIZE=4", {}, False, (3, 4, 7, 8), None),
-        (SRUN, {}, False, (3, 4, 7, 8), None),
-        (f"RANK=0 WORLD_SIZE=2 {OPEN_MPI}", {"rank": 3, "world_size": 4}, False, (3, 4, 7, 8), None),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0", {}, True, (3, 4, 7, 8), None),
+        (f"WORLD_SIZE=2 {PET} PMI_SIZE=4 MV2_COMM_WORLD_SIZE=4", {}, False, (3, 4, 2, 3), None),
+        (SRUN, {}, False, (3, 4, 2, 3), None),
+        (f"RANK=0 WORLD_SIZE=2 {OPEN_MPI}", {"rank": 3, "world_size": 4}, False, (3, 4, 2, 3), None),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0", {}, True, (3, 4, 2, 3), None),
         ("", {"local_rank": 1, "local_world_size": 2}, False, (3, 4, 1, 2), (1, 2)),
         ("", {"local_world_size": 2}, False, (3, 4, 1, 2), None),
     ],
 )
-def test_a_process_group_gives_the_rank(monkeypatch, text, values, is_given, place, launched) -> None:
-    found = in_group(monkeypatch, 3, 4, text, is_given, values)
+def test_a_process_group_gives_the_rank(text, values, is_given, place, launched) -> None:
+    """Rank 3 shares a host with ranks 1 and 2. Every other rank has local numbers of a launcher."""
+    ranks = Ranks("abbb")
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(ranks.meet, rank, (rank % 2, 2)) for rank in range(3)]
+        group = ranks.group(3, is_given=is_given)
+        found = topology.resolve(config.parse(values), environment(text), group)
+    assert {found.meeting_point} == {other.result().point for other in others}
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == place
     assert found.launched == launched and not found.is_part
 
@@ -270,9 +279,17 @@ def test_a_process_group_gives_the_rank(monkeypatch, text, values, is_given, pla
         (TORCHRUN, {"rank": 2}, False, "sets rank=2, but torch.distributed's"),
     ],
 )
-def test_sources_that_contradict_a_process_group_are_named(monkeypatch, text, values, is_given, said) -> None:
+def test_sources_that_contradict_a_process_group_are_named(text, values, is_given, said) -> None:
+    group = Ranks("aaaa").group(3, is_given=is_given)
     with pytest.raises(ConfigError, match=said):
-        in_group(monkeypatch, 3, 4, text, is_given, values)
+        topology.resolve(config.parse(values), environment(text), group)
+
+
+def test_ranks_of_a_part_of_the_launch_know_that_there_are_more() -> None:
+    group = dataclasses.replace(Ranks("a").group(0, is_given=True), launch=(3, 4))
+    found = topology.resolve(config.parse({}), environment(TORCHRUN), group)
+    assert found == topology.Topology(0, 1, 0, 1)
+    assert found.is_part and found.launched == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -284,91 +301,86 @@ def test_sources_that_contradict_a_process_group_are_named(monkeypatch, text, va
 )
 def test_what_is_no_group_of_this_process_is_refused(group, said) -> None:
     with pytest.raises(ConfigError, match=said):
-        topology.resolve(config.parse({}), {}, group)
+        process_groups.find_group(group, host="a")
 
 
-def meetings(hosts: str, locals: list[Any], monkeypatch: Any, timeout_s: float = 20.0) -> list[Any]:
-    """Return what the ranks of a group, each a thread, agree on; hosts are letters, ``-`` is a rank that stays away."""
-    here = threading.local()
-    monkeypatch.setattr(process_groups, "host_identity", lambda: here.host)
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "gloo")
-    store = torch.distributed.HashStore()
+def test_a_group_is_the_one_that_was_given_else_the_default_one() -> None:
+    assert process_groups.find_group(None, host="a") is None
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        default, other = torch.distributed.group.WORLD, torch.distributed.new_group([0])
+        for given, expected in ((None, default), (other, other)):
+            found = process_groups.find_group(given, host="a")
+            assert found is not None and found.handle is expected and found.is_given == (given is not None)
+            assert (found.rank, found.world_size, found.launch, found.host) == (0, 1, (0, 1), "a")
+    finally:
+        torch.distributed.destroy_process_group()
 
-    def run(rank: int) -> Any:
-        here.host = hosts[rank]
-        group = Group(store, rank, len(hosts))
-        return process_groups.meet(group, local=locals[rank], timeout_s=timeout_s)
 
+def meetings(hosts: str, locals: list[Any], timeout_s: float = 20.0) -> list[Any]:
+    """Return what the ranks of a group agree on; ``-`` is a rank that stays away."""
+    ranks = Ranks(hosts)
     with ThreadPoolExecutor(len(hosts)) as pool:
-        runs = [pool.submit(run, rank) for rank in range(len(hosts)) if hosts[rank] != "-"]
+        runs = [
+            pool.submit(ranks.meet, rank, locals[rank], timeout_s)
+            for rank in range(len(hosts))
+            if hosts[rank] != "-"
+        ]
         return [each.exception() or each.result() for each in runs]
 
 
-def test_ranks_of_a_group_are_numbered_by_host(monkeypatch) -> None:
-    found = meetings("abab", [None] * 4, monkeypatch)
+def test_ranks_of_a_group_are_numbered_by_host() -> None:
+    found = meetings("abab", [None] * 4)
     assert len({meeting.point for meeting in found}) == 1
     assert [meeting[1:] for meeting in found] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     # A launcher's numbers count where all ranks have them.
     told = [(1, 2), (0, 2), (0, 2), (1, 2)]
-    assert [meeting[1:] for meeting in meetings("aaaa", told, monkeypatch)] == told
-    found = meetings("aaab", [None, *told[1:]], monkeypatch)
+    assert [meeting[1:] for meeting in meetings("aaaa", told)] == told
+    found = meetings("aaab", [None, *told[1:]])
     assert [meeting[1:] for meeting in found] == [(0, 3), (1, 3), (2, 3), (0, 1)]
-    assert meetings("a", [None], monkeypatch)[0][1:] == (0, 1)
+    assert meetings("a", [None])[0][1:] == (0, 1)
 
 
 @pytest.mark.parametrize(
     ("hosts", "missing"), [("a-", "rank 1 of the"), ("-a", "a rank of the"), ("-aa", "a rank")]
 )
-def test_ranks_that_stay_away_from_a_group_are_missed(monkeypatch, hosts, missing) -> None:
-    for error in meetings(hosts, [None] * 3, monkeypatch, timeout_s=0.1):
+def test_ranks_that_stay_away_from_a_group_are_missed(hosts, missing) -> None:
+    for error in meetings(hosts, [None] * 3, timeout_s=0.1):
         assert isinstance(error, CommunicationError)
         assert str(error).startswith(missing) and "timeout_s=0.1 seconds. Call it on every rank" in str(error)
 
 
-def test_ranks_of_a_group_meet_again_after_they_missed_each_other(monkeypatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "gloo")
-    groups = [Group(torch.distributed.HashStore(), 0, 2)]
-    groups.append(Group(groups[0].store, 1, 2))
+def test_ranks_of_a_group_meet_again_after_they_missed_each_other() -> None:
+    ranks = Ranks("aa")
     with pytest.raises(CommunicationError):
-        process_groups.meet(groups[0], local=None, timeout_s=0.1)
+        ranks.meet(0, None, timeout_s=0.1)
     points = []
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
-            found = list(pool.map(lambda group: process_groups.meet(group, local=None, timeout_s=20), groups))
+            found = list(pool.map(ranks.meet, range(2), [None, None]))
             assert found[0].point == found[1].point
             points.append(found[0].point)
     assert points[0] != points[1]
 
 
-def test_a_backend_without_a_store_exchanges_objects(monkeypatch) -> None:
-    def all_gather_object(facts: list[Any], mine: Any, group: Any) -> None:
-        facts[:] = [mine | {"point": "of rank 0"}, mine]
-
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "mpi")
-    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
-    assert process_groups.meet(Group(None, 1, 2), local=None, timeout_s=1) == ("of rank 0", 1, 2)
-
-
-def test_processes_of_one_host_have_one_identity(monkeypatch) -> None:
+def test_processes_of_one_host_have_one_identity() -> None:
     code = "from zerobench.host.identity import host_identity; print(host_identity())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == host_identity.host_identity()
-    _, net, pid = host_identity.host_identity().split(" ")
+    assert run.stdout.strip() == host_identity()
+    _, net, pid = host_identity().split(" ")
     assert net.startswith("net:[") and pid.startswith("pid:[")
-    monkeypatch.setattr(host_identity, "boot_id", lambda: "")
-    assert host_identity.host_identity().startswith(platform.node())
+
+
+def test_a_host_that_hides_what_the_kernel_tells_goes_by_its_name(tmp_path) -> None:
+    assert host_identity(tmp_path) == f"{platform.node()} net pid"
 
 
 @pytest.mark.parametrize(
     ("given", "missing"), [({}, "MASTER_ADDR and MASTER_PORT are"), ({"MASTER_ADDR": "h"}, "MASTER_PORT is")]
 )
-def test_c10d_names_the_address_that_it_lacks(monkeypatch, given, missing) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+def test_c10d_names_the_address_that_it_lacks(given, missing) -> None:
     with pytest.raises(ConfigError, match=f"{missing} not set: start the ranks with torchrun"):
-        made(communicator="c10d", world_size=2)
+        made(communicator="c10d", world_size=2, environment=given)
 
 
 @pytest.mark.parametrize("kind", ["auto", "shm"])
@@ -383,8 +395,7 @@ def test_what_moves_memory_of_gpus_needs_one(kind: str) -> None:
         made(communicator=kind)
 
 
-def test_one_process_needs_no_address_to_meet_at(monkeypatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
+def test_one_process_needs_no_address_to_meet_at() -> None:
     found = made(communicator="c10d")
     try:
         assert found.gather.exchange(b"word") == b"word"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ from zerobench.engine.parameters import (
     materialise_unit,
     param_groups,
 )
+from zerobench.engine.process_groups import find_group
 from zerobench.engine.rank_cpus import rank_cpus
 from zerobench.engine.swap_watch import SwapWatch
 from zerobench.engine.trainable_model import expect_trainable, hold, release
@@ -51,6 +53,7 @@ from zerobench.engine.units import find_units
 from zerobench.engine.value_watch import Samples, ValueWatch
 from zerobench.engine.window import EngineWindow
 from zerobench.errors import ConfigError, StateError
+from zerobench.host.facts import HostFacts, read_host_facts
 
 _CHANGE_CURE = (
     "change it inside `with engine.gather(modifier_rank=0):`, on every rank; a module that sets parameters in its "
@@ -108,12 +111,15 @@ class Engine(EngineFacts, EngineWindow):
         materialise: Materialise | None = None,
         *,
         process_group: torch.distributed.ProcessGroup | None = None,
+        host: HostFacts | None = None,
     ) -> None:
         core = _native.load()
         expect_trainable(model, materialise)
         self.module = model
         self.config = config
-        self.topology = topology_module.resolve(config, process_group=process_group)
+        host = host or read_host_facts()
+        group = find_group(process_group, host=host.identity)
+        self.topology = topology_module.resolve(config, host.environment, group)
         self.optimizer = ZeroOptimizer(param_groups(model, model_parameters), config.optimizer)
         self._units = find_units(model, config.units)
         self._dtypes = config.effective_dtypes()
@@ -121,17 +127,19 @@ class Engine(EngineFacts, EngineWindow):
         arguments = core_arguments(
             core, units=self._units, groups=self.optimizer.param_groups, dtypes=self._dtypes
         )
-        self._place = placement.choose(model, config, self.topology)
+        self._place = placement.choose(model, config, self.topology, host)
         self._stream = self._place.stream()
         used_bytes = self._place.used_bytes()
         communicators = topology_module.make_communicators(
-            core, config, self.topology, self._place.device, process_group
+            core, config, self.topology, self._place.device, process_group, environment=host.environment
         )
         self._communicator_bytes = max(self._place.used_bytes() - used_bytes, 0)
         expect_same_setup(communicators.reduce, setup_facts(config, self._units, self.optimizer.param_groups))
-        share = rank_cpus(config, self.topology, communicators.reduce, gpu_bus_id=self._place.gpu_bus_id)
+        share = rank_cpus(
+            config, self.topology, communicators.reduce, host, gpu_bus_id=self._place.gpu_bus_id
+        )
         on_gpu = self._place.device is not None
-        use = placement.cpu_use(config, self.topology, share, beside_gpu=on_gpu)
+        use = placement.cpu_use(config, self.topology, share, quota=host.cpu_quota, beside_gpu=on_gpu)
         remainders = config.stores_param_remainders(on_gpu=on_gpu)
         self._update_cpus = use.text
         self.communicator = communicators.kind
@@ -199,7 +207,7 @@ class Engine(EngineFacts, EngineWindow):
             self._offload_ratio = None if offload.ratio == "auto" else offload.ratio
         self._swap_watch: SwapWatch | None = None
         if offload and offload.device == "nvme" and self.topology.local_rank == 0:
-            self._swap_watch = SwapWatch(offload.nvme_path)
+            self._swap_watch = SwapWatch(offload.nvme_path, clock_s=time.perf_counter)
         if self._core.awaits_share:
             self._place.begin_trial()
 

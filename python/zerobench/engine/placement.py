@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from zerobench.engine.config import Config, OffloadOptimizerConfig
 from zerobench.engine.rank_cpus import expect_usable
 from zerobench.engine.topology import Topology
 from zerobench.errors import ConfigError, StateError
-from zerobench.host.cgroups import cpu_quota
 from zerobench.host.cpu_shares import CpuShare
+from zerobench.host.facts import HostFacts
 from zerobench.host.io_settings import io_choice
 
 # What offload_ratio auto leaves alone of the device's memory: later steps fragment torch's memory in other ways than
@@ -237,24 +237,31 @@ class CpuUse(NamedTuple):
     text: str | None  # both in words; None where a GPU updates everything
 
 
-def cpu_use(config: Config, topology: Topology, share: CpuShare, *, beside_gpu: bool) -> CpuUse:
+def cpu_use(
+    config: Config, topology: Topology, share: CpuShare, *, quota: float | None, beside_gpu: bool
+) -> CpuUse:
     """The threads of both, by the configuration and the rank's share of its host."""
     offload = config.offload_optimizer
-    device = update_threads(config, topology, share.cpus, asked=config.threads)
+    device = update_threads(config, topology, share.cpus, quota=quota, asked=config.threads)
     asked = (offload and offload.threads) or config.threads
-    away = update_threads(config, topology, share.cpus, asked=asked, beside_gpu=beside_gpu)
+    away = update_threads(config, topology, share.cpus, quota=quota, asked=asked, beside_gpu=beside_gpu)
     used = None if beside_gpu and offload is None else device if offload is None else away
     return CpuUse(share, device, away, used and used.on(share))
 
 
 def update_threads(
-    config: Config, topology: Topology, cpus: Sequence[int], *, asked: int | None, beside_gpu: bool = False
+    config: Config,
+    topology: Topology,
+    cpus: Sequence[int],
+    *,
+    quota: float | None,
+    asked: int | None,
+    beside_gpu: bool = False,
 ) -> UpdateThreads:
     """As many as were asked for, else one for each of the rank's ``cpus``, but no more than its share of the time that
-    control groups allow: the kernel stops all threads of a group that has used up its time."""
+    control groups allow (``quota``): the kernel stops all threads of a group that has used up its time."""
     share = len(cpus)
     is_pinned = config.pin_threads and (config.cpus is not None or not topology.may_overlap)
-    quota = cpu_quota()
     if asked is None and quota is not None and (allowed := int(quota) // topology.place_on_host[1]) < share:
         share = max(1, allowed)
         # Other containers have the same CPUs and would pin to the first of them too.
@@ -264,21 +271,45 @@ def update_threads(
     return UpdateThreads(threads, list(cpus) if is_pinned and threads <= len(cpus) else [])
 
 
-def choose(model: nn.Module, config: Config, topology: Topology) -> Place:
-    """The configured device; by default the one that the model's parameters are on.
+class CudaDevices(NamedTuple):
+    """The CUDA devices that torch shows this process."""
 
-    Parameters on the meta device go to CUDA where torch sees a device. Raises ConfigError.
-    """
-    expect_usable(config)
-    kind = config.device
-    devices = {parameter.device for parameter in model.parameters()}
-    on_cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    if kind == "auto":
-        only_meta = all(device.type == "meta" for device in devices)
-        kind = "cuda" if on_cuda or (only_meta and torch.cuda.is_available()) else "cpu"
-    if kind == "cpu":
-        return CpuPlace(topology)
+    num: int
+    current: int
+
+
+def read_cuda_devices() -> CudaDevices:
+    """Return what torch sees. Initialises CUDA where there is a device."""
     if not torch.cuda.is_available():
+        return CudaDevices(num=0, current=0)
+    return CudaDevices(torch.cuda.device_count(), torch.cuda.current_device())
+
+
+def choose(model: nn.Module, config: Config, topology: Topology, host: HostFacts) -> Place:
+    """Return the place that ``cuda_index`` names. Raises ConfigError, also for CPUs that the host does not give."""
+    expect_usable(config, host)
+    index = cuda_index(model, config, topology, read_cuda_devices)
+    return CpuPlace(topology) if index is None else CudaPlace(index)
+
+
+def cuda_index(
+    model: nn.Module, config: Config, topology: Topology, read_devices: Callable[[], CudaDevices]
+) -> int | None:
+    """Return the configured device, None for the CPU; by default the one that the model's parameters are on.
+
+    Parameters on the meta device go to CUDA where torch sees a device. An engine that stays on the CPU for another
+    reason asks for no devices, and so leaves CUDA alone. Raises ConfigError.
+    """
+    kind = config.device
+    homes = {parameter.device for parameter in model.parameters()}
+    on_cuda = sorted({device.index or 0 for device in homes if device.type == "cuda"})
+    if kind == "auto":
+        only_meta = all(device.type == "meta" for device in homes)
+        kind = "cuda" if on_cuda or (only_meta and read_devices().num) else "cpu"
+    if kind == "cpu":
+        return None
+    devices = read_devices()
+    if not devices.num:
         raise ConfigError(
             "device 'cuda' was asked for and torch sees no CUDA device; leave device out to train on CPU"
         )
@@ -286,22 +317,22 @@ def choose(model: nn.Module, config: Config, topology: Topology) -> Place:
         raise ConfigError(
             f"the model's parameters are spread over the CUDA devices {on_cuda}; put a rank's model on one of them"
         )
-    index = on_cuda[0] if on_cuda else _device_of_rank(topology)
+    index = on_cuda[0] if on_cuda else _device_of_rank(topology, devices)
     if config.communicator == "peer":  # whose ranks may share devices
-        index %= torch.cuda.device_count()
-    if index >= torch.cuda.device_count():
+        index %= devices.num
+    if index >= devices.num:
         raise ConfigError(
             f"rank {topology.rank} would use CUDA device {index}, by its local rank, and torch sees "
-            f"{torch.cuda.device_count()}; where each rank is shown a device of its own, show it all of the host's or "
+            f"{devices.num}; where each rank is shown a device of its own, show it all of the host's or "
             "move its model there first; else start at most one rank a device, or name the communicator 'peer', whose "
             "ranks may share one to try things out"
         )
-    return CudaPlace(index)
+    return index
 
 
-def _device_of_rank(topology: Topology) -> int:
+def _device_of_rank(topology: Topology, devices: CudaDevices) -> int:
     """Return the CUDA device of a rank whose model is on none: by the launcher's local rank, else the one that the
     script made current, else by the local rank. Local ranks of a process group begin at 0 in each group."""
     if topology.launched is not None:
         return topology.launched[0]
-    return torch.cuda.current_device() or topology.local_rank
+    return devices.current or topology.local_rank

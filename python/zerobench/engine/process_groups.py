@@ -9,11 +9,11 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from zerobench.errors import CommunicationError, ConfigError
-from zerobench.host.identity import host_identity
 
 _POLL_S = (0.001, 0.05)  # between two looks into the store: at first, and at most
 
@@ -26,14 +26,46 @@ class Meeting(NamedTuple):
     local_world_size: int
 
 
-def default_group() -> Any | None:
-    """Return torch.distributed's default process group, or None where there is none."""
+@dataclass(frozen=True)
+class RankGroup:
+    """The process group whose ranks train, as one of them knows it."""
+
+    rank: int
+    world_size: int
+    launch: tuple[int, int]  # rank and world size in the default process group
+    host: str  # equal on ranks of one host
+    store: Any | None  # by which the ranks tell each other texts; None where there is none
+    handle: Any  # torch's group
+    is_given: bool  # to initialize; else it is the default process group
+
+
+def find_group(given: Any | None, *, host: str) -> RankGroup | None:
+    """Return the ``given`` process group, else torch.distributed's default one, or None where there is none. ``host``
+    is the identity of this process's host.
+
+    Raises ConfigError where ``given`` is not a process group that this process is a rank of.
+    """
     import torch.distributed as dist
 
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if given is not None:
+        _expect_member(given)
+    everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    group: Any = everyone if given is None else given
+    if group is None:
+        return None
+    place = group.rank(), group.size()
+    has_store = group.size() > 1 and dist.get_backend(group) != "mpi"
+    return RankGroup(
+        *place,
+        launch=place if everyone is None else (everyone.rank(), everyone.size()),
+        host=host,
+        store=group.get_group_store() if has_store else None,
+        handle=group,
+        is_given=given is not None,
+    )
 
 
-def expect_member(group: Any) -> None:
+def _expect_member(group: Any) -> None:
     """Raise ConfigError for what is not a process group that this process is a rank of."""
     import torch.distributed as dist
 
@@ -49,19 +81,19 @@ def expect_member(group: Any) -> None:
         )
 
 
-def meet(group: Any, *, local: tuple[int, int] | None, timeout_s: float) -> Meeting:
+def meet(group: RankGroup, *, local: tuple[int, int] | None, timeout_s: float) -> Meeting:
     """Agree on a meeting point and on local ranks. Collective over the group.
 
     ``local`` is the local rank and world size that a launcher gave this rank. Where one rank has none, ranks of one
     host are numbered in the group's order.
     """
-    mine: dict[str, Any] = {"host": host_identity(), "local": local, "point": uuid.uuid4().hex}
-    everyone = [mine] if group.size() == 1 else _exchange(group, mine, timeout_s=timeout_s)
+    mine: dict[str, Any] = {"host": group.host, "local": local, "point": uuid.uuid4().hex}
+    everyone = [mine] if group.world_size == 1 else _exchange(group, mine, timeout_s=timeout_s)
     point = everyone[0]["point"]
     if all(rank["local"] for rank in everyone):
-        return Meeting(point, *everyone[group.rank()]["local"])
+        return Meeting(point, *everyone[group.rank]["local"])
     here = [rank for rank, its in enumerate(everyone) if its["host"] == mine["host"]]
-    return Meeting(point, here.index(group.rank()), len(here))
+    return Meeting(point, here.index(group.rank), len(here))
 
 
 def make_gloo_groups(group: Any, *, point: str | None, num: int, timeout_s: float) -> list[Any]:
@@ -94,23 +126,23 @@ def make_gloo_groups(group: Any, *, point: str | None, num: int, timeout_s: floa
     return made
 
 
-def _exchange(group: Any, mine: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+def _exchange(group: RankGroup, mine: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
     """Return every rank's facts, by rank. Rank 0 collects them, so that each other rank reads one key."""
     import torch.distributed as dist
 
-    if dist.get_backend(group) == "mpi":  # which has no store
-        facts: list[Any] = [None] * group.size()
-        dist.all_gather_object(facts, mine, group=group)
+    store, rank = group.store, group.rank
+    if store is None:
+        facts: list[Any] = [None] * group.world_size
+        dist.all_gather_object(facts, mine, group=group.handle)
         return facts
-    store, rank = group.get_group_store(), group.rank()
     # By number, and counted after success only: ranks that miss each other once can meet at the next try.
     counter = f"zerobench/engines/{rank}"
     prefix = f"zerobench/{store.add(counter, 0)}"
-    keys = [f"{prefix}/{other}" for other in range(group.size())]
+    keys = [f"{prefix}/{other}" for other in range(group.world_size)]
     store.set(keys[rank], json.dumps(mine))
     deadline = time.monotonic() + timeout_s
     if rank == 0:
-        for other in range(1, group.size()):
+        for other in range(1, group.world_size):
             _await(store, keys[other], deadline, f"rank {other} of the process group", timeout_s)
         store.set(f"{prefix}/all", json.dumps([json.loads(text) for text in store.multi_get(keys)]))
     else:

@@ -4,8 +4,6 @@ use, by their GPUs' NUMA nodes. Ranks tell each other what they know, so that al
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 import struct
 from typing import Any, NamedTuple
 
@@ -13,7 +11,7 @@ from zerobench.engine.config import Config
 from zerobench.engine.topology import Topology
 from zerobench.errors import ConfigError
 from zerobench.host.cpu_shares import CpuShare, RankFacts, made, part_of, share_of_rank
-from zerobench.host.identity import boot_id
+from zerobench.host.facts import HostFacts
 from zerobench.host.numa import cores_together, lacks_node, node_of_pci_device, read_nodes
 
 _UNKNOWN_NODE = -1
@@ -37,25 +35,27 @@ class Told(NamedTuple):
 _MESSAGE = struct.Struct("<16s16siiii")
 
 
-def expect_usable(config: Config) -> None:
+def expect_usable(config: Config, host: HostFacts) -> None:
     """Raise ConfigError for CPUs of the configuration that this process may not use, and a NUMA node that is none."""
-    if unknown := set(config.cpus or ()) - os.sched_getaffinity(0):
+    if unknown := set(config.cpus or ()) - set(host.cpus):
         raise ConfigError(f"cpus names CPU {min(unknown)}, which this process may not run on")
     node = config.offload_optimizer and config.offload_optimizer.numa_node
-    if isinstance(node, int) and lacks_node(node):
+    if isinstance(node, int) and lacks_node(node, host.sysfs):
         raise ConfigError(
             f"offload_optimizer.numa_node {node} is no NUMA node of this host: give one that `numactl --hardware` "
             "lists, or leave it out for that of this rank's CPUs"
         )
 
 
-def rank_cpus(config: Config, topology: Topology, communicator: Any, *, gpu_bus_id: str | None) -> CpuShare:
+def rank_cpus(
+    config: Config, topology: Topology, communicator: Any, host: HostFacts, *, gpu_bus_id: str | None
+) -> CpuShare:
     """This rank's CPUs, on the node of its GPU where the host's ranks can be divided by nodes. Collective."""
-    allowed = sorted(os.sched_getaffinity(0))
-    node = node_of_pci_device(gpu_bus_id)
+    allowed = list(host.cpus)
+    node = node_of_pci_device(gpu_bus_id, host.sysfs)
     index, num_ranks = topology.place_on_host
     mine = Told(
-        host=_digest(f"{platform.node()} {boot_id()}"),
+        host=_digest(host.name),
         allowed=_digest(str(sorted(config.cpus or allowed))),
         local_rank=index,
         local_world_size=num_ranks,
@@ -63,14 +63,14 @@ def rank_cpus(config: Config, topology: Topology, communicator: Any, *, gpu_bus_
         gpu_node=_UNKNOWN_NODE if node is None else node,
     )
     everyone = [mine] if topology.world_size == 1 else tell(communicator, mine)
-    nodes = read_nodes()
+    nodes = read_nodes(host.sysfs)
     if config.cpus:
         return made(config.cpus, nodes, "as configured")
     ranks = ranks_of_host(everyone, mine)
     if ranks is None:
         cpus = part_of(allowed, index, num_ranks)
         return made(cpus, nodes, "even share")
-    return share_of_rank(index, ranks, nodes, cores_together(allowed))
+    return share_of_rank(index, ranks, nodes, cores_together(allowed, host.sysfs))
 
 
 def tell(communicator: Any, mine: Told) -> list[Told]:

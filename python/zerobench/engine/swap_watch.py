@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 
@@ -29,8 +28,9 @@ class SwapWatch:
     watched_steps: ClassVar[int] = 3
     least_share: ClassVar[float] = 0.5  # of a step: files then take longer than all else in it
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], *, clock_s: Callable[[], float]) -> None:
         self._paths = list(dict.fromkeys(paths))
+        self._clock_s = clock_s
         self._steps = 0
         self._begin: _Reading | None = None
 
@@ -43,7 +43,7 @@ class SwapWatch:
             return True
         stats = engine.swap_stats()
         now = _Reading(
-            time.perf_counter(),
+            self._clock_s(),
             engine.offload_waited_for_files_ms() / 1e3,
             stats["read_bytes"] + stats["written_bytes"],
         )

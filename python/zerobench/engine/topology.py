@@ -10,7 +10,7 @@ from typing import Any
 
 from zerobench import _native
 from zerobench.engine.config import Config
-from zerobench.engine.process_groups import default_group, expect_member, make_gloo_groups, meet
+from zerobench.engine.process_groups import RankGroup, make_gloo_groups, meet
 from zerobench.errors import ConfigError
 from zerobench.host.launched import TORCHRUN, LaunchedRank, expect_rank, find_rank, find_same_rank, with_slurm
 from zerobench.host.meeting import expect_to_meet
@@ -43,25 +43,16 @@ class Topology:
         return self.is_part and self.launched is None
 
 
-def resolve(
-    config: Config, environment: Mapping[str, str] = os.environ, process_group: Any | None = None
-) -> Topology:
+def resolve(config: Config, environment: Mapping[str, str], group: RankGroup | None = None) -> Topology:
     """Return this process's place among the ranks. The first source that gives rank and world size counts: the
-    configuration, the process group (``process_group``, else torch.distributed's default one), the environment
-    (launched.py). Collective where there is a process group.
+    configuration, the process group, the environment (launched.py). Collective where there is a process group.
 
     Raises ConfigError where sources disagree or are half set, CommunicationError where ranks of the group are missing.
     """
-    if process_group is not None:
-        expect_member(process_group)
-    everyone = default_group()
-    group = everyone if process_group is None else process_group
     rank, world_size = (
-        _in_environment(config, environment)
-        if group is None
-        else _in_group(config, environment, group, is_given=process_group is not None)
+        _in_environment(config, environment) if group is None else _in_group(config, environment, group)
     )
-    of_launch = (rank, world_size) if everyone is None else (everyone.rank(), everyone.size())
+    of_launch = (rank, world_size) if group is None else group.launch
     launched = find_same_rank(environment, *of_launch)
     told = _told_place(launched)
     if group is None:
@@ -88,7 +79,7 @@ def resolve(
         local_rank,
         local_world_size,
         launched=told,
-        is_part=everyone is not None and world_size < everyone.size(),
+        is_part=world_size < of_launch[1],
         meeting_point=point,
     )
 
@@ -97,14 +88,12 @@ def _is_configured(config: Config) -> bool:
     return config.world_size == 1 or (config.rank is not None and config.world_size is not None)
 
 
-def _in_group(
-    config: Config, environment: Mapping[str, str], group: Any, *, is_given: bool
-) -> tuple[int, int]:
+def _in_group(config: Config, environment: Mapping[str, str], group: RankGroup) -> tuple[int, int]:
     """Return rank and world size of the group, which no higher source contradicts."""
-    rank, world_size = group.rank(), group.size()
+    rank, world_size = group.rank, group.world_size
     where = (
         "the group that was passed as process_group"
-        if is_given
+        if group.is_given
         else "torch.distributed's default process group"
     )
     _expect_configured(
@@ -115,7 +104,8 @@ def _in_group(
         "or pass the group of the ranks that train as process_group",
     )
     given = environment.get(TORCHRUN.rank), environment.get(TORCHRUN.world_size)
-    if not is_given and not _is_configured(config) and all(given) and given != (str(rank), str(world_size)):
+    contradicts = all(given) and given != (str(rank), str(world_size))
+    if contradicts and not group.is_given and not _is_configured(config):
         raise ConfigError(
             f"RANK={given[0]} and WORLD_SIZE={given[1]} disagree with {where}, which makes this process rank {rank} of "
             f"{world_size}. Give both the same values; where the variables count hosts, pass "
@@ -181,12 +171,14 @@ def make_communicators(
     topology: Topology,
     device: Any | None = None,
     process_group: Any | None = None,
+    *,
+    environment: Mapping[str, str],
 ) -> Communicators:
     """Make two communicators (gathers, reductions) of the configured kind. Collective.
 
     ``device`` is the CUDA module's device of an engine that computes there. ``process_group`` is the one that
-    ``topology`` was resolved with. Raises ConfigError where the kind cannot
-    connect these ranks, or moves memory that the engine does not compute in.
+    ``topology`` was resolved with, and so is ``environment``. Raises ConfigError where the kind cannot connect these
+    ranks, or moves memory that the engine does not compute in.
     """
     kind: str = config.communicator
     host_kind = "shm" if topology.local_world_size == topology.world_size else "c10d"
@@ -208,7 +200,7 @@ def make_communicators(
     control = (
         _make_shm(core, config, topology)
         if (host_kind if of_gpus else kind) == "shm"
-        else _make_c10d(core, config, topology, process_group)
+        else _make_c10d(core, config, topology, process_group, environment)
     )
     if device is None:
         return control
@@ -243,11 +235,13 @@ def _make_shm(core: Any, config: Config, topology: Topology) -> Communicators:
     return Communicators("shm", gather, reduce, close=_nothing)
 
 
-def _make_c10d(core: Any, config: Config, topology: Topology, group: Any | None) -> Communicators:
+def _make_c10d(
+    core: Any, config: Config, topology: Topology, group: Any | None, environment: Mapping[str, str]
+) -> Communicators:
     import torch.distributed as dist
 
     if not dist.is_initialized():  # stays: another engine would meet a store that is going away
-        _init_process_group(config, topology)
+        _init_process_group(config, topology, environment)
     groups = make_gloo_groups(group, point=topology.meeting_point, num=2, timeout_s=config.timeout_s)
     gather, reduce = (core.make_c10d_communicator(each.group_name) for each in groups)
 
@@ -259,12 +253,12 @@ def _make_c10d(core: Any, config: Config, topology: Topology, group: Any | None)
     return Communicators("c10d", gather, reduce, close)
 
 
-def _init_process_group(config: Config, topology: Topology) -> None:
+def _init_process_group(config: Config, topology: Topology, environment: Mapping[str, str]) -> None:
     from datetime import timedelta
 
     import torch.distributed as dist
 
-    environment = with_slurm(os.environ)
+    environment = with_slurm(environment)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if topology.world_size > 1:
         if missing:

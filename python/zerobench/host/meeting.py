@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 from zerobench.errors import CommunicationError
@@ -33,21 +34,31 @@ def _expect_descriptors(world_size: int) -> None:
 def expect_route(address: str, *, source: str = "MASTER_ADDR") -> None:
     """CommunicationError where no interface leads to ``address``, which ``source`` names. What else is wrong is left to
     torch."""
+    expect_reached(map(probe, _places(address)), address, source=source)
+
+
+def expect_reached(outcomes: Iterable[OSError | None], address: str, *, source: str = "MASTER_ADDR") -> None:
+    """Raise CommunicationError if there is no way to any of an address's places, by the outcomes of ``probe``."""
     no_way = ""
-    for place in _places(address):
-        try:
-            with socket.socket(place[0], socket.SOCK_DGRAM) as probe:
-                probe.connect(place[4])  # of a datagram socket: looks for the way and sends nothing
+    for error in outcomes:
+        if error is None or error.errno not in _NO_WAY:
             return
-        except OSError as error:
-            if error.errno not in _NO_WAY:
-                return
-            no_way = str(error.strerror)
+        no_way = str(error.strerror)
     if no_way:
         raise CommunicationError(
             f"ranks cannot meet at {address} ({source}): {no_way}; bring up the interface that leads there "
             "(`ip link set lo up` for 127.0.0.1)"
         )
+
+
+def probe(place: Any) -> OSError | None:
+    """Return why the kernel has no way to a place of ``getaddrinfo``, or None where it has one. Sends nothing."""
+    try:
+        with socket.socket(place[0], socket.SOCK_DGRAM) as datagrams:
+            datagrams.connect(place[4])
+    except OSError as error:
+        return error
+    return None
 
 
 def _places(address: str) -> list[Any]:
