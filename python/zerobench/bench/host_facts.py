@@ -6,13 +6,13 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from zerobench.bench.disk_notes import why_not_lockable
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration
 from zerobench.host.machine import busy_warning, machine_facts, version_facts
+from zerobench.host.storage import lockable_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,13 @@ class HostFacts:
 
 
 def read_host_facts(options: CompareOptions) -> HostFacts:
+    def why_a_row_is_not_lockable(configuration: Configuration) -> str | None:
+        return why_not_lockable(configuration, lockable_bytes=lockable_bytes(), host_ranks=options.host_ranks)
+
     return HostFacts(
         busy=busy_warning(),
         machine=machine_facts(options.gpus),
         versions=version_facts(gpus=bool(options.gpus)),
         command=shlex.join(sys.argv),
-        why_not_lockable=partial(why_not_lockable, host_ranks=options.host_ranks),
+        why_not_lockable=why_a_row_is_not_lockable,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerobench import models
@@ -36,8 +37,11 @@ def may_swap(configuration: Configuration) -> bool:
     return settings.offload in facts.nvme_offloads and settings.device in facts.devices
 
 
-def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> Swap | None:
-    """``host_ranks``: of this host, where others have some too. None where the row itself finds out (ratio auto)."""
+def swap_of(
+    configuration: Configuration, *, host_ranks: int | None = None, settings_file: Path | None = None
+) -> Swap | None:
+    """Return what the row swaps, or None where the row itself finds out (ratio auto). ``host_ranks``: of this host,
+    where others have some too. ``settings_file``: of what `tune io` found; the user's own by default."""
     settings = configuration.settings
     ranks = min(settings.world_size, host_ranks or settings.world_size)
     if settings.offload_ratio == "auto":
@@ -57,7 +61,7 @@ def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> S
         return Swap()
     budget_gib = settings.host_memory_gib
     own = configuration.options.get("offload_optimizer") or {}
-    io = io_choice(settings.nvme_paths, own)
+    io = io_choice(settings.nvme_paths, own, settings_file=settings_file)
     swapping = Swapping(
         shards=shards,
         io=io,
