@@ -11,7 +11,7 @@ from typing import Any
 from zerobench.bench.disk_notes import why_not_lockable
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration
-from zerobench.host.machine import busy_warning, machine_facts, version_facts
+from zerobench.host.machine import busy_warning, machine_facts, memory_available_bytes, version_facts
 from zerobench.host.storage import lockable_bytes
 
 
@@ -22,6 +22,7 @@ class HostFacts:
     machine: dict[str, Any]
     versions: dict[str, str]
     command: str
+    memory_available_bytes: Callable[[], int]
     busy: str | None = None  # a warning, where other work runs
     why_not_lockable: Callable[[Configuration], str | None] = lambda _: None
 
@@ -35,5 +36,6 @@ def read_host_facts(options: CompareOptions) -> HostFacts:
         machine=machine_facts(options.gpus),
         versions=version_facts(gpus=bool(options.gpus)),
         command=shlex.join(sys.argv),
+        memory_available_bytes=memory_available_bytes,
         why_not_lockable=why_a_row_is_not_lockable,
     )
