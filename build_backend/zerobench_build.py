@@ -69,8 +69,8 @@ def _with_defines(config_settings: ConfigSettings | None) -> ConfigSettings:
 
 def _prepare(config_settings: ConfigSettings) -> None:
     folder = str(config_settings.get("build-dir", "build/*"))
-    expect_compiler(config_settings)
-    expect_writable(folder)
+    expect_compiler(config_settings, os.environ)
+    expect_writable(folder, root=Path.cwd())
     _keep_build_folder(folder)
 
 
@@ -88,6 +88,6 @@ def _keep_build_folder(folder: str) -> None:
             facts = json.loads(record.read_text(encoding="utf-8"))
         except ValueError:  # an interrupted build; scikit-build-core empties the folder then
             continue
-        forget_other_compiler(record.parent)
+        forget_other_compiler(record.parent, os.environ)
         if isinstance(facts, dict) and facts.get("skbuild_version") == scikit_build_core.__version__:
             record.write_text(json.dumps({**facts, "skbuild_path": here}), encoding="utf-8")

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 
 from zerobench import errors
@@ -45,30 +46,31 @@ def load() -> ModuleType:
     return _core
 
 
-def check_installation() -> None:
-    """What ``load`` would complain of, as far as that can be told without importing torch."""
+def check_installation(*, built_against: str | None = None) -> None:
+    """Raise what ``load`` would raise, as far as that can be told without importing torch. ``built_against``: the
+    minor of torch that the core was built for; what the build recorded by default."""
     if importlib.util.find_spec("torch") is None:
         raise errors.Error(_NO_TORCH)
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:  # from a source tree
         version = None
-    _expect_built_for(version)
+    _expect_built_for(version, built_against=built_against)
     if importlib.util.find_spec("zerobench._core") is None:
         raise errors.Error(
             f"zerobench's core is not here for Python {sys.version_info[0]}.{sys.version_info[1]}: {_REINSTALL}"
         )
 
 
-def _expect_built_for(installed: str | None) -> None:
-    """A built core, for this version of torch (None where it is not known)."""
+def _expect_built_for(installed: str | None, *, built_against: str | None = None) -> None:
+    """Expect a built core, for this version of torch (None where it is not known)."""
     try:
         from zerobench import _build_info
     except ImportError as error:
         raise errors.Error(
             "zerobench's core is not built here; install the package with `pip install .`"
         ) from error
-    built_against = _build_info.TORCH_MINOR
+    built_against = built_against or _build_info.TORCH_MINOR
     if installed is not None and installed.split(".")[:2] != built_against.split("."):
         raise errors.Error(
             f"zerobench was built against torch {built_against} and torch {installed} is installed; "
@@ -95,11 +97,15 @@ def load_cuda() -> ModuleType:
     return _cuda
 
 
-def expect_kernels_for(device: str, name: str, *, major: int, minor: int) -> None:
-    """Raise Error where the CUDA module has no code for a device of this compute capability."""
-    from zerobench import _build_info
+def expect_kernels_for(
+    device: str, name: str, *, major: int, minor: int, built_for: Sequence[str] | None = None
+) -> None:
+    """Raise Error where the CUDA module has no code for a device of this compute capability. ``built_for``: the
+    architectures of its code; what the build recorded by default."""
+    if built_for is None:
+        from zerobench import _build_info
 
-    built_for = _build_info.CUDA_ARCHITECTURES
+        built_for = _build_info.CUDA_ARCHITECTURES
     if not any(_runs_on(architecture, major, minor) for architecture in built_for):
         raise errors.Error(
             f"{device} ({name}) is of compute capability {major}.{minor} and zerobench's kernels were built for "

@@ -12,6 +12,7 @@ import pytest
 from conftest import until
 
 from zerobench.host.disks import ring_refusal
+from zerobench.host.storage import lockable_bytes
 from zerobench.micro.io import raw_candidates
 
 SMALL = ["--chunk-mib", "0.25", "--sample-seconds", "0.01"]
@@ -59,7 +60,9 @@ def test_several_paths_are_striped(command) -> None:
 
 def test_the_limit_is_the_disks_whatever_engines_are_measured() -> None:
     raw = {candidate.engine for candidate in raw_candidates()}
-    assert raw == ({"threads"} if ring_refusal(128 << 20) else {"threads", "io_uring"})
+    assert raw == (
+        {"threads"} if ring_refusal(128 << 20, lockable=lockable_bytes()) else {"threads", "io_uring"}
+    )
 
 
 def test_tuning_tries_most_settings_of_a_large_file_in_its_time(command) -> None:

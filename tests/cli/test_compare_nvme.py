@@ -137,8 +137,8 @@ def test_what_a_limit_of_locked_memory_lets_start_can_run(command, offload) -> N
     wider = [*SMALL, "--hidden-size", "96"]
     plan = make_plan(
         CompareOptions(
-            device="cpu", models=("tiny",), num_layers=(2,), hidden_sizes=(96,), strategies=("zero3",),
-            offloads=(offload,), nvme_paths=(command.folder / "disk",), world_sizes=(2,), seq_lengths=(32,),
+            device="cpu", model=("tiny",), num_layers=(2,), hidden_size=(96,), strategies=("zero3",),
+            offload=(offload,), nvme_paths=(command.folder / "disk",), world_size=(2,), seq_length=(32,),
         )
     )  # fmt: skip
     swap = swap_of(plan.configurations[0])

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
-from plan_samples import GPUS, SMALL
+from plan_samples import GPUS, HOST_BYTES, SMALL
 from rich.console import Console
 
 from zerobench.bench.execution import Execution
@@ -21,7 +21,12 @@ from zerobench.bench.rank import worker
 from zerobench.bench.sampler import Sampler
 from zerobench.results.schema import RowDtypes
 
-HOST = HostFacts(machine={"cpu": "of a test", "details": {}}, versions={}, command="zerobench compare")
+HOST = HostFacts(
+    machine={"cpu": "of a test", "details": {}},
+    versions={},
+    command="zerobench compare",
+    memory_available_bytes=lambda: HOST_BYTES,
+)
 TWO_GPUS = {"device": "cuda", "gpus": GPUS[:2], "precision": ("bf16",), "compile": ("block",)}
 BF16 = RowDtypes(param="bfloat16", compute="bfloat16", reduce="bfloat16", master="float32", state="float32")
 WORST = {"gradient_worst": "wte.weight", "piece_worst": "wte.weight", "optimizer_worst": "wte.weight"}

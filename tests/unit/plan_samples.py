@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from zerobench.bench.plan import fit
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration, make_plan
 from zerobench.host.gpus import Gpu
@@ -11,6 +14,7 @@ GPUS = tuple(
     Gpu(index=index, name="NVIDIA H200", uuid=str(index), total_bytes=140 << 30, compute_capability=(9, 0))
     for index in range(4)
 )
+HOST_BYTES = 256 << 30  # memory that the host has available
 ON_GPUS = {"device": "cuda", "gpus": GPUS, "world_size": (4,), "precision": ("bf16",)}
 
 
@@ -20,3 +24,9 @@ def names(**options) -> list[str]:
 
 def configuration(**options) -> Configuration:
     return make_plan(CompareOptions(**{**SMALL, **options})).configurations[0]
+
+
+why_too_large = partial(fit.why_too_large, memory_available_bytes=HOST_BYTES, rank_memory_bytes=None)
+verification_model = partial(
+    fit.verification_model, memory_available_bytes=HOST_BYTES, rank_memory_bytes=None
+)

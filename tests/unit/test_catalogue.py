@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from plan_samples import GPUS, ON_GPUS, configuration
+from plan_samples import GPUS, ON_GPUS, configuration, why_too_large
 
 from zerobench import strategies
 from zerobench.bench.jobs import reference_strategy
@@ -269,9 +269,7 @@ SMALL_GPUS = [gpu.model_copy(update={"total_bytes": 1 << 19}) for gpu in GPUS]
 
 
 def why_not_on_small_gpus(strategy: str) -> str:
-    found = fit.why_too_large(
-        configuration(**ON_GPUS, strategies=(strategy,)), rank_memory_bytes=None, gpus=SMALL_GPUS
-    )
+    found = why_too_large(configuration(**ON_GPUS, strategies=(strategy,)), gpus=SMALL_GPUS)
     return found.reason if found else ""
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobench import models
-from zerobench.data import ByteDataset, digest_of, open_data, sources
+from zerobench.data import ByteDataset, digest_of, open_data
 from zerobench.errors import DataError
 
 
@@ -92,11 +92,19 @@ def test_synthetic_tokens_that_are_held_out_are_drawn_apart():
     assert not any(torch.equal(one, other) for one in held_out for other in trained)
 
 
-def test_a_digest_in_pieces_knows_the_length(monkeypatch):
-    monkeypatch.setattr(sources, "_DIGESTED_WHOLE_BYTES", 10)
-    monkeypatch.setattr(sources, "_PIECE_NUM", 10)
-    monkeypatch.setattr(sources, "_PIECE_BYTES", 4)
-    assert sources.digest(memoryview(b"a" * 995)) != sources.digest(memoryview(b"a" * 999))
+@pytest.fixture
+def large_file(tmp_path_factory):
+    """A file of which pieces are digested. It takes no room, as nothing is written into it."""
+    path = tmp_path_factory.mktemp("large") / "text"
+    path.touch()
+    os.truncate(path, (1 << 30) + 1024)
+    return path
+
+
+def test_a_digest_in_pieces_knows_the_length(large_file):
+    shorter = digest_of(str(large_file))
+    os.truncate(large_file, (1 << 30) + 2048)  # of as many pieces, which are alike
+    assert digest_of(str(large_file)) != shorter
 
 
 def test_validation_is_spread_evenly_and_split_by_rank(text_file):
@@ -135,7 +143,7 @@ def test_folder_is_read_in_sorted_order_without_binaries(tmp_path):
     assert set(rows(held_out).unique().tolist()) == {50}
 
 
-def test_large_files_of_a_folder_that_serve_nothing_are_not_read(tmp_path, monkeypatch):
+def test_large_files_of_a_folder_that_serve_nothing_are_not_read(tmp_path):
     """Weights beside text, say, which every rank would read."""
     (tmp_path / "a.txt").write_bytes(b"1" * 100)
     (tmp_path / "weights").write_bytes(b"\0")
@@ -144,9 +152,8 @@ def test_large_files_of_a_folder_that_serve_nothing_are_not_read(tmp_path, monke
     try:
         assert open_small(tmp_path).train_bytes == 84
         (tmp_path / "weights").write_bytes(b"1" * 10000)
-        os.truncate(tmp_path / "weights", 64 << 20)
-        monkeypatch.setattr(sources, "FOLDER_LIMIT_BYTES", 1 << 20)
-        with pytest.raises(DataError, match="GiB of text"):
+        os.truncate(tmp_path / "weights", 1 << 30)
+        with pytest.raises(DataError, match="1 GiB of text"):
             open_small(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -165,20 +172,19 @@ def test_folders_of_results_are_no_text_to_train_on(tmp_path):
     assert open_small(tmp_path / "results" / "compare_1").train_bytes == 84  # asked for by name
 
 
-def test_data_that_changed_since_the_comparison_began_is_refused(tmp_path, monkeypatch):
+def test_data_that_changed_since_the_comparison_began_is_refused(tmp_path, large_file):
     path = tmp_path / "text"
     path.write_bytes(b"a" * 1000)
     options = {"seed": 0, "seq_length": 16, "vocab_size": 256}
-    for whole_bytes in (1 << 30, 500):  # above it, pieces serve
-        monkeypatch.setattr(sources, "_DIGESTED_WHOLE_BYTES", whole_bytes)
-        monkeypatch.setattr(sources, "_PIECE_NUM", 10)
-        begun = digest_of(str(tmp_path)), digest_of(str(path))
-        for spec, digest in zip((tmp_path, path), begun, strict=True):
+    begun = {spec: digest_of(str(spec)) for spec in (tmp_path, path, large_file)}
+    for spec, digest in begun.items():
+        open_data(str(spec), **options, expected_digest=digest)
+    for changed in (path, large_file):
+        with changed.open("ab") as file:
+            file.write(b"b")
+    for spec, digest in begun.items():
+        with pytest.raises(DataError, match="does not hold the bytes that the comparison began with"):
             open_data(str(spec), **options, expected_digest=digest)
-        path.write_bytes(path.read_bytes() + b"b")
-        for spec, digest in zip((tmp_path, path), begun, strict=True):
-            with pytest.raises(DataError, match="does not hold the bytes that the comparison began with"):
-                open_data(str(spec), **options, expected_digest=digest)
     assert digest_of("synthetic") is None
     open_data("synthetic", **options, expected_digest=None)
 

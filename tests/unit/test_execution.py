@@ -116,6 +116,19 @@ def test_a_row_whose_reference_did_not_run_is_not_started(answering) -> None:
     assert row.error == "cannot be verified, since the reference did not run: failed: no"
 
 
+def test_a_row_that_the_memory_left_by_then_does_not_hold_is_not_started(answering) -> None:
+    chosen, launcher = plan(strategies=("zero0",)), answering(ended_well)
+    available = HOST.memory_available_bytes()
+    host = replace(HOST, memory_available_bytes=lambda: available)
+    (step,), runs = schedule(chosen), execution(chosen, launcher, host=host)
+    row, was_started = run_first(runs, step, launcher)
+    assert row.status == "ok" and was_started
+    available = 1 << 10
+    row, was_started = run_first(runs, step, launcher)
+    assert (row.status, row.oom_tier, was_started) == ("oom", "host", False)
+    assert "the host has available" in (row.error or "")
+
+
 def test_a_row_that_cannot_lock_its_memory_is_not_started(answering) -> None:
     chosen, launcher = plan(**TWO_GPUS), answering()
     host = replace(HOST, why_not_lockable=lambda configuration: f"{configuration.strategy} locks too much")

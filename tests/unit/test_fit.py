@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from plan_samples import GPUS, ON_GPUS, configuration
+from plan_samples import GPUS, ON_GPUS, configuration, verification_model, why_too_large
 
 from zerobench import models
 from zerobench.bench import jobs
 from zerobench.bench.plan import fit
 from zerobench.models.hf_config import RANDOM_WEIGHTS
+from zerobench.results.sizes import GIB
 
 
 def test_what_cannot_fit_is_found_before_it_starts() -> None:
@@ -28,9 +31,9 @@ def test_what_cannot_fit_is_found_before_it_starts() -> None:
         whole_masters = on_gpus.model_copy(update={"options": {"store_param_remainders": False}})
         assert fit.least_rank_bytes(whole_masters) == fit.Need(device=whole * count), strategy
     row = configuration(model=("gpt2-xl",), strategies=("ddp",))
-    reason = fit.why_too_large(row, rank_memory_bytes=1 << 30)
+    reason = why_too_large(row, rank_memory_bytes=1 << 30)
     assert reason is not None and "--rank-memory-gib" in reason.reason
-    assert fit.why_too_large(configuration(), rank_memory_bytes=1 << 30) is None
+    assert why_too_large(configuration(), rank_memory_bytes=1 << 30) is None
 
 
 @pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2)])
@@ -44,7 +47,7 @@ def test_logits_that_cannot_fit_are_found_before_it_starts(precision, itemsize) 
     options |= {"batch_size": (10_000_000,), "strategies": ("zero3",)}
     for on, words in (({}, "and the host has available"), (ON_GPUS, "on each rank and GPU 0 has 80.00")):
         row = configuration(**{**options, **on, "precision": (precision,)})
-        found = fit.why_too_large(row, rank_memory_bytes=None, gpus=gpus if on else ())
+        found = why_too_large(row, gpus=gpus if on else ())
         assert found is not None and found.reason.startswith("the logits of one micro-batch alone need")
         assert words in found.reason
     own = configuration(**{**options, "strategies": ("zerobench.strategies.single:SingleStrategy",)})
@@ -84,58 +87,57 @@ def test_what_a_rank_cannot_do_without(tmp_path, strategy, options, in_fp32, in_
     assert (need.device, need.host) == (each[0] * count, each[1] * count)
 
 
-def test_every_rank_of_a_host_needs_its_own_part_of_it(monkeypatch) -> None:
-    monkeypatch.setattr(fit, "memory_available_bytes", lambda: 100 << 30)
-    need = fit.Need(device=30 << 30, host=20 << 30)
-    monkeypatch.setattr(fit, "least_rank_bytes", lambda configuration: need)
-    on_cpu = configuration(world_size=(2,))  # whose device is the host: 2 x (30 + 20)
-    assert fit.why_too_large(on_cpu, rank_memory_bytes=None) is None
-    found = fit.why_too_large(configuration(world_size=(3,)), rank_memory_bytes=None)
+def test_every_rank_of_a_host_needs_its_own_part_of_it() -> None:
+    # CPU ranks, whose device is the host: 4 bytes a parameter, and of 8 each rank its part.
+    offloading = partial(configuration, model=("gpt2-xl",), strategies=("zero2",), offload=("cpu_optimizer",))
+    on_two, on_three = offloading(world_size=(2,)), offloading(world_size=(3,))
+    count = on_two.settings.parameter_count or 0
+    has = {"memory_available_bytes": 16 * count}
+    assert why_too_large(on_two, **has) is None
+    found = why_too_large(on_three, **has)
     assert found is not None and found.tier == "host"
-    assert "need 150.00 GiB for 3 ranks and the host has available 100.00" in found.reason
-    assert fit.why_too_large(configuration(world_size=(3,)), rank_memory_bytes=None, host_ranks=2) is None
-    assert fit.why_too_large(on_cpu, rank_memory_bytes=49 << 30) is not None
-    limited = configuration(strategies=("zero2",), offload=("cpu_optimizer",), host_memory_gib=39.0)
-    found = fit.why_too_large(limited, rank_memory_bytes=None)
-    assert (
-        found is not None
-        and "need 40.00 GiB of host memory and --host-memory-gib allows 39.00" in found.reason
-    )
+    needed, available = fit.two_amounts(20 * count, 16 * count)
+    assert f"need {needed} for 3 ranks and the host has available {available}" in found.reason
+    assert why_too_large(on_three, **has, host_ranks=2) is None
+    assert why_too_large(on_two, **has, rank_memory_bytes=8 * count) is None
+    assert why_too_large(on_two, **has, rank_memory_bytes=8 * count - 1) is not None
+    found = why_too_large(offloading(world_size=(2,), host_memory_gib=7 * count / GIB))
+    needed, allowed = fit.two_amounts(8 * count, 7 * count)
+    assert found is not None
+    assert f"need {needed} of host memory and --host-memory-gib allows {allowed}" in found.reason
 
 
 def test_the_smallest_gpu_decides() -> None:
     sizes = (80, 30, 80, 80)
     gpus = [gpu.model_copy(update={"total_bytes": size << 30}) for gpu, size in zip(GPUS, sizes, strict=True)]
     row = configuration(**ON_GPUS, model=("gpt2-xl",), strategies=("zero0",))  # 23 GiB
-    assert fit.why_too_large(row, rank_memory_bytes=None, gpus=gpus) is None
+    assert why_too_large(row, gpus=gpus) is None
     gpus[1] = gpus[1].model_copy(update={"total_bytes": 20 << 30})
-    found = fit.why_too_large(row, rank_memory_bytes=None, gpus=gpus)
+    found = why_too_large(row, gpus=gpus)
     assert found is not None and found.tier == "device" and "GPU 1 has 20.00" in found.reason
 
 
-def test_the_reference_leaves_a_gpu_room_for_activations(monkeypatch) -> None:
-    monkeypatch.setattr(fit, "memory_available_bytes", lambda: 1 << 40)
+def test_the_reference_leaves_a_gpu_room_for_activations() -> None:
     row = configuration(**ON_GPUS, model=("gpt2-xl",))
     count = row.settings.parameter_count or 0
 
     def layers(total_bytes: float) -> int:
         gpus = [gpu.model_copy(update={"total_bytes": int(total_bytes)}) for gpu in GPUS]
-        return fit.verification_model(row.model, rank_memory_bytes=None, gpus=gpus)["num_layers"]
+        return verification_model(row.model, gpus=gpus)["num_layers"]
 
     assert layers(20 * count / 0.89) == 48 and layers(20 * count / 0.91) == 24
 
 
-def test_what_is_gathered_of_a_row_is_on_rank_0_three_times(monkeypatch) -> None:
+def test_what_is_gathered_of_a_row_is_on_rank_0_three_times() -> None:
     row = configuration(**ON_GPUS, model=("gpt2-xl",))
     count = row.settings.parameter_count or 0
     for host_ranks in (4, 8):
         for share, layers in ((1.01, 48), (0.99, 24)):
             available = int(share * 4 * (host_ranks + 2) * count)
-            monkeypatch.setattr(fit, "memory_available_bytes", lambda available=available: available)
-            found = fit.verification_model(
-                row.model, rank_memory_bytes=None, gpus=GPUS, host_ranks=host_ranks
-            )["num_layers"]
-            assert (found, host_ranks) == (layers, host_ranks)
+            found = verification_model(
+                row.model, gpus=GPUS, host_ranks=host_ranks, memory_available_bytes=available
+            )
+            assert (found["num_layers"], host_ranks) == (layers, host_ranks)
 
 
 def test_weights_of_all_layers_are_not_loaded_into_fewer() -> None:
@@ -163,7 +165,7 @@ def test_amounts_are_told_apart(more_bytes, fewer_bytes, expected) -> None:
 
 def test_a_small_model_that_cannot_fit_has_figures() -> None:
     row = configuration(num_layers=(1,), hidden_size=(16,), strategies=("ddp",))
-    reason = fit.why_too_large(row, rank_memory_bytes=100 << 10)
+    reason = why_too_large(row, rank_memory_bytes=100 << 10)
     assert (
         reason is not None
         and "need 0.18 MiB on each rank" in reason.reason
@@ -173,29 +175,29 @@ def test_a_small_model_that_cannot_fit_has_figures() -> None:
 
 def test_a_model_too_large_for_the_reference_is_verified_with_fewer_layers() -> None:
     row = configuration(model=("gpt2",))
-    found = fit.verification_model(row.model, rank_memory_bytes=3 << 30)
+    found = verification_model(row.model, rank_memory_bytes=3 << 30)
     assert 1 <= found["num_layers"] < 12
     assert {**found, "num_layers": 12} == row.model
-    assert fit.verification_model(configuration().model, rank_memory_bytes=3 << 30) == configuration().model
-    assert fit.verification_model(row.model, rank_memory_bytes=None, layers=5)["num_layers"] == 5
-    assert fit.verification_model(row.model, rank_memory_bytes=None, layers=50)["num_layers"] == 12
+    assert verification_model(configuration().model, rank_memory_bytes=3 << 30) == configuration().model
+    assert verification_model(row.model, layers=5)["num_layers"] == 5
+    assert verification_model(row.model, layers=50)["num_layers"] == 12
 
 
-def test_what_all_ranks_of_a_row_gather_must_fit_the_host(monkeypatch) -> None:
+def test_what_all_ranks_of_a_row_gather_must_fit_the_host() -> None:
     row = configuration(**ON_GPUS, model=("gpt2-xl",))  # 1.56e9 parameters: 18.7 GB to 62 GB at 4 bytes each
-    monkeypatch.setattr(fit, "memory_available_bytes", lambda: 40 * 10**9)
-    assert fit.verification_model(row.model, rank_memory_bytes=None, gpus=GPUS) == row.model
-    found = fit.verification_model(row.model, rank_memory_bytes=None, gpus=GPUS, host_ranks=8)
+    on_gpus = partial(verification_model, row.model, gpus=GPUS, memory_available_bytes=40 * 10**9)
+    assert on_gpus() == row.model
+    found = on_gpus(host_ranks=8)
     assert found["num_layers"] == 24
 
 
 def test_what_cannot_fit_a_gpu_is_found_before_it_starts() -> None:
     small = [gpu.model_copy(update={"total_bytes": 8 << 30}) for gpu in GPUS]
     row = configuration(**ON_GPUS, model=("gpt2-xl",), strategies=("ddp",))
-    reason = fit.why_too_large(row, rank_memory_bytes=None, gpus=small)
+    reason = why_too_large(row, gpus=small)
     assert reason is not None and "GPU 0 has 8.00" in reason.reason
-    assert fit.why_too_large(row, rank_memory_bytes=None, gpus=GPUS) is None
-    found = fit.verification_model(row.model, rank_memory_bytes=None, gpus=small)
+    assert why_too_large(row, gpus=GPUS) is None
+    found = verification_model(row.model, gpus=small)
     assert 1 <= found["num_layers"] < 48
 
 
@@ -203,14 +205,14 @@ def test_few_tokens_an_expert_are_verified_with_all_experts_where_rounding_choos
     row = configuration(model=("mistralai/Mixtral-8x7B-v0.1",), model_option={"num_layers": 1})
 
     def experts(tokens: int | None) -> int:
-        found = fit.verification_model(row.model, rank_memory_bytes=None, rounded_tokens=tokens)
+        found = verification_model(row.model, rounded_tokens=tokens)
         return found["experts_per_token"]
 
     assert experts(None) == 2  # fp32
     assert experts(4095) == 8
     assert experts(4096) == 2  # 1024 an expert
     dense = configuration(model=("meta-llama/Meta-Llama-3-8B",), model_option={"num_layers": 1})
-    found = fit.verification_model(dense.model, rank_memory_bytes=None, rounded_tokens=1)
+    found = verification_model(dense.model, rounded_tokens=1)
     assert found == dense.model
 
 
@@ -230,18 +232,16 @@ def test_experts_are_mistaken_where_products_are_rounded(precision, tf32, expect
     ("strategy", "is_built_whole"),
     [("deepspeed3", True), ("fsdp1", True), ("zero3", False), ("fsdp2", False)],
 )
-def test_a_model_that_is_whole_before_it_is_sharded_must_fit_a_gpu(
-    monkeypatch, strategy, is_built_whole
-) -> None:
-    monkeypatch.setattr(fit, "memory_available_bytes", lambda: 100 << 30)
-    monkeypatch.setattr(fit, "least_rank_bytes", lambda configuration: fit.Need(device=1 << 30))
-    row = configuration(**ON_GPUS, model=("gpt2-xl",), strategies=(strategy,))  # 5.8 GiB in fp32
-    small = [gpu.model_copy(update={"total_bytes": 5 << 30}) for gpu in GPUS]
-    reason = fit.why_too_large(row, rank_memory_bytes=None, gpus=small)
+def test_a_model_that_is_whole_before_it_is_sharded_must_fit_a_gpu(strategy, is_built_whole) -> None:
+    eight = tuple(gpu.model_copy(update={"index": index}) for index, gpu in enumerate(GPUS * 2))
+    on_eight = {**ON_GPUS, "gpus": eight, "world_size": (8,)}  # each of which holds an eighth of the state
+    row = configuration(**on_eight, model=("gpt2-xl",), strategies=(strategy,))  # 5.8 GiB in fp32
+    small = [gpu.model_copy(update={"total_bytes": 5 << 30}) for gpu in eight]
+    reason = why_too_large(row, gpus=small)
     assert (reason is not None) == is_built_whole
     if reason is not None:
         assert reason.tier == "device"
         assert (
             f"{strategy} begins with the whole fp32 model on each rank, which needs 5.80 GiB" in reason.reason
         )
-    assert fit.why_too_large(row, rank_memory_bytes=None, gpus=GPUS) is None
+    assert why_too_large(row, gpus=GPUS) is None

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pwd
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from zerobench.errors import ConfigError
-from zerobench.host import disks
 from zerobench.host.io_settings import (
     IoSettings,
     Rates,
@@ -66,23 +66,19 @@ def test_settings_are_found_from_the_folders_below(tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["io.json"]  # and no partial file
 
 
-def test_the_default_file_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert default_file() == tmp_path / "zerobench/io.json"
-    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")  # to be ignored, as the specification says
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_file() == tmp_path / ".config/zerobench/io.json"
+def test_the_default_file_follows_the_environment(tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "own")}
+    assert default_file(environ) == tmp_path / "own/zerobench/io.json"
+    # To be ignored, as the specification says.
+    assert default_file(environ | {"XDG_CONFIG_HOME": "relative"}) == tmp_path / ".config/zerobench/io.json"
+    account = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    assert default_file({}) == account / ".config/zerobench/io.json"
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(uid: int) -> None:
-        raise KeyError(uid)
-
-    for name in ("HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as in a container that is run as any number
+def test_a_user_without_a_home_is_told_what_to_set() -> None:
+    nobody = 4_000_000_000  # as in a container that is run as any number
     with pytest.raises(ConfigError, match="no home folder: set HOME or XDG_CONFIG_HOME"):
-        default_file()
+        default_file({}, user_id=nobody)
 
 
 @pytest.mark.parametrize(
@@ -123,22 +119,20 @@ def test_a_folder_is_no_file_of_settings(tmp_path: Path) -> None:
     assert "remove" not in str(refused.value)
 
 
-def test_another_disk_has_settings_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_disk_has_settings_of_its_own(tmp_path: Path) -> None:
     file, mounted = tmp_path / "io.json", tmp_path / "mounted"
     mounted.mkdir()
     write_settings(tmp_path, settings(), file=file)
     assert settings_for(mounted / "new", file=file) is not None
-    stat = Path.stat
 
-    def stat_of_two_disks(path: Path, **options: bool) -> os.stat_result:
-        found = list(stat(path, **options))
-        found[2] = 2 if path == mounted else 1  # st_dev
-        return os.stat_result(found)
+    def disk_of(path: Path) -> str:
+        assert path.exists()
+        return "another" if path == mounted else "one"
 
-    monkeypatch.setattr(Path, "stat", stat_of_two_disks)
-    assert settings_for(mounted, file=file) is None
-    assert settings_for(mounted / "new" / "folder", file=file) is None
-    assert settings_for(tmp_path / "new", file=file) is not None
+    on_two_disks = partial(settings_for, file=file, disk_of=disk_of)
+    assert on_two_disks(mounted) is None
+    assert on_two_disks(mounted / "new" / "folder") is None
+    assert on_two_disks(tmp_path / "new") is not None
 
 
 def test_a_file_keeps_its_mode_and_a_link_stays_one(tmp_path: Path) -> None:
@@ -258,12 +252,12 @@ def test_a_path_is_described_by_its_file_system(tmp_path: Path) -> None:
     assert str(tmp_path) in device_line(facts)
 
 
-def test_benchmarks_of_files_go_on_without_io_uring_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmarks_of_files_go_on_without_io_uring_and_say_why() -> None:
     notes = Console(record=True, file=io.StringIO(), width=200)
-    monkeypatch.setattr(disks, "lockable_bytes", lambda: 8 << 20)
+    usable = partial(io_disk.usable, lockable=8 << 20)
     both = [IoSetting(engine=engine, block_bytes=1 << 20, depth=8) for engine in ("io_uring", "threads")]
-    assert io_disk.usable(both, 16 << 20, notes) == both[1:]
+    assert usable(both, 16 << 20, notes) == both[1:]
     assert "threads only: io_uring" in notes.export_text()
     with pytest.raises(ConfigError, match=r"MEMLOCK leaves 8.*--engines threads"):
-        io_disk.usable(both[:1], 16 << 20, notes)
-    assert io_disk.usable(both[1:], 16 << 20, notes) == both[1:]
+        usable(both[:1], 16 << 20, notes)
+    assert usable(both[1:], 16 << 20, notes) == both[1:]

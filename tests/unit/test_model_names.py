@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,8 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_cache(monkeypatch, tmp_path):
-    """What lies in the hub's cache of this machine must not decide."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "hub"
+# What lies in the hub's cache of this machine must not decide.
+find, resolve = (partial(each, hub_cache=Path("/nowhere")) for each in (models.find, models.resolve))
 
 
 def test_every_model_asked_for_is_shipped():
@@ -66,19 +64,19 @@ def test_every_model_asked_for_is_shipped():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_number(name):
-    config = models.find(name)
+    config = find(name)
     assert config.name == name
     assert config.dropout == 0.0 and config.attention == "sdpa" and config.weights == "random"
     assert models.parameter_count(config) == PUBLISHED[name]["parameters"]
 
 
 def test_names_are_never_mistaken_for_one_another():
-    assert isinstance(models.find("gpt2"), models.PresetConfig)
+    assert isinstance(find("gpt2"), models.PresetConfig)
     for name in ("hf:gpt2", "hf:openai-community/gpt2", "openai-community/gpt2"):
-        assert models.find(name).name == "openai-community/gpt2"
-        assert isinstance(models.find(name), models.HFConfig)
-    assert models.find("hf:bert-large-uncased").name == "google-bert/bert-large-uncased"
-    assert models.find("hf:opt-1.3b") == models.find("facebook/opt-1.3b")
+        assert find(name).name == "openai-community/gpt2"
+        assert isinstance(find(name), models.HFConfig)
+    assert find("hf:bert-large-uncased").name == "google-bert/bert-large-uncased"
+    assert find("hf:opt-1.3b") == find("facebook/opt-1.3b")
 
 
 def test_variants_are_the_listed_ones():
@@ -90,11 +88,11 @@ def test_variants_are_the_listed_ones():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_chat_or_instruct_variant_has_the_shape_of_its_base(name):
     base, changed = VARIANTS[name]
-    expected = models.find(base).model_dump() | {"name": name}
+    expected = find(base).model_dump() | {"name": name}
     for field, value in changed.items():
         (expected if field in expected else expected["other"])[field] = value
-    assert models.find(name).model_dump() == expected
-    assert models.find(f"hf:{name.rpartition('/')[2]}").name == name
+    assert find(name).model_dump() == expected
+    assert find(f"hf:{name.rpartition('/')[2]}").name == name
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,7 @@ def test_a_chat_or_instruct_variant_has_the_shape_of_its_base(name):
 )
 def test_a_suffix_that_is_not_shipped_is_not_guessed(name):
     with pytest.raises(ConfigError, match=rf"^unknown model '{name}': did you mean '.*'\? known: tiny, "):
-        models.find(name)
+        find(name)
 
 
 @pytest.mark.parametrize(
@@ -127,21 +125,21 @@ def test_quantised_variants_are_refused_and_what_they_were_made_from_is_named(na
     with pytest.raises(
         ConfigError, match=rf"^model '{name}' is quantised, .*did you mean '{base}'\? use the"
     ):
-        models.find(name)
+        find(name)
 
 
 def test_sizes_of_mixtral_and_small_opt():
-    mixtral = models.find("mistralai/Mixtral-8x7B-v0.1")
+    mixtral = find("mistralai/Mixtral-8x7B-v0.1")
     assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.num_kv_heads) == (8, 2, 8)
     assert (mixtral.head_size, mixtral.ffn_size, mixtral.sliding_window) == (128, 14336, None)
-    assert models.find("mistralai/Mistral-7B-v0.1").sliding_window == 4096
-    assert models.find("facebook/opt-350m").embedding_size == 512
+    assert find("mistralai/Mistral-7B-v0.1").sliding_window == 4096
+    assert find("facebook/opt-350m").embedding_size == 512
 
 
 def test_a_window_can_be_left_out_and_attention_then_sees_all_tokens():
-    config = models.find("mistralai/Mistral-7B-v0.1", model_options(["sliding_window=null"]))
+    config = find("mistralai/Mistral-7B-v0.1", model_options(["sliding_window=null"]))
     assert config.sliding_window is None and config.hf_arguments()["sliding_window"] is None
-    windowed = models.find("mistralai/Mistral-7B-v0.1")
+    windowed = find("mistralai/Mistral-7B-v0.1")
     assert models.flops_per_token(config, 8192) > models.flops_per_token(windowed, 8192)
     with pytest.raises(ConfigError, match="'num_heads=null' gives no value"):
         model_options(["num_heads=null"])
@@ -149,20 +147,17 @@ def test_a_window_can_be_left_out_and_attention_then_sees_all_tokens():
 
 @pytest.mark.parametrize("name", ["hf:gpt2", "llama", "facebook/opt-1.3b", "google-bert/bert-large-uncased"])
 def test_sizes_are_overridable_and_what_follows_from_them_follows(name):
-    config = models.find(name, SIZES)
+    config = find(name, SIZES)
     assert {field: getattr(config, field) for field in SIZES} == SIZES
     assert (config.head_size, config.num_kv_heads, config.embedding_size) == (12, 4, 48)
     assert config.ffn_size == (11008 if name == "llama" else 4 * 48)
-    assert models.find(name, dict.fromkeys(SIZES)) == models.find(name)
-    assert (
-        models.find(name, {"attention": "eager", "dropout": 0.1}).hf_arguments()["attn_implementation"]
-        == "eager"
-    )
+    assert find(name, dict.fromkeys(SIZES)) == find(name)
+    assert find(name, {"attention": "eager", "dropout": 0.1}).hf_arguments()["attn_implementation"] == "eager"
 
 
 def test_a_configuration_survives_json():
     for name in ("tiny", "mistralai/Mistral-7B-v0.1", "facebook/opt-350m"):
-        config = models.find(name, {"num_layers": 2})
+        config = find(name, {"num_layers": 2})
         assert models.from_dict(json.loads(json.dumps(config.model_dump()))) == config
 
 
@@ -200,14 +195,14 @@ def test_a_configuration_survives_json():
 )
 def test_errors_are_one_line_that_names_the_fault(name, overrides, words):
     with pytest.raises(ConfigError) as caught:
-        models.resolve(name, overrides)
+        resolve(name, overrides)
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
 
 
 def test_sequences_longer_than_the_positions():
-    config = models.find("google-bert/bert-large-uncased")
+    config = find("google-bert/bert-large-uncased")
     config.check_seq_length(512)
     with pytest.raises(ConfigError, match=r"seq_length 513 is outside 2 to 512 \(max_seq_length of model"):
         config.check_seq_length(513)
@@ -224,17 +219,17 @@ def write(folder: Path, published: dict, *files: str) -> Path:
 def test_a_local_folder(tmp_path, monkeypatch):
     published = PUBLISHED["Qwen/Qwen2.5-0.5B"]["config"] | {"num_hidden_layers": 2, "torch_dtype": "bfloat16"}
     folder = write(tmp_path / "mine", published)
-    config = models.find(str(folder))
+    config = find(str(folder))
     assert (config.name, config.num_layers, config.weights) == (str(folder), 2, "random")
     monkeypatch.chdir(tmp_path)
-    assert models.find("./mine") == config
+    assert find("./mine") == config
     with pytest.raises(ConfigError, match=r"for the folder of that name write \./mine"):
-        models.find("mine")
+        find("mine")
     (folder / "model.safetensors").touch()
-    assert models.find("./mine").weights == str(folder)
-    assert models.find("./mine", {"weights": "random"}).weights == "random"
-    assert models.find("./mine", {"num_layers": 1}).weights == "random"
-    assert models.find("./mine", {"num_layers": 1, "weights": "./mine"}).weights == str(folder)
+    assert find("./mine").weights == str(folder)
+    assert find("./mine", {"weights": "random"}).weights == "random"
+    assert find("./mine", {"num_layers": 1}).weights == "random"
+    assert find("./mine", {"num_layers": 1, "weights": "./mine"}).weights == str(folder)
 
 
 @pytest.mark.parametrize(
@@ -259,22 +254,22 @@ def test_a_local_folder(tmp_path, monkeypatch):
 )
 def test_folders_that_cannot_be_built(tmp_path, published, words):
     with pytest.raises(ConfigError) as caught:
-        models.find(str(write(tmp_path / "mine", published)))
+        find(str(write(tmp_path / "mine", published)))
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_a_folder_without_a_readable_config(tmp_path):
     with pytest.raises(ConfigError, match=r"^model '.*': cannot read .*config\.json"):
-        models.find(str(tmp_path))
+        find(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"^model '.*': .*config\.json is not JSON"):
-        models.find(str(tmp_path))
+        find(str(tmp_path))
 
 
 def test_keys_of_a_published_config_may_repeat(tmp_path):
     published = json.dumps(PUBLISHED["llama"]["config"])
     (tmp_path / "config.json").write_text('{"vocab_size": 7, ' + published.removeprefix("{"))
-    assert models.find(str(tmp_path)).vocab_size == PUBLISHED["llama"]["config"]["vocab_size"]
+    assert find(str(tmp_path)).vocab_size == PUBLISHED["llama"]["config"]["vocab_size"]
 
 
 @pytest.mark.parametrize(
@@ -292,75 +287,77 @@ def test_keys_of_a_published_config_may_repeat(tmp_path):
 def test_sizes_that_transformers_would_guess_are_asked_for(tmp_path, name, key):
     published = {k: value for k, value in PUBLISHED[name]["config"].items() if k != key}
     with pytest.raises(ConfigError, match=f"lacks {key}: complete it"):
-        models.find(str(write(tmp_path / "mine", published)))
+        find(str(write(tmp_path / "mine", published)))
 
 
 def test_an_override_that_changes_nothing_leaves_the_weights(tmp_path):
     published = PUBLISHED["Qwen/Qwen2.5-0.5B"]["config"] | {"num_hidden_layers": 2}
     folder = write(tmp_path / "mine", published, "model.safetensors")
-    config = models.find(str(folder))
+    config = find(str(folder))
     for field in ("num_kv_heads", "head_size", "ffn_size", "hidden_size", "num_layers"):
-        assert models.find(str(folder), {field: getattr(config, field)}).weights == str(folder), field
-    assert models.find(str(folder), {"head_size": 2 * config.head_size}).weights == "random"
+        assert find(str(folder), {field: getattr(config, field)}).weights == str(folder), field
+    assert find(str(folder), {"head_size": 2 * config.head_size}).weights == "random"
 
 
-def test_weights_that_are_not_whole_are_told_before_anything_runs(tmp_path, no_cache):
+def test_weights_that_are_not_whole_are_told_before_anything_runs(tmp_path):
     published = PUBLISHED["llama"]["config"] | {"num_hidden_layers": 2}
     folder = write(tmp_path / "mine", published, "part-1.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}))
     with pytest.raises(ConfigError, match=r"lacks part-2\.safetensors of its weights: complete the download"):
-        models.find(str(folder))
-    assert models.find(str(folder), {"weights": "random"}).weights == "random"
-    assert models.find(str(folder), {"num_layers": 1}).weights == "random"
+        find(str(folder))
+    assert find(str(folder), {"weights": "random"}).weights == "random"
+    assert find(str(folder), {"num_layers": 1}).weights == "random"
     for content in ("{", "[]", "{}", '{"weight_map": 3}'):
         index.write_text(content)
         with pytest.raises(ConfigError, match="is no index of weights: complete the download"):
-            models.find(str(folder))
+            find(str(folder))
     empty = write(tmp_path / "empty", published)
     with pytest.raises(ConfigError, match=r"holds no weights .*weights=random"):
-        models.find(str(folder), {"weights": str(empty)})
-    repository = no_cache / "models--facebook--opt-125m"  # of a shipped name: as if it were not there
+        find(str(folder), {"weights": str(empty)})
+    repository = tmp_path / "hub/models--facebook--opt-125m"  # of a shipped name: as if it were not there
     (repository / "refs").mkdir(parents=True)
     (repository / "refs/main").write_text("abc")
     snapshot = write(repository / "snapshots/abc", PUBLISHED["facebook/opt-125m"]["config"])
     for content in (json.dumps({"weight_map": {"a": "b.bin"}}), "{"):
         (snapshot / "pytorch_model.bin.index.json").write_text(content)
-        assert models.find("facebook/opt-125m").weights == "random"
+        assert models.find("facebook/opt-125m", hub_cache=tmp_path / "hub").weights == "random"
 
 
 def test_weights_of_which_a_part_is_there_are_not_passed_over(tmp_path):
     published = PUBLISHED["llama"]["config"] | {"num_hidden_layers": 2}
     folder = write(tmp_path / "mine", published, "model-00001-of-00002.safetensors")
     with pytest.raises(ConfigError, match=r"lacks model\.safetensors\.index\.json of its weights"):
-        models.find(str(folder))
-    assert models.find(str(folder), {"weights": "random"}).weights == "random"
+        find(str(folder))
+    assert find(str(folder), {"weights": "random"}).weights == "random"
     (folder / "model.safetensors").symlink_to("nowhere")
     with pytest.raises(ConfigError, match=r"lacks model\.safetensors of its weights"):
-        models.find(str(folder))
+        find(str(folder))
     (folder / "pytorch_model.bin").touch()  # which transformers would take, too
-    assert models.find(str(folder)).weights == str(folder)
+    assert find(str(folder)).weights == str(folder)
 
 
-def test_mixtral_needs_a_transformers_that_takes_its_experts_together(monkeypatch):
-    monkeypatch.setattr(models.parse, "_major_version", lambda package: 4)
+def test_mixtral_needs_a_transformers_that_takes_its_experts_together():
+    mixtral, gpt2 = find("mistralai/Mixtral-8x7B-v0.1"), find("hf:gpt2")
     with pytest.raises(ConfigError, match=r"before transformers 5 .*pip install -U transformers"):
-        models.resolve("mistralai/Mixtral-8x7B-v0.1")
-    models.resolve("hf:gpt2")
+        models.parse.check_packages(mixtral, major_version=lambda package: 4)
+    models.parse.check_packages(gpt2, major_version=lambda package: 4)
+    models.parse.check_packages(mixtral, major_version=lambda package: 5)
 
 
-def test_the_hubs_cache_is_used_and_nothing_is_fetched(no_cache):
+def test_the_hubs_cache_is_used_and_nothing_is_fetched(tmp_path):
     def snapshot(name: str, published: dict, *files: str) -> Path:
-        repository = no_cache / f"models--{name.replace('/', '--')}"
+        repository = tmp_path / f"models--{name.replace('/', '--')}"
         (repository / "refs").mkdir(parents=True)
         (repository / "refs/main").write_text("abc")
         return write(repository / "snapshots/abc", published, *files)
 
+    find = partial(models.find, hub_cache=tmp_path)
     opt = snapshot("facebook/opt-125m", PUBLISHED["facebook/opt-125m"]["config"], "pytorch_model.bin")
-    assert models.find("facebook/opt-125m").weights == str(opt)
-    assert models.find("facebook/opt-125m", {"num_layers": 2}).weights == "random"
+    assert find("facebook/opt-125m").weights == str(opt)
+    assert find("facebook/opt-125m", {"num_layers": 2}).weights == "random"
     other = snapshot("someone/llama", PUBLISHED["llama"]["config"] | {"num_hidden_layers": 2})
-    config = models.find("someone/llama")
+    config = find("someone/llama")
     assert (config.name, config.num_layers, config.weights) == ("someone/llama", 2, "random")
     assert other.is_dir()
 
@@ -384,37 +381,38 @@ except models.parse.ConfigError as error:
     assert run.stdout == f"model 'facebook/opt-125m' needs transformers: {needed}\n"
 
 
-def test_flash_attention_needs_its_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+def test_flash_attention_needs_its_package():
+    config = find("hf:gpt2", {"attention": "flash_attention_2"})
     with pytest.raises(ConfigError, match="pip install flash-attn"):
-        models.resolve("hf:gpt2", {"attention": "flash_attention_2"})
+        models.parse.check_packages(config, is_installed=lambda package: package != "flash_attn")
+    models.parse.check_packages(config, is_installed=lambda package: True)
 
 
 def test_flops_by_hand():
     # One layer, width 8, feed-forward 32, vocabulary 300; forward of one token in a sequence of 10.
-    preset = models.find("tiny", SIZES | {"num_layers": 1, "hidden_size": 8})
+    preset = find("tiny", SIZES | {"num_layers": 1, "hidden_size": 8})
     weights = 8 * 24 + 8 * 8 + 2 * 8 * 32 + 8 * 300
     attention = 2 * (2 * 8 * 10)  # queries with keys, scores with values, 10 positions
     assert models.flops_per_token(preset, 10) == 3 * (2 * weights + attention)
-    assert models.flops_per_token(
-        models.find("hf:gpt2", SIZES | {"num_layers": 1, "hidden_size": 8}), 10
-    ) == (3 * (2 * weights + attention))
+    assert models.flops_per_token(find("hf:gpt2", SIZES | {"num_layers": 1, "hidden_size": 8}), 10) == (
+        3 * (2 * weights + attention)
+    )
 
 
 def test_flops_of_grouped_heads_experts_and_windows():
     sizes = SIZES | {"num_kv_heads": 2, "ffn_size": 24}
-    mixtral = models.find("mistralai/Mixtral-8x7B-v0.1", sizes)
+    mixtral = find("mistralai/Mixtral-8x7B-v0.1", sizes)
     attention = 48 * 48 + 2 * 48 * 24 + 48 * 48
     layer = attention + 48 * 8 + 2 * (3 * 48 * 24)  # router over 8 experts, of which 2 work
     assert models.flops_per_token(mixtral, 16) == 3 * (2 * (3 * layer + 48 * 300) + 3 * 4 * 48 * 16)
-    mistral = models.find("mistralai/Mistral-7B-v0.1", sizes | {"sliding_window": 4})
+    mistral = find("mistralai/Mistral-7B-v0.1", sizes | {"sliding_window": 4})
     dense = 3 * (attention + 3 * 48 * 24) + 48 * 300
     assert models.flops_per_token(mistral, 16) == 3 * (2 * dense + 3 * 4 * 48 * 4)
 
 
 def test_flops_of_published_models_are_near_six_per_parameter():
     for name in ("meta-llama/Llama-2-7b-hf", "llama-1.3b", "Qwen/Qwen2.5-72B", "facebook/opt-66b"):
-        config = models.find(name)
+        config = find(name)
         assert models.flops_per_token(config, 2048) == pytest.approx(
             6 * models.parameter_count(config), rel=0.11
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from plan_samples import GPUS, ON_GPUS, SMALL, configuration, names
+from plan_samples import GPUS, ON_GPUS, SMALL, configuration, names, verification_model
 
-from zerobench.bench.plan import fit
 from zerobench.bench.plan.defaults import choose_device, defaults_on
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import make_plan
@@ -97,7 +96,7 @@ def test_settings_of_gpu_rows_are_resolved() -> None:
     assert (settings.device, settings.compile, settings.attention) == ("cuda", "none", "sdpa")
     assert settings.dropout == row.model["dropout"] == 0.1
     assert settings.tf32 is None  # no question in bf16
-    assert fit.verification_model(row.model, rank_memory_bytes=None, gpus=GPUS)["dropout"] == 0.0
+    assert verification_model(row.model, gpus=GPUS)["dropout"] == 0.0
     fp32 = configuration(**{**ON_GPUS, "precision": ("fp32",), "tf32": True})
     assert fp32.settings.tf32 is True
     assert fp32.reference_group() != configuration(**{**ON_GPUS, "precision": ("fp32",)}).reference_group()

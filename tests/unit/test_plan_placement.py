@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plan_samples import GPUS, ON_GPUS, SMALL, configuration
+from plan_samples import GPUS, ON_GPUS, SMALL, configuration, verification_model, why_too_large
 
 from zerobench.bench.plan import fit
 from zerobench.bench.plan.options import CompareOptions
@@ -64,18 +64,18 @@ def test_what_cannot_fit_is_known_by_tier(options, device, host) -> None:
             "settings": row.settings.model_copy(update={"device_memory_gib": device * count / GIB * 0.99})
         }
     )
-    found = fit.why_too_large(limited, rank_memory_bytes=None, gpus=GPUS)
+    found = why_too_large(limited, gpus=GPUS)
     assert found is not None and found.tier == "device" and "--device-memory-gib" in found.reason
     assert found.reason.startswith("parameters" if device else "the logits")
     limited.settings.device_memory_gib, limited.settings.host_memory_gib = None, host * count / GIB * 0.99
-    found = fit.why_too_large(limited, rank_memory_bytes=None, gpus=GPUS)
+    found = why_too_large(limited, gpus=GPUS)
     assert found is None if host == 0 else (found is not None and found.tier == "host")
 
 
 def test_state_beside_the_reference_leaves_it_fewer_layers() -> None:
     row = configuration(model=("gpt2",))
-    alone = fit.verification_model(row.model, rank_memory_bytes=6 << 30)
-    beside = fit.verification_model(row.model, rank_memory_bytes=6 << 30, offloads=True)
+    alone = verification_model(row.model, rank_memory_bytes=6 << 30)
+    beside = verification_model(row.model, rank_memory_bytes=6 << 30, offloads=True)
     assert alone["num_layers"] == 12 > beside["num_layers"] >= 1
 
 

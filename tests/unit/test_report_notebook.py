@@ -27,16 +27,17 @@ def test_committed_notebook_holds_no_output() -> None:
 
 
 @pytest.fixture
-def outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], list[Any]]:
+def outputs(tmp_path: Path) -> Callable[[Path], list[Any]]:
     def run(results: Path) -> list[Any]:
-        package_home = str(
-            Path(zerobench.report.__file__).parents[2]
-        )  # the kernel finds the zerobench that is tested
-        monkeypatch.setenv(
-            "PYTHONPATH", os.pathsep.join(filter(None, [package_home, os.environ.get("PYTHONPATH")]))
-        )
-        monkeypatch.setenv("ZEROBENCH_RESULTS", str(results))
-        monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+        # The kernel finds the zerobench that is tested.
+        package_home = str(Path(zerobench.report.__file__).parents[2])
+        folders = filter(None, [package_home, os.environ.get("PYTHONPATH")])
+        environ = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(folders),
+            "ZEROBENCH_RESULTS": str(results),
+            "IPYTHONDIR": str(tmp_path),
+        }
         notebook = nbformat.read(NOTEBOOK, as_version=4)
         client = NotebookClient(
             notebook,
@@ -44,7 +45,7 @@ def outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path],
             kernel_name="python3",
             resources={"metadata": {"path": str(NOTEBOOK.parent)}},
         )
-        client.execute()
+        client.execute(env=environ)
         found = [output for cell in notebook.cells for output in cell.get("outputs", [])]
         assert not [output for output in found if output.output_type == "error"]
         assert not [output.text for output in found if output.get("name") == "stderr"]

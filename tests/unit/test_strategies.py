@@ -19,6 +19,7 @@ from zerobench.strategies import clock, shared
 from zerobench.strategies.autocast import AutocastStrategy
 from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, Strategy, StrategySettings
 from zerobench.strategies.deepspeed.config import loss_scaling
+from zerobench.strategies.peer import ProcessGroupLease
 from zerobench.strategies.single import SingleStrategy
 from zerobench.strategies.zero import engine_config
 
@@ -135,7 +136,6 @@ def test_unknown_strategies_are_one_clear_line(name, words):
 def test_a_module_that_cannot_be_imported_is_one_clear_line(tmp_path, monkeypatch, text, words):
     (tmp_path / "broken_strategies.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "broken_strategies", raising=False)
     with pytest.raises(ConfigError) as caught:
         strategies.get("broken_strategies:X")
     said = str(caught.value)
@@ -143,11 +143,9 @@ def test_a_module_that_cannot_be_imported_is_one_clear_line(tmp_path, monkeypatc
     assert all(word in said for word in words), said
 
 
-def test_peers_say_what_environment_they_miss(monkeypatch):
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
-        strategies.get("ddp")(make_settings()).build(make_model)
+def test_peers_say_what_environment_they_miss():
+    with pytest.raises(ConfigError, match=r"ddp runs .* and MASTER_ADDR is not set"):
+        ProcessGroupLease(make_settings(), strategy="ddp", environ={"MASTER_PORT": "1"})
 
 
 def test_single_takes_one_rank_only():

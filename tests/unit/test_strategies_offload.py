@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from test_strategies import make_settings
-from test_strategies_peers import on_gpus
+from test_strategies_peers import WELL_EQUIPPED, on_gpus
 
 from zerobench import strategies
 from zerobench.bench.plan.options import CompareOptions
@@ -22,17 +22,19 @@ from zerobench.host.locked_folder import LockedFolder
 from zerobench.micro.adam import deepspeed_peer
 from zerobench.strategies import requirements
 from zerobench.strategies.deepspeed.config import deepspeed_config
+from zerobench.strategies.deepspeed.strategy import DeepSpeedStrategy
+from zerobench.strategies.requirements import HOST_TOOLS
 
 PLACED = {"host": {"exp_avg": 3, "master": 2}, "device": {"parameters": 100}}
 DISK = tempfile.gettempdir()  # a folder that takes files
 EVERYWHERE = [name for name in strategies.available() if not name.startswith("zero")]
 
 
-@pytest.fixture(autouse=True)
-def compilers(monkeypatch):
-    """What a GPU machine has, so that the reasons are about the settings."""
-    monkeypatch.setattr("zerobench.strategies.deepspeed.offload.missing_compiler", lambda what: None)
-    monkeypatch.setattr("zerobench.strategies.deepspeed.offload.missing_library", lambda *_, **__: None)
+def unplaced(name, settings, tools=WELL_EQUIPPED):
+    """Return why a strategy has no place for state, on a machine that has all that DeepSpeed compiles with."""
+    kind = strategies.get(name)
+    given = {"tools": tools} if issubclass(kind, DeepSpeedStrategy) else {}
+    return kind.unplaced(settings, **given)
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
@@ -46,7 +48,7 @@ def test_every_peer_runs_what_it_is_asked_for_or_says_why_not(name, offload):
         "nvme_full": {"deepspeed3"},
     }
     paths = ("/disk",) if offload.startswith("nvme") else ()
-    reason = strategies.get(name).unplaced(on_gpus(offload=offload, nvme_paths=paths))
+    reason = unplaced(name, on_gpus(offload=offload, nvme_paths=paths))
     assert (reason is None) == (name in runs[offload])
     assert reason is None or ("\n" not in reason and len(reason) > 20)
 
@@ -76,14 +78,14 @@ def test_every_peer_runs_what_it_is_asked_for_or_says_why_not(name, offload):
 )
 def test_settings_that_a_peer_has_no_place_for_are_skipped_with_a_reason(name, fields, words):
     base = {"device": "cuda", "precision": "bf16"}
-    assert words in strategies.get(name).unplaced(make_settings(**{**base, **fields}))
+    assert words in unplaced(name, make_settings(**{**base, **fields}))
 
 
 def test_superoffload_updates_during_backward_unless_it_clips():
     plan = make_plan(
         CompareOptions(
-            data="synthetic", seq_lengths=(64,), strategies=("deepspeed3_super",), offloads=("cpu_optimizer",),
-            clips=(None, 1.0), optimizer_in_backward=(False, True),
+            data="synthetic", seq_length=(64,), strategies=("deepspeed3_super",), offload=("cpu_optimizer",),
+            clip=(None, 1.0), optimizer_in_backward=(False, True),
         )
     )  # fmt: skip
     found = [(c.settings.clip, c.settings.optimizer_in_backward) for c in plan.configurations]
@@ -181,7 +183,7 @@ def test_deepspeed_swaps_parameters_through_buffers_that_hold_the_largest():
 def test_a_deepspeed_file_that_offloads_is_a_row_that_says_so(tmp_path, sections, strategy, placed):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, **sections}}))
-    (row,) = make_plan(CompareOptions(config_files=(path,), data="synthetic")).configurations
+    (row,) = make_plan(CompareOptions(config=(path,), data="synthetic")).configurations
     settings = row.settings
     assert row.strategy == strategy
     assert (settings.offload, settings.offload_ratio, settings.nvme_paths) == placed
@@ -189,8 +191,10 @@ def test_a_deepspeed_file_that_offloads_is_a_row_that_says_so(tmp_path, sections
 
 
 def test_a_missing_library_names_what_installs_it():
-    assert requirements.missing_library("c", "this", install="nothing") is None
-    reason = requirements.missing_library("no-such-thing", "Swapping", install="no-such-thing-dev")
+    assert requirements.missing_library("c", "this", install="nothing", tools=HOST_TOOLS) is None
+    reason = requirements.missing_library(
+        "no-such-thing", "Swapping", install="no-such-thing-dev", tools=HOST_TOOLS
+    )
     assert reason == "Swapping needs libno-such-thing, which is not installed: install no-such-thing-dev"
 
 
@@ -233,19 +237,19 @@ def test_locked_folders_go_with_their_run_and_those_of_killed_runs_with_the_next
 
 def test_the_lock_of_a_build_that_was_killed_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    tools = WELL_EQUIPPED._replace(build_folder=HOST_TOOLS.build_folder)
     offloads = on_gpus(offload="cpu_optimizer")
-    deepspeed1 = strategies.get("deepspeed1")
-    assert deepspeed1.unplaced(offloads) is None
+    assert unplaced("deepspeed1", offloads, tools) is None
     lock = tmp_path / "cpu_adam" / "lock"
     lock.touch()
-    assert deepspeed1.unplaced(offloads) is None  # someone may be compiling
+    assert unplaced("deepspeed1", offloads, tools) is None  # someone may be compiling
     an_hour_ago = lock.stat().st_mtime - 3600
     os.utime(lock, (an_hour_ago, an_hour_ago))
-    assert f"delete {lock}" in deepspeed1.unplaced(offloads)
-    peer, why_not = deepspeed_peer()
+    assert f"delete {lock}" in unplaced("deepspeed1", offloads, tools)
+    peer, why_not = deepspeed_peer(tools)
     assert peer is None and f"delete {lock}" in why_not
     swaps = on_gpus(offload="nvme", nvme_paths=("/disk",))
     (tmp_path / "async_io").mkdir()
     lock.rename(tmp_path / "async_io" / "lock")
-    assert deepspeed1.unplaced(offloads) is None
-    assert "async_io" in strategies.get("deepspeed3").unplaced(swaps)
+    assert unplaced("deepspeed1", offloads, tools) is None
+    assert "async_io" in unplaced("deepspeed3", swaps, tools)

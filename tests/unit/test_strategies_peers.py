@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from functools import partial
@@ -26,6 +25,14 @@ SUPER = "deepspeed3_super"
 LEAVES = "deepspeed3_leaves"
 DEEPCOMPILE = [f"deepcompile3{passes}" for passes in ("", "_prefetch", "_selective", "_both")]
 MEGATRON = [f"mfsdp{stage}" for stage in (1, 2, 3)]
+# A machine that has all that peers need, so that reasons are about the settings.
+WELL_EQUIPPED = requirements.Tools(
+    is_installed=lambda package: True,
+    has_library=lambda name: True,
+    has_nvcc=lambda: True,
+    has_ninja=lambda: True,
+    build_folder=lambda operator: "/nowhere",
+)
 DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -76,9 +83,31 @@ def test_what_torch_brings_is_skipped_nowhere(name):
         ("mfsdp1", {"device": "cuda", "precision": "fp16"}, "no loss scaling"),
     ],
 )
-def test_combinations_that_cannot_be_are_skipped_with_a_reason(monkeypatch, name, fields, words):
-    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda module: object())
-    assert words in strategies.get(name).unsupported(make_settings(**fields))
+def test_combinations_that_cannot_be_are_skipped_with_a_reason(name, fields, words):
+    given = {} if name.startswith("ddp") else {"tools": WELL_EQUIPPED}
+    assert words in strategies.get(name).unsupported(make_settings(**fields), **given)
+
+
+@pytest.mark.parametrize("name", ["deepspeed3", "deepcompile3", "mfsdp3"])
+def test_a_peer_is_skipped_where_it_is_not_installed(name):
+    bare, settings = WELL_EQUIPPED._replace(is_installed=lambda package: False), on_gpus(world_size=2)
+    assert "is not installed: pip install" in strategies.get(name).unsupported(settings, tools=bare)
+    assert strategies.get(name).unsupported(settings, tools=WELL_EQUIPPED) is None
+
+
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        ({"has_library": lambda name: name != "aio"}, "needs libaio, which is not installed"),
+        ({"has_nvcc": lambda: False}, "install a CUDA toolkit"),
+        ({"has_ninja": lambda: False}, "pip install ninja"),
+    ],
+)
+def test_what_deepspeed_compiles_with_must_be_there(lacking, words):
+    swaps = on_gpus(offload="nvme", nvme_paths=("/disk",))
+    kind = strategies.get("deepspeed3")
+    assert kind.unplaced(swaps, tools=WELL_EQUIPPED) is None
+    assert words in kind.unplaced(swaps, tools=WELL_EQUIPPED._replace(**lacking))
 
 
 def test_a_peer_that_is_not_installed_names_the_command_that_installs_it():
@@ -301,12 +330,11 @@ def test_casting_parameters_leaves_buffers_and_ties_as_they_are():
         ("", ""),
     ],
 )
-def test_architectures_that_deepspeed_cannot_read_become_the_gpu_at_hand(monkeypatch, listed, expected):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    requirements.make_architectures_readable()
-    assert os.environ["TORCH_CUDA_ARCH_LIST"] == expected
+def test_architectures_that_deepspeed_cannot_read_become_the_gpu_at_hand(listed, expected):
+    for capability, found in ((9, 0), expected), (None, listed):
+        environ = {"TORCH_CUDA_ARCH_LIST": listed}
+        requirements.make_architectures_readable(environ, capability=capability)
+        assert environ == {"TORCH_CUDA_ARCH_LIST": found}
 
 
 def test_fsdp2_keeps_what_backward_needs_first_and_reshards_blocks(own_process_group) -> None:

@@ -17,9 +17,8 @@ import zerobench
 from zerobench import models
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration, make_plan
-from zerobench.bench.swap import plan as swap_plan
 from zerobench.bench.swap.frames import CHUNK_NUMEL, Frames, Swapping
-from zerobench.bench.swap.plan import locked_bytes
+from zerobench.bench.swap.plan import locked_bytes, pool_of, swap_of
 from zerobench.host.io_settings import IoChoice
 
 MIB = 1 << 20
@@ -50,26 +49,13 @@ def row(folder: Path, **options: Any) -> Configuration:
         (256, "nvme_full", 0.07, {"io_depth": 2}),
     ],
 )
-def test_frames_are_those_that_the_engine_takes(
-    tmp_path, monkeypatch, hidden, offload, memory_gib, own
-) -> None:
+def test_frames_are_those_that_the_engine_takes(tmp_path, hidden, offload, memory_gib, own) -> None:
     """Told by the size of the pool, in which only sizes of shards, rounded to lines, are about."""
-    found: dict[str, Any] = {}
-
-    def noted(frames: list[Frames], *, begin: int, pool_bytes: int) -> int:
-        found.update(frames=frames, pool_bytes=pool_bytes)
-        return 0
-
-    def chosen(swapping: Swapping) -> int:
-        found["chunk_numel"] = choose(swapping)
-        return found["chunk_numel"]
-
-    choose = Swapping.chosen_chunk_numel
-    monkeypatch.setattr(Swapping, "chosen_chunk_numel", chosen)
-    monkeypatch.setattr(swap_plan, "locked_bytes", noted)
     configuration = row(tmp_path, hidden_size=(hidden,), offload=(offload,), host_memory_gib=memory_gib)
     configuration.options["offload_optimizer"] = own
-    swap = swap_plan.swap_of(configuration)
+    settings_file = tmp_path / "io.json"  # nothing is tuned
+    pool = pool_of(configuration, settings_file=settings_file)
+    swap = swap_of(configuration, settings_file=settings_file)
     section = {"device": "nvme", "nvme_path": str(tmp_path), "io_engine": "threads", **own}
     if memory_gib is not None:
         section["host_memory_bytes"] = round(memory_gib * (1 << 30))
@@ -88,9 +74,9 @@ def test_frames_are_those_that_the_engine_takes(
     taken, held = engine.offload_pinned()["requested_bytes"], engine.memory_bytes()
     chunk_numel = engine.offload_chunk_numel
     engine.close()
-    slack_bytes = 8192 * len(found["frames"]) + 64 * 16
-    assert found["pool_bytes"] == pytest.approx(taken, abs=slack_bytes)
-    assert found.get("chunk_numel", own.get("chunk_numel")) == chunk_numel
+    slack_bytes = 8192 * len(pool.frames) + 64 * 16
+    assert pool.bytes == pytest.approx(taken, abs=slack_bytes)
+    assert pool.chunk_numel == chunk_numel
     assert swap is not None
     numel = configuration.settings.parameter_count or 0
     swapped = held.get("nvme") or {}

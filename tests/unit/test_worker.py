@@ -10,7 +10,7 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from comparison_samples import place, plan
+from comparison_samples import HOST, place, plan
 
 from zerobench import data
 from zerobench.bench.jobs import JobMaker
@@ -26,7 +26,15 @@ TINY = {"strategies": ("single",), "world_size": (1,), "num_layers": (1,), "hidd
 
 def first_step(tmp_path, **options) -> tuple[JobMaker, Step]:
     chosen = plan(**options)
-    return JobMaker(options=chosen.options, scratch=tmp_path, data_digest=None), schedule(chosen)[0]
+    return (
+        JobMaker(
+            options=chosen.options,
+            scratch=tmp_path,
+            data_digest=None,
+            memory_available_bytes=HOST.memory_available_bytes,
+        ),
+        schedule(chosen)[0],
+    )
 
 
 def first_job(tmp_path, **options) -> Job:

@@ -57,7 +57,12 @@ class Execution:
         sampler: Sampler,
         data_digest: str | None,
     ) -> None:
-        self.jobs = JobMaker(options=options, scratch=launcher.scratch, data_digest=data_digest)
+        self.jobs = JobMaker(
+            options=options,
+            scratch=launcher.scratch,
+            data_digest=data_digest,
+            memory_available_bytes=host.memory_available_bytes,
+        )
         self._options = options
         self._host = host
         self._launcher = launcher
@@ -144,6 +149,7 @@ class Execution:
     def _why_not_started(self, configuration: Configuration) -> TooLarge | None:
         too_large = why_too_large(
             configuration,
+            memory_available_bytes=self._host.memory_available_bytes(),
             rank_memory_bytes=rank_memory_bytes(self._options),
             gpus=self._options.gpus,
             host_ranks=self._options.host_ranks,

@@ -6,13 +6,13 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from zerobench.bench.disk_notes import why_not_lockable
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration
-from zerobench.host.machine import busy_warning, machine_facts, version_facts
+from zerobench.host.machine import busy_warning, machine_facts, memory_available_bytes, version_facts
+from zerobench.host.storage import lockable_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +22,20 @@ class HostFacts:
     machine: dict[str, Any]
     versions: dict[str, str]
     command: str
+    memory_available_bytes: Callable[[], int]
     busy: str | None = None  # a warning, where other work runs
     why_not_lockable: Callable[[Configuration], str | None] = lambda _: None
 
 
 def read_host_facts(options: CompareOptions) -> HostFacts:
+    def why_a_row_is_not_lockable(configuration: Configuration) -> str | None:
+        return why_not_lockable(configuration, lockable_bytes=lockable_bytes(), host_ranks=options.host_ranks)
+
     return HostFacts(
         busy=busy_warning(),
         machine=machine_facts(options.gpus),
         versions=version_facts(gpus=bool(options.gpus)),
         command=shlex.join(sys.argv),
-        why_not_lockable=partial(why_not_lockable, host_ranks=options.host_ranks),
+        memory_available_bytes=memory_available_bytes,
+        why_not_lockable=why_a_row_is_not_lockable,
     )

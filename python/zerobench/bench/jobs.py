@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from zerobench.strategies.catalogue import AUTOCAST_REFERENCE, FLOOR, REFERENCE
 
 @dataclass(frozen=True, kw_only=True)
 class JobMaker:
-    """Makes the jobs of a comparison. ``scratch`` is the folder for reference files."""
+    """Makes the jobs of a comparison. ``scratch`` is the folder for reference files, and ``memory_available_bytes``
+    what the host has available at a time."""
 
     options: CompareOptions
     scratch: Path
     data_digest: str | None
+    memory_available_bytes: Callable[[], int]
 
     def passes(self, step: Step, reference: ReferenceRun | None) -> list[Job]:
         """Return the jobs of a row's first run, in order.
@@ -66,6 +69,7 @@ class JobMaker:
         ranks = step.group.most_ranks
         return verification_model(
             step.configuration.model,
+            memory_available_bytes=self.memory_available_bytes(),
             rank_memory_bytes=rank_memory_bytes(self.options),
             gpus=self.options.gpus,
             layers=self.options.verify_layers,

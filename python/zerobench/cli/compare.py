@@ -38,6 +38,7 @@ def compare(context: typer.Context, **given: Any) -> None:
     from zerobench.bench.launch.launcher import Launcher
     from zerobench.bench.plan.plan import make_plan
     from zerobench.bench.run import run_comparison
+    from zerobench.host.disks import Disks
 
     _native.check_installation()
     started = given_ranks(os.environ)
@@ -47,7 +48,9 @@ def compare(context: typer.Context, **given: Any) -> None:
     plan = make_plan(options, given_world_size=started.world_size if started else None)
     plan.warnings.extend(tuned_notes(plan.configurations))
     gpu_name = options.gpus[0].name if options.gpus else None
-    plan.warnings.extend(disk_warnings(plan.configurations, host_ranks=options.host_ranks, gpu_name=gpu_name))
+    plan.warnings.extend(
+        disk_warnings(plan.configurations, disks=Disks(), host_ranks=options.host_ranks, gpu_name=gpu_name)
+    )
     launcher = started.open_launcher() if started else Launcher()
     run = context.obj or run_comparison  # a caller from Python may do something else with the plan
     raise typer.Exit(

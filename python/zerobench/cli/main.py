@@ -86,13 +86,13 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, the way result files carry it.")] = False,
 ) -> None:
     """Facts about the machine and the installation."""
-    from zerobench.host.gpus import visible_gpus
-    from zerobench.host.machine import gpu_module_facts, machine_facts, version_facts
+    from zerobench.host.gpus import driver_present, visible_gpus
+    from zerobench.host.machine import build_facts, gpu_module_facts, machine_facts, version_facts
     from zerobench.host.storage import storage_facts
 
     seen = visible_gpus()
     facts = {"machine": machine_facts(seen.gpus), "versions": version_facts(gpus=True)}
-    facts["machine"]["cuda_module"] = gpu_module_facts()
+    facts["machine"]["cuda_module"] = gpu_module_facts(build_facts(), has_driver=driver_present())
     facts["machine"]["storage"] = storage_facts()
     if seen.reason:
         facts["machine"]["no_gpus"] = seen.reason

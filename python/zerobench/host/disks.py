@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerobench.errors import Error
-from zerobench.host.io_settings import IoChoice, Rates
-from zerobench.host.storage import free_bytes, lockable_bytes
+from zerobench.host.io_settings import IoChoice, Rates, settings_for
+from zerobench.host.storage import disk_of as real_disk_of
+from zerobench.host.storage import free_bytes as real_free_bytes
 
 MIB = 1 << 20
 
@@ -19,11 +20,18 @@ _PROBE_BYTES = 256 << 20  # of a file, at most
 _FIRST_BYTES = 16 << 20
 
 
-def probe(paths: Sequence[str], io: IoChoice, *, seconds: float = 1.0, rank_num: int = 1) -> Rates:
+def probe(
+    paths: Sequence[str],
+    io: IoChoice,
+    *,
+    seconds: float = 1.0,
+    rank_num: int = 1,
+    free_bytes: Callable[[Path], int] = real_free_bytes,
+) -> Rates:
     """Of files on all of these folders together, striped as the engine does it, in about so many seconds; ``rank_num``
     processes do so at the same time. Error where there is no room."""
     paths = list(dict.fromkeys(paths))
-    num = min(_PROBE_BYTES, room_bytes(paths, rank_num=rank_num)) // io.block_bytes
+    num = min(_PROBE_BYTES, room_bytes(paths, rank_num=rank_num, free_bytes=free_bytes)) // io.block_bytes
     if num < 1:
         raise Error(
             f"{' and '.join(paths)} have no room for a file of {io.block_bytes / MIB:g} MiB a rank to measure with"
@@ -31,19 +39,37 @@ def probe(paths: Sequence[str], io: IoChoice, *, seconds: float = 1.0, rank_num:
     return _rates(paths, io, most_num=num, seconds=seconds)
 
 
-def room_bytes(paths: Sequence[str], *, rank_num: int) -> int:
+def room_bytes(paths: Sequence[str], *, rank_num: int, free_bytes: Callable[[Path], int]) -> int:
     """For a file of each rank on each folder, in half of what is free."""
     return min(
         free_bytes(Path(path)) // (2 * rank_num * len(group)) for group in by_disk(paths) for path in group
     )
 
 
-def by_disk(paths: Sequence[str]) -> list[list[str]]:
-    """Folders in groups of one file system."""
-    groups: dict[int, list[str]] = {}
+def by_disk(paths: Sequence[str], *, disk_of: Callable[[Path], Hashable] = real_disk_of) -> list[list[str]]:
+    """Return the folders in groups of one file system."""
+    groups: dict[Hashable, list[str]] = {}
     for path in dict.fromkeys(paths):
-        groups.setdefault(os.stat(path).st_dev, []).append(path)
+        groups.setdefault(disk_of(Path(path)), []).append(path)
     return list(groups.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disks:
+    """How disks are told apart and measured, and where the settings that `tune io` found for them are kept."""
+
+    settings_file: Path | None = None  # None: the user's own
+    disk_of: Callable[[Path], Hashable] = real_disk_of
+    measure: Callable[[Sequence[str], IoChoice], Rates] = probe
+
+    def groups(self, paths: Sequence[str]) -> list[list[str]]:
+        """Return the folders in groups of one disk."""
+        return by_disk(paths, disk_of=self.disk_of)
+
+    def rates(self, paths: Sequence[str], io: IoChoice) -> Rates:
+        """Return what `tune io` found on the first of these folders, else what a probe of all of them finds now."""
+        tuned = settings_for(Path(paths[0]), file=self.settings_file, disk_of=self.disk_of)
+        return tuned or self.measure(paths, io)
 
 
 def _rates(paths: Sequence[str], io: IoChoice, *, most_num: int, seconds: float) -> Rates:
@@ -86,11 +112,12 @@ def too_little_locked(needed_bytes: float, lockable: float) -> str:
     )
 
 
-def ring_refusal(locked_bytes: int) -> str | None:
-    """Why io_uring is not usable here with so many bytes of buffers; None where it is."""
+def ring_refusal(locked_bytes: int, *, lockable: float) -> str | None:
+    """Return why io_uring is not usable here with so many bytes of buffers, of which ``lockable`` may be locked; None
+    where it is."""
     from zerobench import _native
 
     refusal: str | None = _native.load().io_uring_refusal()
-    if refusal is None and locked_bytes > (lockable := lockable_bytes()):
+    if refusal is None and locked_bytes > lockable:
         return too_little_locked(locked_bytes, lockable)
     return refusal

@@ -6,15 +6,17 @@ import contextlib
 import fcntl
 import json
 import os
+import pwd
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zerobench.errors import ConfigError
+from zerobench.host.storage import disk_of as real_disk_of
 
 SCHEMA_VERSION = 1
 ENGINES = ("io_uring", "threads")
@@ -63,15 +65,21 @@ class SettingsFile(BaseModel):
     paths: dict[str, IoSettings] = {}
 
 
-def default_file() -> Path:
-    """In the user's configuration folder, as the XDG base directory specification has it."""
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    try:
-        root = Path(base) if os.path.isabs(base) else Path.home() / ".config"
-    except RuntimeError:
-        raise ConfigError(
-            "settings of disks have no place, since this user has no home folder: set HOME or XDG_CONFIG_HOME"
-        ) from None
+def default_file(environ: Mapping[str, str] = os.environ, *, user_id: int | None = None) -> Path:
+    """Return the file in the user's configuration folder, as the XDG base directory specification has it.
+    ``user_id``: whose home folder is taken where HOME is not set; this user's by default."""
+    base = environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(base):
+        root = Path(base)
+    elif "HOME" in environ:
+        root = Path(environ["HOME"] or "/") / ".config"
+    else:
+        try:
+            root = Path(pwd.getpwuid(os.getuid() if user_id is None else user_id).pw_dir) / ".config"
+        except KeyError:
+            raise ConfigError(
+                "settings of disks have no place, since this user has no home folder: set HOME or XDG_CONFIG_HOME"
+            ) from None
     return root / "zerobench" / "io.json"
 
 
@@ -106,14 +114,17 @@ def read_settings(file: Path) -> SettingsFile:
     return settings
 
 
-def settings_for(path: Path, *, file: Path | None = None) -> IoSettings | None:
-    """Those of the path itself or of the nearest folder above it on the same disk that was tuned."""
+def settings_for(
+    path: Path, *, file: Path | None = None, disk_of: Callable[[Path], Hashable] = real_disk_of
+) -> IoSettings | None:
+    """Return the settings of the path itself or of the nearest folder above it on the same disk that was tuned.
+    ``file``: where settings are kept; the user's own file by default."""
     known = read_settings(file or default_file()).paths
     real = path.resolve()
     folders = (real, *real.parents)
-    disk = next(folder.stat().st_dev for folder in folders if os.path.exists(folder))
+    disk = next(disk_of(folder) for folder in folders if os.path.exists(folder))
     for folder in folders:
-        if os.path.exists(folder) and folder.stat().st_dev != disk:
+        if os.path.exists(folder) and disk_of(folder) != disk:
             break
         if str(folder) in known:
             return known[str(folder)]
@@ -137,12 +148,14 @@ def io_text(engine: str, block_bytes: int, depth: int) -> str:
     return f"{engine}, blocks of {block_bytes >> 10} KiB, depth {depth}"
 
 
-def io_choice(paths: Sequence[str | Path], section: Mapping[str, Any] | None) -> IoChoice:
+def io_choice(
+    paths: Sequence[str | Path], section: Mapping[str, Any] | None, *, settings_file: Path | None = None
+) -> IoChoice:
     """How state swaps to ``paths``, which are used alike: what a configuration's section ``offload_optimizer`` says,
-    else what the first path was tuned to, else the defaults."""
+    else what the first path was tuned to, else the defaults. ``settings_file``: the user's own by default."""
     own = section or {}
     engine, block_bytes, depth = (own.get(key) for key in ("io_engine", "io_block_bytes", "io_depth"))
-    tuned = settings_for(Path(paths[0]))
+    tuned = settings_for(Path(paths[0]), file=settings_file)
     usual = (
         IoChoice(tuned.engine, tuned.block_bytes, tuned.depth) if tuned else IoChoice("io_uring", 1 << 20, 32)
     )

@@ -6,13 +6,13 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from zerobench.host.cgroups import HOST_FILES, HostFiles, MemoryLimit, cpu_quota, memory_limits
-from zerobench.host.gpus import Gpu, driver_present
+from zerobench.host.gpus import Gpu
 from zerobench.host.numa import ranges_text
 from zerobench.host.nvml import Nvml
 
@@ -104,15 +104,14 @@ def machine_facts(gpus: Sequence[Gpu] = ()) -> dict[str, Any]:
     return facts
 
 
-def gpu_module_facts() -> dict[str, Any]:
-    """Whether the CUDA module was built and why, and whether it loads here."""
-    built = build_facts()
+def gpu_module_facts(built: Mapping[str, Any], *, has_driver: bool) -> dict[str, Any]:
+    """Return whether the CUDA module was built and why, and whether it loads here. ``built``: as ``build_facts``."""
     facts: dict[str, Any] = {
         "built": built.get("cuda_module"),
         "reason": built.get("cuda_reason"),
         "loads": False,
     }
-    if facts["built"] is False and not driver_present():
+    if facts["built"] is False and not has_driver:
         facts["reason"] = f"not needed without an NVIDIA driver; where there is one: {facts['reason']}"
     if facts["built"]:
         try:

@@ -24,7 +24,8 @@ _IO_URING_NEEDED = 0b11  # IORING_FEAT_SINGLE_MMAP and IORING_FEAT_NODROP
 
 def storage_facts() -> dict[str, Any]:
     """What `info` says: whether the swap engines and GPUDirect Storage are to be had, and if not, why."""
-    return {"io_uring": io_uring_text(), "gpu_direct_storage": gpu_direct_storage_text()}
+    gpu_direct_storage = gpu_direct_storage_text(nvidia_fs=NVIDIA_FS, has_library=has_cufile())
+    return {"io_uring": io_uring_text(), "gpu_direct_storage": gpu_direct_storage}
 
 
 def io_uring_text() -> str:
@@ -41,12 +42,13 @@ def io_uring_text() -> str:
     return "usable"
 
 
-def gpu_direct_storage_text() -> str:
-    """Whether its driver and library are here, and why they make no difference."""
+def gpu_direct_storage_text(*, nvidia_fs: Path, has_library: bool) -> str:
+    """Return whether its driver, which makes the file ``nvidia_fs``, and its library are here, and why they make no
+    difference."""
     missing = []
-    if not NVIDIA_FS.exists():
+    if not nvidia_fs.exists():
         missing.append("the nvidia-fs driver is not loaded")
-    if not has_cufile():
+    if not has_library:
         missing.append("the cuFile library is not installed")
     found = f"not available: {' and '.join(missing)}" if missing else "driver and library present"
     return f"{found}; not used: state swaps through host memory, where the CPU updates it"
@@ -74,6 +76,11 @@ def lockable_bytes() -> float:
     if int(lines["CapEff"], 16) & _CAP_IPC_LOCK or limit == resource.RLIM_INFINITY:
         return math.inf
     return max(0, limit - int(lines["VmLck"].split()[0]) * 1024)
+
+
+def disk_of(path: str | Path) -> int:
+    """Return the device number of the file system that holds ``path``."""
+    return os.stat(path).st_dev
 
 
 def free_bytes(path: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +52,10 @@ from zerobench.micro.sampling import Call, as_json, calls_per_sample, rotated, s
 from zerobench.results.stats import Ratio, median
 from zerobench.strategies.requirements import DEEPSPEED as DEEPSPEED_REQUIREMENT
 from zerobench.strategies.requirements import (
+    HOST_TOOLS,
+    Tools,
     abandoned_build,
+    gpu_capability,
     make_architectures_readable,
     missing_package,
 )
@@ -143,14 +147,15 @@ def adam_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def deepspeed_peer() -> tuple[Callable[[Arrays], Call] | None, str | None]:
-    """What makes steps of DeepSpeed's CPU Adam, or why it cannot; compiles the operator."""
-    why_not = missing_package("deepspeed", DEEPSPEED_REQUIREMENT) or abandoned_build(
-        "its operator", "cpu_adam"
-    )
+def deepspeed_peer(
+    tools: Tools = HOST_TOOLS,
+) -> tuple[Callable[[Arrays], Call] | None, str | None]:
+    """Return what makes steps of DeepSpeed's CPU Adam, or why it cannot; compiles the operator."""
+    missing = missing_package("deepspeed", DEEPSPEED_REQUIREMENT, tools=tools)
+    why_not = missing or abandoned_build("its operator", "cpu_adam", tools=tools)
     if why_not is not None:
         return None, why_not
-    make_architectures_readable()
+    make_architectures_readable(os.environ, capability=gpu_capability())
     try:
         with contextlib.redirect_stdout(sys.stderr):  # which its log writes to ever after
             deepspeed_step(Arrays(64, MIXES[0]))()

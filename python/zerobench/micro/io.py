@@ -16,7 +16,7 @@ from rich.console import Console
 from zerobench.errors import ConfigError
 from zerobench.host.disks import ring_refusal
 from zerobench.host.io_settings import ENGINES, MOST_DEPTH
-from zerobench.host.storage import check_directories, device_facts, device_line
+from zerobench.host.storage import check_directories, device_facts, device_line, lockable_bytes
 from zerobench.micro.checks import check_known, check_repeats
 from zerobench.micro.io_disk import Disk, IoSetting, check_memory, io_errors, largest_block_bytes, usable
 from zerobench.micro.output import (
@@ -105,7 +105,7 @@ def run_io(options: IoOptions, *, output: OutputFile, console: Console, notes: C
     for line in (machine, *map(device_line, devices)):
         print_comment(console, line)
     rows: list[dict[str, Any]] = []
-    settings = usable(options.settings(), options.chunk_bytes, notes)
+    settings = usable(options.settings(), options.chunk_bytes, notes, lockable=lockable_bytes())
     with new_progress(notes) as bar, io_errors():
         rounds = len(RAW_CANDIDATES) + options.repeats * (len(settings) + 1)
         task = bar.add_task("filling the files", total=len(options.modes) * rounds)
@@ -177,7 +177,7 @@ def raw_candidates() -> list[IoSetting]:
         for engine, block_bytes, depth in RAW_CANDIDATES
     ]
     most_bytes = max(each.block_bytes * each.depth for each in found if each.engine == "io_uring")
-    without = "io_uring" if ring_refusal(most_bytes) is not None else None
+    without = "io_uring" if ring_refusal(most_bytes, lockable=lockable_bytes()) is not None else None
     return [each for each in found if each.engine != without]
 
 

@@ -47,10 +47,12 @@ def most_frames(settings: Sequence[IoSetting], chunk_bytes: int) -> int:
     return max(setting.frame_num(chunk_bytes) for setting in settings)
 
 
-def usable(settings: Sequence[IoSetting], chunk_bytes: int, notes: Console) -> list[IoSetting]:
-    """Without io_uring where it is not usable or may not lock the memory of these settings, with a note that says
-    why."""
-    refusal = ring_refusal(most_frames(settings, chunk_bytes) * chunk_bytes)
+def usable(
+    settings: Sequence[IoSetting], chunk_bytes: int, notes: Console, *, lockable: float
+) -> list[IoSetting]:
+    """Return the settings without io_uring where it is not usable or may not lock their memory, of which it may lock
+    ``lockable`` bytes, with a note that says why."""
+    refusal = ring_refusal(most_frames(settings, chunk_bytes) * chunk_bytes, lockable=lockable)
     others = [setting for setting in settings if setting.engine != "io_uring"]
     if refusal is None or len(others) == len(settings):
         return list(settings)

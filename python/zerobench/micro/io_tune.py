@@ -13,7 +13,7 @@ from rich.console import Console
 
 from zerobench.errors import ConfigError
 from zerobench.host.io_settings import ENGINES, IoSettings, slow_path_warning, write_settings
-from zerobench.host.storage import check_directories, device_facts, device_line, free_bytes
+from zerobench.host.storage import check_directories, device_facts, device_line, free_bytes, lockable_bytes
 from zerobench.micro.io_disk import Disk, IoSetting, check_memory, io_errors, largest_block_bytes, usable
 from zerobench.micro.output import (
     TextTable,
@@ -116,7 +116,8 @@ def search(
 
 def run_tune_io(options: TuneOptions, *, console: Console, notes: Console) -> int:
     """Search, show and write the settings; the exit code."""
-    candidates = usable(options.fitting(candidates_for(ENGINES)), options.chunk_bytes, notes)
+    fitting = options.fitting(candidates_for(ENGINES))
+    candidates = usable(fitting, options.chunk_bytes, notes, lockable=lockable_bytes())
     check_memory(candidates, options.chunk_bytes)
     for line in (machine_line(), device_line(device_facts(options.path))):
         print_comment(console, line)

@@ -13,18 +13,17 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from zerobench.engine.config import read_json
 from zerobench.errors import ConfigError, did_you_mean
+from zerobench.host import packages
 from zerobench.models.config import ModelConfig, suggest
 from zerobench.models.hf_config import RANDOM_WEIGHTS, HFConfig, from_published
 from zerobench.models.presets import PresetConfig, preset_names, resolve_preset
@@ -36,20 +35,24 @@ _QUANTISED = re.compile(
 )
 
 
-def resolve(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The model ``name`` with ``overrides`` of its fields; None leaves what it has, but for ``sliding_window``, where
-    it is a value.
+def resolve(
+    name: str, overrides: Mapping[str, Any] | None = None, *, hub_cache: Path | None = None
+) -> ModelConfig:
+    """Return the model ``name`` with ``overrides`` of its fields; None leaves what it has, but for ``sliding_window``,
+    where it is a value. ``hub_cache``: the folder of the hub's downloads; this machine's by default.
 
     Raises ConfigError for an unknown name, option or size, and where a package that builds the model is missing.
     """
-    config = find(name, overrides)
+    config = find(name, overrides, hub_cache=hub_cache)
     check_packages(config)
     return config
 
 
-def find(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """``resolve`` without asking whether this machine can build it: sizes alone need no package. Raises ConfigError as
-    ``resolve`` does, but for packages."""
+def find(
+    name: str, overrides: Mapping[str, Any] | None = None, *, hub_cache: Path | None = None
+) -> ModelConfig:
+    """Do as ``resolve`` without asking whether this machine can build it: sizes alone need no package. Raises
+    ConfigError as ``resolve`` does, but for packages."""
     if name in preset_names():
         return resolve_preset(name, overrides)
     given = dict(overrides or {})
@@ -60,7 +63,7 @@ def find(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
         return _of_folder(str(folder), folder, given)
     known = hub_models()
     name = _without_prefix(name) if name.startswith("hf:") else name
-    cached = cached_folder(name) if "/" in name else None
+    cached = cached_folder(name, hub_cache) if "/" in name else None
     if name in known:  # a download that was interrupted is none
         weights = str(cached) if cached is not None and is_whole(cached) else RANDOM_WEIGHTS
         return from_published(name, known[name]["config"], overrides=given, weights=weights)
@@ -110,41 +113,42 @@ def hub_models() -> dict[str, dict[str, Any]]:
     return models
 
 
-def cached_folder(name: str) -> Path | None:
-    """The hub's snapshot of ``name`` in the cache of this machine, if it holds a config.json."""
+def cached_folder(name: str, hub_cache: Path | None) -> Path | None:
+    """Return the hub's snapshot of ``name`` in a cache, by default that of this machine, if it holds a config.json."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        found = try_to_load_from_cache(name, "config.json", cache_dir=hub_cache)
     except ValueError:  # no name that the hub could have
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
-def check_packages(config: ModelConfig) -> None:
+def check_packages(
+    config: ModelConfig,
+    *,
+    is_installed: Callable[[str], bool] = packages.is_installed,
+    major_version: Callable[[str], int] = packages.major_version,
+) -> None:
     """Raise ConfigError in one sentence where a package that the model needs is missing."""
     if not isinstance(config, HFConfig):
         return
-    if importlib.util.find_spec("transformers") is None:
+    if not is_installed("transformers"):
         raise ConfigError(
             f"model {config.name!r} needs transformers: pip install '.[hf]' in zerobench's checkout"
         )
-    if config.architecture == "mixtral" and _major_version("transformers") < 5:
+    if config.architecture == "mixtral" and major_version("transformers") < 5:
         raise ConfigError(
             f"model {config.name!r}: before transformers 5 each expert is a module of its own, and one that no token "
             "reaches has no gradient, which DDP and FSDP do not take: pip install -U transformers"
         )
-    if config.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+    if config.attention == "flash_attention_2" and not is_installed("flash_attn"):
         raise ConfigError(
             "attention 'flash_attention_2' needs flash-attn: pip install flash-attn, or choose sdpa (which uses flash "
             "attention kernels where they fit)"
         )
-
-
-def _major_version(package: str) -> int:
-    return int(importlib.metadata.version(package).partition(".")[0])
 
 
 def _without_prefix(name: str) -> str:

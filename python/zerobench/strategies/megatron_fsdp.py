@@ -16,7 +16,7 @@ from zerobench.strategies.base import StrategySettings
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.pieces import Pieces
-from zerobench.strategies.requirements import MEGATRON_FSDP, missing_package
+from zerobench.strategies.requirements import HOST_TOOLS, MEGATRON_FSDP, Tools, missing_package
 from zerobench.strategies.shared import (
     cast_parameters,
     clip_coefficient,
@@ -34,7 +34,7 @@ class MegatronFSDPStrategy(PeerStrategy):
     stage: ClassVar[int]
 
     @classmethod
-    def unsupported(cls, settings: StrategySettings) -> str | None:
+    def unsupported(cls, settings: StrategySettings, *, tools: Tools = HOST_TOOLS) -> str | None:
         if settings.device != "cuda":
             return "Megatron-FSDP runs on GPUs only"
         if settings.precision == "fp16":
@@ -43,7 +43,7 @@ class MegatronFSDPStrategy(PeerStrategy):
             return "Megatron-FSDP's hooks stand between blocks: use --compile block"
         if settings.world_size == 1 and cls.stage > 1:
             return f"on one rank Megatron-FSDP shows no gradients at stage {cls.stage}, so they cannot be verified"
-        return missing_package("megatron_fsdp", MEGATRON_FSDP)
+        return missing_package("megatron_fsdp", MEGATRON_FSDP, tools=tools)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model

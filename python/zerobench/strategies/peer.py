@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import ClassVar
@@ -44,20 +44,22 @@ from zerobench.strategies.shared import (
 
 class ProcessGroupLease:
     """The default process group: the caller's if there is one, else one that ``close`` destroys: gloo, and NCCL beside
-    it where the model is on GPUs."""
+    it where the model is on GPUs. ``environ`` names the rendezvous, as torch.distributed reads it."""
 
-    def __init__(self, settings: StrategySettings, *, strategy: str) -> None:
+    def __init__(
+        self, settings: StrategySettings, *, strategy: str, environ: Mapping[str, str] = os.environ
+    ) -> None:
         self._owned = not dist.is_initialized()
         if not self._owned:
             return
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if missing:
             raise ConfigError(
                 f"{strategy} runs over torch.distributed and {' and '.join(missing)} is not set: "
                 "start it by `zerobench compare` or torchrun"
             )
         if settings.world_size > 1:
-            expect_to_meet(settings.world_size, address=os.environ["MASTER_ADDR"])
+            expect_to_meet(settings.world_size, address=environ["MASTER_ADDR"])
         switch_recorder_on()
         device = bind_device(settings)
         self._on_gpu = on_gpu = device.type == "cuda"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from zerobench.bench.plan.options import default_of
 from zerobench.errors import ConfigError
 from zerobench.host.gpus import VisibleGpus
+from zerobench.host.packages import is_installed
 from zerobench.results.settings import OPTIONS
 from zerobench.strategies.catalogue import default_strategies
 
@@ -22,11 +22,6 @@ def choose_device(asked: str, seen: VisibleGpus) -> str:
     if asked == "cuda" and not seen.gpus:
         raise ConfigError(f"--device cuda: {seen.reason}: leave it out to compare on CPU ranks")
     return "cuda" if asked != "cpu" and seen.gpus else "cpu"
-
-
-def is_installed(package: str) -> bool:
-    """Without importing it: importing DeepSpeed initialises CUDA."""
-    return importlib.util.find_spec(package) is not None
 
 
 def defaults_on(

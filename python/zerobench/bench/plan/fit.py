@@ -11,7 +11,6 @@ from zerobench import models
 from zerobench.bench.plan.plan import Configuration
 from zerobench.engine.config import parse as parse_config
 from zerobench.host.gpus import Gpu
-from zerobench.host.machine import memory_available_bytes
 from zerobench.models.hf_config import RANDOM_WEIGHTS
 from zerobench.results.sizes import GIB, KIB, MIB
 from zerobench.strategies.catalogue import FLOOR, OURS, PARTS
@@ -95,12 +94,13 @@ def logits_bytes(configuration: Configuration) -> int:
 def why_too_large(
     configuration: Configuration,
     *,
+    memory_available_bytes: int,
     rank_memory_bytes: int | None,
     gpus: Sequence[Gpu] = (),
     host_ranks: int | None = None,
 ) -> TooLarge | None:
-    """One sentence when the configuration cannot fit on this host or on one of ``gpus``, else None. ``host_ranks``: of
-    this host, where others have some, too."""
+    """Return one sentence when the configuration cannot fit into the memory that this host has available or on one of
+    ``gpus``, else None. ``host_ranks``: of this host, where others have some, too."""
     settings = configuration.settings
     ranks, on_gpus = settings.world_size, settings.device == "cuda"
     host_ranks = min(ranks, host_ranks or (len(gpus) if on_gpus else ranks))
@@ -135,7 +135,7 @@ def why_too_large(
         allows = "of host memory and --host-memory-gib allows"
         limits.append((lambda need: need.host * host_ranks, limit, allows, "host"))
     has = f"for {ranks_text} and the host has available"
-    limits.append((lambda need: on_host(need) * host_ranks, memory_available_bytes(), has, "host"))
+    limits.append((lambda need: on_host(need) * host_ranks, memory_available_bytes, has, "host"))
     for what, need in (
         ("parameters, gradients and optimizer state", least_rank_bytes(configuration)),
         ("the logits of one micro-batch", Need(device=logits_bytes(configuration))),
@@ -163,6 +163,7 @@ def _tier(on_gpus: bool) -> Literal["device", "host"]:
 def verification_model(
     model: Mapping[str, Any],
     *,
+    memory_available_bytes: int,
     rank_memory_bytes: int | None,
     gpus: Sequence[Gpu] = (),
     layers: int | None = None,
@@ -181,8 +182,8 @@ def verification_model(
         if tokens_each < _MANY_TOKENS_OF_AN_EXPERT:
             config = config.model_copy(update={"experts_per_token": config.num_experts})
     config = with_layers(config, min(layers or config.num_layers, config.num_layers))
-    available = memory_available_bytes()
-    host_bytes = available if rank_memory_bytes is None else min(available, rank_memory_bytes)
+    limits = (memory_available_bytes, rank_memory_bytes)
+    host_bytes = min(limit for limit in limits if limit is not None)
     offloaded_bytes_each = _OFFLOADED_HOST_BYTES if offloads else 0
     host_bytes_each = _REFERENCE_HOST_BYTES + offloaded_bytes_each
     gathered_bytes_each = _GATHERED_HOST_BYTES * (host_ranks + 2) + offloaded_bytes_each
@@ -190,7 +191,7 @@ def verification_model(
 
     def fits(config: models.ModelConfig) -> bool:
         count = models.parameter_count(config)
-        if count * gathered_bytes_each > available:
+        if count * gathered_bytes_each > memory_available_bytes:
             return False
         if device_bytes is None:  # the device's memory is the host's
             return count * (_REFERENCE_DEVICE_BYTES + host_bytes_each) <= host_bytes

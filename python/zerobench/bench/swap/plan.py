@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerobench import models
 from zerobench.bench.plan.fit import with_layers
 from zerobench.bench.swap.frames import LINE_NUMEL, PAGE_BYTES, STATE_BYTES, Frames, Swapping, round_up
-from zerobench.host.io_settings import io_choice
+from zerobench.host.io_settings import IoChoice, io_choice
 from zerobench.results.sizes import GIB
 from zerobench.strategies.catalogue import OURS
 
@@ -29,6 +30,32 @@ class Swap:
     locked_bytes: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Memory of a rank that its state, and its parameters where they lie in files too, move through."""
+
+    io: IoChoice
+    chunk_numel: int
+    outgoing_bytes: int
+    state: Frames
+    parameters: Frames | None
+    gradient_bytes: int
+
+    @property
+    def frames(self) -> list[Frames]:
+        return [self.state] if self.parameters is None else [self.state, self.parameters]
+
+    @property
+    def bytes(self) -> int:
+        return self.outgoing_bytes + sum(each.bytes for each in self.frames) + self.gradient_bytes
+
+    @property
+    def locked_bytes(self) -> int:
+        """About what io_uring locks of it, with rings of an engine before, which may not be gone yet."""
+        locked = locked_bytes(self.frames, begin=self.outgoing_bytes, pool_bytes=self.bytes)
+        return locked + 2 * len(self.frames) * ring_bytes(self.io.depth)
+
+
 def may_swap(configuration: Configuration) -> bool:
     """Whether a row can have state on NVMe as it asks for, by its strategy's facts. Built-in strategies that cannot
     are skipped, and move nothing."""
@@ -36,8 +63,11 @@ def may_swap(configuration: Configuration) -> bool:
     return settings.offload in facts.nvme_offloads and settings.device in facts.devices
 
 
-def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> Swap | None:
-    """``host_ranks``: of this host, where others have some too. None where the row itself finds out (ratio auto)."""
+def swap_of(
+    configuration: Configuration, *, host_ranks: int | None = None, settings_file: Path | None = None
+) -> Swap | None:
+    """Return what the row swaps, or None where the row itself finds out (ratio auto). ``host_ranks``: of this host,
+    where others have some too. ``settings_file``: of what `tune io` found; the user's own by default."""
     settings = configuration.settings
     ranks = min(settings.world_size, host_ranks or settings.world_size)
     if settings.offload_ratio == "auto":
@@ -50,14 +80,37 @@ def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> S
             read_bytes=STATE_BYTES * numel + 2 * parameters_bytes,
             written_bytes=STATE_BYTES * numel + parameters_bytes,
         )
-    share = 1.0 if settings.offload_ratio is None else float(settings.offload_ratio)
-    numels = [share * numel / settings.world_size for numel in unit_numels(configuration)]
-    shards = [round_up(math.ceil(numel), LINE_NUMEL) for numel in numels]  # about
-    if not share:
+    numels = rank_numels(configuration)
+    if not any(numels):
         return Swap()
+    pool = pool_of(configuration, host_ranks=host_ranks, settings_file=settings_file)
+    state_bytes = STATE_BYTES * sum(numels) * pool.state.swapped_share
+    parameters_share = pool.parameters.swapped_share if pool.parameters else 0.0
+    parameters_bytes = element_bytes * sum(numels) * parameters_share
+    return Swap(
+        read_bytes=ranks * (state_bytes + 2 * parameters_bytes),
+        written_bytes=ranks * (state_bytes + parameters_bytes),
+        locked_bytes=ranks * pool.locked_bytes,
+    )
+
+
+def rank_numels(configuration: Configuration) -> list[float]:
+    """Return the elements of each unit that a rank keeps state of in files, about."""
+    settings = configuration.settings
+    share = 1.0 if settings.offload_ratio is None else float(settings.offload_ratio)
+    return [share * numel / settings.world_size for numel in unit_numels(configuration)]
+
+
+def pool_of(
+    configuration: Configuration, *, host_ranks: int | None = None, settings_file: Path | None = None
+) -> Pool:
+    """Return the memory that a rank of our engine swaps through. Arguments are those of ``swap_of``."""
+    settings, own = configuration.settings, configuration.options.get("offload_optimizer") or {}
+    ranks = min(settings.world_size, host_ranks or settings.world_size)
+    element_bytes = 4 if settings.precision == "fp32" else 2
+    shards = [round_up(math.ceil(numel), LINE_NUMEL) for numel in rank_numels(configuration)]  # about
     budget_gib = settings.host_memory_gib
-    own = configuration.options.get("offload_optimizer") or {}
-    io = io_choice(settings.nvme_paths, own)
+    io = io_choice(settings.nvme_paths, own, settings_file=settings_file)
     swapping = Swapping(
         shards=shards,
         io=io,
@@ -68,19 +121,13 @@ def swap_of(configuration: Configuration, *, host_ranks: int | None = None) -> S
     )
     chunk_numel = own.get("chunk_numel") or swapping.chosen_chunk_numel()
     state, parameters = swapping.frames_within_budget(chunk_numel)
-    outgoing_bytes = swapping.outgoing_bytes(chunk_numel)
-    frames = [frames for frames in (state, parameters) if frames is not None]
-    pool_bytes = outgoing_bytes + sum(each.bytes for each in frames) + element_bytes * sum(shards)
-    state_bytes = STATE_BYTES * sum(numels) * state.swapped_share
-    parameters_bytes = element_bytes * sum(numels) * parameters.swapped_share if parameters else 0.0
-    return Swap(
-        read_bytes=ranks * (state_bytes + 2 * parameters_bytes),
-        written_bytes=ranks * (state_bytes + parameters_bytes),
-        locked_bytes=ranks
-        * (
-            locked_bytes(frames, begin=outgoing_bytes, pool_bytes=pool_bytes)
-            + 2 * len(frames) * ring_bytes(io.depth)  # those of an engine before may not be gone yet
-        ),
+    return Pool(
+        io=io,
+        chunk_numel=chunk_numel,
+        outgoing_bytes=swapping.outgoing_bytes(chunk_numel),
+        state=state,
+        parameters=parameters,
+        gradient_bytes=element_bytes * sum(shards),
     )
 
 

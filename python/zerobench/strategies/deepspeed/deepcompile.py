@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from zerobench.strategies.base import Batch, StrategySettings
 from zerobench.strategies.deepspeed.strategy import DeepSpeedStrategy
-from zerobench.strategies.requirements import abandoned_build, missing_compiler
+from zerobench.strategies.requirements import HOST_TOOLS, Tools, abandoned_build, missing_compiler
 
 _PASSES_FROM_STEP = 2
 
@@ -27,19 +27,23 @@ class DeepCompile3Strategy(DeepSpeedStrategy):
     unshards_selectively: ClassVar[bool] = False
 
     @classmethod
-    def unplaced(cls, settings: StrategySettings) -> str | None:
+    def unplaced(cls, settings: StrategySettings, *, tools: Tools = HOST_TOOLS) -> str | None:
         if settings.offload != "none":
             return (
                 "DeepCompile is compared with all state on the GPU: use deepspeed1, deepspeed2 or deepspeed3"
             )
-        return super().unplaced(settings)
+        return super().unplaced(settings, tools=tools)
 
     @classmethod
-    def unsupported(cls, settings: StrategySettings) -> str | None:
+    def unsupported(cls, settings: StrategySettings, *, tools: Tools = HOST_TOOLS) -> str | None:
         if settings.compile == "block":
             return "DeepCompile compiles the model as a whole: use --compile whole or leave it out"
         what = "DeepCompile's operator"
-        return super().unsupported(settings) or missing_compiler(what) or abandoned_build(what, "dc")
+        return (
+            super().unsupported(settings, tools=tools)
+            or missing_compiler(what, tools=tools)
+            or abandoned_build(what, "dc", tools=tools)
+        )
 
     def _compile(self) -> None:
         from deepspeed.compile.passes import prefetch, selective_gather, zero3_compile

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from zerobench.strategies.base import NVME_OFFLOADS, StrategySettings
-from zerobench.strategies.requirements import abandoned_build, missing_compiler, missing_library
+from zerobench.strategies.requirements import Tools, abandoned_build, missing_compiler, missing_library
 
 _SUB_GROUPS = 20  # where DeepSpeed places or updates sub-groups one by one, so that a ratio is met within 5 %
 _MIN_SUB_GROUP_NUMEL, _MAX_SUB_GROUP_NUMEL = 1_000_000, 400_000_000
@@ -22,8 +22,8 @@ _AIO = {
 }
 
 
-def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool) -> str | None:
-    """Why DeepSpeed cannot place or update its state as asked."""
+def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool, tools: Tools) -> str | None:
+    """Return why DeepSpeed cannot place or update its state as asked."""
     offload = settings.offload
     if super_offload:
         if offload != "cpu_optimizer":
@@ -55,10 +55,11 @@ def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool) -> 
         if len(settings.nvme_paths) != 1:
             return "DeepSpeed swaps to one folder: give one --nvme-path"
         what = "DeepSpeed's swapping"
-        if reason := missing_library("aio", what, install="libaio-dev") or abandoned_build(what, "async_io"):
+        lacking = missing_library("aio", what, install="libaio-dev", tools=tools)
+        if reason := lacking or abandoned_build(what, "async_io", tools=tools):
             return reason
     what = "DeepSpeed's CPU Adam"
-    return missing_compiler(what) or abandoned_build(what, "cpu_adam")
+    return missing_compiler(what, tools=tools) or abandoned_build(what, "cpu_adam", tools=tools)
 
 
 def offload_options(

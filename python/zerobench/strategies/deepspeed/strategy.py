@@ -6,6 +6,7 @@ DeepSpeed is imported in ``build`` and not before: importing it initialises CUDA
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -31,7 +32,10 @@ from zerobench.strategies.flight_recorder import StepTraffic
 from zerobench.strategies.peer import ProcessGroupLease, backend_of
 from zerobench.strategies.requirements import (
     DEEPSPEED,
+    HOST_TOOLS,
+    Tools,
     abandoned_build,
+    gpu_capability,
     make_architectures_readable,
     missing_compiler,
     missing_package,
@@ -57,14 +61,14 @@ class DeepSpeedStrategy(Strategy):
     gathers_blocks: ClassVar[bool] = False
 
     @classmethod
-    def unplaced(cls, settings: StrategySettings) -> str | None:
-        return unplaced(settings, stage=cls.stage, super_offload=cls.super_offload)
+    def unplaced(cls, settings: StrategySettings, *, tools: Tools = HOST_TOOLS) -> str | None:
+        return unplaced(settings, stage=cls.stage, super_offload=cls.super_offload, tools=tools)
 
     @classmethod
-    def unsupported(cls, settings: StrategySettings) -> str | None:
+    def unsupported(cls, settings: StrategySettings, *, tools: Tools = HOST_TOOLS) -> str | None:
         if settings.device != "cuda":
             return f"{cls.name} is compared on GPUs only"
-        if reason := missing_package("deepspeed", DEEPSPEED):
+        if reason := missing_package("deepspeed", DEEPSPEED, tools=tools):
             return reason
         if settings.compile == "block" and cls.stage == 3 and not cls.gathers_blocks:
             return "DeepSpeed ZeRO-3 gathers inside blocks, module by module: use --compile whole or deepspeed3_leaves"
@@ -72,13 +76,13 @@ class DeepSpeedStrategy(Strategy):
             return "DeepSpeed's engine scales no loss at stage 0, though its fp16 optimizer unscales: use bf16 or fp32"
         if cls.stage == 0 and not fuses_with_torch(settings, stage=cls.stage):
             what = "DeepSpeed's FusedAdam, which its stage 0 needs,"
-            return missing_compiler(what) or abandoned_build(what, "fused_adam")
+            return missing_compiler(what, tools=tools) or abandoned_build(what, "fused_adam", tools=tools)
         return None
 
     def build(self, model_factory: ModelFactory) -> None:
         self._determinism = Determinism(self.settings)
         self._lease = ProcessGroupLease(self.settings, strategy=self.name)
-        make_architectures_readable()
+        make_architectures_readable(os.environ, capability=gpu_capability())
         import deepspeed
 
         deepspeed.utils.logger.setLevel("ERROR")
@@ -254,7 +258,7 @@ class DeepSpeed3LeavesStrategy(DeepSpeed3Strategy):
     gathers_blocks = True
 
     @classmethod
-    def unplaced(cls, settings: StrategySettings) -> str | None:
+    def unplaced(cls, settings: StrategySettings, *, tools: Tools = HOST_TOOLS) -> str | None:
         if settings.offload != "none":
             return "leaf modules are compared with all state on the GPU: use deepspeed1, deepspeed2 or deepspeed3"
-        return super().unplaced(settings)
+        return super().unplaced(settings, tools=tools)
