@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerobench.cli.main import gather_values
-from zerobench.cli.values import comma_list
+from zerobench.results.setting_values import comma_list
 
 
 @pytest.mark.parametrize(
