@@ -41,6 +41,7 @@ def train(number: int, *, process_group: Any = None, **config: Any) -> dict[str,
         "place": (place.rank, place.world_size, place.local_rank, place.local_world_size),
         "launched": place.launched,
         "communicator": engine.communicator,
+        "update_cpus": engine.update_cpus,
     }
     engine.close()
     return result
@@ -70,9 +71,10 @@ def plain_training(numbers: list[int]) -> dict[str, torch.Tensor]:
 def main(folder: str, how: str) -> None:
     torch.set_num_threads(1)
     number = int(os.environ["RANK"])
-    if how == "group":
+    if "group" in how:
         torch.distributed.init_process_group("gloo")
-    torch.save(train_all(number), Path(folder) / f"{number}.pt")
+    result = train(number, threads=None, pin_threads=True) if "cpus" in how else train_all(number)
+    torch.save(result, Path(folder) / f"{number}.pt")
     torch.distributed.destroy_process_group()
 
 

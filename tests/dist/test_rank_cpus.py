@@ -1,4 +1,4 @@
-"""Ranks divide their host's CPUs by what they tell each other, and engines run there."""
+"""Ranks divide their machine's CPUs by what they tell each other, and engines run there."""
 
 from __future__ import annotations
 
@@ -134,18 +134,16 @@ def test_a_host_with_one_node_is_divided_by_contiguous_numbers() -> None:
         assert {(cpu,) for cpu in cpus[1:]} <= found["threads"]
 
 
-def told(host: bytes, local_rank: int, local_world_size: int = 2) -> rank_cpus.Told:
-    return rank_cpus.Told(host, b"mask", local_rank, local_world_size, has_gpu=1, gpu_node=-1)
+def told(machine: bytes, place: int, num_ranks: int = 2) -> rank_cpus.Told:
+    return rank_cpus.Told(machine, b"mask", place, num_ranks, has_gpu=1, gpu_node=-1)
 
 
-def test_only_the_ranks_that_a_launcher_counted_are_a_host() -> None:
+def test_ranks_outside_of_the_engine_leave_the_facts_of_a_machine_incomplete() -> None:
     mine = told(b"a", 1)
     spread = [told(b"a", 0), told(b"b", 0), mine, told(b"b", 1)]
-    facts = rank_cpus.ranks_of_host(spread, mine)
+    facts = rank_cpus.ranks_of_machine(spread, mine)
     assert facts is not None and [fact.gpu_node for fact in facts] == [None, None]
-    containers = [told(b"a", 0), mine, told(b"a", 0), told(b"a", 1)]
-    assert rank_cpus.ranks_of_host(containers, mine) is None
-    assert rank_cpus.ranks_of_host([told(b"a", 0)], told(b"a", 0)) is None
+    assert rank_cpus.ranks_of_machine([told(b"a", 0)], told(b"a", 0)) is None
 
 
 def test_messages_keep_what_is_told() -> None:

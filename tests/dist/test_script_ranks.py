@@ -77,9 +77,9 @@ def spawned(rank: int, folder: str, port: int) -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}  # of hosts
     found["hosts"] = refusal()
     found["cured"] = rank_scripts.train(rank, stage=2, process_group=dist.group.WORLD)
-    group = process_groups.find_group(None, host="a")
+    group = process_groups.find_group(None, host="a", machine="a")
     without_store = dataclasses.replace(group, store=None)  # as with the backend "mpi"
-    found["without a store"] = process_groups.meet(without_store, local=None, timeout_s=60)
+    found["without a store"] = process_groups.meet(without_store, launched=None, timeout_s=60)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -124,7 +124,7 @@ def test_variables_that_count_hosts_are_named_and_a_given_group_is_the_cure(spaw
 
 def test_ranks_whose_group_has_no_store_meet_all_the_same(spawn_results):
     meetings = [found["without a store"] for found in spawn_results]
-    assert [meeting[1:] for meeting in meetings] == [(0, 2), (1, 2)]
+    assert [meeting.local for meeting in meetings] == [(0, 2), (1, 2)]
     assert meetings[0].point == meetings[1].point
 
 

@@ -17,6 +17,7 @@ from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Plan, make_plan
 from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.protocol.job import DeviceMemory, Job, Report, TensorDeviation, Verification, Window
+from zerobench.bench.protocol.place import MachinePlace
 from zerobench.bench.rank import worker
 from zerobench.bench.sampler import Sampler
 from zerobench.results.schema import RowDtypes
@@ -66,7 +67,7 @@ def place(*, world_size: int = 1, local_world_size: int = 1) -> worker.Place:
     """Return the place of rank 0 of that many."""
     return worker.Place(
         rank=0, world_size=world_size, local_rank=0, local_world_size=local_world_size, rendezvous="r",
-        ports=("2", "3"),
+        ports=("2", "3"), machine=MachinePlace.of_one_launcher(0, local_world_size),
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def test_every_thread_of_a_process_is_bound() -> None:
         "from pathlib import Path\n"
         "from zerobench.bench.rank.binding import bind_rank\n"
         "threading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
-        "found = bind_rank(1, local_world_size=2)\n"
+        "found = bind_rank(1, num_ranks=2)\n"
         "tasks = [int(task.name) for task in Path('/proc/self/task').iterdir()]\n"
         "assert len(tasks) > 1\n"
         "assert all(os.sched_getaffinity(task) == set(found.cpus) for task in tasks), found\n"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zerobench.bench.launch.given import Answer, connect, given_ranks
+from zerobench.bench.launch.given import Answer, GivenRank, connect, given_ranks, meet, placed
 from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.protocol.job import DeviceMemory, Report, Verification, Window
+from zerobench.bench.protocol.place import MachinePlace
 from zerobench.engine import config, topology
 from zerobench.errors import ConfigError, Error
+from zerobench.host.facts import HostFacts, read_host_facts
 from zerobench.host.launched import slurm_first_host, with_slurm
 from zerobench.results.schema import RowDtypes
 
@@ -101,3 +105,59 @@ def test_a_store_that_cannot_be_reached_is_one_sentence(rank: str, verb: str) ->
         Error, match=rf"rank {rank} cannot {verb} the ranks' store at nowhere\.invalid:1 .*MASTER_ADDR"
     ):
         connect(given)
+
+
+def met(hosts: list[HostFacts], *, local: tuple[int, int] = (0, 1)) -> list[GivenRank]:
+    """Return the ranks of launchers, one on each of ``hosts``, once they have met."""
+    store = pytest.importorskip("torch.distributed").HashStore()
+    ranks = [
+        GivenRank(
+            rank=rank, world_size=len(hosts), local_rank=local[0], local_world_size=local[1], master_addr="h",
+            master_port=1, store=store,
+        )
+        for rank in range(len(hosts))
+    ]  # fmt: skip
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return list(pool.map(placed, ranks, hosts))
+
+
+def host(**facts) -> HostFacts:
+    given = {"environment": {}, "cpus": (0, 1, 2, 3), "machine": "m", "identity": "h"}
+    return dataclasses.replace(read_host_facts(), **{**given, **facts})
+
+
+def places(ranks: list[GivenRank]) -> list[tuple[int, int]]:
+    return [(rank.local_rank, rank.local_world_size) for rank in ranks]
+
+
+def test_launchers_on_one_machine_number_their_ranks_together() -> None:
+    found = met([host(), host(), host(machine="n", identity="i")])
+    assert places(found) == [(0, 2), (1, 2), (0, 1)]
+    assert [rank.machine for rank in found] == [
+        MachinePlace(2, 0, 2), MachinePlace(2, 1, 2), MachinePlace(1, 0, 1),
+    ]  # fmt: skip
+
+
+def test_hosts_that_launchers_pretend_share_the_cores_of_the_machine() -> None:
+    found = met([host(identity="left"), host(identity="right")])
+    assert places(found) == [(0, 1), (0, 1)]
+    assert [rank.machine for rank in found] == [MachinePlace(2, 0, 2), MachinePlace(2, 1, 2)]
+
+
+def test_launchers_that_are_bound_to_cores_of_their_own_share_memory_alone() -> None:
+    found = met([host(cpus=(0, 1)), host(cpus=(2, 3))])
+    assert places(found) == [(0, 2), (1, 2)]
+    assert [rank.machine for rank in found] == [MachinePlace(2, 0, 1)] * 2
+
+
+def test_launchers_that_see_gpus_of_their_own_keep_the_numbers_of_these() -> None:
+    found = met([host(environment={"CUDA_VISIBLE_DEVICES": text}) for text in "01"])
+    assert places(found) == [(0, 1), (0, 1)]
+    assert [rank.machine for rank in found] == [MachinePlace(2, 0, 2), MachinePlace(2, 1, 2)]
+
+
+def test_ranks_of_one_launcher_need_not_meet() -> None:
+    given = given_ranks(TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "nowhere.invalid"})
+    assert given is not None
+    assert meet(given, {}) is given
+    assert given.machine == MachinePlace(4, 1, 4)

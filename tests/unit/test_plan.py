@@ -160,6 +160,10 @@ def test_given_ranks_decide_the_world_size() -> None:
 def test_more_ranks_than_cores_is_a_warning() -> None:
     plan = make_plan(CompareOptions(**{**SMALL, "world_size": (4096,)}))
     assert "4096 ranks share" in plan.warnings[0]
+    given = CompareOptions(**{**SMALL, "world_size": (4096,)}, host_ranks=2048)
+    assert "2048 ranks share" in make_plan(given).warnings[0]
+    apart = CompareOptions(**{**SMALL, "world_size": (4096,)}, host_ranks=2048, core_ranks=1)
+    assert not make_plan(apart).warnings
 
 
 def test_communicators_are_an_axis_of_our_rows() -> None:

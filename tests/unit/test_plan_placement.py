@@ -89,7 +89,9 @@ def test_superoffload_updates_in_backward_unless_it_clips(clips, in_backward) ->
         assert row.settings.optimizer_in_backward is in_backward
 
 
-def test_threads_are_shared_by_the_ranks_of_this_host() -> None:
+def test_threads_are_shared_by_the_ranks_of_this_machine() -> None:
     cpus = cpus_usable()
     rows = [configuration(world_size=(64,), host_ranks=host_ranks) for host_ranks in (1, 64)]
     assert [row.settings.threads_per_rank for row in rows] == [cpus, max(1, cpus // 64)]
+    bound_apart = configuration(world_size=(64,), host_ranks=64, core_ranks=1)
+    assert bound_apart.settings.threads_per_rank == cpus

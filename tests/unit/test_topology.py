@@ -20,7 +20,8 @@ from zerobench import _native  # noqa: E402
 from zerobench.engine import config, process_groups, topology  # noqa: E402
 from zerobench.engine.process_groups import RankGroup  # noqa: E402
 from zerobench.errors import CommunicationError, ConfigError  # noqa: E402
-from zerobench.host.identity import host_identity  # noqa: E402
+from zerobench.host.facts import read_host_facts  # noqa: E402
+from zerobench.host.identity import host_identity, machine_identity  # noqa: E402
 from zerobench.host.meeting import expect_reached, probe  # noqa: E402
 
 
@@ -203,9 +204,11 @@ def test_ranks_of_a_host_meet_by_what_names_their_launch(values, text, point) ->
 
 @dataclasses.dataclass
 class Ranks:
-    """Ranks of a group, each a thread, that meet in a store in memory. Hosts are letters."""
+    """Ranks of a group, each a thread, that meet in a store in memory. Hosts are letters, and so are machines."""
 
     hosts: str
+    machines: str = ""  # the hosts where empty
+    num_others: int = 0  # ranks of the launch that are not in the group
     store: Any = dataclasses.field(default_factory=torch.distributed.HashStore)
 
     def group(self, rank: int, *, is_given: bool = False) -> RankGroup:
@@ -213,25 +216,27 @@ class Ranks:
         return RankGroup(
             rank,
             world_size,
-            launch=(rank, world_size),
+            launch=(rank, world_size + self.num_others),
             host=self.hosts[rank],
+            machine=(self.machines or self.hosts)[rank],
             store=self.store,
             handle=None,
             is_given=is_given,
         )
 
     def meet(
-        self, rank: int, local: tuple[int, int] | None, timeout_s: float = 20.0
+        self, rank: int, launched: tuple[int, int] | None, timeout_s: float = 20.0
     ) -> process_groups.Meeting:
-        return process_groups.meet(self.group(rank), local=local, timeout_s=timeout_s)
+        return process_groups.meet(self.group(rank), launched=launched, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(
     ("text", "values", "is_given", "place", "launched"),
     [
         ("", {}, False, (3, 4, 2, 3), None),
-        (TORCHRUN, {}, False, (3, 4, 1, 2), (1, 2)),
-        (TORCHRUN, {"rank": 3, "world_size": 4}, False, (3, 4, 1, 2), (1, 2)),
+        (TORCHRUN, {}, False, (3, 4, 2, 3), (1, 2)),
+        (TORCHRUN, {"rank": 3, "world_size": 4}, False, (3, 4, 2, 3), (1, 2)),
+        (f"{TORCHRUN[:-1]}3".replace("LOCAL_RANK=1", "LOCAL_RANK=0"), {}, False, (3, 4, 0, 3), (0, 3)),
         # Half set or of another launch: a higher source is complete.
         (f"WORLD_SIZE=2 {PET} PMI_SIZE=4 MV2_COMM_WORLD_SIZE=4", {}, False, (3, 4, 2, 3), None),
         (SRUN, {}, False, (3, 4, 2, 3), None),
@@ -242,10 +247,10 @@ class Ranks:
     ],
 )
 def test_a_process_group_gives_the_rank(text, values, is_given, place, launched) -> None:
-    """Rank 3 shares a host with ranks 1 and 2. Every other rank has local numbers of a launcher."""
+    """Rank 3 shares a host with ranks 1 and 2, whose launcher numbers them as 1 and 2 of 3."""
     ranks = Ranks("abbb")
     with ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(ranks.meet, rank, (rank % 2, 2)) for rank in range(3)]
+        others = [pool.submit(ranks.meet, rank, (rank, 3)) for rank in range(3)]
         group = ranks.group(3, is_given=is_given)
         found = topology.resolve(config.parse(values), environment(text), group)
     assert {found.meeting_point} == {other.result().point for other in others}
@@ -301,28 +306,29 @@ def test_ranks_of_a_part_of_the_launch_know_that_there_are_more() -> None:
 )
 def test_what_is_no_group_of_this_process_is_refused(group, said) -> None:
     with pytest.raises(ConfigError, match=said):
-        process_groups.find_group(group, host="a")
+        process_groups.find_group(group, host="a", machine="b")
 
 
 def test_a_group_is_the_one_that_was_given_else_the_default_one() -> None:
-    assert process_groups.find_group(None, host="a") is None
+    assert process_groups.find_group(None, host="a", machine="b") is None
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
         default, other = torch.distributed.group.WORLD, torch.distributed.new_group([0])
         for given, expected in ((None, default), (other, other)):
-            found = process_groups.find_group(given, host="a")
+            found = process_groups.find_group(given, host="a", machine="b")
             assert found is not None and found.handle is expected and found.is_given == (given is not None)
-            assert (found.rank, found.world_size, found.launch, found.host) == (0, 1, (0, 1), "a")
+            assert (found.rank, found.world_size, found.launch) == (0, 1, (0, 1))
+            assert (found.host, found.machine) == ("a", "b")
     finally:
         torch.distributed.destroy_process_group()
 
 
-def meetings(hosts: str, locals: list[Any], timeout_s: float = 20.0) -> list[Any]:
+def meetings(hosts: str, launched: list[Any], timeout_s: float = 20.0, **more: Any) -> list[Any]:
     """Return what the ranks of a group agree on; ``-`` is a rank that stays away."""
-    ranks = Ranks(hosts)
+    ranks = Ranks(hosts, **more)
     with ThreadPoolExecutor(len(hosts)) as pool:
         runs = [
-            pool.submit(ranks.meet, rank, locals[rank], timeout_s)
+            pool.submit(ranks.meet, rank, launched[rank], timeout_s)
             for rank in range(len(hosts))
             if hosts[rank] != "-"
         ]
@@ -332,13 +338,31 @@ def meetings(hosts: str, locals: list[Any], timeout_s: float = 20.0) -> list[Any
 def test_ranks_of_a_group_are_numbered_by_host() -> None:
     found = meetings("abab", [None] * 4)
     assert len({meeting.point for meeting in found}) == 1
-    assert [meeting[1:] for meeting in found] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    # A launcher's numbers count where all ranks have them.
+    assert [meeting.local for meeting in found] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    # A launcher's numbers count where all ranks of a host have them.
     told = [(1, 2), (0, 2), (0, 2), (1, 2)]
-    assert [meeting[1:] for meeting in meetings("aaaa", told)] == told
+    assert [meeting.local for meeting in meetings("aabb", told)] == told
     found = meetings("aaab", [None, *told[1:]])
-    assert [meeting[1:] for meeting in found] == [(0, 3), (1, 3), (2, 3), (0, 1)]
-    assert meetings("a", [None])[0][1:] == (0, 1)
+    assert [meeting.local for meeting in found] == [(0, 3), (1, 3), (2, 3), (0, 1)]
+    assert meetings("a", [None])[0].local == (0, 1)
+
+
+def test_ranks_of_two_launchers_on_one_host_are_numbered_together() -> None:
+    found = meetings("aaaa", [(0, 2), (1, 2)] * 2)
+    assert [meeting.local for meeting in found] == [(rank, 4) for rank in range(4)]
+
+
+def test_hosts_on_one_machine_share_its_cores() -> None:
+    found = meetings("abc", [(0, 1)] * 3, machines="mmn")
+    assert [meeting.local for meeting in found] == [(0, 1)] * 3
+    assert [meeting.on_machine for meeting in found] == [(0, 2), (1, 2), (0, 1)]
+
+
+def test_a_part_of_a_launch_leaves_cores_to_the_other_ranks() -> None:
+    """Ranks 0 and 3 of the four that a launcher started here."""
+    found = meetings("aa", [(0, 4), (3, 4)], num_others=2)
+    assert [meeting.on_machine for meeting in found] == [(0, 4), (3, 4)]
+    assert [meeting.local for meeting in found] == [(0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -373,6 +397,19 @@ def test_processes_of_one_host_have_one_identity() -> None:
 
 def test_a_host_that_hides_what_the_kernel_tells_goes_by_its_name(tmp_path) -> None:
     assert host_identity(tmp_path) == f"{platform.node()} net pid"
+    assert machine_identity(tmp_path, has_quota=False) == platform.node()
+
+
+def test_a_name_makes_a_host_of_its_own_on_the_same_machine(monkeypatch) -> None:
+    before = read_host_facts()
+    monkeypatch.setenv("ZEROBENCH_HOST", "left")
+    named = read_host_facts()
+    assert named.identity == f"{before.identity} left" and named.machine == before.machine
+
+
+def test_containers_with_a_limit_of_cpu_time_are_machines_of_their_own() -> None:
+    kernel = machine_identity(has_quota=False)
+    assert kernel and machine_identity(has_quota=True).startswith(f"{kernel} pid:[")
 
 
 @pytest.mark.parametrize(

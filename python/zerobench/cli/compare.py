@@ -34,7 +34,7 @@ def compare(context: typer.Context, **given: Any) -> None:
     from zerobench import _native
     from zerobench.bench.disk_notes import disk_warnings, tuned_notes
     from zerobench.bench.host_facts import read_host_facts
-    from zerobench.bench.launch.given import follow, given_ranks
+    from zerobench.bench.launch.given import follow, given_ranks, meet
     from zerobench.bench.launch.launcher import Launcher
     from zerobench.bench.plan.plan import make_plan
     from zerobench.bench.run import run_comparison
@@ -42,6 +42,8 @@ def compare(context: typer.Context, **given: Any) -> None:
 
     _native.check_installation()
     started = given_ranks(os.environ)
+    if started is not None:
+        started = meet(started, os.environ)
     if started is not None and started.rank != 0:
         raise typer.Exit(follow(started))
     options = options_of(given, started, named=named_options(context))
@@ -95,7 +97,8 @@ def options_of(
     if any(":" in strategy for strategy in chosen):
         add_working_folder()
     return CompareOptions(
-        host_ranks=started.local_world_size if started else None,
+        host_ranks=started.machine.num_ranks if started else None,
+        core_ranks=started.machine.num_core_ranks if started else None,
         gpus=seen.gpus if device == "cuda" else (),
         given=named,
         **{**defaults, **asked, "device": device},

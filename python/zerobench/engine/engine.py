@@ -45,7 +45,6 @@ from zerobench.engine.parameters import (
     materialise_unit,
     param_groups,
 )
-from zerobench.engine.process_groups import find_group
 from zerobench.engine.rank_cpus import rank_cpus
 from zerobench.engine.swap_watch import SwapWatch
 from zerobench.engine.trainable_model import expect_trainable, hold, release
@@ -118,7 +117,7 @@ class Engine(EngineFacts, EngineWindow):
         self.module = model
         self.config = config
         host = host or read_host_facts()
-        group = find_group(process_group, host=host.identity)
+        group = topology_module.group_of_ranks(config, host, process_group)
         self.topology = topology_module.resolve(config, host.environment, group)
         self.optimizer = ZeroOptimizer(param_groups(model, model_parameters), config.optimizer)
         self._units = find_units(model, config.units)

@@ -68,7 +68,7 @@ class CpuPlace(Place):
     device = None
 
     def __init__(self, topology: Topology) -> None:
-        self._ranks_on_host = topology.place_on_host[1]
+        self._ranks_on_machine = topology.place_on_machine[1]
 
     def parts(self, use: CpuUse) -> Any:
         return _native.load().cpu_device_parts(thread_num=use.device.num, cpus=use.device.pinned_to)
@@ -92,7 +92,7 @@ class CpuPlace(Place):
         now_bytes = core.process_usage_bytes()
         peak_bytes = max(core.process_usage_peak_bytes(), now_bytes + extra_bytes)
         if limit_bytes is None:
-            limit_bytes = now_bytes + core.available_host_bytes() // self._ranks_on_host
+            limit_bytes = now_bytes + core.available_host_bytes() // self._ranks_on_machine
         return limit_bytes - peak_bytes - round(_MARGIN * limit_bytes)
 
 
@@ -163,7 +163,7 @@ def offload_options(config: Config, topology: Topology, use: CpuUse) -> Any | No
         cpus=use.offload.pinned_to,
         numa_node=-1 if node is None else node,
         lock=offload.lock_memory,
-        ranks_on_host=topology.place_on_host[1],
+        ranks_on_host=topology.place_on_machine[1],
         chunk_numel=offload.chunk_numel,
         paged=paged_options(offload, topology) if offload.device == "nvme" else None,
         memory_bytes=offload.host_memory_bytes,
@@ -262,7 +262,8 @@ def update_threads(
     control groups allow (``quota``): the kernel stops all threads of a group that has used up its time."""
     share = len(cpus)
     is_pinned = config.pin_threads and (config.cpus is not None or not topology.may_overlap)
-    if asked is None and quota is not None and (allowed := int(quota) // topology.place_on_host[1]) < share:
+    _, num_ranks = topology.place_on_machine
+    if asked is None and quota is not None and (allowed := int(quota) // num_ranks) < share:
         share = max(1, allowed)
         # Other containers have the same CPUs and would pin to the first of them too.
         is_pinned = is_pinned and config.cpus is not None

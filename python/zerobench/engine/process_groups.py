@@ -14,16 +14,17 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from zerobench.errors import CommunicationError, ConfigError
+from zerobench.host.places import Place, place_among
 
 _POLL_S = (0.001, 0.05)  # between two looks into the store: at first, and at most
 
 
 class Meeting(NamedTuple):
-    """A meeting point and local ranks that a group agreed on."""
+    """A meeting point and places that a group agreed on."""
 
     point: str  # no other group or engine has this text
-    local_rank: int
-    local_world_size: int
+    local: Place  # among the group's ranks on this host
+    on_machine: Place  # among all known ranks on this machine, which share its cores
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,15 @@ class RankGroup:
     world_size: int
     launch: tuple[int, int]  # rank and world size in the default process group
     host: str  # equal on ranks of one host
+    machine: str  # equal on ranks of one machine
     store: Any | None  # by which the ranks tell each other texts; None where there is none
     handle: Any  # torch's group
     is_given: bool  # to initialize; else it is the default process group
 
 
-def find_group(given: Any | None, *, host: str) -> RankGroup | None:
+def find_group(given: Any | None, *, host: str, machine: str) -> RankGroup | None:
     """Return the ``given`` process group, else torch.distributed's default one, or None where there is none. ``host``
-    is the identity of this process's host.
+    and ``machine`` are the identities of this process's.
 
     Raises ConfigError where ``given`` is not a process group that this process is a rank of.
     """
@@ -59,6 +61,7 @@ def find_group(given: Any | None, *, host: str) -> RankGroup | None:
         *place,
         launch=place if everyone is None else (everyone.rank(), everyone.size()),
         host=host,
+        machine=machine,
         store=group.get_group_store() if has_store else None,
         handle=group,
         is_given=given is not None,
@@ -81,19 +84,29 @@ def _expect_member(group: Any) -> None:
         )
 
 
-def meet(group: RankGroup, *, local: tuple[int, int] | None, timeout_s: float) -> Meeting:
-    """Agree on a meeting point and on local ranks. Collective over the group.
+def meet(group: RankGroup, *, launched: Place | None, timeout_s: float) -> Meeting:
+    """Agree on a meeting point and on places. Collective over the group.
 
-    ``local`` is the local rank and world size that a launcher gave this rank. Where one rank has none, ranks of one
-    host are numbered in the group's order.
+    ``launched`` is the local rank and world size that a launcher gave this rank. Ranks of one host whose launchers gave
+    none, or gave numbers that do not fit together, are numbered in the group's order. So are ranks of one machine.
     """
-    mine: dict[str, Any] = {"host": group.host, "local": local, "point": uuid.uuid4().hex}
+    is_whole = group.launch == (group.rank, group.world_size)
+    mine: dict[str, Any] = {
+        "host": group.host,
+        "machine": group.machine,
+        "local": launched if is_whole else None,  # else it counts ranks outside of the group too
+        "launched": launched,
+        "point": uuid.uuid4().hex,
+    }
     everyone = [mine] if group.world_size == 1 else _exchange(group, mine, timeout_s=timeout_s)
-    point = everyone[0]["point"]
-    if all(rank["local"] for rank in everyone):
-        return Meeting(point, *everyone[group.rank]["local"])
-    here = [rank for rank, its in enumerate(everyone) if its["host"] == mine["host"]]
-    return Meeting(point, here.index(group.rank), len(here))
+    told = {key: [its[key] for its in everyone] for key in mine}
+    return Meeting(
+        told["point"][0],
+        local=place_among(group.rank, told["host"], told["local"]),
+        on_machine=place_among(
+            group.rank, told["machine"], told["launched"], is_part=group.world_size < group.launch[1]
+        ),
+    )
 
 
 def make_gloo_groups(group: Any, *, point: str | None, num: int, timeout_s: float) -> list[Any]:

@@ -1,5 +1,5 @@
-"""The CPUs that an engine's updates run on: the configuration's, or this rank's share of what the ranks of its host may
-use, by their GPUs' NUMA nodes. Ranks tell each other what they know, so that all decide alike."""
+"""The CPUs that an engine's updates run on: the configuration's, or this rank's share of what the ranks of its machine
+may use, by their GPUs' NUMA nodes. Ranks tell each other what they know, so that all decide alike."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _UNKNOWN_NODE = -1
 
 
 class Told(NamedTuple):
-    """What a rank tells every other one, of whatever host."""
+    """What a rank tells every other one, of whatever machine."""
 
-    host: bytes
+    machine: bytes
     allowed: bytes
-    local_rank: int
-    local_world_size: int
+    place: int  # among the ranks of its machine
+    num_ranks: int
     has_gpu: int
     gpu_node: int
 
@@ -50,15 +50,15 @@ def expect_usable(config: Config, host: HostFacts) -> None:
 def rank_cpus(
     config: Config, topology: Topology, communicator: Any, host: HostFacts, *, gpu_bus_id: str | None
 ) -> CpuShare:
-    """This rank's CPUs, on the node of its GPU where the host's ranks can be divided by nodes. Collective."""
+    """This rank's CPUs, on the node of its GPU where the machine's ranks can be divided by nodes. Collective."""
     allowed = list(host.cpus)
     node = node_of_pci_device(gpu_bus_id, host.sysfs)
-    index, num_ranks = topology.place_on_host
+    place, num_ranks = topology.place_on_machine
     mine = Told(
-        host=_digest(host.name),
+        machine=_digest(host.machine),
         allowed=_digest(str(sorted(config.cpus or allowed))),
-        local_rank=index,
-        local_world_size=num_ranks,
+        place=place,
+        num_ranks=num_ranks,
         has_gpu=gpu_bus_id is not None,
         gpu_node=_UNKNOWN_NODE if node is None else node,
     )
@@ -66,11 +66,11 @@ def rank_cpus(
     nodes = read_nodes(host.sysfs)
     if config.cpus:
         return made(config.cpus, nodes, "as configured")
-    ranks = ranks_of_host(everyone, mine)
+    ranks = ranks_of_machine(everyone, mine)
     if ranks is None:
-        cpus = part_of(allowed, index, num_ranks)
+        cpus = part_of(allowed, place, num_ranks)
         return made(cpus, nodes, "even share")
-    return share_of_rank(index, ranks, nodes, cores_together(allowed, host.sysfs))
+    return share_of_rank(place, ranks, nodes, cores_together(allowed, host.sysfs))
 
 
 def tell(communicator: Any, mine: Told) -> list[Told]:
@@ -79,11 +79,11 @@ def tell(communicator: Any, mine: Told) -> list[Told]:
     return [Told(*fields) for fields in _MESSAGE.iter_unpack(together)]
 
 
-def ranks_of_host(everyone: list[Told], mine: Told) -> list[RankFacts] | None:
-    """Of this rank's host, by local rank; None where they are not the ranks that a launcher counted there, as with two
-    containers on one host."""
-    here = sorted((told for told in everyone if told.host == mine.host), key=lambda told: told.local_rank)
-    if [told.local_rank for told in here] != list(range(mine.local_world_size)):
+def ranks_of_machine(everyone: list[Told], mine: Told) -> list[RankFacts] | None:
+    """Return the facts of this machine's ranks in their order, or None where its launchers counted ranks that are not
+    in the engine."""
+    here = sorted((told for told in everyone if told.machine == mine.machine), key=lambda told: told.place)
+    if [told.place for told in here] != list(range(mine.num_ranks)):
         return None
     return [
         RankFacts(

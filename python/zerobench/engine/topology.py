@@ -10,10 +10,13 @@ from typing import Any
 
 from zerobench import _native
 from zerobench.engine.config import Config
-from zerobench.engine.process_groups import RankGroup, make_gloo_groups, meet
+from zerobench.engine.process_groups import RankGroup, find_group, make_gloo_groups, meet
 from zerobench.errors import ConfigError
+from zerobench.host.facts import HostFacts
+from zerobench.host.identity import HOST_VARIABLE
 from zerobench.host.launched import TORCHRUN, LaunchedRank, expect_rank, find_rank, find_same_rank, with_slurm
 from zerobench.host.meeting import expect_to_meet
+from zerobench.host.places import Place
 
 _engines_made: Counter[str] = Counter()  # by meeting point: the ranks of one meet for their n-th engine there
 
@@ -28,19 +31,41 @@ class Topology:
     local_world_size: int
     # Local rank and world size as a launcher or the configuration gives them; they count ranks outside of the engine
     # too. None where neither does.
-    launched: tuple[int, int] | None = field(default=None, compare=False)
+    launched: Place | None = field(default=None, compare=False)
+    met_on_machine: Place | None = field(default=None, compare=False)  # None where ranks did not meet
     is_part: bool = field(default=False, compare=False)  # the default process group has more ranks
     meeting_point: str | None = field(default=None, compare=False, repr=False)
 
     @property
-    def place_on_host(self) -> tuple[int, int]:
-        """Index and number of this process among those that divide the host's CPUs and memory."""
-        return self.launched or (self.local_rank, self.local_world_size)
+    def place_on_machine(self) -> Place:
+        """Index and number of this process among those that divide the machine's CPUs and memory."""
+        return self.met_on_machine or self.launched or (self.local_rank, self.local_world_size)
 
     @property
     def may_overlap(self) -> bool:
-        """Whether another group's ranks may have the same place on the host, since no launcher told."""
-        return self.is_part and self.launched is None
+        """Whether another group's ranks may have the same place on the machine, since no launcher told."""
+        return self.is_part and self.launched != self.place_on_machine
+
+
+def group_of_ranks(config: Config, host: HostFacts, given: Any | None = None) -> RankGroup | None:
+    """Return the process group whose ranks train, or None where all of them are on one host by their launcher's
+    numbers.
+
+    Ranks of several launchers may be on one host all the same. Where their variables name an address, this makes
+    torch.distributed's default group, in which they tell each other. Collective then.
+    """
+    identities = {"host": host.identity, "machine": host.machine}
+    if group := find_group(given, **identities):
+        return group
+    topology = resolve(config, host.environment)
+    is_named = bool(host.environment.get(HOST_VARIABLE))
+    is_on_one_host = topology.local_world_size == topology.world_size and not is_named
+    if topology.world_size == 1 or is_on_one_host:
+        return None
+    if _missing_address(with_slurm(host.environment)) and not is_named:
+        return None
+    _init_process_group(config, topology, host.environment)
+    return find_group(None, **identities)
 
 
 def resolve(config: Config, environment: Mapping[str, str], group: RankGroup | None = None) -> Topology:
@@ -55,13 +80,14 @@ def resolve(config: Config, environment: Mapping[str, str], group: RankGroup | N
     of_launch = (rank, world_size) if group is None else group.launch
     launched = find_same_rank(environment, *of_launch)
     told = _told_place(launched)
+    on_machine = None
     if group is None:
         local_rank, local_world_size = told or (rank, world_size)
         launcher = launched.launcher if launched else TORCHRUN
         point = config.rendezvous or launcher.meeting_point(environment)
     else:
-        point, local_rank, local_world_size = meet(
-            group, local=told if of_launch == (rank, world_size) else None, timeout_s=config.timeout_s
+        point, (local_rank, local_world_size), on_machine = meet(
+            group, launched=_configured_place(config) or told, timeout_s=config.timeout_s
         )
         point = "/".join(filter(None, (config.rendezvous, point)))
     if config.local_world_size is not None:
@@ -79,6 +105,7 @@ def resolve(config: Config, environment: Mapping[str, str], group: RankGroup | N
         local_rank,
         local_world_size,
         launched=told,
+        met_on_machine=on_machine,
         is_part=world_size < of_launch[1],
         meeting_point=point,
     )
@@ -141,6 +168,12 @@ def _expect_configured(config: Config, rank: int, world_size: int, other: str, c
         said = " and ".join(f"{name}={value}" for name, value in given.items())
         ways = ", ".join(filter(None, (f"Remove {' and '.join(given)} from the configuration", cure)))
         raise ConfigError(f"the configuration sets {said}, but {other}. {ways}.")
+
+
+def _configured_place(config: Config) -> Place | None:
+    if config.local_rank is None or config.local_world_size is None:
+        return None
+    return config.local_rank, config.local_world_size
 
 
 def _told_place(launched: LaunchedRank | None) -> tuple[int, int] | None:
@@ -259,9 +292,8 @@ def _init_process_group(config: Config, topology: Topology, environment: Mapping
     import torch.distributed as dist
 
     environment = with_slurm(environment)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if topology.world_size > 1:
-        if missing:
+        if missing := _missing_address(environment):
             raise ConfigError(
                 f"communicator 'c10d' needs torch.distributed, and {' and '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} not set: start the ranks with torchrun, set MASTER_ADDR to "
@@ -277,6 +309,10 @@ def _init_process_group(config: Config, topology: Topology, environment: Mapping
         timeout=timedelta(seconds=config.timeout_s),
         store=dist.HashStore() if topology.world_size == 1 else None,
     )
+
+
+def _missing_address(environment: Mapping[str, str]) -> list[str]:
+    return [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
 
 
 def _on_device(kind: str, control: Communicators, core: Any, config: Config, device: Any) -> Communicators:

@@ -1,5 +1,5 @@
-"""Which CPUs each of a host's ranks takes: decided from what is known of all of them, so that every rank decides alike.
-Imports no torch."""
+"""Which CPUs each of a machine's ranks takes: decided from what is known of all of them, so that every rank decides
+alike. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Nodes = Mapping[int, Sequence[int]]
 
 
 class RankFacts(NamedTuple):
-    """What one of a host's ranks says about itself."""
+    """What one of a machine's ranks says about itself."""
 
     allowed: Hashable  # stands for the CPUs that it may run on: equal where they are
     has_gpu: bool = False
@@ -32,17 +32,15 @@ class CpuShare(NamedTuple):
         return f"{where}: {ranges_text(self.cpus)} ({self.reason})"
 
 
-def share_of_rank(
-    local_rank: int, ranks: Sequence[RankFacts], nodes: Nodes, allowed: Sequence[int]
-) -> CpuShare:
+def share_of_rank(place: int, ranks: Sequence[RankFacts], nodes: Nodes, allowed: Sequence[int]) -> CpuShare:
     """A rank's part of the CPUs ``allowed`` to it, in an order that keeps cores together: of its GPU's node, or of the
-    node that is its turn, or else of all of them. ``ranks``: of the host, by local rank.
+    node that is its turn, or else of all of them. ``ranks``: of the machine, in their order there.
 
     Ranks that a launcher has bound to CPUs of their own share only with those of the same CPUs. Where nodes would be
     left to nobody, ranks share all of them: an update takes what memory bandwidth there is.
     """
-    group = [rank for rank in range(len(ranks)) if ranks[rank].allowed == ranks[local_rank].allowed]
-    index = group.index(local_rank)
+    group = [rank for rank in range(len(ranks)) if ranks[rank].allowed == ranks[place].allowed]
+    index = group.index(place)
     if len(group) < len(ranks) and len(group) == 1:
         return made(allowed, nodes, "bound to them by its launcher")
     usable = {node: here for node, cpus in nodes.items() if (here := [cpu for cpu in allowed if cpu in cpus])}
@@ -73,7 +71,7 @@ def are_spread(rank_num: int, usable: Nodes) -> bool:
 
 
 def spread(nodes: Nodes, rank_num: int) -> list[int]:
-    """The node of each of a host's CPU ranks: neighbours on one node, nodes filled evenly."""
+    """The node of each of a machine's CPU ranks: neighbours on one node, nodes filled evenly."""
     names = list(nodes)
     return [names[rank * len(names) // rank_num] for rank in range(rank_num)]
 

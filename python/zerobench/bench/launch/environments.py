@@ -11,6 +11,7 @@ import socket
 import uuid
 
 from zerobench.bench.protocol.job import NUM_PASSES, Job
+from zerobench.bench.protocol.place import MachinePlace
 from zerobench.errors import Error
 
 _PORTS = range(20000, 32000)  # below the ephemeral range, which outgoing connections take from
@@ -67,10 +68,15 @@ def environment_of(job: Job) -> dict[str, str]:
     return environment
 
 
-def rank_environment(rank: int, world_size: int, *, local_rank: int, local_world_size: int) -> dict[str, str]:
+def rank_environment(
+    rank: int, world_size: int, *, local_rank: int, local_world_size: int, machine: MachinePlace | None = None
+) -> dict[str, str]:
+    """Return who a rank is. ``machine`` is left out where all ranks of its machine are of its host."""
+    machine = machine or MachinePlace.of_one_launcher(local_rank, local_world_size)
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_world_size),
+        **machine.environment(),
     }

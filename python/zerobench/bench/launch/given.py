@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +28,12 @@ from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.launch.ranks import ProgressCallback
 from zerobench.bench.protocol.job import Job, Report
+from zerobench.bench.protocol.place import MachinePlace
 from zerobench.errors import ConfigError, Error
+from zerobench.host.facts import HostFacts, read_host_facts
+from zerobench.host.identity import HOST_VARIABLE
 from zerobench.host.launched import expect_rank, number_in, with_slurm
+from zerobench.host.places import place_among
 
 _POLL_S = 0.5
 _ANSWER_MARGIN_S = 60.0
@@ -47,6 +51,12 @@ class GivenRank:
     local_world_size: int
     master_addr: str
     master_port: int
+    met_machine: MachinePlace | None = None  # None where one launcher started all ranks
+    store: Any = field(default=None, repr=False, compare=False)  # that they share, once it is connected
+
+    @property
+    def machine(self) -> MachinePlace:
+        return self.met_machine or MachinePlace.of_one_launcher(self.local_rank, self.local_world_size)
 
     def open_launcher(self) -> GivenLauncher:
         return GivenLauncher(self)
@@ -82,8 +92,49 @@ def given_ranks(environment: Mapping[str, str]) -> GivenRank | None:
     return given
 
 
+def meet(given: GivenRank, environment: Mapping[str, str]) -> GivenRank:
+    """Return this rank with its places among the ranks of its host and of its machine. Collective where ranks of
+    several launchers may share one; one launcher numbers all of its ranks."""
+    is_named = bool(environment.get(HOST_VARIABLE))
+    if given.world_size == 1 or (given.local_world_size == given.world_size and not is_named):
+        return given
+    return placed(replace(given, store=connect(given)), read_host_facts())
+
+
+def placed(given: GivenRank, host: HostFacts) -> GivenRank:
+    """Return this rank with the places that follow from what all given ranks tell in their store. Collective."""
+    mine = {
+        # A local rank is the number of a GPU, so launchers that see other GPUs number their ranks apart.
+        "host": [host.identity, host.environment.get("CUDA_VISIBLE_DEVICES")],
+        "machine": host.machine,
+        "cores": [host.machine, host.cpus],
+        "local": [given.local_rank, given.local_world_size],
+    }
+    given.store.set(f"place/{given.rank}", json.dumps(mine))
+    everyone = [told_by(given.store, rank) for rank in range(given.world_size)]
+    told = {key: [its[key] for its in everyone] for key in mine}
+    local_rank, local_world_size = place_among(given.rank, told["host"], told["local"])
+    core_rank, num_core_ranks = place_among(given.rank, told["cores"], told["local"])
+    machine = MachinePlace(told["machine"].count(host.machine), core_rank, num_core_ranks)
+    return replace(given, local_rank=local_rank, local_world_size=local_world_size, met_machine=machine)
+
+
+def told_by(store: Any, rank: int) -> dict[str, Any]:
+    """Return what a given rank tells about its place. Raise Error where it tells nothing for five minutes."""
+    key = f"place/{rank}"
+    if not wait_for(store, key, until=time.monotonic() + _CONNECT_S):
+        raise Error(
+            f"rank {rank} of the given ranks did not start within {_CONNECT_S:g} s; start a launcher on every host, "
+            f"and set {HOST_VARIABLE} on all ranks or on none"
+        )
+    told: dict[str, Any] = json.loads(store.get(key))
+    return told
+
+
 def connect(given: GivenRank) -> Any:
     """A store that all given ranks share: torchrun's own, else one that rank 0 serves."""
+    if given.store is not None:
+        return given.store
     import torch.distributed as dist
 
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -238,11 +289,15 @@ def run_part(
         next_poll_s = time.monotonic() + _POLL_S
         return bool(store.check([f"abort/{sequence}"]))
 
-    local_rank, local_world_size = (
-        (0, 1) if job.num_ranks == 1 else (given.local_rank, given.local_world_size)
+    local_rank, local_world_size, machine = (
+        (0, 1, None) if job.num_ranks == 1 else (given.local_rank, given.local_world_size, given.machine)
     )
     place = rank_environment(
-        given.rank, job.num_ranks, local_rank=local_rank, local_world_size=local_world_size
+        given.rank,
+        job.num_ranks,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        machine=machine,
     )
     outcome: Outcome = run(
         job, log=log, on_progress=on_progress, environments=[{**shared, **place}], aborted=aborted
@@ -281,11 +336,13 @@ def follow_jobs(given: GivenRank, store: Any) -> int:
             store.set(f"outcome/{sequence}/{given.rank}", Answer.of(outcome).text())
 
 
-def wait_for(store: Any, key: str) -> None:
-    """However long rank 0 takes; an error when its store is gone."""
+def wait_for(store: Any, key: str, *, until: float = math.inf) -> bool:
+    """Wait for a key, however long its rank takes, and return whether it is there at ``until``, on time.monotonic().
+    Raise Error when rank 0's store is gone."""
     try:
-        while not store.check([key]):
+        while not (found := store.check([key])) and time.monotonic() < until:
             time.sleep(0.1)
+        return bool(found)
     except Exception as error:  # the store's own types differ between torch versions
         raise Error(f"rank 0 of the given ranks is gone ({type(error).__name__})") from None
 

@@ -35,13 +35,17 @@ class CompareOptions:
         self,
         *,
         gpus: Sequence[Gpu] = (),  # that torch sees, where the device is cuda
-        host_ranks: int | None = None,  # of this host, where torchrun or srun started some on others, too
+        # Of ranks that torchrun or srun started: those that share this machine's memory and disks, and of these the
+        # ones that share rank 0's cores.
+        host_ranks: int | None = None,
+        core_ranks: int | None = None,
         given: frozenset[str] = frozenset(),  # "--precision" and others that were named, whatever their value
         **asked: Any,
     ) -> None:
         if unknown := asked.keys() - OPTIONS.keys():
             raise TypeError(f"no option is called {', '.join(sorted(unknown))}")
-        self.gpus, self.host_ranks, self.given = gpus, host_ranks, given
+        self.gpus, self.given = gpus, given
+        self.host_ranks, self.core_ranks = host_ranks, host_ranks if core_ranks is None else core_ranks
         self._asked = {key: asked[key] if key in asked else default_of(key, "cpu") for key in OPTIONS}
 
     def __getattr__(self, key: str) -> Any:
@@ -60,6 +64,7 @@ class CompareOptions:
         return CompareOptions(
             gpus=self.gpus,
             host_ranks=self.host_ranks,
+            core_ranks=self.core_ranks,
             given=self.given,
             **{**self._asked, "strategies": (strategy,)},
         )

@@ -128,7 +128,7 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
         for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
     ]
     check_baseline(options, configurations)
-    warnings = warnings_about(configurations, host_ranks=options.host_ranks)
+    warnings = warnings_about(configurations, options)
     return Plan(configurations=configurations, options=options, warnings=warnings)
 
 
@@ -163,9 +163,9 @@ def with_io_engine(
     return {**extra, "offload_optimizer": {"io_engine": options.io_engine, **own}}
 
 
-def ranks_here(options: CompareOptions, world_size: int) -> int:
-    """Of this host."""
-    return min(world_size, options.host_ranks or world_size)
+def ranks_on_cores(options: CompareOptions, world_size: int) -> int:
+    """Return how many ranks of a row share rank 0's cores."""
+    return min(world_size, options.core_ranks or world_size)
 
 
 def ranks_of(strategy: str, world_size: int) -> int:
@@ -263,7 +263,7 @@ def resolve_settings(
         dropout=model.dropout,
         tf32=tf32_of(options, point["precision"]),
         verify_steps=VERIFY_STEPS,
-        threads_per_rank=max(1, cpus_usable() // ranks_here(options, point["world_size"])),
+        threads_per_rank=max(1, cpus_usable() // ranks_on_cores(options, point["world_size"])),
     )
 
 
@@ -289,10 +289,9 @@ def check_baseline(options: CompareOptions, configurations: Sequence[Configurati
         )
 
 
-def warnings_about(configurations: Sequence[Configuration], *, host_ranks: int | None) -> list[str]:
+def warnings_about(configurations: Sequence[Configuration], options: CompareOptions) -> list[str]:
     warnings = []
-    largest = max(configuration.settings.world_size for configuration in configurations)
-    largest = min(largest, host_ranks or largest)
+    largest = max(ranks_on_cores(options, one.settings.world_size) for one in configurations)
     cpus = cpus_usable()
     if largest > cpus:
         warnings.append(

@@ -22,13 +22,14 @@ class Binding:
         return f"node {self.node}: {ranges_text(self.cpus)}"
 
 
-def bind_rank(local_rank: int, *, local_world_size: int, gpu_uuids: Sequence[str] = ()) -> Binding:
-    """Bind every thread of this process, and those to come, to this rank's share of its node. ``gpu_uuids``: by local
-    rank, of ranks on GPUs. Raises ConfigError where the machine does not say what is near."""
+def bind_rank(rank: int, *, num_ranks: int, gpu_uuids: Sequence[str] = ()) -> Binding:
+    """Bind every thread of this process, and those to come, to this rank's share of its node. ``rank`` is one of the
+    ``num_ranks`` ranks that share its cores, and ``gpu_uuids`` are theirs where they are on GPUs. Raises ConfigError
+    where the machine does not say what is near."""
     nodes = known_nodes(SYSFS)
-    places = gpu_nodes(gpu_uuids, nodes) if gpu_uuids else spread(nodes, local_world_size)
+    places = gpu_nodes(gpu_uuids, nodes) if gpu_uuids else spread(nodes, num_ranks)
     allowed = sorted(os.sched_getaffinity(0))
-    binding = share_of(local_rank, places, nodes, cores_together(allowed))
+    binding = share_of(rank, places, nodes, cores_together(allowed))
     for task in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(task.name), binding.cpus)
     return binding
@@ -64,11 +65,11 @@ def known_node(bus_id: str | None, nodes: Nodes, sysfs: Path) -> int:
     return node
 
 
-def share_of(local_rank: int, places: Sequence[int], nodes: Nodes, allowed: Sequence[int]) -> Binding:
-    """The rank's part of its node's allowed CPUs, at least one. ``places``: the node of each local rank."""
-    node = places[local_rank]
+def share_of(rank: int, places: Sequence[int], nodes: Nodes, allowed: Sequence[int]) -> Binding:
+    """The rank's part of its node's allowed CPUs, at least one. ``places``: the node of each rank."""
+    node = places[rank]
     usable = {name: [cpu for cpu in allowed if cpu in cpus] for name, cpus in nodes.items()}
-    cpus = part_of_node(local_rank, places, usable)
+    cpus = part_of_node(rank, places, usable)
     if not cpus:
         raise ConfigError(f"--bind numa: this process may not run on any core of node {node}: leave it out")
     return Binding(node=node, cpus=tuple(sorted(cpus)))

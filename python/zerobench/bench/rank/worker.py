@@ -19,6 +19,7 @@ import torch
 from zerobench import data, models, strategies
 from zerobench.bench.protocol.channel import Channel
 from zerobench.bench.protocol.job import Job, Report, Skipped, Window, WindowTransfers
+from zerobench.bench.protocol.place import MachinePlace
 from zerobench.bench.protocol.tolerances import VERIFY_STEPS, tolerance_precision
 from zerobench.bench.rank import measure, verify
 from zerobench.bench.rank.binding import Binding, bind_rank
@@ -43,6 +44,7 @@ class Place:
     local_world_size: int
     rendezvous: str
     ports: tuple[str, ...]  # one a pass
+    machine: MachinePlace
     binding: Binding | None = None
 
     @classmethod
@@ -54,6 +56,7 @@ class Place:
             local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
             rendezvous=environment["ZEROBENCH_RENDEZVOUS"],
             ports=tuple(environment["ZEROBENCH_PORTS"].split(",")),
+            machine=MachinePlace.from_environment(environment),
         )
 
 
@@ -108,22 +111,26 @@ def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
 
 
 def threads_of(job: Job, place: Place) -> int:
-    """This rank's share of the host's cores. The reference takes as many as each of the ranks that it stands for, since
-    the order of some sums, and so their rounding, depends on the number of threads."""
+    """This rank's share of the machine's cores. The reference takes as many as each of the ranks that it stands for,
+    since the order of some sums, and so their rounding, depends on the number of threads."""
     if place.binding is not None:
         return len(place.binding.cpus)
     if job.kind == "reference" and job.settings.threads_per_rank is not None:
         return job.settings.threads_per_rank
-    return max(1, cpus_usable() // place.local_world_size)
+    return max(1, cpus_usable() // place.machine.num_core_ranks)
 
 
 def bound(job: Job, place: Place) -> Binding | None:
     if job.settings.bind == "none":
         return None
+    num_ranks = place.machine.num_core_ranks
     uuids: list[str] = []
     if job.settings.device == "cuda":
-        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(place.local_world_size)]
-    return bind_rank(place.local_rank, local_world_size=place.local_world_size, gpu_uuids=uuids)
+        # Of ranks whose GPUs this one cannot see, it supposes that they are on its node: so no core is taken twice.
+        sees_all = num_ranks == place.local_world_size
+        indices = range(num_ranks) if sees_all else [place.local_rank] * num_ranks
+        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in indices]
+    return bind_rank(place.machine.core_rank, num_ranks=num_ranks, gpu_uuids=uuids)
 
 
 def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) -> StrategySettings:
@@ -144,7 +151,7 @@ def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) ->
         "timeout_s": job.timeout_s,
         "deterministic": deterministic,
         "nvme_paths": tuple(settings.nvme_paths),
-        "host_memory_bytes": bytes_of(settings.host_memory_gib, shared_by=place.local_world_size),
+        "host_memory_bytes": bytes_of(settings.host_memory_gib, shared_by=place.machine.num_ranks),
         "device_memory_bytes": bytes_of(settings.device_memory_gib),
         "cpus": None if place.binding is None else place.binding.cpus,
         "options": job.options,
@@ -308,7 +315,7 @@ def measured(
             limits |= link_limits(meter.device)
         try:
             limits |= file_limits(
-                job.settings.nvme_paths, options=job.options, rank_num=place.local_world_size
+                job.settings.nvme_paths, options=job.options, rank_num=place.machine.num_ranks
             )
         except (Error, OSError) as error:
             window.transfers.limit_note = getattr(error, "strerror", None) or str(error)
