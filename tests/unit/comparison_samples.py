@@ -10,7 +10,6 @@ from plan_samples import GPUS, HOST_BYTES, SMALL
 from rich.console import Console
 
 from zerobench.bench.execution import Execution
-from zerobench.bench.host_facts import HostFacts
 from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.plan.options import CompareOptions
@@ -20,9 +19,10 @@ from zerobench.bench.protocol.job import DeviceMemory, Job, Report, TensorDeviat
 from zerobench.bench.protocol.place import MachinePlace
 from zerobench.bench.rank import worker
 from zerobench.bench.sampler import Sampler
+from zerobench.bench.surroundings import Surroundings
 from zerobench.results.schema import RowDtypes
 
-HOST = HostFacts(
+HOST = Surroundings(
     machine={"cpu": "of a test", "details": {}},
     versions={},
     command="zerobench compare",
@@ -54,7 +54,7 @@ def plan(**options) -> Plan:
     return make_plan(CompareOptions(**{**SMALL, "strategies": strategies, **options}))
 
 
-def execution(found: Plan, launcher: Launcher, *, host: HostFacts = HOST) -> Execution:
+def execution(found: Plan, launcher: Launcher, *, host: Surroundings = HOST) -> Execution:
     sampler = Sampler(launcher.scratch / "samples.jsonl")
     return Execution(found.options, host=host, launcher=launcher, sampler=sampler, data_digest=None)
 

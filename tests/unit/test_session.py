@@ -21,7 +21,6 @@ from comparison_samples import (
 )
 from rich.console import Console
 
-from zerobench.bench.host_facts import read_host_facts
 from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.output import OutputFolder
 from zerobench.bench.progress import ProgressDisplay
@@ -30,6 +29,7 @@ from zerobench.bench.run import run_comparison
 from zerobench.bench.sampler import Sampler
 from zerobench.bench.schedule import schedule, task_num
 from zerobench.bench.session import Session
+from zerobench.bench.surroundings import read_surroundings
 from zerobench.errors import DataError
 from zerobench.results.files import read_results
 
@@ -143,7 +143,7 @@ def test_progress_counts_what_is_not_started_too(tmp_path) -> None:
 
 def test_results_say_what_ranks_were_told(tmp_path) -> None:
     chosen = plan(**TWO_GPUS)
-    session = Session(chosen, host=read_host_facts(chosen.options), output=OutputFolder(tmp_path))
+    session = Session(chosen, host=read_surroundings(chosen.options), output=OutputFolder(tmp_path))
     machine = session.results.machine
     assert machine["details"]["rank_environment"] == {"NCCL_NVLS_ENABLE": "0"}
     assert [gpu["name"] for gpu in machine["gpus"]] == ["NVIDIA H200"] * 2

@@ -18,7 +18,6 @@ from zerobench.bench.assess import (
     first_row,
     largest,
 )
-from zerobench.bench.host_facts import HostFacts
 from zerobench.bench.jobs import JobMaker, rank_memory_bytes
 from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.launch.outcome import Outcome
@@ -30,6 +29,7 @@ from zerobench.bench.plan.plan import Configuration
 from zerobench.bench.protocol.job import Job, Window
 from zerobench.bench.sampler import Sampler, summarise
 from zerobench.bench.schedule import Group, Step
+from zerobench.bench.surroundings import Surroundings
 from zerobench.errors import Error
 from zerobench.results.schema import Row
 from zerobench.strategies.catalogue import REFERENCE
@@ -52,7 +52,7 @@ class Execution:
         self,
         options: CompareOptions,
         *,
-        host: HostFacts,
+        host: Surroundings,
         launcher: Launcher,
         sampler: Sampler,
         data_digest: str | None,

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from zerobench import data
 from zerobench.bench.execution import Execution
-from zerobench.bench.host_facts import HostFacts
 from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.output import OutputFolder
 from zerobench.bench.plan.plan import Plan
@@ -17,6 +16,7 @@ from zerobench.bench.sampler import Sampler
 from zerobench.bench.schedule import schedule, task_num
 from zerobench.bench.session import Session
 from zerobench.bench.show import show
+from zerobench.bench.surroundings import Surroundings
 from zerobench.host import interrupts
 
 
@@ -24,7 +24,7 @@ def run_comparison(
     plan: Plan,
     *,
     output_dir: Path | None,
-    host: HostFacts,
+    host: Surroundings,
     launcher: Launcher,
     console: Console,
     notes: Console,

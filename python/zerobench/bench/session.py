@@ -10,7 +10,6 @@ from rich.console import Console
 
 from zerobench.bench.assess import settle
 from zerobench.bench.execution import Execution
-from zerobench.bench.host_facts import HostFacts
 from zerobench.bench.launch.environments import device_environment
 from zerobench.bench.output import OutputFolder
 from zerobench.bench.plan.names import rerun_command
@@ -19,6 +18,7 @@ from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.sampler import Sampler, shared_warning
 from zerobench.bench.schedule import Step
 from zerobench.bench.show import show_written
+from zerobench.bench.surroundings import Surroundings
 from zerobench.host import interrupts
 from zerobench.report import finish_rows
 from zerobench.results.rows import repeats_text
@@ -40,7 +40,7 @@ class Session:
         self,
         plan: Plan,
         *,
-        host: HostFacts,
+        host: Surroundings,
         output: OutputFolder,
         judge: Callable[[Results, str | None], None] = judge,
     ) -> None:

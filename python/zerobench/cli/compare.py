@@ -33,11 +33,11 @@ def compare(context: typer.Context, **given: Any) -> None:
     """Run a comparison. ``given``: texts of the options by name, None where an option was not given."""
     from zerobench import _native
     from zerobench.bench.disk_notes import disk_warnings, tuned_notes
-    from zerobench.bench.host_facts import read_host_facts
     from zerobench.bench.launch.given import follow, given_ranks, meet
     from zerobench.bench.launch.launcher import Launcher
     from zerobench.bench.plan.plan import make_plan
     from zerobench.bench.run import run_comparison
+    from zerobench.bench.surroundings import read_surroundings
     from zerobench.host.disks import Disks
 
     _native.check_installation()
@@ -59,7 +59,7 @@ def compare(context: typer.Context, **given: Any) -> None:
         run(
             plan,
             output_dir=options.output_dir,
-            host=read_host_facts(options),
+            host=read_surroundings(options),
             launcher=launcher,
             console=plain_console(),
             notes=plain_console(stderr=True),

@@ -16,7 +16,7 @@ from zerobench.host.storage import lockable_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostFacts:
+class Surroundings:
     """Facts from before anything of the comparison runs, and what is asked again before each row."""
 
     machine: dict[str, Any]
@@ -27,11 +27,11 @@ class HostFacts:
     why_not_lockable: Callable[[Configuration], str | None] = lambda _: None
 
 
-def read_host_facts(options: CompareOptions) -> HostFacts:
+def read_surroundings(options: CompareOptions) -> Surroundings:
     def why_a_row_is_not_lockable(configuration: Configuration) -> str | None:
         return why_not_lockable(configuration, lockable_bytes=lockable_bytes(), host_ranks=options.host_ranks)
 
-    return HostFacts(
+    return Surroundings(
         busy=busy_warning(),
         machine=machine_facts(options.gpus),
         versions=version_facts(gpus=bool(options.gpus)),
