@@ -6,17 +6,13 @@ another module reads, activations that all models of a process share, experts, s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 

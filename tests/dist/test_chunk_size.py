@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
-from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import ranks
-import zoo
 
 import zerobench
 from zerobench.errors import OutOfMemoryError

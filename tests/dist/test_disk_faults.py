@@ -6,17 +6,13 @@ import errno
 import os
 import resource
 import signal
-import sys
 import time
 from pathlib import Path
 
 import disks
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
+import torch
 import zoo
 
 import zerobench

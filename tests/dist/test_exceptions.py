@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 import warnings
-from pathlib import Path
-
-import pytest
-import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import engine_faults
+import pytest
 import ranks
 import small_models
+import torch
 import zoo
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zerobench
 from zerobench import errors

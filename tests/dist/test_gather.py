@@ -5,16 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import sys
-from pathlib import Path
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
 import small_models
+import torch
 import zoo
 
 import zerobench

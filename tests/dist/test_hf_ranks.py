@@ -5,13 +5,8 @@ Each rank of Mixtral sees so few tokens that some experts get none, others than 
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 

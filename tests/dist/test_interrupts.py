@@ -7,11 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import engine_faults
+import pytest
 import ranks
 import zoo
 

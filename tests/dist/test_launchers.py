@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import rank_scripts
+import torch
 from launchers import run_launchers
 from test_script_ranks import start_afresh
 

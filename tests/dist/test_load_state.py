@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
 import small_models
+import torch
 import zoo
+from torch import nn
 
 import zerobench
 from zerobench.engine import full_state as full_state_module

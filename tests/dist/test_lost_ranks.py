@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import engine_faults
+import pytest
 import ranks
 import small_models
+import torch
 import zoo
 
 import zerobench

@@ -5,14 +5,10 @@ All cases of a world size run in one group of processes.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
 import zoo
 

@@ -5,15 +5,9 @@ All cases of a world size run in one group of processes.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
+import torch
 import zoo
 
 import zerobench

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
-from pathlib import Path
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
+import torch
 import zoo
 
 import zerobench

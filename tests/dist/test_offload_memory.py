@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
 import zoo
 from test_memory import BYTES, CASES, round_up

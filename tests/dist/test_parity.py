@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import parity_grid
+import pytest
 import ranks
 
 CELLS = parity_grid.pairwise_subset()

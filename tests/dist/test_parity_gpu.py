@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import parity_gpu
+import pytest
 import ranks
 from parity_gpu import STAGES, Cell, Course, follows, skipped_alone, worst_loss
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
 import small_models
+import torch
 import zoo
 
 import zerobench

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
@@ -12,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
+import torch
 
 import zerobench
 from zerobench import _native

@@ -7,20 +7,14 @@ ranks share one group of processes.
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
-
-import pytest
-import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import border_scripts
+import pytest
 import ranks
 import small_models
+import torch
 import zoo
 from border_scripts import (
     CASE,
@@ -37,6 +31,7 @@ from border_scripts import (
     start,
     train,
 )
+from torch import nn
 
 from zerobench.errors import CommunicationError, ConfigError, StateError
 

@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_scripts
+import ranks
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import rank_scripts
-import ranks
 from rank_scripts import COMMUNICATORS, STAGES
 
 import zerobench

@@ -5,20 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 import types
-from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.optim import lr_scheduler
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
 import small_models
+import torch
 import zoo
+from torch import nn
+from torch.optim import lr_scheduler
 
 import zerobench
 from zerobench.errors import ConfigError, StateError

@@ -6,16 +6,12 @@ One group of two processes runs everything once (importing torch is what costs);
 from __future__ import annotations
 
 import os
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # spawned processes get this path too
-
 import zoo
 from faulty import FAULTS, OldParameter, PlainDataParallel
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+import ranks
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import ranks
 
 import zerobench
 from zerobench import errors

@@ -10,11 +10,11 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-from device_arrays import DTYPES, SIZES, Array, dtype_of, hard_values  # noqa: E402
+from device_arrays import DTYPES, SIZES, Array, dtype_of, hard_values
 
-from zerobench import _native  # noqa: E402
-from zerobench.bench.rank.intervals import is_update  # noqa: E402
-from zerobench.bench.rank.meters import device_activities, device_profiler  # noqa: E402
+from zerobench import _native
+from zerobench.bench.rank.intervals import is_update
+from zerobench.bench.rank.meters import device_activities, device_profiler
 
 core, cuda = _native.load(), _native.load_cuda()
 FACTOR = struct.unpack("<f", struct.pack("<f", 1 / 3))[0]

@@ -18,13 +18,13 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-from zerobench import data, models  # noqa: E402
-from zerobench.bench.mfu import peak_tflops  # noqa: E402
-from zerobench.bench.rank.meters import CudaMeter  # noqa: E402
-from zerobench.host.gpus import visible_gpus  # noqa: E402
-from zerobench.host.nvml import Nvml  # noqa: E402
-from zerobench.strategies.base import StrategySettings  # noqa: E402
-from zerobench.strategies.single import SingleStrategy  # noqa: E402
+from zerobench import data, models
+from zerobench.bench.mfu import peak_tflops
+from zerobench.bench.rank.meters import CudaMeter
+from zerobench.host.gpus import visible_gpus
+from zerobench.host.nvml import Nvml
+from zerobench.strategies.base import StrategySettings
+from zerobench.strategies.single import SingleStrategy
 
 pytestmark = pytest.mark.timeout(420)
 TESTS = Path(__file__).parents[1]

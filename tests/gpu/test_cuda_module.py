@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-from zerobench import _cuda  # noqa: E402
+from zerobench import _cuda
 
 DEVICES = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 

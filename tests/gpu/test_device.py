@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-from zerobench import _native, errors  # noqa: E402
+from zerobench import _native, errors
 
 cuda = _native.load_cuda()
 LANES = ("compute", "gather", "reduce")

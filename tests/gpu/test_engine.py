@@ -7,8 +7,6 @@ where there are fewer GPUs.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +15,9 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import ranks  # noqa: E402
-import zoo  # noqa: E402
-from gpu_ranks import can_connect, ordinal_of, prepare  # noqa: E402
+import ranks
+import zoo
+from gpu_ranks import can_connect, ordinal_of, prepare
 
 STAGES = (0, 1, 2, 3)
 # Making communicators takes most of the time of several GPUs.

@@ -6,8 +6,6 @@ tests/dist makes engines of CPU ranks meet the same (test_lost_ranks.py, test_ex
 from __future__ import annotations
 
 import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +14,9 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import engine_faults  # noqa: E402
-import ranks  # noqa: E402
-from gpu_ranks import KINDS, SLACK_S, needs_gpus, prepare  # noqa: E402
+import engine_faults
+import ranks
+from gpu_ranks import KINDS, SLACK_S, needs_gpus, prepare
 
 TIMEOUT_S = 20.0
 START_S = 120.0  # what processes, devices and communicators may take to start

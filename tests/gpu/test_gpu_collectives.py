@@ -6,9 +6,7 @@ A group of processes takes seconds to connect, so checks that leave the communic
 from __future__ import annotations
 
 import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,10 +14,8 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import ranks  # noqa: E402
-from gpu_ranks import (  # noqa: E402
+import ranks
+from gpu_ranks import (
     DTYPES,
     GPU_NUM,
     KINDS,
@@ -30,8 +26,8 @@ from gpu_ranks import (  # noqa: E402
     values,
 )
 
-from zerobench import _native  # noqa: E402
-from zerobench.errors import StateError  # noqa: E402
+from zerobench import _native
+from zerobench.errors import StateError
 
 RUNS = [
     pytest.param(world_size, kind, marks=needs_gpus(kind, world_size))

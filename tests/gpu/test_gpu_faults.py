@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +15,10 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import ranks
+from gpu_ranks import GPU_NUM, KINDS, SLACK_S, Connected, needs_gpus
 
-import ranks  # noqa: E402
-from gpu_ranks import GPU_NUM, KINDS, SLACK_S, Connected, needs_gpus  # noqa: E402
-
-from zerobench.errors import CommunicationError  # noqa: E402
+from zerobench.errors import CommunicationError
 
 RANK_NUM = max(2, GPU_NUM)
 every_kind = pytest.mark.parametrize(

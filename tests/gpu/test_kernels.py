@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-from device_arrays import (  # noqa: E402
+from device_arrays import (
     DEVICE,
     DTYPES,
     SIZES,
@@ -22,7 +22,7 @@ from device_arrays import (  # noqa: E402
     hard_values,
 )
 
-from zerobench import _native  # noqa: E402
+from zerobench import _native
 
 cuda = _native.load_cuda()
 # Aligned alike, or apart by less than a group of 16 bytes, or by whole groups of float32 only.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +11,11 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import hf_zoo
 
-import hf_zoo  # noqa: E402
-
-from zerobench import models  # noqa: E402
-from zerobench.engine.units import find_units  # noqa: E402
-from zerobench.models.materialise import materialise  # noqa: E402
+from zerobench import models
+from zerobench.engine.units import find_units
+from zerobench.models.materialise import materialise
 
 WIDE = {"hidden_size": 64, "max_seq_length": 64}
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +16,11 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import ranks
+import zoo
+from gpu_ranks import GPU_NUM, ordinal_of
 
-import ranks  # noqa: E402
-import zoo  # noqa: E402
-from gpu_ranks import GPU_NUM, ordinal_of  # noqa: E402
-
-import zerobench  # noqa: E402
+import zerobench
 
 HOST = {"chunk_numel": 128, "threads": 2}
 NVME = zoo.SWAP | {"threads": 2, "io_checksums": True}

@@ -5,24 +5,19 @@ two ranks take turns on it.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import ranks
+from device_arrays import assert_same_bits, hard_values
+from gpu_ranks import DTYPES, GPU_NUM, Connected, ordinal_of
 
-import ranks  # noqa: E402
-from device_arrays import assert_same_bits, hard_values  # noqa: E402
-from gpu_ranks import DTYPES, GPU_NUM, Connected, ordinal_of  # noqa: E402
-
-from zerobench.bench.rank.intervals import is_communication  # noqa: E402
-from zerobench.bench.rank.meters import device_activities, device_profiler  # noqa: E402
-from zerobench.errors import CommunicationError  # noqa: E402
+from zerobench.bench.rank.intervals import is_communication
+from zerobench.bench.rank.meters import device_activities, device_profiler
+from zerobench.errors import CommunicationError
 
 MIB = 2**20
 two_gpus = pytest.mark.skipif(GPU_NUM < 2, reason=f"needs 2 GPUs, and this machine has {GPU_NUM}")

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-from zerobench import _native  # noqa: E402
+from zerobench import _native
 
 core, cuda = _native.load(), _native.load_cuda()
 POOL_BYTES = 64 << 20

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +12,12 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import ranks
+from gpu_ranks import can_connect, prepare
+from torch import nn
 
-import ranks  # noqa: E402
-from gpu_ranks import can_connect, prepare  # noqa: E402
-from torch import nn  # noqa: E402
-
-import zerobench  # noqa: E402
-from zerobench.errors import StateError  # noqa: E402
+import zerobench
+from zerobench.errors import StateError
 
 WIDTH = 256
 LATE_CYCLES = 50_000_000  # tens of milliseconds, in which the host gets far ahead of the device

@@ -7,10 +7,8 @@ A test is one strategy in fresh processes, one a GPU, that are killed when its t
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +17,13 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import ranks
 
-import ranks  # noqa: E402
-
-from zerobench import models, strategies  # noqa: E402
-from zerobench.bench.launch.environments import free_ports  # noqa: E402
-from zerobench.bench.rank.reads import watched  # noqa: E402
-from zerobench.strategies.base import StrategySettings  # noqa: E402
-from zerobench.strategies.peer import PeerStrategy  # noqa: E402
+from zerobench import models, strategies
+from zerobench.bench.launch.environments import free_ports
+from zerobench.bench.rank.reads import watched
+from zerobench.strategies.base import StrategySettings
+from zerobench.strategies.peer import PeerStrategy
 
 GPU_NUM = torch.cuda.device_count()
 NUM_STEPS = 4

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ranks
 import small_models
+import torch
 import zoo
+from torch import nn
 
 import zerobench
 from zerobench.errors import ConfigError, StateError

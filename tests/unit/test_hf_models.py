@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +17,7 @@ from zerobench.models.materialise import materialise
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install '.[hf]'"
 )
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import hf_zoo  # noqa: E402 - tests/ is on the path now
+import hf_zoo  # noqa: E402
 
 LAYERS = {
     "hf:gpt2": "transformer.h",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import hf_zoo
 import pytest
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import hf_zoo
 
 from zerobench import models
 from zerobench.bench.rank.reads import differing, watched

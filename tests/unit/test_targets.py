@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+import targets
 from report_samples import sample
 
 from zerobench.report import finish_rows, summarise
 from zerobench.results.schema import Results, Row
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import targets
 
 RATES = {"compute_only": 100.0, "zero1": 103.0, "zero3": 106.0, "fsdp2": 120.0, "ddp_master": 115.0}
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import small_models
+from torch import nn
 
 from zerobench import models
 from zerobench.engine.units import find_units
