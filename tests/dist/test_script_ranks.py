@@ -27,7 +27,7 @@ SUBGROUPS = ([0, 1], [2, 3])
 # What may be set where the tests run, and would give the processes a rank.
 FOREIGN = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|(SLURM|OMPI|PMI|PMIX|PET|MPI|MV2|TORCHELASTIC|MASTER|JSM|FLUX)_.*|"
-    r"I_MPI_.*|ZEROBENCH_RENDEZVOUS"
+    r"I_MPI_.*|ZEROBENCH_(RENDEZVOUS|HOST)"
 )
 
 
@@ -241,7 +241,8 @@ def under_mpirun(rank: ranks.Rank, port: int) -> dict[str, Any]:
     found["Intel MPI"] = rank_scripts.train(rank.rank, stage=3)
     start_afresh(os.environ, MV2_COMM_WORLD_SIZE=2, MV2_COMM_WORLD_RANK=rank.rank)
     found["unknown"] = refusal()
-    start_afresh(os.environ, **open_mpi(rank, ranks_here=1), **address | {"MASTER_PORT": port + 1})
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port + 1}
+    start_afresh(os.environ, **open_mpi(rank, ranks_here=1), **address, ZEROBENCH_HOST=rank.rank)
     found["hosts"] = rank_scripts.train(rank.rank, stage=2)
     dist.destroy_process_group()
     return found

@@ -110,8 +110,7 @@ def placed(given: GivenRank, host: HostFacts) -> GivenRank:
         "cores": [host.machine, host.cpus],
         "local": [given.local_rank, given.local_world_size],
     }
-    given.store.set(f"place/{given.rank}", json.dumps(mine))
-    everyone = [told_by(given.store, rank) for rank in range(given.world_size)]
+    everyone = exchange(given, mine)
     told = {key: [its[key] for its in everyone] for key in mine}
     local_rank, local_world_size = place_among(given.rank, told["host"], told["local"])
     core_rank, num_core_ranks = place_among(given.rank, told["cores"], told["local"])
@@ -119,16 +118,25 @@ def placed(given: GivenRank, host: HostFacts) -> GivenRank:
     return replace(given, local_rank=local_rank, local_world_size=local_world_size, met_machine=machine)
 
 
-def told_by(store: Any, rank: int) -> dict[str, Any]:
-    """Return what a given rank tells about its place. Raise Error where it tells nothing for five minutes."""
-    key = f"place/{rank}"
-    if not wait_for(store, key, until=time.monotonic() + _CONNECT_S):
-        raise Error(
-            f"rank {rank} of the given ranks did not start within {_CONNECT_S:g} s; start a launcher on every host, "
-            f"and set {HOST_VARIABLE} on all ranks or on none"
-        )
-    told: dict[str, Any] = json.loads(store.get(key))
-    return told
+def exchange(given: GivenRank, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what all given ranks tell, by rank. Rank 0 collects it, so that each other rank reads one key. Raise Error
+    where a rank tells nothing for five minutes."""
+    store, everyone = given.store, "places"
+    store.set(f"place/{given.rank}", json.dumps(mine))
+    deadline = time.monotonic() + _CONNECT_S
+    if given.rank == 0:
+        told = []
+        for rank in range(given.world_size):
+            if not wait_for(store, f"place/{rank}", until=deadline):
+                raise Error(
+                    f"rank {rank} of the given ranks did not start within {_CONNECT_S:g} s; start a launcher on every "
+                    f"host, and set {HOST_VARIABLE} on all ranks or on none"
+                )
+            told.append(json.loads(store.get(f"place/{rank}")))
+        store.set(everyone, json.dumps(told))
+    wait_for(store, everyone)
+    found: list[dict[str, Any]] = json.loads(store.get(everyone))
+    return found
 
 
 def connect(given: GivenRank) -> Any:
