@@ -228,7 +228,7 @@ TEST(FrozenShards, AreGatheredBehindWhatWasWrittenThere) {
   flat.parameters.clear();  // which would have to be bound
   flat.shard_parameters = {
       communicator->allocate(flat.shard_parameter_bytes(), BufferRole::kShared, nullptr, Category::kParameters)};
-  units[1].parameter_state = ParameterState::kSharded;
+  units[1].set_parameter_state(ParameterState::kSharded);
   const auto store = make_device_store(nullptr, {device, std::make_shared<test::LaneAdam>(device)});
   CommunicationClock clock;
   GatherScheduler gathers(*device, *communicator, *store, nullptr, units, parameters, clock, {.sharded = true});
@@ -279,7 +279,7 @@ TEST(StagingShards, AreWrittenAgainOnceThePeersHaveReadThem) {
       flat.store_shard = store->add_shard({kNumel, DType::kBFloat16, DType::kFloat32, {{0, kNumel, 0}}},
                                           std::vector<float>(kNumel, static_cast<float>(unit)));
       flat.parameters.clear();  // which would have to be bound
-      units[unit].parameter_state = ParameterState::kSharded;
+      units[unit].set_parameter_state(ParameterState::kSharded);
     }
     CommunicationClock clock;
     GatherScheduler gathers(*parts.device, *communicator, *store, nullptr, units, parameters, clock, {.sharded = true});
