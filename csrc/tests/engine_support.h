@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "lane_ranks.h"
+#include "sim/sim_ranks.h"
 #include "toy_rank.h"
 
 namespace zb::test {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <utility>
 
-#include "lane_device.h"
+#include "sim/sim_device.h"
 #include "stores/host_store.h"
 
 namespace zb::test {

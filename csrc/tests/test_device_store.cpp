@@ -9,7 +9,7 @@
 #include "common/error.h"
 #include "float_support.h"
 #include "kernels/cpu_device.h"
-#include "lane_device.h"
+#include "sim/sim_device.h"
 #include "stores/store.h"
 
 namespace zb {

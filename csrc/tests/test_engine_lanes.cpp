@@ -7,8 +7,8 @@
 
 #include "engine_steps.h"
 #include "engine_support.h"
-#include "late_store.h"
 #include "reference.h"
+#include "sim/sim_late_store.h"
 
 namespace zb {
 namespace {

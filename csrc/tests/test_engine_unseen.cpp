@@ -2,8 +2,8 @@
 // about to be read, and updates may be under way.
 #include "engine_steps.h"
 #include "engine_support.h"
-#include "late_store.h"
 #include "reference.h"
+#include "sim/sim_late_store.h"
 
 namespace zb {
 namespace {

@@ -11,9 +11,9 @@
 #include "host_stores.h"
 #include "io_support.h"
 #include "kernels/cpu_device.h"
-#include "lane_support.h"
 #include "stores/host_store_memory.h"
 #include "stores/split_store.h"
+#include "thread_device.h"
 
 namespace zb {
 namespace {

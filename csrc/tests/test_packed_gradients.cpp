@@ -6,7 +6,7 @@
 #include <climits>
 #include <memory>
 
-#include "lane_device.h"
+#include "sim/sim_device.h"
 
 namespace zb {
 namespace {

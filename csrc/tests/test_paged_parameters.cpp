@@ -11,8 +11,8 @@
 
 #include "io_support.h"
 #include "kernels/cpu_device.h"
-#include "lane_device.h"
 #include "memory/host_buffer.h"
+#include "sim/sim_device.h"
 #include "stores/paged_parameters.h"
 
 namespace zb {

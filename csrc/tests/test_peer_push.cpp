@@ -5,7 +5,7 @@
 #include <functional>
 #include <string_view>
 
-#include "pulled_ranks.h"
+#include "sim/sim_pulled_ranks.h"
 
 namespace zb {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "comm/spliced_slot.h"
 #include "common/page.h"
-#include "pulled_ranks.h"
+#include "sim/sim_pulled_ranks.h"
 
 namespace zb {
 namespace {

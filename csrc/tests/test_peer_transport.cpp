@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "pulled_ranks.h"
+#include "sim/sim_pulled_ranks.h"
 
 namespace zb {
 namespace {

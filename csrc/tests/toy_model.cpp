@@ -4,7 +4,7 @@
 #include <array>
 
 #include "kernels/cpu_kernels.h"
-#include "lane_device.h"
+#include "sim/sim_device.h"
 
 namespace zb::test {
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "lane_races.h"
+#include "sim/sim_races.h"
 #include "zero/engine.h"
 
 namespace zb::test {

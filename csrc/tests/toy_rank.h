@@ -1,5 +1,5 @@
 // One rank of the toy model: its engine, its tensors, and a training loop that calls the engine as hooks do. On the CPU
-// or on a device whose lanes run late (lane_device.h).
+// or on a device whose lanes run late (sim/sim_device.h).
 #pragma once
 
 #include <chrono>
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "lane_ranks.h"
+#include "sim/sim_ranks.h"
 #include "toy_model.h"
 #include "zero/engine.h"
 

@@ -1,4 +1,4 @@
-#include "lane_ranks.h"
+#include "sim/sim_ranks.h"
 
 #include <time.h>
 

@@ -14,8 +14,8 @@
 
 #include "comm/cause.h"
 #include "comm/lane_transport.h"
-#include "lane_device.h"
-#include "lane_peers.h"
+#include "sim/sim_device.h"
+#include "sim/sim_peers.h"
 
 namespace zb::test {
 

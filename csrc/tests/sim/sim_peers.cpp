@@ -1,4 +1,4 @@
-#include "lane_peers.h"
+#include "sim/sim_peers.h"
 
 #include <algorithm>
 #include <cstring>

@@ -15,12 +15,12 @@
 #include "comm/peer_link.h"
 #include "comm/peer_transport.h"
 #include "common/page.h"
-#include "lane_device.h"
-#include "lane_memory.h"
+#include "sim/sim_device.h"
+#include "sim/sim_memory.h"
 
 namespace zb::test {
 
-// What the links of one communicator share. Ranks take turns (lane_ranks.h), so nothing here is locked but what the
+// What the links of one communicator share. Ranks take turns (sim/sim_ranks.h), so nothing here is locked but what the
 // watchdogs touch: flags and releases.
 class PeerWorld {
  public:

@@ -1,5 +1,5 @@
 // The device that the engine's lanes are tested on: what it runs when, and what it finds.
-#include "lane_device.h"
+#include "sim/sim_device.h"
 
 #include <gtest/gtest.h>
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "lane_ranks.h"
+#include "sim/sim_ranks.h"
 
 namespace zb::test::pulled {
 

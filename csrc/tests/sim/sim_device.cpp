@@ -1,4 +1,4 @@
-#include "lane_device.h"
+#include "sim/sim_device.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-#include "pulled_ranks.h"
+#include "sim/sim_pulled_ranks.h"
 
 #include <gtest/gtest.h>
 

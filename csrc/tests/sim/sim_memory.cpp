@@ -1,4 +1,4 @@
-#include "lane_memory.h"
+#include "sim/sim_memory.h"
 
 #include <sys/mman.h>
 

@@ -20,9 +20,9 @@
 #include <vector>
 
 #include "kernels/cpu_kernels.h"
-#include "lane_races.h"
 #include "optim/device_adam.h"
-#include "range_log.h"
+#include "sim/sim_races.h"
+#include "sim/sim_range_log.h"
 
 namespace zb::test {
 
