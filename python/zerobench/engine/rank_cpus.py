@@ -7,7 +7,7 @@ import hashlib
 import os
 import platform
 import struct
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zerobench.engine.config import Config
 from zerobench.engine.topology import Topology
@@ -15,6 +15,9 @@ from zerobench.errors import ConfigError
 from zerobench.host.cpu_shares import CpuShare, RankFacts, made, part_of, share_of_rank
 from zerobench.host.identity import boot_id
 from zerobench.host.numa import cores_together, lacks_node, node_of_pci_device, read_nodes
+
+if TYPE_CHECKING:
+    from zerobench._core import Communicator
 
 _UNKNOWN_NODE = -1
 
@@ -49,7 +52,9 @@ def expect_usable(config: Config) -> None:
         )
 
 
-def rank_cpus(config: Config, topology: Topology, communicator: Any, *, gpu_bus_id: str | None) -> CpuShare:
+def rank_cpus(
+    config: Config, topology: Topology, communicator: Communicator, *, gpu_bus_id: str | None
+) -> CpuShare:
     """This rank's CPUs, on the node of its GPU where the host's ranks can be divided by nodes. Collective."""
     allowed = sorted(os.sched_getaffinity(0))
     node = node_of_pci_device(gpu_bus_id)
@@ -73,7 +78,7 @@ def rank_cpus(config: Config, topology: Topology, communicator: Any, *, gpu_bus_
     return share_of_rank(index, ranks, nodes, cores_together(allowed))
 
 
-def tell(communicator: Any, mine: Told) -> list[Told]:
+def tell(communicator: Communicator, mine: Told) -> list[Told]:
     """What every rank tells, by rank. Collective."""
     together = communicator.exchange(mine.packed())
     return [Told(*fields) for fields in _MESSAGE.iter_unpack(together)]
