@@ -135,8 +135,8 @@ void bind_engine_facts(py::class_<BoundEngine>& engine) {
            })
       .def("unit_state",
            [](const BoundEngine& e, std::size_t unit) {
-             return py::make_tuple(std::string(parameter_state_name(e.get().unit(unit).parameter_state)),
-                                   std::string(gradient_state_name(e.get().unit(unit).gradient_state)));
+             return py::make_tuple(state_name<ParameterStates>(e.get().unit(unit).parameter_state),
+                                   state_name<GradientStates>(e.get().unit(unit).gradient_state));
            })
       .def(
           "has_frozen", [](const BoundEngine& e, std::size_t unit) { return e.get().has_frozen(unit); },

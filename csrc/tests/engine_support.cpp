@@ -9,21 +9,15 @@
 
 namespace zb::test {
 
-LaneSchedule lane_schedule(std::uint32_t number) { return {number, static_cast<LanePolicy>(number % kLanePolicyNum)}; }
-
-LaneCollectives lane_collectives(std::uint32_t number) {
-  return (number + number / kLanePolicyNum) % 2 == 0 ? LaneCollectives::kMet : LaneCollectives::kPulled;
-}
-
 std::vector<std::exception_ptr> run_threads(const ToyOptions& options, const std::vector<ToyPlace>& places,
                                             const ToyBody& body) {
   return run_rank_threads(options.world_size, [&](int rank) {
     const ToyPlace& place = places[static_cast<std::size_t>(rank)];
-    if (place.lanes) place.lanes->turns().enter(rank);
+    if (place.sim) place.sim->turns().enter(rank);
     const ScopeExit leave([&] {
-      if (place.lanes) place.lanes->turns().leave(rank);
+      if (place.sim) place.sim->turns().leave(rank);
     });
-    SCOPED_TRACE("rank " + std::to_string(rank) + (place.lanes ? ", " + place.lanes->text() : ""));
+    SCOPED_TRACE("rank " + std::to_string(rank) + (place.sim ? ", " + place.sim->text() : ""));
     ToyRank toy(options, rank, place);
     try {
       body(toy);
@@ -40,21 +34,21 @@ std::vector<ToyPlace> places_on_cpu(const ToyOptions& options) {
 }
 
 std::vector<std::exception_ptr> try_ranks(const ToyOptions& options, const ToyBody& body) {
-  if (options.lane_schedule_num == 0) return run_threads(options, places_on_cpu(options), body);
+  if (options.sim_schedule_num == 0) return run_threads(options, places_on_cpu(options), body);
   std::vector<std::exception_ptr> errors;
-  for (std::uint32_t number = 0; number < options.lane_schedule_num; ++number) {
-    LaneWorld world(options.world_size, lane_schedule(number), lane_collectives(number));
-    const std::vector<ToyPlace> places(static_cast<std::size_t>(options.world_size), ToyPlace{.lanes = &world});
+  for (std::uint32_t number = 0; number < options.sim_schedule_num; ++number) {
+    SimWorld world(options.world_size, sim_schedule(number), sim_collectives(number));
+    const std::vector<ToyPlace> places(static_cast<std::size_t>(options.world_size), ToyPlace{.sim = &world});
     const std::vector<std::exception_ptr> found = run_threads(options, places, body);
     errors.insert(errors.end(), found.begin(), found.end());
   }
   return errors;
 }
 
-void run_in_lanes(const ToyOptions& options, std::uint32_t schedule_number, const ToyBody& body) {
-  LaneWorld world(options.world_size, lane_schedule(schedule_number), lane_collectives(schedule_number));
+void run_in_sim(const ToyOptions& options, std::uint32_t schedule_number, const ToyBody& body) {
+  SimWorld world(options.world_size, sim_schedule(schedule_number), sim_collectives(schedule_number));
   rethrow_first(run_threads(
-      options, std::vector<ToyPlace>(static_cast<std::size_t>(options.world_size), ToyPlace{.lanes = &world}), body));
+      options, std::vector<ToyPlace>(static_cast<std::size_t>(options.world_size), ToyPlace{.sim = &world}), body));
 }
 
 void run_ranks(const ToyOptions& options, const ToyBody& body) {
@@ -62,10 +56,10 @@ void run_ranks(const ToyOptions& options, const ToyBody& body) {
   std::vector<ToyPlace> places = places_on_cpu(options);
   for (std::size_t rank = 0; rank < places.size(); ++rank) places[rank].reads = &reads[rank];
   rethrow_first(run_threads(options, places, body));
-  for (std::uint32_t number = 0; number < options.lane_schedule_num; ++number) {
-    LaneWorld world(options.world_size, lane_schedule(number), lane_collectives(number));
+  for (std::uint32_t number = 0; number < options.sim_schedule_num; ++number) {
+    SimWorld world(options.world_size, sim_schedule(number), sim_collectives(number));
     for (std::size_t rank = 0; rank < places.size(); ++rank) {
-      places[rank] = {.lanes = &world, .expected_reads = &reads[rank]};
+      places[rank] = {.sim = &world, .expected_reads = &reads[rank]};
     }
     rethrow_first(run_threads(options, places, body));
     if (testing::Test::HasFailure()) return;
@@ -90,7 +84,7 @@ ToyOptions StageTest::options() const {
   ToyOptions result;
   result.stage = zero_stage_from_int(std::get<0>(GetParam()));
   result.world_size = world_size();
-  result.lane_schedule_num = std::get<2>(GetParam());
+  result.sim_schedule_num = std::get<2>(GetParam());
   return result;
 }
 

@@ -18,11 +18,10 @@ void TouchingAdam::update(Lane lane, std::span<const AdamRun> runs, const StepSc
   device_->touch_on_host("the scalars of a host Adam", {step, sizeof(StepScalars), false});
   for (const AdamRun& run : runs) {
     const AdamSpan& span = run.span;
-    device_->touch_on_host("a host Adam", LaneDevice::read(span.gradient, span.gradient_dtype, span.numel));
-    device_->touch_on_host("a host Adam",
-                           LaneDevice::written(span.low_precision, span.low_precision_dtype, span.numel));
+    device_->touch_on_host("a host Adam", SimDevice::read(span.gradient, span.gradient_dtype, span.numel));
+    device_->touch_on_host("a host Adam", SimDevice::written(span.low_precision, span.low_precision_dtype, span.numel));
     for (const float* state : {span.master, span.exp_avg, span.exp_avg_sq}) {
-      device_->touch_on_host("a host Adam", LaneDevice::written(state, DType::kFloat32, span.numel));
+      device_->touch_on_host("a host Adam", SimDevice::written(state, DType::kFloat32, span.numel));
     }
   }
   adam_->update(lane, runs, step);
@@ -30,9 +29,9 @@ void TouchingAdam::update(Lane lane, std::span<const AdamRun> runs, const StepSc
 
 HostStoreOptions small_chunks(const DeviceParts& parts, std::size_t thread_num) {
   HostStoreOptions options{.thread_num = thread_num, .chunk_numel = 128};
-  if (const auto lanes = std::dynamic_pointer_cast<LaneDevice>(parts.device)) {
+  if (const auto sim_device = std::dynamic_pointer_cast<SimDevice>(parts.device)) {
     options.updates_run = UpdatesRun::kInCaller;
-    options.adam = std::make_shared<TouchingAdam>(lanes);
+    options.adam = std::make_shared<TouchingAdam>(sim_device);
   }
   return options;
 }

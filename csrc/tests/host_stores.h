@@ -5,7 +5,7 @@
 #include <memory>
 #include <utility>
 
-#include "lane_device.h"
+#include "sim/sim_device.h"
 #include "stores/host_store.h"
 
 namespace zb::test {
@@ -20,12 +20,12 @@ class HostAdam : public DeviceAdam {
 
 class TouchingAdam final : public HostAdam {
  public:
-  explicit TouchingAdam(std::shared_ptr<LaneDevice> device) : device_(std::move(device)) {}
+  explicit TouchingAdam(std::shared_ptr<SimDevice> device) : device_(std::move(device)) {}
 
   void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) override;
 
  private:
-  std::shared_ptr<LaneDevice> device_;
+  std::shared_ptr<SimDevice> device_;
   std::shared_ptr<DeviceAdam> adam_ = make_cpu_adam(1, {});
 };
 

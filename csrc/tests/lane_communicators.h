@@ -9,7 +9,7 @@
 
 #include "comm/lane_communicator.h"
 #include "comm/solo_communicator.h"
-#include "lane_support.h"
+#include "thread_device.h"
 
 namespace zb::test::lanes {
 

@@ -9,7 +9,7 @@
 #include "common/error.h"
 #include "float_support.h"
 #include "kernels/cpu_device.h"
-#include "lane_device.h"
+#include "sim/sim_device.h"
 #include "stores/store.h"
 
 namespace zb {
@@ -330,8 +330,8 @@ TEST(DeviceStore, StatesAreWrittenAndRead) {
 
 // Without an engine whose lanes wait for each other anyway.
 TEST(DeviceStore, AnUpdateInALaneIsBehindAWriteInAnother) {
-  const auto device = std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
-  const auto store = make_device_store_with_masters(nullptr, {device, std::make_shared<test::LaneAdam>(device)});
+  const auto device = std::make_shared<test::SimDevice>(test::SimSchedule{.policy = test::SimPolicy::kNone});
+  const auto store = make_device_store_with_masters(nullptr, {device, std::make_shared<test::SimAdam>(device)});
   const std::size_t bytes = 64 * sizeof(float);
   const auto values = device->allocate(bytes, "values");
   const auto gradient = device->allocate(bytes, "a gradient");

@@ -25,7 +25,7 @@ const std::vector<std::size_t> kReversed{4, 3, 2, 1};
 using EveryStage = test::StageTest;
 
 INSTANTIATE_TEST_SUITE_P(Engine, EveryStage, test::on_cpu(testing::Range(1, 5)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EveryStage, test::in_lanes(testing::Range(1, 4), test::kFewLaneScheduleNum),
+INSTANTIATE_TEST_SUITE_P(EngineInSim, EveryStage, test::in_sim(testing::Range(1, 4), test::kFewSimScheduleNum),
                          test::stage_test_name);
 
 TEST_P(EveryStage, TrainsToTheReferenceInEveryPrecision) {

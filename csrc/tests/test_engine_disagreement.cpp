@@ -26,8 +26,7 @@ class EngineDisagreement : public test::StageTest {
 };
 
 INSTANTIATE_TEST_SUITE_P(Engine, EngineDisagreement, test::on_cpu(testing::Values(2)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineDisagreement, test::in_lanes(testing::Values(2), 8),
-                         test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(EngineInSim, EngineDisagreement, test::in_sim(testing::Values(2), 8), test::stage_test_name);
 
 TEST_P(EngineDisagreement, ARankThatThrowsEndsTheOthersToo) {
   const std::vector<std::exception_ptr> errors = try_ranks(options(), [](ToyRank& toy) {
@@ -90,7 +89,7 @@ TEST_P(EngineDisagreement, DifferentNumbersOfMicroBatchesAreFound) {
   ToyOptions with = options();
   with.accumulation_steps = 2;
   const std::vector<std::exception_ptr> errors = try_ranks(with, [](ToyRank& toy) {
-    for (int step = 0; step < 2; ++step) {  // in lanes, the second step finds it
+    for (int step = 0; step < 2; ++step) {  // in the simulator, the second step finds it
       for (int micro = toy.rank(); micro < 2; ++micro) {
         toy.forward(kUnits);
         toy.backward(kReversed, micro == 1);
@@ -110,12 +109,13 @@ TEST_P(EngineDisagreement, ADifferentKindOfPassIsFound) {
     const std::vector<std::exception_ptr> errors = try_ranks(options(), [&](ToyRank& toy) {
       if (recorded) toy.train();
       toy.forward(kUnits, toy.rank() == 0);
-      if (toy.rank() == 0) toy.backward(kReversed);  // in lanes, a forward of training does not wait for its peers
+      if (toy.rank() == 0)
+        toy.backward(kReversed);  // in the simulator, a forward of training does not wait for its peers
     });
     for (const std::exception_ptr& error : errors) {
-      // In lanes the ranks' different gathers may be what is found first.
+      // In the simulator the ranks' different gathers may be what is found first.
       const bool is_found = message_of(error).find("evaluation forward") != std::string::npos ||
-                            (is_in_lanes() && message_of(error).find("different collectives") != std::string::npos);
+                            (is_in_sim() && message_of(error).find("different collectives") != std::string::npos);
       EXPECT_TRUE(is_found) << message_of(error);
     }
   }

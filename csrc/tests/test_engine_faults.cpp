@@ -28,7 +28,7 @@ using test::Values;
 class EngineFaults : public test::StageTest {};
 
 INSTANTIATE_TEST_SUITE_P(Engine, EngineFaults, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineFaults, test::in_lanes(testing::Range(1, 4), 3), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(EngineInSim, EngineFaults, test::in_sim(testing::Range(1, 4), 3), test::stage_test_name);
 
 TEST_P(EngineFaults, AFailedForwardLeavesNoTrace) {
   const Values master = same_on_all(options(), [&](ToyRank& toy) {
@@ -375,24 +375,24 @@ TEST_P(EngineFaults, WhatARankLacksMemoryForAloneEndsAllAtOnce) {
     toy.engine().begin_backward(true);
     toy.engine().end_backward();
   };
-  for (std::uint32_t number = 0; number < options().lane_schedule_num; ++number) {
-    if (world_size() == 1 || test::lane_collectives(number) != test::LaneCollectives::kMet) continue;
+  for (std::uint32_t number = 0; number < options().sim_schedule_num; ++number) {
+    if (world_size() == 1 || test::sim_collectives(number) != test::SimCollectives::kMet) continue;
     std::vector<std::function<void(ToyRank&)>> calls{broadcast};
     if (options().stage == ZeroStage::kZero3) calls.insert(calls.end(), {end_of_forward, end_of_backward});
     for (const auto& call : calls) {
       std::atomic<int> num{0};
-      test::run_in_lanes(options(), number, [&](ToyRank& toy) {
+      test::run_in_sim(options(), number, [&](ToyRank& toy) {
         const ScopeExit through([&] { ++num; });
         const bool lacks = toy.rank() == 0;
         std::string message;
         try {
           toy.train();
           toy.engine().gather(all);
-          toy.lanes().set_full(lacks);
+          toy.sim_device().set_full(lacks);
           for (int round = 0; round < 3; ++round) call(toy);
         } catch (const OutOfMemoryError&) {
           EXPECT_TRUE(lacks);
-          toy.lanes().set_full(false);
+          toy.sim_device().set_full(false);
           while (num < world_size() - 1) toy.linger(std::chrono::microseconds(100));
           message = test::communication_error([&] { call(toy); });
         } catch (const CommunicationError& error) {
@@ -411,11 +411,11 @@ TEST(LoneEngine, LoadsAStateForWhichItLackedMemoryBefore) {
   };
   ToyOptions options;
   options.stage = ZeroStage::kZero3;
-  test::run_in_lanes(options, 0, [&](ToyRank& toy) {
-    toy.lanes().set_full(true);
+  test::run_in_sim(options, 0, [&](ToyRank& toy) {
+    toy.sim_device().set_full(true);
     EXPECT_THROW(toy.engine().write_full_state({}, {}, read), OutOfMemoryError);
     EXPECT_THROW(toy.engine().begin_forward(true), StateError);
-    toy.lanes().set_full(false);
+    toy.sim_device().set_full(false);
     toy.engine().write_full_state({}, {}, read);
     toy.train();
   });
@@ -424,7 +424,7 @@ TEST(LoneEngine, LoadsAStateForWhichItLackedMemoryBefore) {
 TEST_P(EngineFaults, TheLedgerIsBackToItsLevelAfterEveryStep) {
   run_ranks(options(), [&](ToyRank& toy) {
     toy.train();
-    static_cast<void>(toy.state(FullState::kMaster));  // in lanes gradients go when their update was waited for
+    static_cast<void>(toy.state(FullState::kMaster));  // in the simulator gradients go when their update was waited for
     const std::int64_t level = toy.engine().ledger().total(Tier::kDevice).current_bytes;
     for (long step = 0; step < 2; ++step) {
       toy.failing_forward({1, 2});

@@ -21,7 +21,7 @@ using test::Values;
 class EngineGathers : public test::StageTest {};
 
 INSTANTIATE_TEST_SUITE_P(Engine, EngineGathers, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineGathers, test::in_lanes(testing::Range(1, 4), 3), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(EngineInSim, EngineGathers, test::in_sim(testing::Range(1, 4), 3), test::stage_test_name);
 
 TEST_P(EngineGathers, ValuesWrittenInsideAGatherReachEveryRankAndTheMaster) {
   for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -140,13 +140,13 @@ TEST_P(EngineGathers, AForwardInsideAGatherKeepsWhatWasWritten) {
 // Such as an assertion of the model's, whose error the caller gets.
 TEST_P(EngineGathers, ADeviceThatFailsInsideAGatherDoesNotEndTheProcess) {
   const std::vector<std::size_t> all{kRoot, 1, 2, 3, 4};
-  for (std::uint32_t number = 0; number < options().lane_schedule_num; ++number) {
-    test::run_in_lanes(options(), number, [&](ToyRank& toy) {
+  for (std::uint32_t number = 0; number < options().sim_schedule_num; ++number) {
+    test::run_in_sim(options(), number, [&](ToyRank& toy) {
       toy.train();
       toy.engine().gather(all);
-      toy.lanes().set_failed(true);
+      toy.sim_device().set_failed(true);
       toy.engine().end_gather(all, -1);
-      toy.lanes().set_failed(false);
+      toy.sim_device().set_failed(false);
       toy.train();
       EXPECT_EQ(toy.state(FullState::kMaster), test::reference_master(world_size(), 2));
     });
@@ -157,18 +157,18 @@ TEST_P(EngineGathers, ADeviceThatFailsInsideAGatherDoesNotEndTheProcess) {
 // expected.
 class SettledGathers : public testing::TestWithParam<int> {};
 
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, SettledGathers, testing::Values(2, 3));
+INSTANTIATE_TEST_SUITE_P(EngineInSim, SettledGathers, testing::Values(2, 3));
 
 TEST_P(SettledGathers, NobodyWaitsForPeers) {
   ToyOptions options;
   options.stage = ZeroStage::kZero3;
   options.world_size = GetParam();
   const std::vector<std::size_t> most{1, 2, 4};
-  for (std::uint32_t number = 0; number < 2 * test::kLanePolicyNum; ++number) {
-    if (test::lane_collectives(number) != test::LaneCollectives::kPulled) continue;
+  for (std::uint32_t number = 0; number < 2 * test::kSimPolicyNum; ++number) {
+    if (test::sim_collectives(number) != test::SimCollectives::kPulled) continue;
     std::atomic<bool> is_through{false};
     std::vector<Values> masters(static_cast<std::size_t>(GetParam()));
-    test::run_in_lanes(options, number, [&](ToyRank& toy) {
+    test::run_in_sim(options, number, [&](ToyRank& toy) {
       for (int step = 0; step < 3; ++step) toy.train(most);  // sequences are agreed on by then
       const bool is_first = toy.rank() == 0;
       const ScopeExit through([&] { is_through = is_through || is_first; });
@@ -193,10 +193,10 @@ TEST_P(SettledGathers, AnEarlierForwardDoesNotChangeTheRunningOne) {
   options.world_size = GetParam();
   const std::vector<std::size_t> few{1, 2};
   const std::vector<std::size_t> all{kRoot, 1, 2, 3, 4};
-  for (std::uint32_t number = 0; number < 2 * test::kLanePolicyNum; ++number) {
-    if (test::lane_collectives(number) != test::LaneCollectives::kPulled) continue;
+  for (std::uint32_t number = 0; number < 2 * test::kSimPolicyNum; ++number) {
+    if (test::sim_collectives(number) != test::SimCollectives::kPulled) continue;
     std::vector<Values> masters(static_cast<std::size_t>(GetParam()));
-    test::run_in_lanes(options, number, [&](ToyRank& toy) {
+    test::run_in_sim(options, number, [&](ToyRank& toy) {
       for (int step = 0; step < 3; ++step) toy.train(few);
       toy.forward(kUnits);
       toy.engine().gather(all);

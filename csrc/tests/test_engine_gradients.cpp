@@ -1,4 +1,4 @@
-// Gradients between a window's last backward and its step, on the CPU and in schedules of lanes.
+// Gradients between a window's last backward and its step, on the CPU and in schedules of the simulator.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,8 +24,8 @@ const std::vector<std::size_t> kReversed{4, 3, 2, 1};
 
 class EngineGradients : public test::StageTest {};
 INSTANTIATE_TEST_SUITE_P(Engine, EngineGradients, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineGradients,
-                         test::in_lanes(testing::Range(1, 4), test::kFewLaneScheduleNum), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(EngineInSim, EngineGradients, test::in_sim(testing::Range(1, 4), test::kFewSimScheduleNum),
+                         test::stage_test_name);
 
 TEST_P(EngineGradients, DroppedGradientsLeaveNoTrace) {
   const Values expected = test::reference_master(world_size(), 2);

@@ -79,7 +79,7 @@ class EngineIoFaults : public test::StageTest {
 };
 
 INSTANTIATE_TEST_SUITE_P(OnCpu, EngineIoFaults, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(InLanes, EngineIoFaults, test::in_lanes(testing::Values(2), 2), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(InSim, EngineIoFaults, test::in_sim(testing::Values(2), 2), test::stage_test_name);
 
 TEST_P(EngineIoFaults, ADeviceThatFailsEndsEveryRankWithItsReason) {
   for (const auto& [number, cure] : {std::pair{EIO, "another path"}, {ENOSPC, "free space"}, {EFBIG, "ulimit -f"}}) {

@@ -7,8 +7,8 @@
 
 #include "engine_steps.h"
 #include "engine_support.h"
-#include "late_store.h"
 #include "reference.h"
+#include "sim/sim_late_store.h"
 
 namespace zb {
 namespace {
@@ -28,7 +28,7 @@ using test::walk;
 
 using EngineLanes = test::StageTest;
 
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineLanes, test::in_lanes(testing::Range(1, 4), test::kLaneScheduleNum),
+INSTANTIATE_TEST_SUITE_P(EngineInSim, EngineLanes, test::in_sim(testing::Range(1, 4), test::kSimScheduleNum),
                          test::stage_test_name);
 
 TEST_P(EngineLanes, EndAsTheCpuDoes) {
@@ -62,7 +62,7 @@ TEST_P(EngineLanes, RemaindersEndAsWholeMastersDo) {
     with.clip = in_backward ? 0.0 : 0.5;
     with.keep_parameter_shards = true;
     ToyOptions plain = with;
-    plain.lane_schedule_num = 0;
+    plain.sim_schedule_num = 0;
     const Values expected = same_on_all(plain, [&](ToyRank& toy) { return walk(toy, with); });
     with.store_param_remainders = true;
     EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected);
@@ -111,7 +111,7 @@ TEST_P(EngineLanes, ALateStoreEndsAsTheDeviceStoreDoes) {
     with.clip = dtype == DType::kBFloat16 ? 0.5 : 0.0;
     with.loss_scale = {.enabled = dtype == DType::kFloat16, .initial_scale = 64.0};
     ToyOptions on_cpu = with;
-    on_cpu.lane_schedule_num = 0;
+    on_cpu.sim_schedule_num = 0;
     const Values expected = same_on_all(on_cpu, [&](ToyRank& toy) { return walk(toy, with); });
     with.make_store = test::make_late_store;
     EXPECT_EQ(same_on_all(with, [&](ToyRank& toy) { return walk(toy, with); }), expected);
@@ -128,7 +128,7 @@ TEST_P(EngineLanes, UpdatesInBackwardEndAsThoseOfTheStepDo) {
       with.accumulation_steps = late ? 2 : 1;
       with.publish_bytes = 2048;
       ToyOptions plain = with;
-      plain.lane_schedule_num = 0;
+      plain.sim_schedule_num = 0;
       const Values expected = same_on_all(plain, [&](ToyRank& toy) { return walk(toy, with); });
       with.optimizer_in_backward = true;
       if (late) with.make_store = test::make_late_store;
@@ -147,8 +147,8 @@ TEST_P(EngineLanes, ALateStoreForgetsGradientsThatAreDropped) {
     reference.backward(micro_step);
     reference.step();
   }
-  for (std::uint32_t number = 0; number < with.lane_schedule_num; ++number) {
-    test::run_in_lanes(with, number, [&](ToyRank& toy) {
+  for (std::uint32_t number = 0; number < with.sim_schedule_num; ++number) {
+    test::run_in_sim(with, number, [&](ToyRank& toy) {
       toy.train();
       toy.forward(kUnits);
       toy.engine().begin_backward(true);
@@ -178,8 +178,8 @@ TEST_P(EngineLanes, AStepDroppedBehindABadOneLeavesNoTrace) {
     reference.backward(micro_step);
     reference.step();
   }
-  for (std::uint32_t number = 0; number < options().lane_schedule_num; ++number) {
-    test::run_in_lanes(options(), number, [&](ToyRank& toy) {
+  for (std::uint32_t number = 0; number < options().sim_schedule_num; ++number) {
+    test::run_in_sim(options(), number, [&](ToyRank& toy) {
       toy.train();
       if (toy.rank() == 0) toy.spoil(2);
       toy.train();
@@ -202,8 +202,8 @@ TEST_P(EngineLanes, ATornEngineTakesAStateWhereverItLearnsOfIt) {
   with.optimizer_in_backward = true;
   const Values expected = test::reference_master(world_size(), 2);
   for (const Place place : {Place::kForward, Place::kBackward, Place::kBehindBackward}) {
-    for (std::uint32_t number = 0; number < with.lane_schedule_num; ++number) {
-      test::run_in_lanes(with, number, [&](ToyRank& toy) {
+    for (std::uint32_t number = 0; number < with.sim_schedule_num; ++number) {
+      test::run_in_sim(with, number, [&](ToyRank& toy) {
         Engine& engine = toy.engine();
         const bool asks = toy.rank() == 0;
         const auto learn = [&] { EXPECT_THROW(static_cast<void>(engine.steps_applied()), NonFiniteGradientError); };
@@ -254,8 +254,8 @@ TEST_P(EngineLanes, AStateIsLoadedBehindABadStepThatIsNotKnownYet) {
     ToyOptions with = options();
     with.param_dtype = with.reduce_dtype = scales ? DType::kFloat16 : DType::kBFloat16;
     with.loss_scale = {.enabled = scales, .initial_scale = 32.0, .min_scale = 32.0};
-    for (std::uint32_t number = 0; number < with.lane_schedule_num; ++number) {
-      test::run_in_lanes(with, number, [&](ToyRank& toy) {
+    for (std::uint32_t number = 0; number < with.sim_schedule_num; ++number) {
+      test::run_in_sim(with, number, [&](ToyRank& toy) {
         std::map<FullState, Values> kept;
         for (const FullState kind : kKinds) kept[kind] = toy.state(kind);
         if (toy.rank() == 0) toy.spoil(2);
@@ -291,10 +291,10 @@ TEST(EngineLent, GradientsTakeTheirOwnBytesUntilTheStep) {
     ToyOptions with;
     with.param_dtype = DType::kBFloat16;
     with.reduce_dtype = reduce_dtype;
-    with.lane_schedule_num = test::kLaneScheduleNum;
+    with.sim_schedule_num = test::kSimScheduleNum;
     const bool are_cast = reduce_dtype != with.param_dtype;
-    for (std::uint32_t number = 0; number < with.lane_schedule_num; ++number) {
-      test::run_in_lanes(with, number, [&](ToyRank& toy) {
+    for (std::uint32_t number = 0; number < with.sim_schedule_num; ++number) {
+      test::run_in_sim(with, number, [&](ToyRank& toy) {
         EXPECT_EQ(gradient_bytes(toy), 0);
         for (int step = 0; step < 2; ++step) {
           toy.forward(kUnits);
@@ -320,10 +320,10 @@ TEST(EngineLent, GradientsTakeTheirOwnBytesUntilTheStep) {
 TEST(EngineLent, UpdatesInBackwardLetGoOfGradients) {
   ToyOptions with;
   with.optimizer_in_backward = true;
-  with.lane_schedule_num = test::kLaneScheduleNum;
+  with.sim_schedule_num = test::kSimScheduleNum;
   int smaller_num = 0;
-  for (std::uint32_t number = 0; number < with.lane_schedule_num; ++number) {
-    test::run_in_lanes(with, number, [&](ToyRank& toy) {
+  for (std::uint32_t number = 0; number < with.sim_schedule_num; ++number) {
+    test::run_in_sim(with, number, [&](ToyRank& toy) {
       for (int step = 0; step < 2; ++step) {
         toy.forward(kUnits);
         toy.backward(kReversed);
@@ -339,9 +339,9 @@ TEST(EngineLent, UpdatesInBackwardLetGoOfGradients) {
 
 TEST_P(EngineLanes, OneGradientSlotServesUnitsOfEverySize) {
   ToyOptions with = options();
-  with.lane_schedule_num = 1;
+  with.sim_schedule_num = 1;
   if (with.world_size == 1 || with.stage == ZeroStage::kZero0 || with.stage == ZeroStage::kZero1) GTEST_SKIP();
-  test::run_in_lanes(with, 0, [](ToyRank& toy) {
+  test::run_in_sim(with, 0, [](ToyRank& toy) {
     std::size_t largest_bytes = 0;
     for (std::size_t unit = 0; unit < toy.engine().unit_num(); ++unit) {
       largest_bytes = std::max(largest_bytes, toy.engine().unit(unit).gradient_bytes);

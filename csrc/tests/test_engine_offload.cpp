@@ -28,7 +28,7 @@ using test::walk;
 using EngineOffload = test::StageTest;
 
 INSTANTIATE_TEST_SUITE_P(OnCpu, EngineOffload, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(InLanes, EngineOffload, test::in_lanes(testing::Range(1, 3), test::kOffloadLaneScheduleNum),
+INSTANTIATE_TEST_SUITE_P(InSim, EngineOffload, test::in_sim(testing::Range(1, 3), test::kOffloadSimScheduleNum),
                          test::stage_test_name);
 
 TEST_P(EngineOffload, EndsAsTheDeviceStoreDoes) {
@@ -40,7 +40,7 @@ TEST_P(EngineOffload, EndsAsTheDeviceStoreDoes) {
     with.clip = dtype == DType::kBFloat16 ? 0.5 : 0.0;
     with.loss_scale = {.enabled = dtype == DType::kFloat16, .initial_scale = 64.0};
     ToyOptions on_device = with;
-    on_device.lane_schedule_num = 0;
+    on_device.sim_schedule_num = 0;
     const Values expected = same_on_all(on_device, [&](ToyRank& toy) { return walk(toy, with); });
     for (const auto make_store : {test::make_small_host_store, test::make_third_store, test::make_swapping_store,
                                   test::make_half_swapping_store}) {
@@ -69,7 +69,7 @@ TEST_P(EngineOffload, APlaceChosenBehindATrialEndsAsTheDeviceStoreDoes) {
     with.accumulation_steps = dtype == DType::kFloat32 ? 2 : 1;
     with.loss_scale = {.enabled = dtype == DType::kFloat16, .initial_scale = 64.0};
     ToyOptions on_device = with;
-    on_device.lane_schedule_num = 0;
+    on_device.sim_schedule_num = 0;
     const Values expected = same_on_all(on_device, [&](ToyRank& toy) { return walk(toy, with); });
     with.make_store = test::make_store_on_trial;
     with.keep_parameter_shards = true;
@@ -86,7 +86,7 @@ TEST_P(EngineOffload, APlaceChosenBehindATrialEndsAsTheDeviceStoreDoes) {
 // The ranks agree on what fits everywhere, in thousandths that fit, and choose once.
 TEST_P(EngineOffload, TheSmallestDeviceDecidesOnThePlace) {
   ToyOptions with = options();
-  with.lane_schedule_num = 0;
+  with.sim_schedule_num = 0;
   with.make_store = test::make_store_on_trial;
   with.keep_parameter_shards = true;
   run_ranks(with, [&](ToyRank& toy) {
@@ -116,7 +116,7 @@ TEST_P(EngineOffload, AStateLoadedBeforeTheTrialIsWhatItGoesOnWith) {
   ToyOptions with = options();
   with.param_dtype = with.reduce_dtype = DType::kBFloat16;
   ToyOptions on_device = with;
-  on_device.lane_schedule_num = 0;
+  on_device.sim_schedule_num = 0;
   run_ranks(on_device, [&](ToyRank& toy) {
     toy.train();
     toy.train();
@@ -153,7 +153,7 @@ TEST_P(EngineOffload, AStateLoadedBeforeTheTrialIsWhatItGoesOnWith) {
 
 // Values that a user writes reach the master, wherever it is.
 TEST_P(EngineOffload, KeepsWhatIsWrittenIntoAGather) {
-  if (is_in_lanes()) GTEST_SKIP() << "the toy's tensors are written on the host, beside the lanes";
+  if (is_in_sim()) GTEST_SKIP() << "the toy's tensors are written on the host, beside the lanes";
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     ToyOptions with = options();
     with.param_dtype = with.reduce_dtype = dtype;
@@ -171,7 +171,7 @@ TEST_P(EngineOffload, KeepsWhatIsWrittenIntoAGather) {
       return found;
     };
     ToyOptions on_device = with;
-    on_device.lane_schedule_num = 0;
+    on_device.sim_schedule_num = 0;
     const Values expected = same_on_all(on_device, body);
     with.keep_parameter_shards = true;
     for (const auto make_store : {test::make_third_store, test::make_store_on_trial}) {

@@ -1,4 +1,4 @@
-// The ranges that profilers show: their names, and that each ends. (A LaneDevice reports what stays open when it goes,
+// The ranges that profilers show: their names, and that each ends. (A SimDevice reports what stays open when it goes,
 // in every test that has one.)
 #include <algorithm>
 #include <string>
@@ -17,7 +17,7 @@ using test::ToyOptions;
 using test::ToyRank;
 using Names = std::vector<std::string>;
 
-RangeLog& ranges_of(ToyRank& toy) { return dynamic_cast<test::LaneDevice&>(toy.engine().device()).ranges(); }
+RangeLog& ranges_of(ToyRank& toy) { return dynamic_cast<test::SimDevice&>(toy.engine().device()).ranges(); }
 
 Names listed(const std::string& text) {
   Names names;
@@ -34,8 +34,8 @@ void expect_names(ZeroStage stage, int world_size, const Names& expected) {
   ToyOptions with;
   with.stage = stage;
   with.world_size = world_size;
-  for (std::uint32_t number = 0; number < test::kLaneScheduleNum; ++number) {
-    test::run_in_lanes(with, number, [&](ToyRank& toy) {
+  for (std::uint32_t number = 0; number < test::kSimScheduleNum; ++number) {
+    test::run_in_sim(with, number, [&](ToyRank& toy) {
       toy.train();
       toy.train();
       ranges_of(toy).keep();
@@ -70,8 +70,8 @@ TEST(EngineRanges, UpdatesGoByTheOrderOfForwards) {
     ToyOptions with;
     with.stage = stage;
     with.world_size = 2;
-    for (std::uint32_t number = 0; number < test::kLaneScheduleNum; ++number) {
-      test::run_in_lanes(with, number, [&](ToyRank& toy) {
+    for (std::uint32_t number = 0; number < test::kSimScheduleNum; ++number) {
+      test::run_in_sim(with, number, [&](ToyRank& toy) {
         for (int step = 0; step < 3; ++step) toy.train({3, 1, 4, 2});
         ranges_of(toy).keep();
         toy.train({3, 1, 4, 2});
@@ -104,12 +104,12 @@ TEST(EngineRanges, ForwardsWaitForNothingOfLaterUnits) {
     toy.start_step();
   };
   for (const ZeroStage stage : {ZeroStage::kZero1, ZeroStage::kZero2, ZeroStage::kZero3}) {
-    for (std::uint32_t number = 0; number < test::kLaneScheduleNum; ++number) {
-      if (stage == ZeroStage::kZero3 && test::lane_collectives(number) == test::LaneCollectives::kPulled) continue;
+    for (std::uint32_t number = 0; number < test::kSimScheduleNum; ++number) {
+      if (stage == ZeroStage::kZero3 && test::sim_collectives(number) == test::SimCollectives::kPulled) continue;
       ToyOptions with;
       with.stage = stage;
       with.world_size = 2;
-      test::run_in_lanes(with, number, [&](ToyRank& toy) {
+      test::run_in_sim(with, number, [&](ToyRank& toy) {
         for (int step = 0; step < 3; ++step) train(toy);
         Engine& engine = toy.engine();
         engine.begin_forward(true);
@@ -118,9 +118,9 @@ TEST(EngineRanges, ForwardsWaitForNothingOfLaterUnits) {
           toy.expect_readable(unit);
           for (std::size_t later = unit + 1; later < test::toy_units().size(); ++later) {
             const std::string& name = test::toy_units()[later];
-            EXPECT_FALSE(toy.lanes().is_behind(Lane::kCompute, Lane::kReduce, "update " + name)) << unit;
+            EXPECT_FALSE(toy.sim_device().is_behind(Lane::kCompute, Lane::kReduce, "update " + name)) << unit;
             if (stage == ZeroStage::kZero3) continue;
-            EXPECT_FALSE(toy.lanes().is_behind(Lane::kCompute, Lane::kGather, "publish " + name)) << unit;
+            EXPECT_FALSE(toy.sim_device().is_behind(Lane::kCompute, Lane::kGather, "publish " + name)) << unit;
           }
           if (unit != test::kRoot) engine.post_forward(unit);
         }
@@ -151,7 +151,7 @@ TEST(EngineRanges, OfRecomputationsLieInTheBackward) {
   ToyOptions with;
   with.stage = ZeroStage::kZero3;
   with.world_size = 2;
-  test::run_in_lanes(with, 0, [&](ToyRank& toy) {
+  test::run_in_sim(with, 0, [&](ToyRank& toy) {
     toy.train();
     toy.forward(kUnits);
     toy.begin_backward(true);
@@ -171,7 +171,7 @@ TEST(EngineRanges, EndWithPassesThatAreLeft) {
     ToyOptions with;
     with.stage = stage;
     with.world_size = 2;
-    test::run_in_lanes(with, 0, [&](ToyRank& toy) {
+    test::run_in_sim(with, 0, [&](ToyRank& toy) {
       toy.train();
       toy.failing_forward({1, 2});
       EXPECT_FALSE(ranges_of(toy).is_any_open());
@@ -192,7 +192,7 @@ TEST(EngineRanges, EndWhateverIsThrown) {
       ToyOptions with;
       with.stage = stage;
       with.world_size = 2;
-      test::run_in_lanes(with, 0, [&](ToyRank& toy) {
+      test::run_in_sim(with, 0, [&](ToyRank& toy) {
         RangeLog& ranges = ranges_of(toy);
         ranges.keep();
         const auto fail = [&] {  // on one rank by its own fault, on the other some time later

@@ -3,9 +3,9 @@
 
 #include "engine_steps.h"
 #include "engine_support.h"
-#include "late_store.h"
 #include "rank_threads.h"
 #include "reference.h"
+#include "sim/sim_late_store.h"
 
 namespace zb {
 namespace {
@@ -22,7 +22,7 @@ using test::Values;
 class EngineRefusals : public test::StageTest {};
 
 INSTANTIATE_TEST_SUITE_P(Engine, EngineRefusals, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineRefusals, test::in_lanes(testing::Range(1, 4), 3), test::stage_test_name);
+INSTANTIATE_TEST_SUITE_P(EngineInSim, EngineRefusals, test::in_sim(testing::Range(1, 4), 3), test::stage_test_name);
 
 TEST_P(EngineRefusals, AStepWithImpossibleHyperparametersIsAsIfItWasNotCalled) {
   Reference reference(world_size());
@@ -118,7 +118,7 @@ TEST_P(EngineRefusals, RanksWithDifferentHyperparametersAreTold) {
   };
   for (std::size_t change = 0; change < changes.size(); ++change) {
     const std::vector<std::exception_ptr> errors = test::try_ranks(options(), [&](ToyRank& toy) {
-      for (int step = 0; step < 2; ++step) {  // in lanes a step's reports are read by the next
+      for (int step = 0; step < 2; ++step) {  // in the simulator a step's reports are read by the next
         toy.forward(kUnits);
         toy.backward(kReversed);
         std::vector<AdamHyperparameters> groups = test::toy_groups();
@@ -195,9 +195,9 @@ class SplicedGathers : public testing::TestWithParam<bool> {
     options.stage = ZeroStage::kZero3;
     options.world_size = 2;
     options.reshard_after_forward = GetParam();
-    for (std::uint32_t number = 0; number < 2 * test::kLanePolicyNum; ++number) {
+    for (std::uint32_t number = 0; number < 2 * test::kSimPolicyNum; ++number) {
       met_ = 0;
-      if (test::lane_collectives(number) == test::LaneCollectives::kPulled) test::run_in_lanes(options, number, body);
+      if (test::sim_collectives(number) == test::SimCollectives::kPulled) test::run_in_sim(options, number, body);
     }
   }
 
@@ -210,7 +210,7 @@ class SplicedGathers : public testing::TestWithParam<bool> {
   std::atomic<int> met_ = 0;
 };
 
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, SplicedGathers, testing::Bool());
+INSTANTIATE_TEST_SUITE_P(EngineInSim, SplicedGathers, testing::Bool());
 
 TEST_P(SplicedGathers, WhatIsWrittenWithoutAModifierIsLost) {
   std::atomic<bool> was_spliced = false;
@@ -242,16 +242,16 @@ TEST_P(SplicedGathers, OneThatFindsNoMemoryLeavesNothingHalfGathered) {
     for (int step = 0; step < 2; ++step) toy.train();
     toy.engine().outcome();
     meet(toy);
-    toy.lanes().set_full(true);
+    toy.sim_device().set_full(true);
     try {
       toy.engine().gather({kRoot, 1, 2, 3, 4});
       toy.engine().end_gather({kRoot, 1, 2, 3, 4}, -1);  // where slots are plain, there may be enough
-      toy.lanes().set_full(false);
+      toy.sim_device().set_full(false);
       return;
     } catch (const std::runtime_error&) {  // this rank's, or the peer's of its own
       has_failed = true;
     }
-    toy.lanes().set_full(false);
+    toy.sim_device().set_full(false);
     for (std::size_t unit = 0; unit < toy.engine().unit_num(); ++unit) {
       EXPECT_NE(toy.engine().unit(unit).parameter_state, ParameterState::kGathering);
       EXPECT_EQ(toy.engine().unit(unit).pins, 0);
@@ -269,9 +269,9 @@ TEST_P(SplicedGathers, ValuesForWhoseMasterThereIsNoMemoryEndTheEngineOnAllRanks
     meet(toy);
     if (toy.rank() == 0) {
       toy.tensor(2).set(0, 7.0F);
-      toy.lanes().set_full(true);
+      toy.sim_device().set_full(true);
       EXPECT_THROW(toy.engine().end_gather({1}, 0), OutOfMemoryError);
-      toy.lanes().set_full(false);
+      toy.sim_device().set_full(false);
     } else {
       try {
         toy.engine().end_gather({1}, 0);

@@ -2,8 +2,8 @@
 // about to be read, and updates may be under way.
 #include "engine_steps.h"
 #include "engine_support.h"
-#include "late_store.h"
 #include "reference.h"
+#include "sim/sim_late_store.h"
 
 namespace zb {
 namespace {
@@ -32,7 +32,7 @@ class EngineUnseen : public test::StageTest {
 class EngineUnseenLater : public EngineUnseen {};
 
 INSTANTIATE_TEST_SUITE_P(OnCpu, EngineUnseen, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(InLanes, EngineUnseen, test::in_lanes(testing::Range(1, 4), test::kLanePolicyNum),
+INSTANTIATE_TEST_SUITE_P(InSim, EngineUnseen, test::in_sim(testing::Range(1, 4), test::kSimPolicyNum),
                          test::stage_test_name);
 
 INSTANTIATE_TEST_SUITE_P(OnCpu, EngineUnseenLater, test::on_cpu(testing::Range(1, 4)), test::stage_test_name);

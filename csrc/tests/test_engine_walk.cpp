@@ -163,7 +163,7 @@ class Walker {
 using EngineWalk = test::StageTest;
 
 INSTANTIATE_TEST_SUITE_P(Engine, EngineWalk, test::on_cpu(testing::Values(2, 3)), test::stage_test_name);
-INSTANTIATE_TEST_SUITE_P(EngineInLanes, EngineWalk, test::in_lanes(testing::Values(2, 3), test::kFewLaneScheduleNum),
+INSTANTIATE_TEST_SUITE_P(EngineInSim, EngineWalk, test::in_sim(testing::Values(2, 3), test::kFewSimScheduleNum),
                          test::stage_test_name);
 
 TEST_P(EngineWalk, EndsWithTheReference) {

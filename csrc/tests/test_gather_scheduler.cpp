@@ -218,7 +218,7 @@ TEST_P(Gathers, AnUnitOutsideAPassIsRefusedUnlessGathered) {
 
 // Such as a model's frozen part, for which no update is waited, after it was made, loaded or written by a user.
 TEST(FrozenShards, AreGatheredBehindWhatWasWrittenThere) {
-  test::LaneWorld world(1, {.policy = test::LanePolicy::kNone});
+  test::SimWorld world(1, {.policy = test::SimPolicy::kNone});
   const auto device = world.make_device(0);
   const auto communicator = world.make_communicator(device, 0, Lane::kGather, std::chrono::seconds(60));
   std::vector<Parameter> parameters;
@@ -228,8 +228,8 @@ TEST(FrozenShards, AreGatheredBehindWhatWasWrittenThere) {
   flat.parameters.clear();  // which would have to be bound
   flat.shard_parameters = {
       communicator->allocate(flat.shard_parameter_bytes(), BufferRole::kShared, nullptr, Category::kParameters)};
-  units[1].parameter_state = ParameterState::kSharded;
-  const auto store = make_device_store(nullptr, {device, std::make_shared<test::LaneAdam>(device)});
+  units[1].set_parameter_state(ParameterState::kSharded);
+  const auto store = make_device_store(nullptr, {device, std::make_shared<test::SimAdam>(device)});
   CommunicationClock clock;
   GatherScheduler gathers(*device, *communicator, *store, nullptr, units, parameters, clock, {.sharded = true});
   gathers.reserve_slots();
@@ -279,7 +279,7 @@ TEST(StagingShards, AreWrittenAgainOnceThePeersHaveReadThem) {
       flat.store_shard = store->add_shard({kNumel, DType::kBFloat16, DType::kFloat32, {{0, kNumel, 0}}},
                                           std::vector<float>(kNumel, static_cast<float>(unit)));
       flat.parameters.clear();  // which would have to be bound
-      units[unit].parameter_state = ParameterState::kSharded;
+      units[unit].set_parameter_state(ParameterState::kSharded);
     }
     CommunicationClock clock;
     GatherScheduler gathers(*parts.device, *communicator, *store, nullptr, units, parameters, clock, {.sharded = true});

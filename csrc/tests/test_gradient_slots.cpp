@@ -22,8 +22,8 @@ TEST(GradientSlots, AnEarlyUnitLeavesTheSlotToTheOneBeforeIt) {
   GradientSlots slots(*device, *communicator, nullptr, units, clock);
   slots.reserve(order, 1);
   slots.assign(order);
-  for (const GradientState state : {GradientState::kEmpty, GradientState::kAccumulating}) {
-    units[3].gradient_state = state;
+  for (const bool has_begun : {false, true}) {
+    if (has_begun) units[3].set_gradient_state(GradientState::kAccumulating);
     EXPECT_FALSE(slots.try_take(1));
     slots.take_or_spare(1, [] {});
     EXPECT_FALSE(units[1].gradient_slot);
@@ -32,7 +32,7 @@ TEST(GradientSlots, AnEarlyUnitLeavesTheSlotToTheOneBeforeIt) {
   EXPECT_TRUE(slots.try_take(3));
   EXPECT_TRUE(slots.try_take(2));
   const std::byte* const place = units[3].gradient_slot.region().data();
-  units[3].gradient_state = GradientState::kReducing;
+  units[3].set_gradient_state(GradientState::kReducing);
   EXPECT_FALSE(slots.try_take(1));  // it is still read there
   units[3].gradient_slot.reset();
   EXPECT_TRUE(slots.try_take(1));

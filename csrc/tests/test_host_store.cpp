@@ -11,9 +11,9 @@
 #include "host_stores.h"
 #include "io_support.h"
 #include "kernels/cpu_device.h"
-#include "lane_support.h"
 #include "stores/host_store_memory.h"
 #include "stores/split_store.h"
+#include "thread_device.h"
 
 namespace zb {
 namespace {
@@ -332,13 +332,13 @@ TEST(HostStore, WorksAndGoesBesideLanesThatRunLate) {
   }
 }
 
-// A store of one shard and what its caller has in lanes, whose detector finds what nothing orders.
-struct LaneShard {
+// A store of one shard on a simulated device, whose detector finds accesses that nothing orders.
+struct SimShard {
   static constexpr std::size_t kNumel = 1024;
   static constexpr std::size_t kBytes = kNumel * sizeof(float);
 
-  explicit LaneShard(std::unique_ptr<Store> (*make_store)(Ledger*, const DeviceParts&))
-      : store(make_store(nullptr, {device, std::make_shared<test::LaneAdam>(device)})) {
+  explicit SimShard(std::unique_ptr<Store> (*make_store)(Ledger*, const DeviceParts&))
+      : store(make_store(nullptr, {device, std::make_shared<test::SimAdam>(device)})) {
     const std::vector<ShardSpec> specs{{kNumel, DType::kFloat32, DType::kFloat32, {{0, kNumel, 0}}}};
     store->reserve(specs);
     store->add_shard(specs[0], {reinterpret_cast<float*>(initial.get()), kNumel});
@@ -352,8 +352,8 @@ struct LaneShard {
                             .step_on_host = reinterpret_cast<StepScalars*>(scalars.get())});
   }
 
-  std::shared_ptr<test::LaneDevice> device =
-      std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
+  std::shared_ptr<test::SimDevice> device =
+      std::make_shared<test::SimDevice>(test::SimSchedule{.policy = test::SimPolicy::kNone});
   std::unique_ptr<Store> store;
   std::shared_ptr<std::byte> initial = device->allocate(kBytes, "initial values");
   std::shared_ptr<std::byte> gradient = device->allocate(kBytes, "a gradient");
@@ -363,10 +363,10 @@ struct LaneShard {
 };
 
 TEST(HostStore, GradientsMayBeWrittenWhenTheyWereDroppedOrUsed) {
-  LaneShard shard(test::make_small_host_store);
+  SimShard shard(test::make_small_host_store);
   reinterpret_cast<StepScalars*>(shard.scalars.get())->is_skipped = 1;
   const auto write_and_offer = [&] {
-    shard.device->zero(Lane::kReduce, shard.gradient.get(), LaneShard::kBytes);
+    shard.device->zero(Lane::kReduce, shard.gradient.get(), SimShard::kBytes);
     shard.offer();
   };
   write_and_offer();
@@ -380,21 +380,21 @@ TEST(HostStore, GradientsMayBeWrittenWhenTheyWereDroppedOrUsed) {
 
 // As by an evaluation between a backward and its step, by an update in backward, and by a gather of the last fetch.
 TEST(HostStore, WaitsForWhatLanesStillDoWithItsGradientsAndParameters) {
-  LaneShard shard(test::make_small_host_store);
-  test::LaneDevice* const device = shard.device.get();
+  SimShard shard(test::make_small_host_store);
+  test::SimDevice* const device = shard.device.get();
   Store* const store = shard.store.get();
   std::byte* const parameters = shard.parameters.get();
-  const auto scratch = device->allocate(LaneShard::kBytes, "what a forward computes");
+  const auto scratch = device->allocate(SimShard::kBytes, "what a forward computes");
   for (const bool is_offered : {true, false}) {
-    device->zero(Lane::kReduce, shard.gradient.get(), LaneShard::kBytes);
+    device->zero(Lane::kReduce, shard.gradient.get(), SimShard::kBytes);
     if (is_offered) shard.offer();
-    device->copy(Lane::kCompute, scratch.get(), parameters, LaneShard::kBytes);
+    device->copy(Lane::kCompute, scratch.get(), parameters, SimShard::kBytes);
     device->wait(Lane::kReduce, device->mark(Lane::kCompute));
     shard.start_update(parameters);
     store->wait_update(0, Lane::kCompute);
     device->wait(Lane::kReduce, device->mark(Lane::kCompute));
     store->fetch_parameters(0, Lane::kCompute, parameters);
-    device->copy(Lane::kCompute, scratch.get(), parameters, LaneShard::kBytes);
+    device->copy(Lane::kCompute, scratch.get(), parameters, SimShard::kBytes);
     store->fetch_parameters(0, Lane::kCompute, parameters);
   }
   device->synchronize();
@@ -403,8 +403,8 @@ TEST(HostStore, WaitsForWhatLanesStillDoWithItsGradientsAndParameters) {
 // Where the host is the home of parameters, or files are.
 TEST(HostStore, ParametersAreUpdatedBehindTheCopiesThatGathersFetch) {
   for (const auto make_store : {test::make_home_store, test::make_swapping_home_store}) {
-    LaneShard shard(make_store);
-    const auto fetched = shard.device->allocate(LaneShard::kBytes, "a staging shard");
+    SimShard shard(make_store);
+    const auto fetched = shard.device->allocate(SimShard::kBytes, "a staging shard");
     for (int step = 0; step < 2; ++step) {
       shard.store->fetch_parameters(0, Lane::kGather, fetched.get());
       shard.offer();

@@ -6,7 +6,7 @@
 #include <climits>
 #include <memory>
 
-#include "lane_device.h"
+#include "sim/sim_device.h"
 
 namespace zb {
 namespace {
@@ -48,7 +48,7 @@ class PackedGradientsInLanes : public testing::Test {
 
   bool gathers_meet_ = false;
   std::shared_ptr<LatePeer> peer_ = std::make_shared<LatePeer>();
-  std::shared_ptr<test::LaneDevice> device_ = std::make_shared<test::LaneDevice>(test::LaneSchedule{}, peer_);
+  std::shared_ptr<test::SimDevice> device_ = std::make_shared<test::SimDevice>(test::SimSchedule{}, peer_);
   PackedGradients packed_{*device_, [this] { return gathers_meet_; }, [] { return false; }};
 };
 

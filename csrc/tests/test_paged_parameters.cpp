@@ -11,8 +11,8 @@
 
 #include "io_support.h"
 #include "kernels/cpu_device.h"
-#include "lane_device.h"
 #include "memory/host_buffer.h"
+#include "sim/sim_device.h"
 #include "stores/paged_parameters.h"
 
 namespace zb {
@@ -95,7 +95,7 @@ TEST(PagedParameters, FramesAreUsedAgainBehindTheCopiesFromThem) {
   constexpr std::size_t kChunkNum = 24;  // more than there are frames
   const std::vector<ParameterShard> shards = equal_shards(1, kChunkNum * kChunkNumel);
   const PagedStateOptions options = options_in(folder);
-  const auto device = std::make_shared<test::LaneDevice>(test::LaneSchedule{.policy = test::LanePolicy::kNone});
+  const auto device = std::make_shared<test::SimDevice>(test::SimSchedule{.policy = test::SimPolicy::kNone});
   const HostBuffer memory(paged_parameters_bytes(shards, kChunkNumel, options), "a test");
   PagedParameters pages(shards, kChunkNumel, options, {memory.data(), memory.bytes()}, device, nullptr,
                         kernel_system());

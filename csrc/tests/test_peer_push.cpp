@@ -5,7 +5,7 @@
 #include <functional>
 #include <string_view>
 
-#include "pulled_ranks.h"
+#include "sim/sim_pulled_ranks.h"
 
 namespace zb {
 namespace {
@@ -28,7 +28,7 @@ Contribution contribution_of(const Rank& at, const Region& source, std::size_t n
     const std::size_t bytes = values.size() * dtype_bytes(from);
     found.memory.push_back(at.device->allocate_in_compute(bytes, "a gradient"));
     std::byte* const data = found.memory.back().get();
-    at.device->put_in(Lane::kCompute, "backward", {test::LaneDevice::written(data, from, values.size())},
+    at.device->put_in(Lane::kCompute, "backward", {test::SimDevice::written(data, from, values.size())},
                       [=] { cpu_kernels().cast(data, from, values.data(), DType::kFloat32, values.size()); });
     found.items.push_back({.destination = source.data() + begin * dtype_bytes(dtype),
                            .destination_dtype = dtype,
@@ -83,7 +83,7 @@ INSTANTIATE_TEST_SUITE_P(Pushed, PeerPushes, testing::Values(2, 3, 5, 8));
 TEST_P(PeerPushes, GiveTheBitsOfRankOrder) {
   constexpr std::uint32_t kStepNum = 7;
   const auto ranks = static_cast<std::size_t>(GetParam());
-  for (std::uint32_t number = 0; number < test::kLanePolicyNum; ++number) {
+  for (std::uint32_t number = 0; number < test::kSimPolicyNum; ++number) {
     const DType dtype = std::array{DType::kFloat32, DType::kBFloat16, DType::kFloat16}[number % 3];
     const std::size_t numel = std::array<std::size_t, 3>{1, 37, 1500}[number / 3 % 3];
     std::vector<std::vector<std::vector<float>>> brought(kStepNum, std::vector<std::vector<float>>(ranks));
@@ -141,7 +141,7 @@ TEST_P(PeerPushes, TakePiecesInTheOrderOfABackward) {
   constexpr std::size_t kNumel = 96;
   constexpr DType kType = DType::kFloat32;
   const std::size_t all_numel = static_cast<std::size_t>(GetParam()) * kNumel;
-  for (std::uint32_t number = 0; number < test::kLanePolicyNum; ++number) {
+  for (std::uint32_t number = 0; number < test::kSimPolicyNum; ++number) {
     run_pulled(GetParam(), number, [&](Rank& at) {
       const Region source = at.shared(all_numel * 4);
       const Region target = at.own(kNumel * 4);
@@ -170,7 +170,7 @@ TEST_P(PeerPushes, LeavesLargeOwnPiecesWhereTheyAre) {
   constexpr std::size_t kNumel = 96;
   constexpr DType kType = DType::kFloat32;
   const std::size_t all_numel = static_cast<std::size_t>(GetParam()) * kNumel;
-  for (std::uint32_t number = 0; number < test::kLanePolicyNum; ++number) {
+  for (std::uint32_t number = 0; number < test::kSimPolicyNum; ++number) {
     run_pulled(GetParam(), number, [&](Rank& at) {
       const Region source = at.shared(all_numel * 4);
       const Region target = at.own(kNumel * 4);

@@ -7,7 +7,7 @@
 
 #include "comm/spliced_slot.h"
 #include "common/page.h"
-#include "pulled_ranks.h"
+#include "sim/sim_pulled_ranks.h"
 
 namespace zb {
 namespace {
@@ -60,7 +60,7 @@ std::vector<float> gathered(int world_size, std::size_t numel, std::uint32_t see
 // Two units take turns in one slot, of one and of two parts, met and settled.
 TEST_P(SplicedRanks, GathersFindTheOwnPartInPlace) {
   constexpr DType kDtype = DType::kFloat32;
-  for (std::uint32_t number = 0; number < test::kLanePolicyNum; ++number) {
+  for (std::uint32_t number = 0; number < test::kSimPolicyNum; ++number) {
     run_pulled(GetParam(), number, [&](Rank& at) {
       ASSERT_TRUE(at.comm->splices());
       Ledger ledger;

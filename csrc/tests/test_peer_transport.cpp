@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "pulled_ranks.h"
+#include "sim/sim_pulled_ranks.h"
 
 namespace zb {
 namespace {
@@ -51,7 +51,7 @@ class PeerTransportRanks : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Pulled, PeerTransportRanks, testing::Values(2, 3, 5, 8));
 
 TEST_P(PeerTransportRanks, EveryCollectiveGivesTheBitsOfRankOrder) {
-  for (std::uint32_t number = 0; number < test::kLanePolicyNum; ++number) {
+  for (std::uint32_t number = 0; number < test::kSimPolicyNum; ++number) {
     run_pulled(GetParam(), number, [&](Rank& at) {
       for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
         // The scratch holds 2048 bytes of pieces.
@@ -65,7 +65,7 @@ TEST_P(PeerTransportRanks, EveryCollectiveGivesTheBitsOfRankOrder) {
 // Once all ranks have gathered a shard, each may do so again when it likes.
 TEST_P(PeerTransportRanks, ASettledGatherWaitsForNobody) {
   constexpr std::size_t kNumel = 1000;
-  for (std::uint32_t number = 0; number < test::kLanePolicyNum; ++number) {
+  for (std::uint32_t number = 0; number < test::kSimPolicyNum; ++number) {
     std::atomic<bool> first_is_through = false;
     run_pulled(GetParam(), number, [&](Rank& at) {
       const auto own = static_cast<std::size_t>(at.rank);
@@ -94,7 +94,7 @@ TEST_P(PeerTransportRanks, ASettledGatherWaitsForNobody) {
 // Groups, and a buffer that is written again as soon as it is said to be free, with nobody waiting on the host.
 TEST_P(PeerTransportRanks, ManyAreInFlight) {
   constexpr std::size_t kNumel = 40;
-  for (std::uint32_t number = 0; number < test::kLanePolicyNum; ++number) {
+  for (std::uint32_t number = 0; number < test::kSimPolicyNum; ++number) {
     run_pulled(GetParam(), number, [&](Rank& at) {
       const auto ranks = static_cast<std::size_t>(at.world_size);
       const Region shard = at.shared(kNumel * 4);
@@ -172,7 +172,7 @@ TEST(PeerTransport, SmallBuffersShareAnAllocation) {
 
 // Two MiB a block of small buffers, and large ones rounded up to that.
 TEST(PeerTransport, WhatAllocationsTakeIsInTheLedger) {
-  constexpr std::int64_t kUnit = test::LanePeerLink::kGranularityBytes;
+  constexpr std::int64_t kUnit = test::SimPeerLink::kGranularityBytes;
   run_pulled(2, 0, [&](Rank& at) {
     Ledger ledger;
     const auto allocate = [&](std::size_t bytes, BufferRole role) {

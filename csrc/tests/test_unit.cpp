@@ -23,10 +23,11 @@ Model random_model(std::uint32_t seed) {
   std::mt19937 random(seed);
   Model model;
   const std::size_t unit_num = 1 + random() % 5;
-  for (std::size_t unit = 0; unit < unit_num; ++unit) model.unit_names.push_back("unit" + std::to_string(unit));
+  for (std::size_t unit = 0; unit < unit_num; ++unit)
+    model.unit_names.push_back(std::string("unit") + std::to_string(unit));
   for (std::size_t index = 0; index < random() % 30; ++index) {
     const std::size_t numels[] = {1, 3, 7, 16, 100, 1000 + random() % 5000};
-    model.specs.push_back({.name = "p" + std::to_string(index),
+    model.specs.push_back({.name = std::string("p") + std::to_string(index),
                            .numel = numels[random() % 6],
                            .param_dtype = kDTypes[random() % 3],
                            .reduce_dtype = kDTypes[random() % 3],
@@ -125,54 +126,6 @@ TEST_P(MakeUnits, IsTheSameForEqualModels) {
 TEST(Units, AParameterOfNoUnitIsRefused) {
   std::vector<Parameter> parameters;
   EXPECT_THROW(make_units({"root"}, 0, {{.name = "lost", .numel = 1, .unit = 1}}, 2, parameters), ArgumentError);
-}
-
-TEST(Units, ParametersGoThroughTheirStatesInOneDirection) {
-  using enum ParameterState;
-  const ParameterState all[] = {kSharded, kGathering, kUnsharded};
-  for (const ParameterState from : all) {
-    for (const ParameterState to : all) {
-      Unit unit;
-      unit.name = "h.3";
-      unit.parameter_state = from;
-      const bool legal = (from == kSharded && to == kGathering) || (from == kGathering && to == kUnsharded) ||
-                         (from == kUnsharded && to == kSharded);
-      if (legal) {
-        unit.set_parameter_state(to);
-        EXPECT_EQ(unit.parameter_state, to);
-        continue;
-      }
-      try {
-        unit.set_parameter_state(to);
-        ADD_FAILURE() << parameter_state_name(from) << " to " << parameter_state_name(to);
-      } catch (const StateError& error) {
-        const std::string text = error.what();
-        EXPECT_NE(text.find("'h.3'"), std::string::npos) << text;
-        EXPECT_NE(text.find(parameter_state_name(from)), std::string::npos) << text;
-        EXPECT_NE(text.find(parameter_state_name(to)), std::string::npos) << text;
-      }
-      EXPECT_EQ(unit.parameter_state, from);
-    }
-  }
-}
-
-TEST(Units, GradientsGoThroughTheirStatesOrAreDropped) {
-  using enum GradientState;
-  const GradientState all[] = {kEmpty, kAccumulating, kReducing, kReduced};
-  for (const GradientState from : all) {
-    for (const GradientState to : all) {
-      Unit unit;
-      unit.gradient_state = from;
-      const bool next = static_cast<int>(to) == static_cast<int>(from) + 1;
-      if (next || to == kEmpty) {
-        unit.set_gradient_state(to);
-        EXPECT_EQ(unit.gradient_state, to);
-      } else {
-        EXPECT_THROW(unit.set_gradient_state(to), StateError);
-        EXPECT_EQ(unit.gradient_state, from);
-      }
-    }
-  }
 }
 
 }  // namespace

@@ -4,14 +4,14 @@
 #include <array>
 
 #include "kernels/cpu_kernels.h"
-#include "lane_device.h"
+#include "sim/sim_device.h"
 
 namespace zb::test {
 
 void compute(Device& device, std::string_view operation, const std::vector<Touched>& touched,
              const std::function<void()>& work) {
-  if (auto* const lanes = dynamic_cast<LaneDevice*>(&device)) {
-    lanes->put_in(Lane::kCompute, operation, touched, work);
+  if (auto* const sim_device = dynamic_cast<SimDevice*>(&device)) {
+    sim_device->put_in(Lane::kCompute, operation, touched, work);
   } else {
     work();
   }
@@ -49,7 +49,7 @@ void ToyBinding::detach(const std::string& message) {
 
 void ToyBinding::read(float* destination) const {
   const std::vector<float>& values = tensor_->initial;
-  compute(*tensor_->device, "read of a parameter", {LaneDevice::written(destination, DType::kFloat32, values.size())},
+  compute(*tensor_->device, "read of a parameter", {SimDevice::written(destination, DType::kFloat32, values.size())},
           [destination, values] { std::copy(values.begin(), values.end(), destination); });
 }
 

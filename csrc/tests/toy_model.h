@@ -9,12 +9,12 @@
 #include <utility>
 #include <vector>
 
-#include "lane_races.h"
+#include "sim/sim_races.h"
 #include "zero/engine.h"
 
 namespace zb::test {
 
-// Work of the model in the compute lane: at once on the CPU, some time later in lanes.
+// Work of the model in the compute lane: at once on the CPU, some time later in the simulator.
 void compute(Device& device, std::string_view operation, const std::vector<Touched>& touched,
              const std::function<void()>& work);
 

@@ -46,17 +46,17 @@ ToyRank::ToyRank(const ToyOptions& options, int rank, const ToyPlace& place) : o
                                .publish_bytes = options.publish_bytes,
                                .loss_scale = options.loss_scale,
                                .keep_root_bytes = options.keep_root_bytes,
-                               .push_gradient_bytes = place.lanes ? place.lanes->push_gradient_bytes() : 0,
-                               .own_part_beside_bytes = place.lanes ? place.lanes->own_part_beside_bytes() : 0,
-                               .splice_bytes = place.lanes ? place.lanes->splice_bytes() : SIZE_MAX,
+                               .push_gradient_bytes = place.sim ? place.sim->push_gradient_bytes() : 0,
+                               .own_part_beside_bytes = place.sim ? place.sim->own_part_beside_bytes() : 0,
+                               .splice_bytes = place.sim ? place.sim->splice_bytes() : SIZE_MAX,
                                .optimizer_in_backward = options.optimizer_in_backward,
                                .allocate_in_compute = nullptr,
                                .make_store = options.make_store};
-  if (lanes_ || options.before_allocation) {
+  if (sim_device_ || options.before_allocation) {
     engine_options.allocate_in_compute = [this](std::size_t bytes) {
       if (options_.before_allocation) options_.before_allocation();
-      return lanes_ ? lanes_->allocate_in_compute(bytes, "a gradient shard")
-                    : parts_.device->allocate(bytes, "a gradient shard");
+      return sim_device_ ? sim_device_->allocate_in_compute(bytes, "a gradient shard")
+                         : parts_.device->allocate(bytes, "a gradient shard");
     };
   }
   engine_ = std::make_unique<Engine>(engine_options, std::move(model), parts_, std::move(gather_), std::move(reduce_));
@@ -121,13 +121,13 @@ void ToyRank::give_gradient(std::size_t parameter) {
   }
   const DType dtype = options_.param_dtype;
   const std::size_t bytes = values.size() * dtype_bytes(dtype);
-  std::shared_ptr<std::byte> gradient =
-      lanes_ ? lanes_->allocate_in_compute(bytes, "a gradient") : parts_.device->allocate(bytes, "a gradient");
+  std::shared_ptr<std::byte> gradient = sim_device_ ? sim_device_->allocate_in_compute(bytes, "a gradient")
+                                                    : parts_.device->allocate(bytes, "a gradient");
   std::byte* const data = gradient.get();
-  compute(*parts_.device, "backward", {LaneDevice::written(data, dtype, values.size())},
+  compute(*parts_.device, "backward", {SimDevice::written(data, dtype, values.size())},
           [data, dtype, values] { cpu_kernels().cast(data, dtype, values.data(), DType::kFloat32, values.size()); });
   // Where nothing may be held the engine must be done with it when the call returns.
-  engine_->gradient_arrived(parameter, data, dtype, 1, lanes_ ? std::move(gradient) : nullptr);
+  engine_->gradient_arrived(parameter, data, dtype, 1, sim_device_ ? std::move(gradient) : nullptr);
 }
 
 StepOutcome ToyRank::step() {
@@ -166,22 +166,23 @@ void ToyRank::expect_readable(std::size_t unit) {
   for (std::size_t index = 0; index < toy_parameters().size(); ++index) {
     if (toy_parameters()[index].unit != unit) continue;
     ASSERT_NE(tensors_[index]->data, nullptr) << toy_parameters()[index].name;
-    touched.push_back(LaneDevice::read(tensors_[index]->data, options_.param_dtype, toy_parameters()[index].numel));
+    touched.push_back(SimDevice::read(tensors_[index]->data, options_.param_dtype, toy_parameters()[index].numel));
   }
   compute(*parts_.device, "forward or backward", touched,
           [this, unit, touched, number = read_num_++] { check_reads(unit, touched, number); });
 }
 
 void ToyRank::linger(std::chrono::microseconds time) {
-  if (lanes_) {
-    lanes_->pause();
+  if (sim_device_) {
+    sim_device_->pause();
   } else {
     std::this_thread::sleep_for(time);
   }
 }
 
 void ToyRank::expect_no_gradients() {
-  EXPECT_EQ(lanes_ ? lanes_->block_num("a gradient") : 0U, 0U) << "gradients are held that nothing reads any more";
+  EXPECT_EQ(sim_device_ ? sim_device_->block_num("a gradient") : 0U, 0U)
+      << "gradients are held that nothing reads any more";
 }
 
 void ToyRank::enter(std::size_t unit) {
@@ -190,11 +191,11 @@ void ToyRank::enter(std::size_t unit) {
 }
 
 void ToyRank::make_parts(int rank) {
-  if (place_.lanes) {
-    lanes_ = place_.lanes->make_device(rank);
-    parts_ = {lanes_, std::make_shared<LaneAdam>(lanes_)};
-    gather_ = place_.lanes->make_communicator(lanes_, rank, Lane::kGather, options_.timeout);
-    reduce_ = place_.lanes->make_communicator(lanes_, rank, Lane::kReduce, options_.timeout);
+  if (place_.sim) {
+    sim_device_ = place_.sim->make_device(rank);
+    parts_ = {sim_device_, std::make_shared<SimAdam>(sim_device_)};
+    gather_ = place_.sim->make_communicator(sim_device_, rank, Lane::kGather, options_.timeout);
+    reduce_ = place_.sim->make_communicator(sim_device_, rank, Lane::kReduce, options_.timeout);
     return;
   }
   const auto connect = [&](const char* name) {
@@ -209,7 +210,7 @@ void ToyRank::make_parts(int rank) {
 }
 
 void ToyRank::check_reads(std::size_t unit, const std::vector<Touched>& touched, std::size_t number) {
-  if (lanes_ && !place_.expected_reads) return;  // where ranks fail, what an aborted gather leaves is still read
+  if (sim_device_ && !place_.expected_reads) return;  // where ranks fail, what an aborted gather leaves is still read
   std::vector<std::byte> bytes;
   for (const Touched& parameter : touched) {
     const auto* data = static_cast<const std::byte*>(parameter.data);

@@ -1,5 +1,5 @@
 // One rank of the toy model: its engine, its tensors, and a training loop that calls the engine as hooks do. On the CPU
-// or on a device whose lanes run late (lane_device.h).
+// or on a device whose lanes run late (sim/sim_device.h).
 #pragma once
 
 #include <chrono>
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "lane_ranks.h"
+#include "sim/sim_ranks.h"
 #include "toy_model.h"
 #include "zero/engine.h"
 
@@ -34,8 +34,8 @@ struct ToyOptions {
   double fitting_share = 0.0;               // of rank 0, the smallest, where the store waits to be told
   std::function<void()> before_allocation;  // of gradient shards; may throw
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
-  // Schedules of devices with lanes to run on; 0 is the CPU.
-  std::uint32_t lane_schedule_num = 0;
+  // Schedules of the simulator to run in; 0 is the CPU.
+  std::uint32_t sim_schedule_num = 0;
 };
 
 // The bytes that one rank's forwards and backwards read, one entry a unit's use.
@@ -44,8 +44,8 @@ using Reads = std::vector<std::vector<std::byte>>;
 // Where a rank lives.
 struct ToyPlace {
   std::string rendezvous = {};
-  LaneWorld* lanes = nullptr;  // null on the CPU
-  Reads* reads = nullptr;      // filled where not null
+  SimWorld* sim = nullptr;  // null on the CPU
+  Reads* reads = nullptr;   // filled where not null
   const Reads* expected_reads = nullptr;
 };
 
@@ -56,7 +56,7 @@ class ToyRank {
   ~ToyRank();
 
   Engine& engine() { return *engine_; }
-  LaneDevice& lanes() { return *lanes_; }
+  SimDevice& sim_device() { return *sim_device_; }
   int rank() const { return engine_->rank(); }
   ToyTensor& tensor(std::size_t parameter) { return *tensors_[parameter]; }
   void close() { engine_.reset(); }
@@ -81,7 +81,7 @@ class ToyRank {
   void give_gradient(std::size_t parameter);
 
   StepOutcome step();
-  // In lanes the host runs on without the outcome.
+  // In the simulator the host runs on without the outcome.
   void start_step();
 
   // A step as most models do it.
@@ -116,7 +116,7 @@ class ToyRank {
 
   ToyOptions options_;
   ToyPlace place_;
-  std::shared_ptr<LaneDevice> lanes_;  // null on the CPU
+  std::shared_ptr<SimDevice> sim_device_;  // null on the CPU
   DeviceParts parts_;
   std::unique_ptr<Communicator> gather_;  // until the engine has them
   std::unique_ptr<Communicator> reduce_;

@@ -128,7 +128,7 @@ void Engine::build_unit(Unit& unit, EngineModel& model) {
     }
     build_flat(flat);
   }
-  if (parameters_sharded()) unit.parameter_state = ParameterState::kSharded;
+  if (parameters_sharded()) unit.set_parameter_state(ParameterState::kSharded);
 }
 
 // Makes a flat buffer's memory from rank 0's values, and frees the tensors' own.

@@ -239,8 +239,7 @@ void GatherScheduler::drop_gathered(Unit& unit) noexcept {
   unit.gathering.clear();
   unit.gathered.clear();
   unit.gather_slot.reset();
-  unit.set_parameter_state(ParameterState::kUnsharded);
-  unit.set_parameter_state(ParameterState::kSharded);
+  unit.parameter_state.reset();
 }
 
 void GatherScheduler::unpin(const std::vector<std::size_t>& units) {

@@ -60,7 +60,7 @@ void ReduceScheduler::begin_backward(bool last) {
   for (const std::size_t index : order_) {
     Unit& unit = units_[index];
     unit.complete = false;
-    unit.set_gradient_state(GradientState::kEmpty);
+    unit.gradient_state.reset();
     if (!persistent() || window_backwards_ == 0) {
       for (const FlatBuffer& flat : unit.flats) {
         for (const std::size_t p : flat.parameters) parameters_[p].arrived_in_window = false;
@@ -432,14 +432,14 @@ void ReduceScheduler::drop_backward() noexcept {
   clear_window();
 }
 
-void ReduceScheduler::clear_window() {
+void ReduceScheduler::clear_window() noexcept {
   window_backwards_ = 0;
   reduced_in_window_ = false;
   sums_.clear();
   pieces_.clear();
   for (Unit& unit : units_) unit.awaited_inputs = 0;
   for (const std::size_t index : order_) {
-    units_[index].set_gradient_state(GradientState::kEmpty);
+    units_[index].gradient_state.reset();
     units_[index].spare.reset();
     units_[index].held.clear();
     if (!units_[index].gradients_spent) units_[index].drop_lent();

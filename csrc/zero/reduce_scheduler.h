@@ -83,7 +83,7 @@ class ReduceScheduler {
   // Forgets the gradients of the window, which peers may still be reading.
   void drop_window();
   // After the optimizer step (or to drop the gradients).
-  void clear_window();
+  void clear_window() noexcept;
 
   // Order of completion in the last backward, and the agreed order.
   const std::vector<std::size_t>& completion_order() const noexcept { return completed_; }

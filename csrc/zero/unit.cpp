@@ -1,7 +1,6 @@
 #include "zero/unit.h"
 
 #include <algorithm>
-#include <array>
 #include <map>
 #include <tuple>
 
@@ -17,16 +16,6 @@ constexpr std::size_t kAlignmentBytes = 64;
 constexpr std::size_t align(std::size_t bytes) { return round_up(bytes, kAlignmentBytes); }
 
 }  // namespace
-
-std::string_view parameter_state_name(ParameterState state) noexcept {
-  constexpr std::array<std::string_view, 3> kNames{"sharded", "gathering", "unsharded"};
-  return kNames[static_cast<std::size_t>(state)];
-}
-
-std::string_view gradient_state_name(GradientState state) noexcept {
-  constexpr std::array<std::string_view, 4> kNames{"empty", "accumulating", "reducing", "reduced"};
-  return kNames[static_cast<std::size_t>(state)];
-}
 
 void check_intact(const Parameter& parameter) {
   ZB_EXPECT_STATE(
@@ -69,29 +58,6 @@ void Unit::splice_parameters(std::size_t min_bytes) {
 
 bool Unit::is_spliced() const {
   return std::any_of(flats.begin(), flats.end(), [](const FlatBuffer& flat) { return flat.is_spliced; });
-}
-
-void Unit::set_parameter_state(ParameterState next) {
-  using enum ParameterState;
-  const bool legal = (parameter_state == kSharded && next == kGathering) ||
-                     (parameter_state == kGathering && next == kUnsharded) ||
-                     (parameter_state == kUnsharded && next == kSharded);
-  ZB_EXPECT_STATE(legal, "parameters of unit '" + name + "' cannot go from " +
-                             std::string(parameter_state_name(parameter_state)) + " to " +
-                             std::string(parameter_state_name(next)));
-  parameter_state = next;
-}
-
-void Unit::set_gradient_state(GradientState next) {
-  using enum GradientState;
-  const bool legal = (gradient_state == kEmpty && next == kAccumulating) ||
-                     (gradient_state == kAccumulating && next == kReducing) ||
-                     (gradient_state == kReducing && next == kReduced) ||
-                     (gradient_state == kReduced && next == kEmpty) || next == kEmpty;
-  ZB_EXPECT_STATE(legal, "gradients of unit '" + name + "' cannot go from " +
-                             std::string(gradient_state_name(gradient_state)) + " to " +
-                             std::string(gradient_state_name(next)));
-  gradient_state = next;
 }
 
 std::vector<Unit> make_units(const std::vector<std::string>& unit_names, std::size_t root_unit,

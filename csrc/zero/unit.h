@@ -1,17 +1,4 @@
 // Units: the modules whose parameters are gathered and whose gradients are reduced together, and the memory they hold.
-//
-// [Note: state of a unit]
-// Parameters:  sharded -> gathering -> unsharded -> sharded       (stage 3 on several ranks; unsharded for ever
-// elsewhere)
-//   sharded    costs a shard; touching a parameter raises an error that names it
-//   gathering  costs a slot; the all-gather has been started
-//   unsharded  costs a slot; parameters point into it
-// Gradients:   empty -> accumulating -> reducing -> reduced -> empty
-//   accumulating  gradients arrive and are packed into the flat gradient (own buffer, slot, or spare memory); where the
-//                 device works in lanes they are held until the unit has all of them, and on one rank they may stay
-//                 where they are ([Note: lent gradients] in lent_gradients.h)
-//   reducing      the reduce-scatter has been started; nothing more may arrive
-//   reduced       this rank's shard of the sum is readable (stage 0: the others' once the backward ended)
 #pragma once
 
 #include <cstddef>
@@ -31,6 +18,7 @@
 #include "zero/policy.h"
 #include "zero/range_names.h"
 #include "zero/slot_pool.h"
+#include "zero/unit_state.h"
 
 namespace zb {
 
@@ -125,12 +113,6 @@ struct HeldGradient {
 // Throws StateError for a parameter whose storage the user replaced.
 void check_intact(const Parameter& parameter);
 
-enum class ParameterState : std::uint8_t { kSharded, kGathering, kUnsharded };
-enum class GradientState : std::uint8_t { kEmpty, kAccumulating, kReducing, kReduced };
-
-std::string_view parameter_state_name(ParameterState state) noexcept;
-std::string_view gradient_state_name(GradientState state) noexcept;
-
 struct Unit {
   std::string name;
   RangeNames ranges;
@@ -142,7 +124,7 @@ struct Unit {
   std::size_t trainable_parameters = 0;
   bool is_push_worthwhile = false;  // [Note: pushed reductions] (peer_transport.h)
 
-  ParameterState parameter_state = ParameterState::kUnsharded;
+  UnitState<ParameterStates> parameter_state;
   SlotLease gather_slot;
   std::vector<Region> gathered;  // where its flats are in that slot; empty without one
   std::vector<WorkPtr> gathering;
@@ -161,7 +143,7 @@ struct Unit {
   OpenRange in_backward;             // from when backward reaches it until its gradients are there
   std::uint32_t awaited_inputs = 0;  // uses whose gradients towards the unit's inputs are still to come
 
-  GradientState gradient_state = GradientState::kEmpty;
+  UnitState<GradientStates> gradient_state;
   bool gradients_spent = false;             // the updates that read them were started
   SlotLease gradient_slot;                  // shared slot, or empty while the gradients persist in full
   std::shared_ptr<RegisteredBuffer> spare;  // private stand-in while the slot is not this unit's yet
@@ -191,8 +173,9 @@ struct Unit {
   bool has_trainable() const { return trainable_parameters > 0; }
   // Forgets gradients that are lent, with nothing under way that reads them.
   void drop_lent() noexcept;
-  void set_parameter_state(ParameterState next);
-  void set_gradient_state(GradientState next);
+  // Throw StateError for a transition that does not exist ([Note: state of a unit] in unit_state.h).
+  void set_parameter_state(ParameterState next) { parameter_state.go(next, "parameters", name); }
+  void set_gradient_state(GradientState next) { gradient_state.go(next, "gradients", name); }
 };
 
 // What the engine knows of a parameter before layouts exist.

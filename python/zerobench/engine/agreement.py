@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,10 @@ from zerobench.engine.config import Config
 from zerobench.engine.parameters import hyperparameters_of
 from zerobench.engine.units import UnitModules
 from zerobench.errors import CommunicationError, ConfigError
+
+if TYPE_CHECKING:
+    from zerobench._core import Communicator
+    from zerobench._core import Engine as CoreEngine
 
 _DIGEST_BYTES = 32
 _COUNT_BYTES = 8
@@ -57,7 +61,7 @@ def setup_facts(config: Config, units: UnitModules, groups: list[dict[str, Any]]
     return facts
 
 
-def expect_same_setup(communicator: Any, facts: list[str]) -> None:
+def expect_same_setup(communicator: Communicator, facts: list[str]) -> None:
     """Raise ConfigError, the same on every rank, where ranks have other ``facts`` than rank 0. Collective."""
     if (found := _first_difference(communicator, facts)) is not None:
         other, theirs, first = found
@@ -71,7 +75,7 @@ def expect_same_setup(communicator: Any, facts: list[str]) -> None:
             communicator.barrier()
 
 
-def expect_same_unheld(communicator: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+def expect_same_unheld(communicator: Communicator | CoreEngine, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ConfigError, the same on every rank, where ranks have other buffers and integer parameters than rank 0 by
     now, before they share them. Collective."""
     facts = [
@@ -85,7 +89,9 @@ def expect_same_unheld(communicator: Any, tensors: Mapping[str, torch.Tensor]) -
         )
 
 
-def _first_difference(communicator: Any, facts: list[str]) -> tuple[int, str, str] | None:
+def _first_difference(
+    communicator: Communicator | CoreEngine, facts: list[str]
+) -> tuple[int, str, str] | None:
     """The first rank with other facts than rank 0, the first of its facts that is another, and rank 0's in its place.
     None where all are alike. Collective."""
     if communicator.world_size == 1:
@@ -112,7 +118,7 @@ def _first_difference(communicator: Any, facts: list[str]) -> tuple[int, str, st
     return other, said[other], said[0]
 
 
-def raise_everywhere(communicator: Any, error: Exception | None) -> None:
+def raise_everywhere(communicator: Communicator | CoreEngine, error: Exception | None) -> None:
     """Raise this rank's ``error``, or where it has none another rank's: ConfigError as that, others as
     CommunicationError. Ranks are as they were. Collective."""
     if communicator.world_size > 1:
@@ -130,7 +136,7 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _exchange(communicator: Any, message: bytes) -> list[bytes]:
+def _exchange(communicator: Communicator | CoreEngine, message: bytes) -> list[bytes]:
     """Every rank's message, by rank; all are equally long."""
     if not message:
         return [b""] * communicator.world_size

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -53,6 +53,9 @@ from zerobench.engine.value_watch import Samples, ValueWatch
 from zerobench.engine.window import EngineWindow
 from zerobench.errors import ConfigError, StateError
 from zerobench.host.facts import HostFacts, read_host_facts
+
+if TYPE_CHECKING:
+    from zerobench._core import AdamHyperparameters
 
 _CHANGE_CURE = (
     "change it inside `with engine.gather(modifier_rank=0):`, on every rank; a module that sets parameters in its "
@@ -112,7 +115,9 @@ class Engine(EngineFacts, EngineWindow):
         process_group: torch.distributed.ProcessGroup | None = None,
         host: HostFacts | None = None,
     ) -> None:
-        core = _native.load()
+        _native.load()
+        from zerobench import _core as core
+
         expect_trainable(model, materialise)
         self.module = model
         self.config = config
@@ -123,9 +128,7 @@ class Engine(EngineFacts, EngineWindow):
         self._units = find_units(model, config.units)
         self._dtypes = config.effective_dtypes()
         self._stepped = False
-        arguments = core_arguments(
-            core, units=self._units, groups=self.optimizer.param_groups, dtypes=self._dtypes
-        )
+        arguments = core_arguments(units=self._units, groups=self.optimizer.param_groups, dtypes=self._dtypes)
         self._place = placement.choose(model, config, self.topology, host)
         self._stream = self._place.stream()
         used_bytes = self._place.used_bytes()
@@ -613,7 +616,7 @@ class Engine(EngineFacts, EngineWindow):
             return error
         return None
 
-    def _hyperparameters(self) -> list[Any]:
+    def _hyperparameters(self) -> list[AdamHyperparameters]:
         return [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
 
     def _enter_stream(self, *, of: str | None = None) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerobench._core import Engine as CoreEngine
 
 
 class EngineFacts:
     """The part of an engine that answers and changes no parameter."""
 
-    _core: Any
+    _core: CoreEngine
     _dtypes: dict[str, str]
     _communicator_bytes: int
     _update_cpus: str | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from zerobench.engine.parameters import expect_possible, hyperparameters_of
 from zerobench.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerobench._core import Engine as CoreEngine
 
 _MOST_STEPS = 2**63 - 1
 
@@ -218,20 +221,20 @@ def tensors_to_share(model: nn.Module) -> dict[str, torch.Tensor]:
     return parameters | dict(model.named_buffers())
 
 
-def share_tensors(core: Any, tensors: Mapping[str, torch.Tensor], *, rank: int = 0) -> None:
+def share_tensors(core: CoreEngine, tensors: Mapping[str, torch.Tensor], *, rank: int = 0) -> None:
     """Give every rank the values that ``rank`` has; all have the same names and shapes. Collective."""
     for _, tensor in sorted(tensors.items()):
         tensor.data.copy_(of_rank_0(core, tensor) if rank == 0 else _of_rank(core, tensor, rank))
 
 
-def of_rank_0(core: Any, tensor: torch.Tensor) -> torch.Tensor:
+def of_rank_0(core: CoreEngine, tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host of the values that rank 0 has. Collective."""
     values = _on_host(tensor)
     core.broadcast(values)
     return values
 
 
-def _of_rank(core: Any, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+def _of_rank(core: CoreEngine, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     values = _on_host(tensor)
     if not values.numel():
         return values

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from torch import nn
 from zerobench.engine.held_tensors import cast, tensors_in
 from zerobench.engine.units import UnitModules
 from zerobench.errors import StateError
+
+if TYPE_CHECKING:
+    from zerobench._core import Engine as CoreEngine
 
 # Dynamo would make graphs of what hooks do, and new ones whenever the tensors that they are called with have
 # other ids, wherever a call of the module is compiled and not its forward alone.
@@ -35,7 +38,7 @@ class ModuleHooks:
 
     def __init__(
         self,
-        core: Any,
+        core: CoreEngine,
         *,
         units: UnitModules,
         input_dtype: torch.dtype | None,
@@ -189,7 +192,7 @@ class ModuleHooks:
 class UnitHooks:
     """The hooks of one unit."""
 
-    def __init__(self, core: Any, unit: int) -> None:
+    def __init__(self, core: CoreEngine, unit: int) -> None:
         self._core = core
         self._unit = unit
         self._is_frozen = core.has_frozen(unit)
@@ -257,7 +260,7 @@ def _no_copies() -> StateError:
     )
 
 
-def expect_settled(core: Any) -> None:
+def expect_settled(core: CoreEngine) -> None:
     """Raise StateError where the last step's updates are under way and this rank cannot end them alone."""
     if not core.settle_parameters():
         raise StateError(

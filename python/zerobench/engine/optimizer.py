@@ -82,7 +82,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Whether fp16 overflowed in the last step, which was skipped then."""
         return self._engine is not None and self._engine.was_step_skipped()
 
-    def hyperparameters(self) -> list[dict[str, float | bool]]:
+    def hyperparameters(self) -> list[dict[str, Any]]:
         """Hyperparameters by group, as they are now. Raises ConfigError for what no update can have, StateError where
         groups lost parameters or got others."""
         if self._count_parameters() != self._parameter_nums:

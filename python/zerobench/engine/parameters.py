@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from torch import nn
 
 from zerobench.engine.units import UnitModules
 from zerobench.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerobench._core import ParameterArgument
 
 _HELD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -100,13 +103,15 @@ def expect_possible(index: int, group: Mapping[str, Any], *, cure: str) -> dict[
 
 
 def core_arguments(
-    core: Any, *, units: UnitModules, groups: list[dict[str, Any]], dtypes: dict[str, str]
-) -> list[Any]:
+    *, units: UnitModules, groups: list[dict[str, Any]], dtypes: dict[str, str]
+) -> list[ParameterArgument]:
     """The core's ParameterArgument of every floating-point parameter, in the model's order.
 
     ``dtypes`` by role: param, reduce. Raises ConfigError for a parameter that needs a gradient and is in no group, and
     for one that no engine can hold.
     """
+    from zerobench import _core
+
     unit_of = units.unit_of_parameters()
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     arguments = []
@@ -123,7 +128,7 @@ def core_arguments(
                 "bfloat16 and float16, frozen parameters too; convert it first (model.float()) or make it a buffer"
             )
         arguments.append(
-            core.ParameterArgument(
+            _core.ParameterArgument(
                 name,
                 # The core must not hold what materialise is to swap for another tensor.
                 torch.empty_like(parameter) if parameter.is_meta else parameter,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,10 @@ from zerobench.host.cpu_shares import CpuShare
 from zerobench.host.facts import HostFacts
 from zerobench.host.io_settings import io_choice
 
+if TYPE_CHECKING:
+    from zerobench._core import OffloadOptions, PagedStateOptions
+    from zerobench._cuda import CudaDevice
+
 # What offload_ratio auto leaves alone of the device's memory: later steps fragment torch's memory in other ways than
 # the trial, and each buffer of state rounds up to the driver's pages.
 _MARGIN = 0.02
@@ -28,7 +32,7 @@ class Place(ABC):
     """A device as the core and torch see it."""
 
     name: str  # torch's name: "cpu", "cuda:0"
-    device: Any  # the CUDA module's object, None on CPU
+    device: CudaDevice | None  # None on CPU
 
     @property
     def gpu_bus_id(self) -> str | None:
@@ -99,8 +103,12 @@ class CpuPlace(Place):
 class CudaPlace(Place):
     """One CUDA device."""
 
+    device: CudaDevice
+
     def __init__(self, index: int) -> None:
-        cuda = _native.load_cuda()
+        _native.load_cuda()
+        from zerobench import _cuda as cuda
+
         self.name = f"cuda:{index}"
         info = cuda.device_info(index)
         _native.expect_kernels_for(self.name, info.name, major=info.compute_major, minor=info.compute_minor)
@@ -149,12 +157,14 @@ class CudaPlace(Place):
         return limit_bytes - outside_bytes - peak_bytes - round(_MARGIN * limit_bytes) - _CUDA_MARGIN_BYTES
 
 
-def offload_options(config: Config, topology: Topology, use: CpuUse) -> Any | None:
+def offload_options(config: Config, topology: Topology, use: CpuUse) -> OffloadOptions | None:
     """Where the optimizer state lies, for the core; None on the device."""
     offload = config.offload_optimizer
     if offload is None:
         return None
-    core = _native.load()
+    _native.load()
+    from zerobench import _core as core
+
     node = core.numa_node_of_cpus(list(use.share.cpus)) if offload.numa_node == "auto" else offload.numa_node
     return core.OffloadOptions(
         ratio=None if offload.ratio == "auto" else offload.ratio,
@@ -177,10 +187,13 @@ def parameter_home(config: Config) -> str:
     return "nvme" if config.offload_param.device == "nvme" else "host"
 
 
-def paged_options(offload: OffloadOptimizerConfig, topology: Topology) -> Any:
+def paged_options(offload: OffloadOptimizerConfig, topology: Topology) -> PagedStateOptions:
     """How the state lies in files; what the configuration leaves open is what `tune io` found."""
     io = io_choice(offload.nvme_path, dict(offload))
-    return _native.load().PagedStateOptions(
+    _native.load()
+    from zerobench import _core as core
+
+    return core.PagedStateOptions(
         directories=offload.nvme_path,
         owner=f"rank{topology.rank}",
         engine=io.engine,

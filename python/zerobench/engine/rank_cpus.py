@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zerobench.engine.config import Config
 from zerobench.engine.topology import Topology
@@ -13,6 +13,9 @@ from zerobench.errors import ConfigError
 from zerobench.host.cpu_shares import CpuShare, RankFacts, made, part_of, share_of_rank
 from zerobench.host.facts import HostFacts
 from zerobench.host.numa import cores_together, lacks_node, node_of_pci_device, read_nodes
+
+if TYPE_CHECKING:
+    from zerobench._core import Communicator
 
 _UNKNOWN_NODE = -1
 
@@ -48,7 +51,7 @@ def expect_usable(config: Config, host: HostFacts) -> None:
 
 
 def rank_cpus(
-    config: Config, topology: Topology, communicator: Any, host: HostFacts, *, gpu_bus_id: str | None
+    config: Config, topology: Topology, communicator: Communicator, host: HostFacts, *, gpu_bus_id: str | None
 ) -> CpuShare:
     """This rank's CPUs, on the node of its GPU where the machine's ranks can be divided by nodes. Collective."""
     allowed = list(host.cpus)
@@ -73,7 +76,7 @@ def rank_cpus(
     return share_of_rank(place, ranks, nodes, cores_together(allowed, host.sysfs))
 
 
-def tell(communicator: Any, mine: Told) -> list[Told]:
+def tell(communicator: Communicator, mine: Told) -> list[Told]:
     """What every rank tells, by rank. Collective."""
     together = communicator.exchange(mine.packed())
     return [Told(*fields) for fields in _MESSAGE.iter_unpack(together)]

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerobench import _native
 from zerobench.engine.config import Config
@@ -17,6 +17,10 @@ from zerobench.host.identity import HOST_VARIABLE
 from zerobench.host.launched import TORCHRUN, LaunchedRank, expect_rank, find_rank, find_same_rank, with_slurm
 from zerobench.host.meeting import expect_to_meet
 from zerobench.host.places import Place
+
+if TYPE_CHECKING:
+    from zerobench._core import Communicator
+    from zerobench._cuda import CudaDevice
 
 _engines_made: Counter[str] = Counter()  # by meeting point: the ranks of one meet for their n-th engine there
 
@@ -192,8 +196,8 @@ class Communicators:
     """What an engine talks over."""
 
     kind: str
-    gather: Any
-    reduce: Any
+    gather: Communicator
+    reduce: Communicator
     close: Callable[[], None]  # after the engine has let go of them
     note: str | None = None  # to read times with: why "auto" did not choose what it prefers
 
@@ -202,7 +206,7 @@ def make_communicators(
     core: Any,
     config: Config,
     topology: Topology,
-    device: Any | None = None,
+    device: CudaDevice | None = None,
     process_group: Any | None = None,
     *,
     environment: Mapping[str, str],
@@ -315,7 +319,9 @@ def _missing_address(environment: Mapping[str, str]) -> list[str]:
     return [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
 
 
-def _on_device(kind: str, control: Communicators, core: Any, config: Config, device: Any) -> Communicators:
+def _on_device(
+    kind: str, control: Communicators, core: Any, config: Config, device: CudaDevice
+) -> Communicators:
     """Communicators in the device's lanes; what ranks tell each other on the host goes over ``control``. "auto" is
     "peer" where all ranks can use it."""
     cuda = _native.load_cuda()
@@ -337,7 +343,7 @@ def _on_device(kind: str, control: Communicators, core: Any, config: Config, dev
     return Communicators(kind, gather, reduce, control.close, note)
 
 
-def _shared_gpus(control: Any, pci_bus_id: str) -> str | None:
+def _shared_gpus(control: Communicator, pci_bus_id: str) -> str | None:
     """Says so where ranks of this host share GPUs. Collective."""
     width = 32
     everyones = control.exchange(pci_bus_id.encode().ljust(width)[:width])

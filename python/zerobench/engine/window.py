@@ -8,7 +8,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -18,12 +18,16 @@ from zerobench.engine.gradients import Gradients
 from zerobench.engine.topology import Topology
 from zerobench.errors import ConfigError, StateError
 
+if TYPE_CHECKING:
+    from zerobench._core import Engine as CoreEngine
+    from zerobench.engine.placement import Place
+
 
 class EngineWindow:
     """The part of an engine that is about gradients which wait for a step."""
 
-    _core: Any
-    _place: Any
+    _core: CoreEngine
+    _place: Place
     _enter_stream: Callable[..., None]
     config: Config
     topology: Topology

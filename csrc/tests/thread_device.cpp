@@ -1,4 +1,4 @@
-#include "lane_support.h"
+#include "thread_device.h"
 
 #include <cstring>
 #include <vector>

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "lane_ranks.h"
+#include "sim/sim_ranks.h"
 
 namespace zb::test::pulled {
 
@@ -17,7 +17,7 @@ using namespace std::chrono_literals;
 struct Rank {
   int rank;
   int world_size;
-  std::shared_ptr<LaneDevice> device;
+  std::shared_ptr<SimDevice> device;
   std::unique_ptr<Communicator> comm;
   Lane lane;
 

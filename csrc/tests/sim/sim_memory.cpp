@@ -1,4 +1,4 @@
-#include "lane_memory.h"
+#include "sim/sim_memory.h"
 
 #include <sys/mman.h>
 
@@ -7,11 +7,11 @@
 
 namespace zb::test {
 
-LaneMemory::LaneMemory(std::size_t bytes)
+SimMemory::SimMemory(std::size_t bytes)
     : memfd_(shm::create_memfd(round_up_to_page(bytes))),
       mapping_(shm::Mapping::of_file(memfd_, round_up_to_page(bytes))) {}
 
-LaneWindow::LaneWindow(std::span<const std::shared_ptr<LaneMemory>> memories) {
+SimWindow::SimWindow(std::span<const std::shared_ptr<SimMemory>> memories) {
   for (const auto& memory : memories) bytes_ += memory->bytes();
   void* const begin = ::mmap(nullptr, bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   ZB_EXPECT(begin != MAP_FAILED, "no addresses are left");
@@ -25,6 +25,6 @@ LaneWindow::LaneWindow(std::span<const std::shared_ptr<LaneMemory>> memories) {
   }
 }
 
-LaneWindow::~LaneWindow() { ::munmap(data_, bytes_); }
+SimWindow::~SimWindow() { ::munmap(data_, bytes_); }
 
 }  // namespace zb::test

@@ -20,14 +20,14 @@
 #include <vector>
 
 #include "kernels/cpu_kernels.h"
-#include "lane_races.h"
 #include "optim/device_adam.h"
-#include "range_log.h"
+#include "sim/sim_races.h"
+#include "sim/sim_range_log.h"
 
 namespace zb::test {
 
 // Which lanes run at once, as far as they can. The others run when the host blocks and nothing else is left to do.
-enum class LanePolicy : std::uint8_t {
+enum class SimPolicy : std::uint8_t {
   kRandom,  // now and then any lane runs
   kNone,
   kAllButCompute,
@@ -39,11 +39,11 @@ enum class LanePolicy : std::uint8_t {
   kToHost,
   kFromHost,
 };
-inline constexpr std::size_t kLanePolicyNum = 10;
+inline constexpr std::size_t kSimPolicyNum = 10;
 
-struct LaneSchedule {
+struct SimSchedule {
   std::uint32_t seed = 0;
-  LanePolicy policy = LanePolicy::kRandom;
+  SimPolicy policy = SimPolicy::kRandom;
 };
 
 // The peers of a rank, which run while it waits.
@@ -56,13 +56,13 @@ class Peers {
   virtual void progressed() {}
 };
 
-class LaneDevice final : public Device, public HostRegistrar, public std::enable_shared_from_this<LaneDevice> {
+class SimDevice final : public Device, public HostRegistrar, public std::enable_shared_from_this<SimDevice> {
  public:
   // Polled until it is true, which ends the work.
   using Work = std::function<bool()>;
 
-  explicit LaneDevice(
-      const LaneSchedule& schedule, std::shared_ptr<Peers> peers = std::make_shared<Peers>(),
+  explicit SimDevice(
+      const SimSchedule& schedule, std::shared_ptr<Peers> peers = std::make_shared<Peers>(),
       std::function<void(const std::string&)> report = [](const std::string& text) { ADD_FAILURE() << text; });
 
   // Work that touches this memory.
@@ -140,8 +140,8 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   static Touched written(const void* data, DType dtype, std::size_t numel);
 
  private:
-  struct LaneMark final : Mark {
-    explicit LaneMark(const Clock& at) : clock(at) {}
+  struct SimMark final : Mark {
+    explicit SimMark(const Clock& at) : clock(at) {}
     Clock clock;
     mutable std::atomic<bool> is_passed{false};
   };
@@ -174,7 +174,7 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   std::thread::id owner_ = std::this_thread::get_id();
   bool is_full_ = false;
   bool has_failed_ = false;
-  LaneSchedule schedule_;
+  SimSchedule schedule_;
   std::mt19937 random_;
   std::shared_ptr<Peers> peers_;
   RaceDetector races_;
@@ -186,10 +186,10 @@ class LaneDevice final : public Device, public HostRegistrar, public std::enable
   std::vector<std::shared_ptr<std::byte>> freed_;  // until the lanes are empty
 };
 
-// The CPU's Adam in a lane of a LaneDevice.
-class LaneAdam final : public DeviceAdam {
+// The CPU's Adam in a lane of a SimDevice.
+class SimAdam final : public DeviceAdam {
  public:
-  explicit LaneAdam(std::shared_ptr<LaneDevice> device) : device_(std::move(device)) {}
+  explicit SimAdam(std::shared_ptr<SimDevice> device) : device_(std::move(device)) {}
 
   void update(Lane lane, std::span<const AdamRun> runs, const StepScalars* step) override;
 
@@ -201,7 +201,7 @@ class LaneAdam final : public DeviceAdam {
  private:
   static Touched remainders(const AdamSpan& span, bool is_written);
 
-  std::shared_ptr<LaneDevice> device_;
+  std::shared_ptr<SimDevice> device_;
   std::shared_ptr<DeviceAdam> adam_ = make_cpu_adam(1, {});
 };
 

@@ -1,4 +1,4 @@
-#include "lane_races.h"
+#include "sim/sim_races.h"
 
 #include <algorithm>
 #include <iterator>

@@ -1,11 +1,10 @@
-#include "pulled_ranks.h"
+#include "sim/sim_pulled_ranks.h"
 
 #include <gtest/gtest.h>
 
 #include <random>
 
 #include "common/scope_exit.h"
-#include "engine_support.h"
 #include "rank_threads.h"
 
 namespace zb::test::pulled {
@@ -20,7 +19,7 @@ Region Rank::own(std::size_t bytes) const {
 
 void Rank::write(const Region& region, std::vector<float> values, DType dtype) const {
   std::byte* const data = region.data();
-  device->put_in(Lane::kCompute, "write", {LaneDevice::written(data, dtype, values.size())},
+  device->put_in(Lane::kCompute, "write", {SimDevice::written(data, dtype, values.size())},
                  [=] { cpu_kernels().cast(data, dtype, values.data(), DType::kFloat32, values.size()); });
   device->wait(lane, device->mark(Lane::kCompute));
 }
@@ -35,7 +34,7 @@ std::vector<float> Rank::read(const Region& region, std::size_t numel, DType dty
 
 void run_pulled(int world_size, std::uint32_t number, const std::function<void(Rank&)>& body,
                 const std::function<void(const std::string&)>& report) {
-  LaneWorld world(world_size, lane_schedule(number), LaneCollectives::kPulled);
+  SimWorld world(world_size, sim_schedule(number), SimCollectives::kPulled);
   rethrow_first(run_rank_threads(world_size, [&](int rank) {
     world.turns().enter(rank);
     const ScopeExit leave([&] { world.turns().leave(rank); });

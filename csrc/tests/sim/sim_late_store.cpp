@@ -1,4 +1,4 @@
-#include "late_store.h"
+#include "sim/sim_late_store.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "lane_peers.h"
+#include "sim/sim_peers.h"
 
 #include <algorithm>
 #include <cstring>
@@ -20,14 +20,14 @@ PeerFlags PeerWorld::flags(int rank) {
   return {rank, std::move(rows)};
 }
 
-std::vector<std::shared_ptr<LaneMemory>>& PeerWorld::parts(std::uint64_t number) {
+std::vector<std::shared_ptr<SimMemory>>& PeerWorld::parts(std::uint64_t number) {
   auto& parts = allocations_[number];
   parts.resize(rank_num_);
   return parts;
 }
 
-LanePeerLink::LanePeerLink(std::shared_ptr<LaneDevice> device, std::shared_ptr<PeerWorld> world, int rank,
-                           int world_size, Lane lane, std::shared_ptr<MemoryOverhead> overhead)
+SimPeerLink::SimPeerLink(std::shared_ptr<SimDevice> device, std::shared_ptr<PeerWorld> world, int rank, int world_size,
+                         Lane lane, std::shared_ptr<MemoryOverhead> overhead)
     : device_(std::move(device)),
       world_(std::move(world)),
       flags_(world_->flags(rank)),
@@ -36,10 +36,10 @@ LanePeerLink::LanePeerLink(std::shared_ptr<LaneDevice> device, std::shared_ptr<P
       lane_(lane),
       overhead_(std::move(overhead)) {}
 
-std::shared_ptr<PeerMemory> LanePeerLink::allocate(std::size_t bytes, std::string_view what) {
+std::shared_ptr<PeerMemory> SimPeerLink::allocate(std::size_t bytes, std::string_view what) {
   auto& parts = world_->parts(next_number_++);
   // Peers' views stay valid when this rank drops its own, as those of a driver's allocation do.
-  std::shared_ptr<LaneMemory>& own = parts[static_cast<std::size_t>(rank_)] = std::make_shared<LaneMemory>(bytes);
+  std::shared_ptr<SimMemory>& own = parts[static_cast<std::size_t>(rank_)] = std::make_shared<SimMemory>(bytes);
   std::shared_ptr<std::byte> mine = device_->adopt_mapped(own->bytes(), what, {own, own->data()});
   device_->run_until([&] {
     return world_->is_released(rank_) ||
@@ -53,11 +53,11 @@ std::shared_ptr<PeerMemory> LanePeerLink::allocate(std::size_t bytes, std::strin
   return std::make_shared<Memory>(device_, std::move(mine), parts, taken_bytes, overhead_);
 }
 
-std::unique_ptr<PeerPages> LanePeerLink::make_pages(std::string_view what) {
+std::unique_ptr<PeerPages> SimPeerLink::make_pages(std::string_view what) {
   return std::make_unique<Pages>(device_, rank_, what);
 }
 
-void LanePeerLink::announce() {
+void SimPeerLink::announce() {
   device_->put_in(lane_, "announce", {}, [flags = flags_, meeting = ++meeting_, n = world_size_, rank = rank_] {
     for (int peer = 0; peer < n; ++peer) {
       if (peer != rank) flags.raise(peer, meeting);
@@ -65,7 +65,7 @@ void LanePeerLink::announce() {
   });
 }
 
-void LanePeerLink::await() {
+void SimPeerLink::await() {
   device_->put_in_polled(lane_, "await", {},
                          [flags = flags_, meeting = meeting_, n = world_size_, rank = rank_, world = world_] {
                            if (world->is_released(rank)) return true;
@@ -76,15 +76,15 @@ void LanePeerLink::await() {
                          });
 }
 
-LanePeerLink::Memory::Memory(const std::shared_ptr<LaneDevice>& device, std::shared_ptr<std::byte> mine,
-                             const std::vector<std::shared_ptr<LaneMemory>>& parts, std::size_t bytes,
-                             std::shared_ptr<MemoryOverhead> overhead)
+SimPeerLink::Memory::Memory(const std::shared_ptr<SimDevice>& device, std::shared_ptr<std::byte> mine,
+                            const std::vector<std::shared_ptr<SimMemory>>& parts, std::size_t bytes,
+                            std::shared_ptr<MemoryOverhead> overhead)
     : device_(device), mine_(std::move(mine)), parts_(parts), bytes_(bytes), overhead_(std::move(overhead)) {
   for (const auto& part : parts_) views_.push_back(part->data());
   overhead_->take(bytes_);
 }
 
-LanePeerLink::Memory::~Memory() {
+SimPeerLink::Memory::~Memory() {
   overhead_->give_back(bytes_);
   const auto device = device_.lock();
   if (device == nullptr) return;
@@ -93,35 +93,35 @@ LanePeerLink::Memory::~Memory() {
   }
 }
 
-LanePeerLink::Pages::Pages(std::shared_ptr<LaneDevice> device, int rank, std::string_view what)
+SimPeerLink::Pages::Pages(std::shared_ptr<SimDevice> device, int rank, std::string_view what)
     : device_(std::move(device)), rank_(rank), what_(what) {}
 
-void LanePeerLink::Pages::grow(std::size_t page_num) {
+void SimPeerLink::Pages::grow(std::size_t page_num) {
   while (pages_.size() < page_num) {
-    pages_.push_back(std::make_shared<LaneMemory>(page_bytes()));
+    pages_.push_back(std::make_shared<SimMemory>(page_bytes()));
     std::memset(pages_.back()->data(), 0xFF, page_bytes());
     watched_.push_back(device_->adopt_mapped(page_bytes(), what_, {pages_.back(), pages_.back()->data()}));
   }
 }
 
-std::shared_ptr<std::byte> LanePeerLink::Pages::map(std::size_t first, std::size_t before_num,
-                                                    const std::shared_ptr<PeerMemory>& own, std::size_t after_num) {
+std::shared_ptr<std::byte> SimPeerLink::Pages::map(std::size_t first, std::size_t before_num,
+                                                   const std::shared_ptr<PeerMemory>& own, std::size_t after_num) {
   const auto begin = pages_.begin() + static_cast<std::ptrdiff_t>(first);
   const auto middle = begin + static_cast<std::ptrdiff_t>(before_num);
-  std::vector<std::shared_ptr<LaneMemory>> memories(begin, middle);
+  std::vector<std::shared_ptr<SimMemory>> memories(begin, middle);
   if (own != nullptr) memories.push_back(static_cast<const Memory&>(*own).part(rank_));
   memories.insert(memories.end(), middle, middle + static_cast<std::ptrdiff_t>(after_num));
   std::vector<RaceDetector::Run> runs;
   for (const auto& memory : memories) runs.push_back({memory->data(), memory->bytes()});
-  const auto window = std::make_shared<LaneWindow>(memories);
+  const auto window = std::make_shared<SimWindow>(memories);
   device_->races().aliased(window->data(), std::move(runs));
   return {window->data(), [device = std::weak_ptr(device_), window](std::byte* data) {
             if (const auto alive = device.lock()) alive->races().forget_alias(data);
           }};
 }
 
-WatchedPeerTransport::WatchedPeerTransport(std::shared_ptr<LaneDevice> device, Lane lane,
-                                           std::unique_ptr<PeerLink> link, std::size_t scratch_bytes)
+WatchedPeerTransport::WatchedPeerTransport(std::shared_ptr<SimDevice> device, Lane lane, std::unique_ptr<PeerLink> link,
+                                           std::size_t scratch_bytes)
     : device_(device),
       lane_(lane),
       rank_(link->rank()),

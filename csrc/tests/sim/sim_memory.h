@@ -1,4 +1,4 @@
-// Memory of lane devices that can be mapped in several places, as the driver's can.
+// Memory of simulated devices that can be mapped in several places, as the driver's can.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,9 @@
 namespace zb::test {
 
 // Zero-filled, whole pages.
-class LaneMemory {
+class SimMemory {
  public:
-  explicit LaneMemory(std::size_t bytes);
+  explicit SimMemory(std::size_t bytes);
 
   std::byte* data() const noexcept { return mapping_->data(); }
   std::size_t bytes() const noexcept { return mapping_->bytes(); }
@@ -24,12 +24,12 @@ class LaneMemory {
 };
 
 // Addresses at which memories appear, one after the other.
-class LaneWindow {
+class SimWindow {
  public:
-  explicit LaneWindow(std::span<const std::shared_ptr<LaneMemory>> memories);
-  LaneWindow(const LaneWindow&) = delete;
-  LaneWindow& operator=(const LaneWindow&) = delete;
-  ~LaneWindow();
+  explicit SimWindow(std::span<const std::shared_ptr<SimMemory>> memories);
+  SimWindow(const SimWindow&) = delete;
+  SimWindow& operator=(const SimWindow&) = delete;
+  ~SimWindow();
 
   std::byte* data() const noexcept { return data_; }
 

@@ -1,4 +1,4 @@
-// Ranks as threads of which one runs at a time, and communicators in the lanes of their LaneDevices.
+// Ranks as threads of which one runs at a time, and communicators in the lanes of their SimDevices.
 //
 // Who runs next is chance with a seed, so what goes wrong goes wrong again. Collectives are those of
 // make_lane_communicator over a transport that behaves like NCCL at its worst: a rank's part begins when it stands
@@ -14,8 +14,8 @@
 
 #include "comm/cause.h"
 #include "comm/lane_transport.h"
-#include "lane_device.h"
-#include "lane_peers.h"
+#include "sim/sim_device.h"
+#include "sim/sim_peers.h"
 
 namespace zb::test {
 
@@ -106,7 +106,7 @@ class MeetingPoint {
 
 class MeetingTransport final : public LaneTransport {
  public:
-  MeetingTransport(std::shared_ptr<LaneDevice> device, std::shared_ptr<MeetingPoint> point, int rank, int world_size,
+  MeetingTransport(std::shared_ptr<SimDevice> device, std::shared_ptr<MeetingPoint> point, int rank, int world_size,
                    Lane lane);
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole, std::string_view what) override;
@@ -114,7 +114,7 @@ class MeetingTransport final : public LaneTransport {
   bool abort() noexcept override;
 
  private:
-  std::shared_ptr<LaneDevice> device_;
+  std::shared_ptr<SimDevice> device_;
   std::shared_ptr<MeetingPoint> point_;
   int rank_;
   int world_size_;
@@ -125,7 +125,7 @@ class MeetingTransport final : public LaneTransport {
 // Control messages between the ranks. Its lanes run on while a rank waits here.
 class MeetingControl final : public Communicator {
  public:
-  MeetingControl(std::shared_ptr<LaneDevice> device, std::shared_ptr<MeetingPoint> point, int rank, int world_size);
+  MeetingControl(std::shared_ptr<SimDevice> device, std::shared_ptr<MeetingPoint> point, int rank, int world_size);
 
   std::string_view kind() const noexcept override { return "meeting"; }
   bool runs_in_background() const noexcept override { return false; }
@@ -145,7 +145,7 @@ class MeetingControl final : public Communicator {
  private:
   class Exchange final : public Work {
    public:
-    Exchange(std::shared_ptr<LaneDevice> device, std::shared_ptr<MeetingPoint> point, std::uint64_t number,
+    Exchange(std::shared_ptr<SimDevice> device, std::shared_ptr<MeetingPoint> point, std::uint64_t number,
              std::span<std::byte> all);
 
     bool test() override { return point_->is_complete(number_); }
@@ -154,7 +154,7 @@ class MeetingControl final : public Communicator {
     void wait_source_free(Lane reader) override { wait(reader); }
 
    private:
-    std::shared_ptr<LaneDevice> device_;
+    std::shared_ptr<SimDevice> device_;
     std::shared_ptr<MeetingPoint> point_;
     std::uint64_t number_;
     std::span<std::byte> all_;
@@ -162,21 +162,26 @@ class MeetingControl final : public Communicator {
 
   static std::nullptr_t refuse();
 
-  std::shared_ptr<LaneDevice> device_;
+  std::shared_ptr<SimDevice> device_;
   std::shared_ptr<MeetingPoint> point_;
   std::uint64_t next_number_ = 0;
 };
 
 // How the ranks' collectives are carried out.
-enum class LaneCollectives : std::uint8_t {
+enum class SimCollectives : std::uint8_t {
   kMet,     // all at once, when the last rank is there
   kPulled,  // by PeerTransport
 };
 
+// The schedule of this number: each policy in turn.
+SimSchedule sim_schedule(std::uint32_t number);
+// How its collectives are carried out: both ways in turn.
+SimCollectives sim_collectives(std::uint32_t number);
+
 // What the ranks of one run share.
-class LaneWorld {
+class SimWorld {
  public:
-  LaneWorld(int rank_num, const LaneSchedule& schedule, LaneCollectives collectives = LaneCollectives::kMet);
+  SimWorld(int rank_num, const SimSchedule& schedule, SimCollectives collectives = SimCollectives::kMet);
 
   // Some worlds push all gradients, some those of large units, some none.
   std::size_t push_gradient_bytes() const;
@@ -188,15 +193,15 @@ class LaneWorld {
   std::string text() const;
 
   // `report` gets what the race detector finds; by default a failure of the test.
-  std::shared_ptr<LaneDevice> make_device(int rank, std::function<void(const std::string&)> report = nullptr);
+  std::shared_ptr<SimDevice> make_device(int rank, std::function<void(const std::string&)> report = nullptr);
   // `lane` is kGather or kReduce.
-  std::unique_ptr<Communicator> make_communicator(const std::shared_ptr<LaneDevice>& device, int rank, Lane lane,
+  std::unique_ptr<Communicator> make_communicator(const std::shared_ptr<SimDevice>& device, int rank, Lane lane,
                                                   std::chrono::milliseconds timeout);
 
  private:
   int rank_num_;
-  LaneSchedule schedule_;
-  LaneCollectives collectives_;
+  SimSchedule schedule_;
+  SimCollectives collectives_;
   RankTurns turns_;
   std::shared_ptr<MeetingPoint> gather_point_;
   std::shared_ptr<MeetingPoint> reduce_point_;

@@ -1,5 +1,5 @@
 // The device that the engine's lanes are tested on: what it runs when, and what it finds.
-#include "lane_device.h"
+#include "sim/sim_device.h"
 
 #include <gtest/gtest.h>
 
@@ -12,15 +12,15 @@
 namespace zb {
 namespace {
 
-using test::LaneDevice;
-using test::LanePolicy;
-using test::LaneSchedule;
+using test::SimDevice;
+using test::SimPolicy;
+using test::SimSchedule;
 
-class LaneDevices : public testing::Test {
+class SimDevices : public testing::Test {
  protected:
-  std::shared_ptr<LaneDevice> make(const LaneSchedule& schedule = {.policy = LanePolicy::kNone}) {
-    return std::make_shared<LaneDevice>(schedule, std::make_shared<test::Peers>(),
-                                        [this](const std::string& finding) { findings_.push_back(finding); });
+  std::shared_ptr<SimDevice> make(const SimSchedule& schedule = {.policy = SimPolicy::kNone}) {
+    return std::make_shared<SimDevice>(schedule, std::make_shared<test::Peers>(),
+                                       [this](const std::string& finding) { findings_.push_back(finding); });
   }
   bool found(const std::string& text) const {
     return std::any_of(findings_.begin(), findings_.end(),
@@ -30,10 +30,10 @@ class LaneDevices : public testing::Test {
   std::vector<std::string> findings_;
 };
 
-TEST_F(LaneDevices, RunsLanesAloneAndInOrder) {
+TEST_F(SimDevices, RunsLanesAloneAndInOrder) {
   std::vector<int> ran;
   for (std::uint32_t seed = 0; seed < 8; ++seed) {
-    const auto device = make({.seed = seed, .policy = LanePolicy::kAllButCompute});
+    const auto device = make({.seed = seed, .policy = SimPolicy::kAllButCompute});
     ran.clear();
     for (const int number : {1, 2}) device->put_in(Lane::kCompute, "a", {}, [&ran, number] { ran.push_back(number); });
     EXPECT_TRUE(ran.empty());
@@ -44,9 +44,9 @@ TEST_F(LaneDevices, RunsLanesAloneAndInOrder) {
   }
 }
 
-TEST_F(LaneDevices, AMarkHoldsALaneBack) {
-  for (std::uint32_t number = 0; number < 4 * test::kLanePolicyNum; ++number) {
-    const auto device = make(test::lane_schedule(number));
+TEST_F(SimDevices, AMarkHoldsALaneBack) {
+  for (std::uint32_t number = 0; number < 4 * test::kSimPolicyNum; ++number) {
+    const auto device = make(test::sim_schedule(number));
     const auto memory = device->allocate(sizeof(float), "a float");
     auto* value = reinterpret_cast<float*>(memory.get());
     float seen = 0.0F;
@@ -63,7 +63,7 @@ TEST_F(LaneDevices, AMarkHoldsALaneBack) {
   EXPECT_EQ(findings_, std::vector<std::string>());
 }
 
-TEST_F(LaneDevices, FindsAccessesThatNothingOrders) {
+TEST_F(SimDevices, FindsAccessesThatNothingOrders) {
   const auto device = make();
   const auto memory = device->allocate(64, "some memory");
   device->zero(Lane::kCompute, memory.get(), 32);
@@ -82,7 +82,7 @@ TEST_F(LaneDevices, FindsAccessesThatNothingOrders) {
   device->synchronize();
 }
 
-TEST_F(LaneDevices, FindsMemoryThatGoesTooEarly) {
+TEST_F(SimDevices, FindsMemoryThatGoesTooEarly) {
   const auto device = make();
   auto memory = device->allocate(64, "some memory");
   std::byte* const data = memory.get();
@@ -100,7 +100,7 @@ TEST_F(LaneDevices, FindsMemoryThatGoesTooEarly) {
   EXPECT_EQ(findings_, std::vector<std::string>());
 }
 
-TEST_F(LaneDevices, GivesMemoryOfTheComputeLaneToItsLaterWork) {
+TEST_F(SimDevices, GivesMemoryOfTheComputeLaneToItsLaterWork) {
   const auto device = make();
   auto gradient = device->allocate_in_compute(64, "a gradient");
   const auto flat = device->allocate(64, "a flat buffer");
@@ -120,11 +120,11 @@ TEST_F(LaneDevices, GivesMemoryOfTheComputeLaneToItsLaterWork) {
 }
 
 // Two ranks whose collectives stand in different orders end by the watchdog, not never.
-TEST_F(LaneDevices, RanksThatWaitForEachOtherEnd) {
+TEST_F(SimDevices, RanksThatWaitForEachOtherEnd) {
   test::ToyOptions options;
   options.world_size = 2;
   options.timeout = std::chrono::milliseconds(200);
-  options.lane_schedule_num = 1;
+  options.sim_schedule_num = 1;
   const auto errors = test::try_ranks(options, [](test::ToyRank& toy) {
     if (toy.rank() == 0) static_cast<void>(toy.state(FullState::kExpAvg));
     std::string text = "text";

@@ -1,4 +1,4 @@
-// The PeerLink of ranks whose devices are LaneDevices: memory and flags are this process's, meetings work in the lanes.
+// The PeerLink of ranks whose devices are SimDevices: memory and flags are this process's, meetings work in the lanes.
 // What a copy reads at a peer is what lies there when the copy runs.
 #pragma once
 
@@ -15,12 +15,12 @@
 #include "comm/peer_link.h"
 #include "comm/peer_transport.h"
 #include "common/page.h"
-#include "lane_device.h"
-#include "lane_memory.h"
+#include "sim/sim_device.h"
+#include "sim/sim_memory.h"
 
 namespace zb::test {
 
-// What the links of one communicator share. Ranks take turns (lane_ranks.h), so nothing here is locked but what the
+// What the links of one communicator share. Ranks take turns (sim/sim_ranks.h), so nothing here is locked but what the
 // watchdogs touch: flags and releases.
 class PeerWorld {
  public:
@@ -30,22 +30,22 @@ class PeerWorld {
   std::atomic<bool>& is_released(int rank) { return is_released_[static_cast<std::size_t>(rank)]; }
 
   // The parts of the `number`-th allocation, by rank.
-  std::vector<std::shared_ptr<LaneMemory>>& parts(std::uint64_t number);
+  std::vector<std::shared_ptr<SimMemory>>& parts(std::uint64_t number);
 
  private:
   std::size_t rank_num_;
   std::vector<std::vector<std::uint64_t>> rows_;
   std::vector<std::atomic<bool>> is_released_;
-  std::map<std::uint64_t, std::vector<std::shared_ptr<LaneMemory>>> allocations_;  // as long as the world
+  std::map<std::uint64_t, std::vector<std::shared_ptr<SimMemory>>> allocations_;  // as long as the world
 };
 
-class LanePeerLink final : public PeerLink {
+class SimPeerLink final : public PeerLink {
  public:
   // What allocations are said to take, as CUDA makes them.
   static constexpr std::size_t kGranularityBytes = std::size_t{2} << 20U;
 
-  LanePeerLink(std::shared_ptr<LaneDevice> device, std::shared_ptr<PeerWorld> world, int rank, int world_size,
-               Lane lane, std::shared_ptr<MemoryOverhead> overhead);
+  SimPeerLink(std::shared_ptr<SimDevice> device, std::shared_ptr<PeerWorld> world, int rank, int world_size, Lane lane,
+              std::shared_ptr<MemoryOverhead> overhead);
 
   int rank() const noexcept override { return rank_; }
   int world_size() const noexcept override { return world_size_; }
@@ -61,24 +61,24 @@ class LanePeerLink final : public PeerLink {
  private:
   class Memory final : public PeerMemory {
    public:
-    Memory(const std::shared_ptr<LaneDevice>& device, std::shared_ptr<std::byte> mine,
-           const std::vector<std::shared_ptr<LaneMemory>>& parts, std::size_t bytes,
+    Memory(const std::shared_ptr<SimDevice>& device, std::shared_ptr<std::byte> mine,
+           const std::vector<std::shared_ptr<SimMemory>>& parts, std::size_t bytes,
            std::shared_ptr<MemoryOverhead> overhead);
     ~Memory() override;
 
-    const std::shared_ptr<LaneMemory>& part(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
+    const std::shared_ptr<SimMemory>& part(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
 
    private:
-    std::weak_ptr<LaneDevice> device_;
+    std::weak_ptr<SimDevice> device_;
     std::shared_ptr<std::byte> mine_;
-    std::vector<std::shared_ptr<LaneMemory>> parts_;
+    std::vector<std::shared_ptr<SimMemory>> parts_;
     std::size_t bytes_;
     std::shared_ptr<MemoryOverhead> overhead_;
   };
 
   class Pages final : public PeerPages {
    public:
-    Pages(std::shared_ptr<LaneDevice> device, int rank, std::string_view what);
+    Pages(std::shared_ptr<SimDevice> device, int rank, std::string_view what);
 
     std::size_t page_bytes() const noexcept override { return zb::page_bytes(); }
     std::size_t page_num() const noexcept override { return pages_.size(); }
@@ -87,14 +87,14 @@ class LanePeerLink final : public PeerLink {
                                    std::size_t after_num) override;
 
    private:
-    std::shared_ptr<LaneDevice> device_;
+    std::shared_ptr<SimDevice> device_;
     int rank_;
     std::string what_;
-    std::vector<std::shared_ptr<LaneMemory>> pages_;
+    std::vector<std::shared_ptr<SimMemory>> pages_;
     std::vector<std::shared_ptr<std::byte>> watched_;  // the same, for the race detector
   };
 
-  std::shared_ptr<LaneDevice> device_;
+  std::shared_ptr<SimDevice> device_;
   std::shared_ptr<PeerWorld> world_;
   PeerFlags flags_;
   int rank_;
@@ -109,7 +109,7 @@ class LanePeerLink final : public PeerLink {
 // that they push from the end of the operation before a pushed one on.
 class WatchedPeerTransport final : public LaneTransport {
  public:
-  WatchedPeerTransport(std::shared_ptr<LaneDevice> device, Lane lane, std::unique_ptr<PeerLink> link,
+  WatchedPeerTransport(std::shared_ptr<SimDevice> device, Lane lane, std::unique_ptr<PeerLink> link,
                        std::size_t scratch_bytes);
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes, BufferRole role, std::string_view what) override;
@@ -128,7 +128,7 @@ class WatchedPeerTransport final : public LaneTransport {
   // The slices that peers push to.
   std::vector<Touched> of_peers(const LaneCall& call) const;
 
-  std::shared_ptr<LaneDevice> device_;
+  std::shared_ptr<SimDevice> device_;
   Lane lane_;
   int rank_;
   int world_size_;

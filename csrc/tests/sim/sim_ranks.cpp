@@ -1,4 +1,4 @@
-#include "lane_ranks.h"
+#include "sim/sim_ranks.h"
 
 #include <time.h>
 
@@ -204,7 +204,7 @@ std::vector<std::byte> MeetingPoint::result_of(const Meeting& meeting, std::size
   return result;
 }
 
-MeetingTransport::MeetingTransport(std::shared_ptr<LaneDevice> device, std::shared_ptr<MeetingPoint> point, int rank,
+MeetingTransport::MeetingTransport(std::shared_ptr<SimDevice> device, std::shared_ptr<MeetingPoint> point, int rank,
                                    int world_size, Lane lane)
     : device_(std::move(device)), point_(std::move(point)), rank_(rank), world_size_(world_size), lane_(lane) {}
 
@@ -237,7 +237,7 @@ bool MeetingTransport::abort() noexcept {
   return true;
 }
 
-MeetingControl::MeetingControl(std::shared_ptr<LaneDevice> device, std::shared_ptr<MeetingPoint> point, int rank,
+MeetingControl::MeetingControl(std::shared_ptr<SimDevice> device, std::shared_ptr<MeetingPoint> point, int rank,
                                int world_size)
     : Communicator(rank, world_size), device_(std::move(device)), point_(std::move(point)) {}
 
@@ -255,7 +255,7 @@ void MeetingControl::abort(std::string_view reason) noexcept {
   point_->cause().set("rank " + std::to_string(rank()) + " aborted: " + std::string(reason), rank());
 }
 
-MeetingControl::Exchange::Exchange(std::shared_ptr<LaneDevice> device, std::shared_ptr<MeetingPoint> point,
+MeetingControl::Exchange::Exchange(std::shared_ptr<SimDevice> device, std::shared_ptr<MeetingPoint> point,
                                    std::uint64_t number, std::span<std::byte> all)
     : device_(std::move(device)), point_(std::move(point)), number_(number), all_(all) {}
 
@@ -267,7 +267,13 @@ void MeetingControl::Exchange::wait(Lane) {
 
 std::nullptr_t MeetingControl::refuse() { throw StateError("a control communicator only exchanges messages"); }
 
-LaneWorld::LaneWorld(int rank_num, const LaneSchedule& schedule, LaneCollectives collectives)
+SimSchedule sim_schedule(std::uint32_t number) { return {number, static_cast<SimPolicy>(number % kSimPolicyNum)}; }
+
+SimCollectives sim_collectives(std::uint32_t number) {
+  return (number + number / kSimPolicyNum) % 2 == 0 ? SimCollectives::kMet : SimCollectives::kPulled;
+}
+
+SimWorld::SimWorld(int rank_num, const SimSchedule& schedule, SimCollectives collectives)
     : rank_num_(rank_num),
       schedule_(schedule),
       collectives_(collectives),
@@ -277,33 +283,33 @@ LaneWorld::LaneWorld(int rank_num, const LaneSchedule& schedule, LaneCollectives
       gather_peers_(std::make_shared<PeerWorld>(rank_num)),
       reduce_peers_(std::make_shared<PeerWorld>(rank_num)) {}
 
-std::size_t LaneWorld::push_gradient_bytes() const {
+std::size_t SimWorld::push_gradient_bytes() const {
   constexpr std::array<std::size_t, 3> kBytes{64, 0, SIZE_MAX};
   return kBytes[schedule_.seed % kBytes.size()];
 }
 
-std::size_t LaneWorld::splice_bytes() const {
+std::size_t SimWorld::splice_bytes() const {
   constexpr std::array<std::size_t, 4> kBytes{0, 64, 0, SIZE_MAX};
   return kBytes[schedule_.seed / 3 % kBytes.size()];
 }
 
-std::string LaneWorld::text() const {
+std::string SimWorld::text() const {
   return "lane schedule " + std::to_string(schedule_.seed) + ", policy " +
          std::to_string(static_cast<int>(schedule_.policy)) +
-         (collectives_ == LaneCollectives::kPulled ? ", pulled" : "");
+         (collectives_ == SimCollectives::kPulled ? ", pulled" : "");
 }
 
-std::shared_ptr<LaneDevice> LaneWorld::make_device(int rank, std::function<void(const std::string&)> report) {
-  const LaneSchedule of_rank{schedule_.seed * 64 + static_cast<std::uint32_t>(rank), schedule_.policy};
+std::shared_ptr<SimDevice> SimWorld::make_device(int rank, std::function<void(const std::string&)> report) {
+  const SimSchedule of_rank{schedule_.seed * 64 + static_cast<std::uint32_t>(rank), schedule_.policy};
   const auto peers = std::make_shared<RankPeers>(turns_, rank);
-  return report ? std::make_shared<LaneDevice>(of_rank, peers, std::move(report))
-                : std::make_shared<LaneDevice>(of_rank, peers);
+  return report ? std::make_shared<SimDevice>(of_rank, peers, std::move(report))
+                : std::make_shared<SimDevice>(of_rank, peers);
 }
 
-std::unique_ptr<Communicator> LaneWorld::make_communicator(const std::shared_ptr<LaneDevice>& device, int rank,
-                                                           Lane lane, std::chrono::milliseconds timeout) {
+std::unique_ptr<Communicator> SimWorld::make_communicator(const std::shared_ptr<SimDevice>& device, int rank, Lane lane,
+                                                          std::chrono::milliseconds timeout) {
   LaneOptions options;
-  options.kind = "lanes";
+  options.kind = "simulated";
   options.lane = lane;
   options.timeout = timeout;
   options.device = device;
@@ -312,12 +318,12 @@ std::unique_ptr<Communicator> LaneWorld::make_communicator(const std::shared_ptr
     options.control = make_solo_communicator();
   } else {
     const auto& point = lane == Lane::kGather ? gather_point_ : reduce_point_;
-    if (collectives_ == LaneCollectives::kPulled) {
+    if (collectives_ == SimCollectives::kPulled) {
       // So small that most reductions take it several times.
       constexpr std::size_t kScratchBytes = 2048;
       const auto& peers = lane == Lane::kGather ? gather_peers_ : reduce_peers_;
       options.overhead = std::make_shared<MemoryOverhead>();
-      auto link = std::make_unique<LanePeerLink>(device, peers, rank, rank_num_, lane, options.overhead);
+      auto link = std::make_unique<SimPeerLink>(device, peers, rank, rank_num_, lane, options.overhead);
       options.transport = std::make_unique<WatchedPeerTransport>(device, lane, std::move(link), kScratchBytes);
     } else {
       options.transport = std::make_unique<MeetingTransport>(device, point, rank, rank_num_, lane);

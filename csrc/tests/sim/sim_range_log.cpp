@@ -1,4 +1,4 @@
-#include "range_log.h"
+#include "sim/sim_range_log.h"
 
 #include <algorithm>
 
