@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ except ModuleNotFoundError:
 from build_needs import expect_compiler, expect_writable
 from compiler_choice import forget_other_compiler
 from cuda_requirement import build_requirements, cmake_defines, toolkit_nvcc
-from torch_requirement import NEWEST_TESTED, installed_torch, torch_to_build_against
+from torch_requirement import NEWEST_TESTED, installed_torch, newer_warning, torch_to_build_against
 
 ConfigSettings = dict[str, Any]
 
@@ -62,7 +63,10 @@ def _requirements() -> list[str]:
 
 def _with_defines(config_settings: ConfigSettings | None) -> ConfigSettings:
     """CMake is told where everything is, as it sees neither the isolated environment's path nor the target's."""
-    defines = {"ZEROBENCH_TORCH_DIR": str(torch_to_build_against().directory), **cmake_defines()}
+    torch = torch_to_build_against()
+    if (warning := newer_warning(torch)) is not None:
+        print(warning, file=sys.stderr)
+    defines = {"ZEROBENCH_TORCH_DIR": str(torch.directory), **cmake_defines()}
     settings = {f"cmake.define.{name}": value for name, value in defines.items()}
     return {**settings, **(config_settings or {})}
 

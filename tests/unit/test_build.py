@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -80,39 +82,70 @@ def test_without_torch_and_isolation_the_error_names_the_cure(target: Path) -> N
     run = run_backend(target / "bin/python", "import torch_requirement as t; t.torch_to_build_against()")
     assert run.returncode == 1
     assert run.stderr.startswith("zerobench: no torch is installed")
-    assert "pip install 'torch>=2.9,<2.14'" in run.stderr
+    assert "pip install 'torch>=2.9,<2.15'" in run.stderr
     assert "Traceback" not in run.stderr
 
 
-@pytest.mark.parametrize(
-    ("version", "permitted"),
-    [
-        ("2.8.0", False),
-        ("2.9.0", True),
-        ("2.13.0+cpu", True),
-        ("2.14.0.dev20260101", False),
-        ("3.0.0", False),
-    ],
-)
-def test_untested_torch_is_an_error_that_a_variable_permits(
-    target: Path, version: str, permitted: bool
-) -> None:
-    python = target / "bin/python"
-    directory = add_torch(site_packages(target), version)
-    code = "import torch_requirement as t; print(t.wheel_requirement(t.torch_to_build_against()))"
-    requirement = f"torch=={version.rsplit('.', version.count('.') - 1)[0]}.*"
+@contextlib.contextmanager
+def torch_in(environment: Path, version: str) -> Iterator[None]:
+    directory = add_torch(site_packages(environment), version)
     try:
-        run = run_backend(python, code)
-        if permitted:
-            assert run.stdout.strip() == requirement
-            return
-        assert run.returncode == 1
-        assert f"torch {version} " in run.stderr
-        assert "torch>=2.9,<2.14" in run.stderr
-        assert "ZEROBENCH_ALLOW_UNTESTED_TORCH=1" in run.stderr
-        assert run_backend(python, code, ZEROBENCH_ALLOW_UNTESTED_TORCH="1").stdout.strip() == requirement
+        yield
     finally:
         shutil.rmtree(directory)
+
+
+BUILD = "import torch_requirement as t; torch = t.torch_to_build_against(); "
+
+
+def test_torch_older_than_the_tested_range_is_an_error_that_a_variable_permits(target: Path) -> None:
+    code = BUILD + "print(t.wheel_requirement(torch))"
+    with torch_in(target, "2.8.0"):
+        refused = run_backend(target / "bin/python", code)
+        permitted = run_backend(target / "bin/python", code, ZEROBENCH_ALLOW_UNTESTED_TORCH="1")
+    assert refused.returncode == 1
+    assert "torch 2.8.0 " in refused.stderr
+    assert "older than the tested range torch>=2.9,<2.15" in refused.stderr
+    assert "ZEROBENCH_ALLOW_UNTESTED_TORCH=1" in refused.stderr
+    assert permitted.stdout.strip() == "torch==2.8.*", permitted.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "minor", "newer"),
+    [
+        ("2.9.0", "2.9", False),
+        ("2.14.1+cu130", "2.14", False),
+        ("2.15.0.dev20260101", "2.15", True),
+        ("3.0.0", "3.0", True),
+    ],
+)
+def test_only_torch_newer_than_the_tested_range_is_warned_about(
+    target: Path, version: str, minor: str, newer: bool
+) -> None:
+    with torch_in(target, version):
+        run = run_backend(
+            target / "bin/python", BUILD + "print(t.wheel_requirement(torch), t.newer_warning(torch))"
+        )
+    requirement, _, warning = run.stdout.strip().partition(" ")
+    assert requirement == f"torch=={minor}.*", run.stderr
+    if newer:
+        assert f"torch {version} " in warning
+        assert "newer than the tested range torch>=2.9,<2.15" in warning
+    else:
+        assert warning == "None"
+
+
+def test_a_build_against_newer_torch_prints_the_warning_and_goes_on(target: Path, tmp_path: Path) -> None:
+    backend = pytest.importorskip(
+        "scikit_build_core", reason="scikit-build-core is not installed: pip install '.[test]'"
+    )
+    packages = tmp_path / "packages"  # another name than site-packages, which ISOLATED hides
+    packages.symlink_to(Path(backend.__file__).parents[1])
+    code = "import zerobench_build as b; print(b._with_defines(None)['cmake.define.ZEROBENCH_TORCH_DIR'])"
+    with torch_in(target, "2.99.0"):
+        run = run_backend(target / "bin/python", code, PYTHONPATH=f"{BACKEND}:{packages}")
+    assert run.stdout.strip() == str(site_packages(target) / "torch"), run.stderr
+    assert run.stderr.startswith("zerobench: warning: torch 2.99.0 ")
 
 
 def test_source_distribution_names_the_range_and_a_wheel_one_minor(target: Path) -> None:
@@ -126,7 +159,7 @@ def test_source_distribution_names_the_range_and_a_wheel_one_minor(target: Path)
         lines = run_backend(target / "bin/python", code).stdout.splitlines()
     finally:
         shutil.rmtree(directory)
-    assert lines == ["['torch>=2.9,<2.14', 'numpy']"] + ["['torch==2.10.*', 'numpy']"] * 3
+    assert lines == ["['torch>=2.9,<2.15', 'numpy']"] + ["['torch==2.10.*', 'numpy']"] * 3
 
 
 def test_backend_without_scikit_build_core_says_what_to_install(target: Path) -> None:
