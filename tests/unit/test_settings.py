@@ -27,6 +27,7 @@ from zerobench.results.settings import (
     reference_values,
     settings_that_change,
 )
+from zerobench.strategies.base import OptimizerSettings
 
 PACKAGE = Path(__file__).parents[2] / "python/zerobench"
 TABLE = PACKAGE / "results/settings.py"
@@ -180,6 +181,10 @@ def test_the_command_has_every_option() -> None:
 @pytest.mark.parametrize("key", OPTIONS)
 def test_every_option_has_a_default_on_both_devices(key: str) -> None:
     assert [default_of(key, device) for device in ("cpu", "cuda")]
+
+
+def test_strategies_of_a_script_learn_at_the_rate_of_a_comparison() -> None:
+    assert OptimizerSettings().lr == OPTIONS["lr"].default
 
 
 def test_an_unknown_option_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""What a plan's rows will find on the disks that they swap to. Imports torch only to probe."""
+"""Warnings about the disks that a plan's rows swap to. Imports torch only to probe."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ Track = Callable[[str], AbstractContextManager[ProgressCallback]]
 
 
 class FirstRun(NamedTuple):
-    """What became of the first run of a row."""
+    """Outcome of the first run of a row."""
 
     row: Row
     was_started: bool  # False where the row is too large or its reference did not run

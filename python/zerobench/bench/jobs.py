@@ -1,4 +1,4 @@
-"""What ranks are asked to do in each step of a comparison. Imports no torch."""
+"""Jobs of the ranks in each step of a comparison. Imports no torch."""
 
 from __future__ import annotations
 

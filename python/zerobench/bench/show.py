@@ -1,4 +1,4 @@
-"""What a comparison prints at its end, and `zerobench show` again. Imports no torch."""
+"""Output at the end of a comparison, which `zerobench show` prints again. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison knows of its host, read once and passed in as a value. Imports no torch."""
+"""Facts that a comparison knows of its host, read once and passed in as a value. Imports no torch."""
 
 from __future__ import annotations
 

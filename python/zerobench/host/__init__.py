@@ -1,1 +1,1 @@
-"""What the kernel and the driver tell about this host: processors, memory, disks, GPUs, processes."""
+"""Facts from the kernel and the driver about this host: processors, memory, disks, GPUs, processes."""

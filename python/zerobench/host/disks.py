@@ -1,4 +1,4 @@
-"""What disks give to files that bypass the page cache, and what io_uring may lock. Imports torch only to probe."""
+"""Rates of files that bypass the page cache, and the memory that io_uring may lock. Imports torch only to probe."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from zerobench.host.numa import SYSFS
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a host gives one process."""
+    """Facts about the host of one process."""
 
     environment: Mapping[str, str]
     cpus: tuple[int, ...]  # that the process may run on, in order

@@ -1,4 +1,4 @@
-"""What `bench comm` measures on CPU: the options of the command, and names that it shares with its ranks."""
+"""Options of `bench comm` on CPU, and names that the command shares with its ranks."""
 
 from __future__ import annotations
 

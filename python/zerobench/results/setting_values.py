@@ -45,7 +45,7 @@ KINDS: dict[Callable[[str], Any], str] = {
     share: "number or auto",
     on_or_off: "on or off",
 }
-"""What an error calls a value that one of these makes."""
+"""Words for a value that one of these makes, for errors."""
 
 
 def split(option: str, text: str, convert: Callable[[str], T]) -> list[T]:

@@ -22,7 +22,7 @@ Number = Annotated[int, Field(ge=1)]
 
 
 class Changes(Flag):
-    """What another value of a setting changes. Rows whose values differ are compared only where that allows it."""
+    """Effects of another value of a setting. Rows whose values differ are compared only where that allows it."""
 
     NOTHING = 0
     """Neither what is trained nor how fast: how it is measured, or what follows from other settings."""
@@ -113,7 +113,7 @@ class Setting:
     reference: Any = AS_THE_ROW
     """The value that the reference runs with, where that is another one than the row's."""
     word: str | None = None
-    """What tables call it; None: the field's name."""
+    """Word for it in tables; None: the field's name."""
     off: Any = ...
     """The value that neither tables nor names of rows mention."""
     suffix: str | None = None
@@ -408,7 +408,7 @@ SETTINGS: dict[str, Setting] = {
     key: next(item for item in field.metadata if isinstance(item, Setting))
     for key, field in Settings.model_fields.items()
 }
-"""What is known of each recorded setting, by its name, in the order of result files."""
+"""Each recorded setting by its name, in the order of result files."""
 
 
 def _all_options() -> dict[str, Option]:

@@ -20,7 +20,7 @@ _CPU, _GPUS, _BOTH = ("cpu",), ("cuda",), ("cpu", "cuda")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a comparison has to know of a strategy before it runs. The defaults are those of an unknown strategy."""
+    """Facts that a comparison has to know of a strategy before it runs. The defaults describe an unknown one."""
 
     stage: int | None = None
     """The ZeRO stage, 0 to 3; None where it has none. Shown in results."""
@@ -75,7 +75,7 @@ class BuiltIn(Facts):
     """A row of the catalogue. Here the defaults describe a strategy that does nothing unusual."""
 
     name: str
-    """What ``--strategies`` takes and results show."""
+    """Name for ``--strategies`` and in results."""
     place: str
     """Its class, as ``module:ClassName``."""
     whole_logits: bool = True
@@ -223,7 +223,7 @@ DEFAULT_BASELINES = tuple(
     name
     for _, name in sorted((row.baseline_rank, row.name) for row in _ROWS if row.baseline_rank is not None)
 )
-"""What others are compared with unless told otherwise, the preferred one first."""
+"""Default baselines, the preferred one first."""
 AUTOCAST_REFERENCE = "zerobench.strategies.autocast:AutocastStrategy"
 """The class that rows under autocast are verified against; no row of a comparison."""
 

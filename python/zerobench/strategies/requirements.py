@@ -41,7 +41,7 @@ def _build_folder(operator: str) -> str:
 
 
 class Tools(NamedTuple):
-    """What a host has for peers that are not part of torch."""
+    """Tools of a host that peers need beside torch."""
 
     is_installed: Callable[[str], bool] = is_installed  # a package
     has_library: Callable[[str], bool] = _has_library  # of C

@@ -1,4 +1,4 @@
-"""What a comparison runs where the command line does not say: by the device that it runs on. Imports no torch."""
+"""Defaults of a comparison, by the device that it runs on. Imports no torch."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from zerobench import models
 from zerobench.models.hf_config import overridable
 from zerobench.results.setting_values import shown, typed
 from zerobench.results.settings import OPTIONS, SETTINGS, Settings, Takes, flag_of, named_settings
-from zerobench.strategies.base import OptimizerSettings
 from zerobench.strategies.catalogue import OURS, short_name
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def rerun_values(configuration: Configuration, options: CompareOptions) -> dict[
         "strategies": configuration.strategy if settings.config_file is None else None,
         "communicator": own.get("communicator") if is_ours else None,
         "io_engine": (own.get("offload_optimizer") or {}).get("io_engine"),
-        "lr": None if learning_rate == OptimizerSettings.lr else learning_rate,
+        "lr": None if learning_rate == OPTIONS["lr"].default else learning_rate,
         **dict.fromkeys(("stages", "baseline", "output_dir")),  # of the comparison that the row was part of
     }
 

@@ -28,7 +28,7 @@ _MIN_SEED, _MAX_SEED = -(1 << 63), (1 << 64) - 1  # that torch takes
 
 
 class CompareOptions:
-    """What the command line asks for, a value for each option of the table (results/settings.py), under its name there.
+    """Values of a comparison's options, under their names in the table (results/settings.py).
     Options that take lists have tuples. What is not given has the default of CPU ranks."""
 
     def __init__(

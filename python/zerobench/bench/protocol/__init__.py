@@ -1,1 +1,1 @@
-"""What a launcher and its ranks say to each other."""
+"""Messages and jobs between a launcher and its ranks."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class MachinePlace(NamedTuple):
-    """What a rank shares with others on its machine."""
+    """Place of a rank among the ranks of its machine."""
 
     num_ranks: int  # that share memory and disks
     core_rank: int  # among the ranks that share this one's cores

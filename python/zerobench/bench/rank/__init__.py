@@ -1,1 +1,1 @@
-"""What runs inside a rank of a comparison."""
+"""Code that runs inside a rank of a comparison."""

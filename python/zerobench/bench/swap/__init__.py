@@ -1,1 +1,1 @@
-"""What rows on NVMe need of locked memory and of disks."""
+"""Locked memory and disk transfers that rows on NVMe need."""
