@@ -146,7 +146,8 @@ endif()
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 
 file(GLOB ZEROBENCH_CUDA_SOURCES CONFIGURE_DEPENDS
-  csrc/memory/*.cu csrc/kernels/*.cu csrc/optim/*.cu csrc/comm/*.cu csrc/stores/*.cu csrc/bindings/cuda_*.cpp)
+  csrc/kernels/*.cu csrc/optim/*.cu csrc/kernels/cuda_*.cpp csrc/comm/cuda_*.cpp csrc/comm/nccl_*.cpp
+  csrc/bindings/cuda_*.cpp)
 Python_add_library(_cuda MODULE WITH_SOABI ${ZEROBENCH_CUDA_SOURCES})
 zerobench_python_module(_cuda)
 # -fmad=false for the same reason as -ffp-contract=off (docs/decisions/adam.md).

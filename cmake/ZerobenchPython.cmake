@@ -43,6 +43,7 @@ endforeach()
 # No path of this machine goes into a module: torch's libraries are loaded by the time ours is.
 function(zerobench_python_module target)
   zerobench_compile_options(${target})
+  zerobench_unite_sources(${target})
   set_target_properties(${target} PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "")
   if(ZEROBENCH_IN_PLACE)
     set_target_properties(${target} PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJECT_SOURCE_DIR}/python/zerobench")

@@ -8,8 +8,8 @@
 
 #include "bindings/capsules.h"
 #include "bindings/cuda_bindings.h"
+#include "comm/cuda_peer_communicator.h"
 #include "comm/nccl_communicator.h"
-#include "comm/peer_communicator.h"
 
 namespace py = pybind11;
 

@@ -12,7 +12,7 @@
 #include "bindings/translate.h"
 #include "comm/nccl_check.h"
 #include "common/error.h"
-#include "kernels/device_info.h"
+#include "kernels/cuda_device_info.h"
 #include "kernels/fill.h"
 
 namespace py = pybind11;

@@ -35,6 +35,11 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value)
   return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, nullptr, nullptr, 0);
 }
 
+}  // namespace
+
+// Named, since ThreadPool::State has members of these types.
+namespace detail {
+
 // A counter that one thread waits on. The sleeper flag spares the waker a system call while the waiter still spins.
 class alignas(64) Gate {
  public:
@@ -83,6 +88,10 @@ struct Worker {
   std::thread thread;
 };
 
+}  // namespace detail
+
+namespace {
+
 // A CPU set of any size; the fixed cpu_set_t ends at 1024 CPUs.
 class CpuSet {
  public:
@@ -112,8 +121,8 @@ void pin(std::thread& thread, int cpu) {
 }  // namespace
 
 struct ThreadPool::State {
-  std::vector<Worker> workers;  // thread i is workers[i - 1]
-  Gate ended;                   // pieces that workers have ended since the loop began
+  std::vector<detail::Worker> workers;  // thread i is workers[i - 1]
+  detail::Gate ended;                   // pieces that workers have ended since the loop began
   const std::function<void(std::size_t, std::size_t)>* body = nullptr;
   std::atomic<bool> busy{false};
   bool stopping = false;
@@ -121,7 +130,7 @@ struct ThreadPool::State {
   explicit State(std::size_t worker_num) : workers(worker_num) {}
   ~State() { stop(); }
 
-  void run(Worker& worker) noexcept {
+  void run(detail::Worker& worker) noexcept {
     std::uint32_t seen = 0;
     for (;;) {
       worker.ticket.wait_while(seen);
@@ -138,7 +147,7 @@ struct ThreadPool::State {
 
   void start(const std::vector<int>& cpus) {
     for (std::size_t i = 0; i < workers.size(); ++i) {
-      Worker& worker = workers[i];
+      detail::Worker& worker = workers[i];
       {
         const BlockedSignals blocked;
         worker.thread = std::thread([this, &worker] { run(worker); });
@@ -151,7 +160,7 @@ struct ThreadPool::State {
 
   void stop() noexcept {
     stopping = true;
-    for (Worker& worker : workers) {
+    for (detail::Worker& worker : workers) {
       if (!worker.thread.joinable()) continue;
       worker.ticket.add(1);
       worker.thread.join();
@@ -198,7 +207,7 @@ void ThreadPool::parallel_for(std::size_t numel, std::size_t grain_numel,
   state.body = &body;
   state.ended.reset(0);
   for (std::size_t piece = 1; piece < piece_num; ++piece) {
-    Worker& worker = state.workers[piece - 1];
+    detail::Worker& worker = state.workers[piece - 1];
     worker.begin = piece_begin(piece);
     worker.end = piece_begin(piece + 1);
     worker.error = nullptr;

@@ -10,12 +10,12 @@ namespace zb {
 namespace {
 
 // Files are made before their alignment is known, so slots keep to what every device takes.
-constexpr std::size_t kAlignmentBytes = 4096;
+constexpr std::size_t kFileAlignmentBytes = 4096;
 
 }  // namespace
 
 SwapSpace::SwapSpace(const SwapOptions& options, System& system)
-    : alignment_bytes_(kAlignmentBytes), slot_num_(options.slot_num) {
+    : alignment_bytes_(kFileAlignmentBytes), slot_num_(options.slot_num) {
   ZB_EXPECT(!options.directories.empty(), "a swap space needs at least one path");
   ZB_EXPECT(options.slot_bytes > 0, "a swap space needs slots of at least one byte");
   const std::size_t path_num = options.directories.size();
@@ -39,7 +39,7 @@ SwapSpace::SwapSpace(const SwapOptions& options, System& system)
 }
 
 std::size_t SwapSpace::slot_bytes_for(std::size_t chunk_bytes, std::size_t path_num) noexcept {
-  return round_up((chunk_bytes + path_num - 1) / path_num, kAlignmentBytes) * path_num;
+  return round_up((chunk_bytes + path_num - 1) / path_num, kFileAlignmentBytes) * path_num;
 }
 
 std::size_t SwapSpace::aligned(std::size_t bytes) const noexcept { return round_up(bytes, alignment_bytes_); }

@@ -13,9 +13,6 @@
 namespace zb {
 namespace {
 
-// Pieces of whole pages of every array; a smaller span is not worth waking a thread for.
-constexpr std::size_t kGrainNumel = 4096;
-
 void expect_beta(const char* name, double beta) {
   ZB_EXPECT(beta >= 0.0 && beta < 1.0, std::string(name) + " must be in [0, 1), got " + std::to_string(beta));
 }
@@ -136,7 +133,7 @@ AdamFunction adam_function(Isa isa) {
 
 void adam_step(const AdamSpan& span, const AdamScalars& scalars, ThreadPool& pool) {
   static const AdamFunction best = adam_function(best_isa());
-  pool.parallel_for(span.numel, kGrainNumel, [&](std::size_t begin, std::size_t end) {
+  pool.parallel_for(span.numel, kAdamGrainNumel, [&](std::size_t begin, std::size_t end) {
     const AdamSpan piece = adam_subspan(span, begin, end);
     if (piece.remainder != nullptr) {
       step_remainders(best, piece, scalars);

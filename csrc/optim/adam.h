@@ -13,6 +13,9 @@
 
 namespace zb {
 
+// Pieces of whole pages of every array; a smaller span is not worth waking a thread for.
+inline constexpr std::size_t kAdamGrainNumel = 4096;
+
 enum class WeightDecayKind : unsigned char { kDecoupled, kL2 };
 
 // Hyperparameters of one param group, as a user states them.

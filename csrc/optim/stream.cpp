@@ -5,8 +5,6 @@
 namespace zb {
 namespace {
 
-constexpr std::size_t kGrainNumel = 4096;  // as adam_step
-
 const StreamForms& best_forms() {
   static const StreamForms& best = [&]() -> const StreamForms& {
     switch (best_isa()) {
@@ -30,7 +28,7 @@ const StreamForms& best_forms() {
 
 void stream_adam_mix(const AdamSpan& span, ThreadPool& pool) {
   const StreamForms& forms = best_forms();
-  pool.parallel_for(span.numel, kGrainNumel,
+  pool.parallel_for(span.numel, kAdamGrainNumel,
                     [&](std::size_t begin, std::size_t end) { forms.adam_mix(adam_subspan(span, begin, end)); });
 }
 
@@ -42,7 +40,7 @@ std::size_t adam_mix_bytes(const AdamSpan& span) noexcept {
 void stream_triad(float* destination, const float* a, const float* b, float factor, std::size_t numel,
                   ThreadPool& pool) {
   const StreamForms& forms = best_forms();
-  pool.parallel_for(numel, kGrainNumel, [&](std::size_t begin, std::size_t end) {
+  pool.parallel_for(numel, kAdamGrainNumel, [&](std::size_t begin, std::size_t end) {
     forms.triad(destination + begin, a + begin, b + begin, factor, end - begin);
   });
 }

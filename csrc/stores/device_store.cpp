@@ -18,7 +18,7 @@ constexpr std::size_t kStateAlignment = 256;
 
 enum class Fp32Master : std::uint8_t { kParameters, kKept };
 
-struct Shard {
+struct DeviceShard {
   std::size_t numel = 0;
   DType param_dtype = DType::kFloat32;
   std::vector<Segment> segments;
@@ -56,7 +56,7 @@ class DeviceStore final : public Store {
     ZB_EXPECT(initial.size() == spec.numel, "a shard of " + std::to_string(spec.numel) +
                                                 " elements needs as many initial values, got " +
                                                 std::to_string(initial.size()));
-    Shard shard;
+    DeviceShard shard;
     shard.numel = spec.numel;
     shard.param_dtype = spec.param_dtype;
     shard.segments = spec.segments;
@@ -107,7 +107,7 @@ class DeviceStore final : public Store {
   void wait_update(std::size_t index, Lane lane) override { stand_behind(at(index), lane); }
 
   void fetch_parameters(std::size_t index, Lane lane, void* destination) override {
-    Shard& shard = at(index);
+    DeviceShard& shard = at(index);
     expect_master(shard);
     ZB_EXPECT_STATE(shard.rounded == nullptr, "parameters that masters have remainders of are not fetched");
     stand_behind(shard, lane);
@@ -115,7 +115,7 @@ class DeviceStore final : public Store {
   }
 
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
-    const Shard& shard = expect_state(index, kind, destination.size());
+    const DeviceShard& shard = expect_state(index, kind, destination.size());
     stand_behind(at(index), Lane::kCompute);
     if (shard.rounded != nullptr && kind == StateKind::kMaster) {
       parts_.adam->read_masters(Lane::kCompute, whole_span(shard), destination.data());
@@ -128,7 +128,7 @@ class DeviceStore final : public Store {
   }
 
   void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
-    const Shard& shard = expect_state(index, kind, source.size());
+    const DeviceShard& shard = expect_state(index, kind, source.size());
     stand_behind(at(index), Lane::kCompute);
     if (kind == StateKind::kMaster) {
       copy_to_master(shard, source);
@@ -143,7 +143,7 @@ class DeviceStore final : public Store {
 
  private:
   void check(std::size_t index, const ShardUpdate& update) {
-    const Shard& shard = at(index);
+    const DeviceShard& shard = at(index);
     const bool has_gradient = update.gradient != nullptr || !update.gradient_pieces.empty();
     const bool has_parameters = update.parameters != nullptr || keeps_master(shard.param_dtype);
     ZB_EXPECT(
@@ -155,7 +155,7 @@ class DeviceStore final : public Store {
   }
 
   // What lies in no piece is padding: zeros that an update by zeros would leave as they are.
-  void add_runs(const Shard& shard, const ShardUpdate& update, const Segment& segment) {
+  void add_runs(const DeviceShard& shard, const ShardUpdate& update, const Segment& segment) {
     const AdamScalars& scalars = update.rows[static_cast<std::size_t>(segment.row)];
     if (update.gradient_pieces.empty()) {
       const void* const gradient = element(update.gradient, update.gradient_dtype, segment.begin);
@@ -170,7 +170,7 @@ class DeviceStore final : public Store {
     }
   }
 
-  AdamSpan span_of(const Shard& shard, const ShardUpdate& update, std::size_t begin, std::size_t end,
+  AdamSpan span_of(const DeviceShard& shard, const ShardUpdate& update, std::size_t begin, std::size_t end,
                    const void* gradient) const {
     const bool master_is_parameters = !keeps_master(shard.param_dtype);
     void* parameters = update.parameters == nullptr ? nullptr : element(update.parameters, shard.param_dtype, begin);
@@ -193,7 +193,7 @@ class DeviceStore final : public Store {
   }
 
   // All of a shard that has remainders, for its masters.
-  static AdamSpan whole_span(const Shard& shard) {
+  static AdamSpan whole_span(const DeviceShard& shard) {
     return {.master = nullptr,
             .exp_avg = shard.exp_avg.as<float>(),
             .exp_avg_sq = shard.exp_avg_sq.as<float>(),
@@ -205,7 +205,7 @@ class DeviceStore final : public Store {
             .remainder = shard.master.as<std::uint16_t>()};
   }
 
-  void copy_to_master(const Shard& shard, std::span<const float> values) {
+  void copy_to_master(const DeviceShard& shard, std::span<const float> values) {
     if (shard.rounded != nullptr) {
       parts_.adam->write_masters(Lane::kCompute, whole_span(shard), values.data());
     } else {
@@ -214,13 +214,13 @@ class DeviceStore final : public Store {
   }
 
   // Where every rank updates everything in the compute lane, nobody asks and no mark is made.
-  void change_in(Shard& shard, Lane lane) {
+  void change_in(DeviceShard& shard, Lane lane) {
     shard.changed_in = lane;
     shard.changed = lane == Lane::kCompute ? nullptr : device().mark(lane);
     shard.knows = {};
     shard.knows[static_cast<std::size_t>(lane)] = true;
   }
-  void stand_behind(Shard& shard, Lane lane) {
+  void stand_behind(DeviceShard& shard, Lane lane) {
     if (std::exchange(shard.knows[static_cast<std::size_t>(lane)], true)) return;
     if (shard.changed == nullptr) shard.changed = device().mark(shard.changed_in);
     device().wait(lane, shard.changed);
@@ -228,26 +228,26 @@ class DeviceStore final : public Store {
 
   Device& device() { return *parts_.device; }
 
-  Shard& at(std::size_t index) {
+  DeviceShard& at(std::size_t index) {
     ZB_EXPECT(index < shards_.size(),
               "the store holds " + std::to_string(shards_.size()) + " shards, none is number " + std::to_string(index));
     return shards_[index];
   }
 
-  const Shard& expect_state(std::size_t index, StateKind kind, std::size_t numel) {
-    const Shard& shard = at(index);
+  const DeviceShard& expect_state(std::size_t index, StateKind kind, std::size_t numel) {
+    const DeviceShard& shard = at(index);
     ZB_EXPECT(numel == shard.numel, "shard " + std::to_string(index) + " has " + std::to_string(shard.numel) +
                                         " elements, the other side of the copy has " + std::to_string(numel));
     if (kind == StateKind::kMaster) expect_master(shard);
     return shard;
   }
 
-  static const DeviceBuffer& state_of(const Shard& shard, StateKind kind) {
+  static const DeviceBuffer& state_of(const DeviceShard& shard, StateKind kind) {
     if (kind == StateKind::kExpAvg) return shard.exp_avg;
     return kind == StateKind::kExpAvgSq ? shard.exp_avg_sq : shard.master;
   }
 
-  void expect_master(const Shard& shard) const {
+  void expect_master(const DeviceShard& shard) const {
     ZB_EXPECT_STATE(keeps_master(shard.param_dtype),
                     "fp32 parameters are their own master; read or write the parameters instead");
   }
@@ -256,7 +256,7 @@ class DeviceStore final : public Store {
   DeviceParts parts_;
   Fp32Master fp32_master_;
   std::vector<AdamRun> runs_;
-  std::vector<Shard> shards_;
+  std::vector<DeviceShard> shards_;
 };
 
 }  // namespace

@@ -20,9 +20,9 @@ namespace zb {
 namespace {
 
 constexpr std::string_view kThread = "update thread";
-constexpr const char* kWhat = "optimizer state and gradients on the host";
+constexpr const char* kStateAndGradients = "optimizer state and gradients on the host";
 
-struct Shard {
+struct HostShard {
   ShardSpec spec;
   PinnedBlock gradient;
   std::vector<MarkPtr> arrived;  // by chunk: behind which its gradient is in `gradient`
@@ -35,7 +35,7 @@ struct Shard {
 
 // An update as the thread needs it.
 struct Update {
-  Shard* shard;
+  HostShard* shard;
   std::size_t index;
   std::byte* parameters;  // on the device; null where the host is their home
   DType gradient_dtype;
@@ -88,7 +88,8 @@ class HostStore final : public Store {
     spend_host_memory(reserved_, options_);
     const std::size_t ranks = options_.ranks_on_host;
     require_host_memory(ranks * host_store_bytes(reserved_, options_),
-                        ranks == 1 ? kWhat : std::string(kWhat) + ", of " + std::to_string(ranks) + " ranks,");
+                        ranks == 1 ? kStateAndGradients
+                                   : std::string(kStateAndGradients) + ", of " + std::to_string(ranks) + " ranks,");
   }
 
   std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) override {
@@ -98,7 +99,7 @@ class HostStore final : public Store {
                                                 std::to_string(initial.size()));
     ZB_EXPECT_STATE(shards_.size() < reserved_.size(), "a host store holds the shards that were reserved, no more");
     if (!pool_) take_memory();
-    auto shard = std::make_unique<Shard>();
+    auto shard = std::make_unique<HostShard>();
     shard->spec = spec;
     shard->gradient = pool_->allocate(spec.numel * dtype_bytes(spec.gradient_dtype), Category::kGradients,
                                       PinnedPool::kLineAlignment);
@@ -126,7 +127,7 @@ class HostStore final : public Store {
   }
 
   void offer_gradient(std::size_t index, const ShardGradient& gradient) override {
-    Shard& shard = at(index);
+    HostShard& shard = at(index);
     device_->wait(Lane::kToHost, gradient.ready);
     fetch_gradient(shard, gradient.data, gradient.dtype);
     shard.is_offered = true;
@@ -137,7 +138,7 @@ class HostStore final : public Store {
   }
 
   void start_update(std::size_t index, const ShardUpdate& update) override {
-    Shard& shard = at(index);
+    HostShard& shard = at(index);
     if (shard.spec.numel == 0) return;
     ZB_EXPECT(update.gradient != nullptr && update.step_on_host != nullptr,
               "an update of shard " + std::to_string(index) + " needs its gradient and the step's scalars on the host");
@@ -169,14 +170,14 @@ class HostStore final : public Store {
     return thread_->is_done(shards_.at(index)->ticket) && (!home_ || home_->is_read(index));
   }
   void wait_update(std::size_t index, Lane lane) override {
-    Shard& shard = at(index);
+    HostShard& shard = at(index);
     wait_for(shard);
     if (std::exchange(shard.knows[static_cast<std::size_t>(lane)], true)) return;
     device_->wait(lane, shard.sent);  // the thread itself has waited for the gradient to leave
   }
 
   void fetch_parameters(std::size_t index, Lane lane, void* destination) override {
-    Shard& shard = at(index);
+    HostShard& shard = at(index);
     if (!home_) {
       send(shard, index, lane, destination, shard.spec.param_dtype, StateKind::kMaster);
       return;
@@ -185,12 +186,12 @@ class HostStore final : public Store {
     home_->fetch(index, lane, destination);
   }
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
-    Shard& shard = at(index);
+    HostShard& shard = at(index);
     expect_numel(index, destination.size());
     send(shard, index, Lane::kCompute, destination.data(), DType::kFloat32, kind);
   }
   void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
-    Shard& shard = at(index);
+    HostShard& shard = at(index);
     expect_numel(index, source.size());
     queue(shard, [this, &shard, index, kind, source, ready = device_->mark(Lane::kCompute),
                   fetches = take_fetches(index)] {
@@ -237,7 +238,7 @@ class HostStore final : public Store {
                                                        .numa_node = options_.numa_node,
                                                        .lock = options_.lock,
                                                        .registrar = host_registrar(device_),
-                                                       .what = kWhat});
+                                                       .what = kStateAndGradients});
     for (Outgoing& outgoing : outgoing_) {
       outgoing.memory = pool_->allocate(outgoing_bytes, Category::kStaging);
     }
@@ -266,7 +267,7 @@ class HostStore final : public Store {
     states_ = std::move(paged);
   }
 
-  void wait_for(const Shard& shard) {
+  void wait_for(const HostShard& shard) {
     if (thread_->is_done(shard.ticket)) return thread_->wait(shard.ticket);  // an error of the thread surfaces there
     const TimelineScope recorded(timeline_, "computing thread", "wait for an update", shard.spec.unit);
     const auto begin = std::chrono::steady_clock::now();
@@ -286,19 +287,19 @@ class HostStore final : public Store {
   }
 
   template <class Body>
-  void for_each_chunk(const Shard& shard, const Body& body) const {
+  void for_each_chunk(const HostShard& shard, const Body& body) const {
     for (std::size_t begin = 0; begin < shard.spec.numel; begin += chunk_numel()) {
       body(begin, std::min(begin + chunk_numel(), shard.spec.numel));
     }
   }
 
-  void queue(Shard& shard, std::function<void()> work) {
+  void queue(HostShard& shard, std::function<void()> work) {
     shard.knows = {};
     shard.ticket = thread_->queue(shard.turn, std::move(work));
   }
 
   // The lane to the host has been told what to wait for.
-  void fetch_gradient(Shard& shard, const void* gradient, DType dtype) {
+  void fetch_gradient(HostShard& shard, const void* gradient, DType dtype) {
     ZB_EXPECT(dtype == shard.spec.gradient_dtype, "a shard of " + std::string(dtype_name(shard.spec.gradient_dtype)) +
                                                       " gradients was given " + std::string(dtype_name(dtype)));
     for_each_chunk(shard, [&](std::size_t begin, std::size_t end) {
@@ -312,7 +313,7 @@ class HostStore final : public Store {
   // In the update thread, which alone uses the lane from the host and the outgoing buffers, and until its ticket is
   // done the shard's `sent`.
   void run(const Update& update) {
-    Shard& shard = *update.shard;
+    HostShard& shard = *update.shard;
     device_->bind_thread();
     const std::string& unit = shard.spec.unit;
     {
@@ -400,7 +401,7 @@ class HostStore final : public Store {
   }
 
   // A state to device memory, for what is put into `lane` later.
-  void send(Shard& shard, std::size_t index, Lane lane, void* destination, DType dtype, StateKind kind) {
+  void send(HostShard& shard, std::size_t index, Lane lane, void* destination, DType dtype, StateKind kind) {
     queue(shard, [this, &shard, index, destination, dtype, kind, ready = device_->mark(lane)] {
       device_->bind_thread();
       device_->wait(Lane::kFromHost, ready);
@@ -417,7 +418,7 @@ class HostStore final : public Store {
     wait_update(index, lane);
   }
 
-  Shard& at(std::size_t index) {
+  HostShard& at(std::size_t index) {
     ZB_EXPECT(index < shards_.size(),
               "the store holds " + std::to_string(shards_.size()) + " shards, none is number " + std::to_string(index));
     return *shards_[index];
@@ -444,7 +445,7 @@ class HostStore final : public Store {
   std::unique_ptr<StateSpace> states_;
   PagedState* paged_ = nullptr;           // states_, where it is that
   std::unique_ptr<HomeParameters> home_;  // null where parameters live on the device
-  std::vector<std::unique_ptr<Shard>> shards_;
+  std::vector<std::unique_ptr<HostShard>> shards_;
   std::vector<AdamRun> runs_;
   std::unique_ptr<UpdateThread> thread_;
 };

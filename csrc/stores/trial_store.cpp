@@ -14,7 +14,7 @@
 namespace zb {
 namespace {
 
-constexpr const char* kWhat = "masters that wait on the host for the choice of offload_ratio";
+constexpr const char* kWaitingMasters = "masters that wait on the host for the choice of offload_ratio";
 constexpr const char* kWhatMoments = "moments that were loaded and wait on the host for the choice of offload_ratio";
 constexpr std::array kMoments{StateKind::kExpAvg, StateKind::kExpAvgSq};
 
@@ -88,14 +88,14 @@ class TrialStore final : public Store {
     for (const ShardSpec& spec : specs_) {
       pool_bytes_ += PinnedPool::footprint_bytes(spec.numel * sizeof(float), kAlignment);
     }
-    require_host_memory(ranks_on_host_ * pool_bytes_, kWhat);
+    require_host_memory(ranks_on_host_ * pool_bytes_, kWaitingMasters);
   }
   std::size_t add_shard(const ShardSpec& spec, std::span<const float> initial) override {
     check_segments(spec);
     const std::size_t index = shards_.size();
     ZB_EXPECT(index < specs_.size() && specs_[index].numel == spec.numel && initial.size() == spec.numel,
               "shard " + std::to_string(index) + " is not what was reserved");
-    if (!pool_) pool_ = std::make_unique<PinnedPool>(pool_bytes_, ledger_, with_what(kWhat));
+    if (!pool_) pool_ = std::make_unique<PinnedPool>(pool_bytes_, ledger_, with_what(kWaitingMasters));
     shards_.push_back({.master = pool_->allocate(initial.size_bytes(), Category::kMaster, kAlignment)});
     write_state(index, StateKind::kMaster, initial);
     return index;

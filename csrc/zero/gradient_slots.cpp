@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kNone = SIZE_MAX;
 constexpr auto kLongestSlotWait = std::chrono::milliseconds(100);
-constexpr auto kPollInterval = std::chrono::microseconds(20);
+constexpr auto kSlotPollInterval = std::chrono::microseconds(20);
 
 }  // namespace
 
@@ -93,7 +93,7 @@ SlotLease GradientSlots::await_release(std::size_t unit, const std::function<voi
   while (!slot && std::chrono::steady_clock::now() < give_up) {
     finish_ready();
     slot = acquire(unit);
-    if (!slot) std::this_thread::sleep_for(kPollInterval);
+    if (!slot) std::this_thread::sleep_for(kSlotPollInterval);
   }
   return slot;
 }

@@ -8,7 +8,7 @@
 namespace zb {
 namespace {
 
-constexpr auto kPollInterval = std::chrono::microseconds(20);  // and what the timer adds
+constexpr auto kCounterPollInterval = std::chrono::microseconds(20);  // and what the timer adds
 constexpr int kMostIdlePolls = 16;  // of a host whose compute lane is empty; a host that does not run loses nothing
 
 }  // namespace
@@ -37,7 +37,7 @@ bool PackedGradients::await(const MarkPtr& read) {
   for (int idle_polls = 0; !device_.has_passed(read); ++idle_polls) {
     if (!device_.has_passed(computed) && !is_held_up_()) idle_polls = 0;
     if (idle_polls >= kMostIdlePolls) return false;
-    std::this_thread::sleep_for(kPollInterval);
+    std::this_thread::sleep_for(kCounterPollInterval);
   }
   return true;
 }

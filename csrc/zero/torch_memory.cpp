@@ -22,8 +22,8 @@ void order(const c10::Stream& first, const c10::Stream& second) {
   given.block(second);
 }
 
-struct Block {
-  Block(std::shared_ptr<const TorchMemory> user, c10::DataPtr taken)
+struct HeldBlock {
+  HeldBlock(std::shared_ptr<const TorchMemory> user, c10::DataPtr taken)
       : memory(std::move(taken)), use(std::move(user), memory) {}
 
   c10::DataPtr memory;
@@ -39,7 +39,7 @@ void TorchMemory::follow_current_stream() { stream_ = current_stream(device_); }
 std::shared_ptr<std::byte> TorchMemory::allocate(std::size_t bytes) const {
   const c10::StreamGuard guard(stream_);  // autograd's threads have streams of their own
   try {
-    auto held = std::make_shared<Block>(shared_from_this(), c10::GetAllocator(device_.type())->allocate(bytes));
+    auto held = std::make_shared<HeldBlock>(shared_from_this(), c10::GetAllocator(device_.type())->allocate(bytes));
     auto* data = static_cast<std::byte*>(held->memory.get());
     return {std::move(held), data};
   } catch (const c10::OutOfMemoryError&) {

@@ -11,9 +11,9 @@ namespace zb {
 namespace {
 
 // Every parameter and every shard begins on a cache line.
-constexpr std::size_t kAlignmentBytes = 64;
+constexpr std::size_t kUnitAlignmentBytes = 64;
 
-constexpr std::size_t align(std::size_t bytes) { return round_up(bytes, kAlignmentBytes); }
+constexpr std::size_t align(std::size_t bytes) { return round_up(bytes, kUnitAlignmentBytes); }
 
 }  // namespace
 
@@ -97,7 +97,7 @@ std::vector<Unit> make_units(const std::vector<std::string>& unit_names, std::si
       }
       const std::size_t narrowest_bytes = std::min(dtype_bytes(param_dtype), dtype_bytes(reduce_dtype));
       flat.layout =
-          FlatLayout(std::move(spans), static_cast<std::size_t>(world_size), kAlignmentBytes / narrowest_bytes);
+          FlatLayout(std::move(spans), static_cast<std::size_t>(world_size), kUnitAlignmentBytes / narrowest_bytes);
       flat.gather_offset_bytes = unit.gather_bytes;
       unit.gather_bytes = align(unit.gather_bytes + flat.full_parameter_bytes());
       if (flat.trainable) {

@@ -373,16 +373,29 @@ def test_what_to_install_for_the_cuda_module_is_said_of_machines_with_a_driver(d
     assert reason.endswith("nvcc was not found: install it")
 
 
-def configure(tmp_path: Path, *options: str) -> dict[str, str]:
+def configure(tmp_path: Path, *options: str, unity: str = "OFF") -> dict[str, str]:
     """Each source's compiler command, from a configuration without torch and Python."""
     cmake = shutil.which("cmake")
     if cmake is None:
         pytest.skip("cmake is not installed")
-    command = [cmake, "-S", str(ROOT), "-B", str(tmp_path), "-DZEROBENCH_PYTHON=OFF", *options]
+    command = [
+        cmake,
+        "-S",
+        str(ROOT),
+        "-B",
+        str(tmp_path),
+        "-DZEROBENCH_PYTHON=OFF",
+        f"-DZEROBENCH_UNITY={unity}",
+    ]
+    command += options
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     entries = json.loads((tmp_path / "compile_commands.json").read_text())
-    return {Path(entry["file"]).relative_to(ROOT).as_posix(): entry["command"] for entry in entries}
+    commands = {Path(entry["file"]): entry["command"] for entry in entries}
+    return {
+        file.relative_to(tmp_path if file.is_relative_to(tmp_path) else ROOT).as_posix(): command
+        for file, command in commands.items()
+    }
 
 
 def cuda_decision(tmp_path: Path, **facts: object) -> subprocess.CompletedProcess[str]:
@@ -442,6 +455,18 @@ def test_compiler_commands(tmp_path: Path) -> None:
         elif suffix[1] != "neon":
             assert {" -mavx2", " -mfma", " -mf16c"} <= flags, source
             assert (" -mavx512f" in flags) == (suffix[1] == "avx512"), source
+
+
+def test_groups_of_sources_hold_no_file_of_one_instruction_set(tmp_path: Path) -> None:
+    alone = configure(tmp_path / "alone")
+    grouped = configure(tmp_path / "grouped", unity="ON")
+    groups = [source for source in grouped if source.endswith(".cxx")]
+    inside = re.findall(
+        r'"[^"]+/(csrc/[^"]+)"', "".join((tmp_path / "grouped" / name).read_text() for name in groups)
+    )
+    assert groups
+    assert not [source for source in inside if re.search(r"_(avx2|avx512|neon)\.cpp$", source)]
+    assert sorted([*inside, *(source for source in grouped if source not in groups)]) == sorted(alone)
 
 
 def test_sources_of_another_processor_are_left_out(tmp_path: Path) -> None:

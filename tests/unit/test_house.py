@@ -31,7 +31,7 @@ CSRC_ORDER = [
 ]
 TORCH_FILES = re.compile(r"comm/c10d[^/]*|zero/torch_[^/]*|bindings/[^/]*")
 PYTHON_FILES = re.compile(r"bindings/[^/]*")
-CUDA_FILES = re.compile(r".*\.cu|\w+/(cuda|nccl)_\w+\.h|kernels/fill\.h|bindings/cuda_\w+\.(cpp|h)")
+CUDA_FILES = re.compile(r".*\.cu|\w+/(cuda|nccl)_\w+\.(cpp|h)|kernels/fill\.h")
 
 # A folder of python/zerobench imports itself and folders above it in this list. Modules at the package's root, and
 # those directly in bench/, count as folders of their own.
@@ -109,7 +109,7 @@ def include_faults(name: str, included: str, is_ours: bool) -> str | None:
     if top in {"pybind11", "Python.h"} and not PYTHON_FILES.fullmatch(name):
         return "Python is known to bindings/ only"
     if re.match(r"(cuda|nccl)[\w/]*\.h", included) and not CUDA_FILES.fullmatch(name):
-        return "CUDA is known to .cu files and the CUDA module only"
+        return "CUDA is known to .cu files, cuda_* and nccl_* only"
     return None
 
 

@@ -9,8 +9,8 @@
 
 #include "common/cuda_check.h"
 #include "common/error.h"
+#include "kernels/cuda_device_info.h"
 #include "kernels/cuda_kernels.h"
-#include "kernels/device_info.h"
 
 namespace zb {
 namespace {

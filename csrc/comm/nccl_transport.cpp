@@ -47,9 +47,9 @@ struct Plan {
   int world_size = 1;
   ncclUniqueId id{};
   cudaStream_t stream = nullptr;
-  std::shared_ptr<std::byte> scratch;  // kTrialBytes a rank
+  std::shared_ptr<std::byte> scratch;  // kNcclTrialBytes a rank
 };
-constexpr std::size_t kTrialBytes = 16;
+constexpr std::size_t kNcclTrialBytes = 16;
 
 // What that thread and the one that waits for it share.
 struct Connecting {
@@ -83,8 +83,8 @@ ncclComm_t initialise(const Plan& plan) {
 // NCCL connects the ranks' rings at the first operation, and then a dead peer holds up who puts it in, for as long as a
 // minute and without a look at the abort flag. So that operation is put in here, where the thread can be left behind.
 void run_first_operation(Connecting& shared, const Plan& plan, ncclComm_t comm) {
-  const std::byte* const source = plan.scratch.get() + static_cast<std::size_t>(plan.rank) * kTrialBytes;
-  const ncclResult_t result = ncclAllGather(source, plan.scratch.get(), kTrialBytes, ncclUint8, comm, plan.stream);
+  const std::byte* const source = plan.scratch.get() + static_cast<std::size_t>(plan.rank) * kNcclTrialBytes;
+  const ncclResult_t result = ncclAllGather(source, plan.scratch.get(), kNcclTrialBytes, ncclUint8, comm, plan.stream);
   check_nccl(settled(result, comm), "the first ncclAllGather");
   cudaError_t code = cudaStreamQuery(plan.stream);
   for (; code == cudaErrorNotReady; code = cudaStreamQuery(plan.stream)) {
@@ -132,12 +132,13 @@ NcclTransport::~NcclTransport() { static_cast<void>(abort()); }
 void NcclTransport::connect(int rank, int world_size, const ncclUniqueId& id,
                             const std::function<void()>& keep_waiting) {
   const auto shared = std::make_shared<Connecting>();
-  Plan plan{.device = device_,
-            .rank = rank,
-            .world_size = world_size,
-            .id = id,
-            .stream = static_cast<cudaStream_t>(device_->stream(lane_)),
-            .scratch = device_->allocate(kTrialBytes * static_cast<std::size_t>(world_size), "NCCL's first operation")};
+  Plan plan{
+      .device = device_,
+      .rank = rank,
+      .world_size = world_size,
+      .id = id,
+      .stream = static_cast<cudaStream_t>(device_->stream(lane_)),
+      .scratch = device_->allocate(kNcclTrialBytes * static_cast<std::size_t>(world_size), "NCCL's first operation")};
   std::thread([shared, plan = std::move(plan)] { run_connecting(*shared, plan); }).detach();
   std::unique_lock lock(shared->mutex);
   while (!shared->changed.wait_for(lock, kSlice, [&] { return shared->is_done; })) {

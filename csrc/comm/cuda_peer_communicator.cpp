@@ -1,4 +1,4 @@
-#include "comm/peer_communicator.h"
+#include "comm/cuda_peer_communicator.h"
 
 #include <cuda_runtime.h>
 
@@ -29,7 +29,7 @@ constexpr std::size_t kSmallScratchBytes = std::size_t{2} << 20U;
 // Fewer hardware queues make streams share one, and a lane that waits for a peer would hold up what the peer waits for.
 constexpr long kQueueMin = 8;
 constexpr const char* kLabel = "peer setup";
-constexpr std::size_t kTrialBytes = 4096;
+constexpr std::size_t kPeerTrialBytes = 4096;
 constexpr Lane kTrialLane = Lane::kGather;
 constexpr std::chrono::seconds kTrialTime{5};
 
@@ -111,19 +111,19 @@ std::string obstacle_in(Communicator& control, const Body& body) {
 // A copy from a peer must hold what the peer wrote, and a copy to it must arrive there.
 void copy_once(CudaDevice& device, CudaPeerLink& link, const PeerMemory& memory) {
   const auto pattern_of = [](int rank) {
-    return std::vector<std::byte>(kTrialBytes, std::byte{static_cast<unsigned char>(rank + 1)});
+    return std::vector<std::byte>(kPeerTrialBytes, std::byte{static_cast<unsigned char>(rank + 1)});
   };
   const std::shared_ptr<std::byte> copies =
-      device.allocate(kTrialBytes * static_cast<std::size_t>(link.world_size()), "a trial of peer access");
-  device.upload(memory.of(link.rank()), pattern_of(link.rank()).data(), kTrialBytes);
-  const auto copy_of = [&](int peer) { return copies.get() + static_cast<std::size_t>(peer) * kTrialBytes; };
-  const auto pushed_by = [&](int rank) { return static_cast<std::size_t>(1 + rank) * kTrialBytes; };
+      device.allocate(kPeerTrialBytes * static_cast<std::size_t>(link.world_size()), "a trial of peer access");
+  device.upload(memory.of(link.rank()), pattern_of(link.rank()).data(), kPeerTrialBytes);
+  const auto copy_of = [&](int peer) { return copies.get() + static_cast<std::size_t>(peer) * kPeerTrialBytes; };
+  const auto pushed_by = [&](int rank) { return static_cast<std::size_t>(1 + rank) * kPeerTrialBytes; };
   link.announce();
   link.await();
   for (int peer = 0; peer < link.world_size(); ++peer) {
     if (peer == link.rank()) continue;
-    device.copy(kTrialLane, copy_of(peer), memory.of(peer), kTrialBytes);
-    device.copy(kTrialLane, memory.of(peer) + pushed_by(link.rank()), memory.of(link.rank()), kTrialBytes);
+    device.copy(kTrialLane, copy_of(peer), memory.of(peer), kPeerTrialBytes);
+    device.copy(kTrialLane, memory.of(peer) + pushed_by(link.rank()), memory.of(link.rank()), kPeerTrialBytes);
   }
   link.announce();
   link.await();
@@ -137,12 +137,12 @@ void copy_once(CudaDevice& device, CudaPeerLink& link, const PeerMemory& memory)
   if (is_late) throw CudaError("flags of peers did not arrive in a trial", cudaErrorTimeout);
   for (int peer = 0; peer < link.world_size(); ++peer) {
     if (peer == link.rank()) continue;
-    std::vector<std::byte> found(kTrialBytes);
-    device.download(found.data(), copy_of(peer), kTrialBytes);
+    std::vector<std::byte> found(kPeerTrialBytes);
+    device.download(found.data(), copy_of(peer), kPeerTrialBytes);
     if (found != pattern_of(peer)) {
       throw CudaError("a copy from rank " + std::to_string(peer) + " brought other bytes in a trial", cudaErrorUnknown);
     }
-    device.download(found.data(), memory.of(link.rank()) + pushed_by(peer), kTrialBytes);
+    device.download(found.data(), memory.of(link.rank()) + pushed_by(peer), kPeerTrialBytes);
     if (found != pattern_of(peer)) {
       throw CudaError("a copy by rank " + std::to_string(peer) + " brought other bytes in a trial", cudaErrorUnknown);
     }
@@ -163,7 +163,7 @@ std::string obstacle_among(const std::vector<RankDevice>& ranks, const std::shar
   if (!text.empty()) return text;
   std::unique_ptr<CudaPeerLink> link;
   std::shared_ptr<PeerMemory> memory;
-  const std::size_t trial_bytes = kTrialBytes * (1 + ranks.size());  // a rank's own, and what each pushes there
+  const std::size_t trial_bytes = kPeerTrialBytes * (1 + ranks.size());  // a rank's own, and what each pushes there
   text = obstacle_in(control, [&] {
     link = std::make_unique<CudaPeerLink>(device, kTrialLane, control, timeout, std::make_shared<MemoryOverhead>());
   });

@@ -1,4 +1,4 @@
-#include "kernels/device_info.h"
+#include "kernels/cuda_device_info.h"
 
 #include "common/cuda_check.h"
 #include "common/error.h"
