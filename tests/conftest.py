@@ -6,11 +6,30 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 ON_GPUS = "tests/gpu/"  # from the root of the repository
+UNITS = "tests/unit/"
+OTHERS = ("cli", "dist", "gpu")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip folders without a quick test: importing what they test takes seconds in every worker."""
+    is_other = collection_path.name in OTHERS and collection_path.parent == Path(__file__).parent
+    return True if config.option.markexpr == "quick" and is_other else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark as quick what runs in the inner loop."""
+    if (
+        item.nodeid.startswith(UNITS)
+        and not any(item.iter_markers("slow"))
+        and not any(item.iter_markers("long"))
+    ):
+        item.add_marker("quick")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -159,6 +159,7 @@ def assert_within_torch_bounds(
     assert ((theirs["parameter"] - p).abs() <= 8 * u * (p.abs() + step_size * scale / d) + tiny).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**31),

@@ -252,6 +252,7 @@ def test_vocabulary_and_sequence_must_be_possible(text_file):
         open_small("synthetic", vocab_size=0)
 
 
+@pytest.mark.slow
 def test_tiny_learns_the_text(one_thread):
     """A few hundred steps end well below the unigram entropy: the model has learned what follows what."""
     data = open_small("stdlib", seq_length=64)

@@ -27,7 +27,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "parameters too": {"offload_optimizer": zoo.SWAP, "offload_param": {"device": "nvme"}},
 }
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("ends_by", ["exit", "close"])

@@ -29,7 +29,7 @@ UNTIED = ("meta-llama/Meta-Llama-3-8B", "mistralai/Mistral-7B-v0.1", "Qwen/Qwen2
 ENGINE = {"threads": 1, "pin_threads": False, "optimizer": {"lr": 1e-3}}
 every_model = pytest.mark.parametrize("name", hf_zoo.MODELS)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("name", models.hub_models())

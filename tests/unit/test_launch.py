@@ -204,6 +204,7 @@ def test_ranks_meet_at_ports_and_a_name_of_their_own() -> None:
     assert len(set(free_ports(5))) == 5
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_with_its_job_takes_nothing_with_it() -> None:
     pytest.importorskip("torch")
     with Launcher() as launcher:

@@ -362,6 +362,7 @@ def test_the_hubs_cache_is_used_and_nothing_is_fetched(tmp_path):
     assert other.is_dir()
 
 
+@pytest.mark.slow
 def test_without_transformers_names_of_the_hub_say_what_to_install():
     code = """
 import sys

@@ -58,6 +58,7 @@ def printed(outputs: list[Any]) -> str:
     return "".join(output.text for output in outputs if output.get("name") == "stdout")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the kernel's own libraries may warn
 def test_notebook_runs(outputs: Callable[[Path], list[Any]]) -> None:
     found = outputs(SAMPLE)
@@ -70,6 +71,7 @@ def test_notebook_runs(outputs: Callable[[Path], list[Any]]) -> None:
     assert len(tables) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_notebook_compares_what_does_the_same_work(
     outputs: Callable[[Path], list[Any]], tmp_path: Path
@@ -86,6 +88,7 @@ def test_notebook_compares_what_does_the_same_work(
     assert not re.search(r"accum 1 / .*accum 4:|accum 4 / .*accum 1:", text)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_notebook_runs_without_an_ok_row(outputs: Callable[[Path], list[Any]], tmp_path: Path) -> None:
     results = sample()

@@ -217,6 +217,7 @@ def test_processes_are_listed_once_a_second() -> None:
     nvml.close()
 
 
+@pytest.mark.slow
 def test_torch_is_asked_in_another_process(tmp_path) -> None:
     seen = visible_gpus(has_driver=lambda: True)
     assert bool(seen.gpus) != bool(seen.reason)

@@ -14,6 +14,7 @@ from zerobench.errors import ConfigError
 from zerobench.strategies.compiled import Compiler, repeated_blocks
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("default"),  # the compiler's own code warns
     pytest.mark.usefixtures("own_process_group"),
 ]

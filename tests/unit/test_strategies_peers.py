@@ -50,6 +50,7 @@ def test_every_peer_of_gpus_has_a_name_and_a_stage():
     assert [strategies.get(name).stage for name in (*MEGATRON, *DEEPCOMPILE)] == [1, 2, 3, 3, 3, 3, 3]
 
 
+@pytest.mark.slow
 def test_importing_every_strategy_imports_no_peer():
     code = (
         "import sys, zerobench.strategies as s\n"

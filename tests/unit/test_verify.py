@@ -325,6 +325,7 @@ def test_evidence_is_of_the_first_step_and_of_the_last(clip) -> None:
         assert found.evaluation == pytest.approx(model(**batch_of(99)[0]).loss.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_that_overflow_skipped_is_made_again_of_the_same_batch() -> None:
     """So that strategies that skip at different scales still make the same updates."""
     right = small_evidence(precision="fp16", loss_scale=LossScaleSettings(initial_scale=2.0**10))

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ADDED_BY_PIP = {"INSTALLER", "REQUESTED", "direct_url.json"}
 
 

@@ -111,6 +111,7 @@ class Hoarding(SingleStrategy):
         return {**super().memory_bytes(), "host": {"master": 2 << 30}}
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_the_host_at_most(tmp_path) -> None:
     job = first_job(tmp_path, **TINY, warmup_steps=1, num_steps=1)
     job.settings.host_memory_gib = 1.0
@@ -177,6 +178,7 @@ def test_memory_that_ran_out_without_a_word_has_a_reason(error) -> None:
     assert told.message == "of what"
 
 
+@pytest.mark.slow
 def test_a_thread_for_whose_stack_a_limit_leaves_no_room_is_memory_that_ran_out() -> None:
     code = (
         "import resource, threading\n"
