@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import ranks
+from builders import make_settings, tiny_model
 
 # The compiler's own code warns.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -25,16 +26,13 @@ NUM_STEPS = 3
 
 
 def train(rank: ranks.Rank, name: str, **fields):
-    from zerobench import models, strategies
+    from zerobench import strategies
     from zerobench.data import open_data
-    from zerobench.strategies.base import StrategySettings
     from zerobench.strategies.shared import checksum
 
-    settings = StrategySettings(
+    settings = make_settings(
         rank=rank.rank,
         world_size=rank.world_size,
-        local_rank=rank.rank,
-        local_world_size=rank.world_size,
         rendezvous=rank.meeting_point,
         batch_size=2,
         seq_length=SEQ_LENGTH,
@@ -45,7 +43,7 @@ def train(rank: ranks.Rank, name: str, **fields):
     )
     data = open_data("synthetic", seed=0, seq_length=SEQ_LENGTH, vocab_size=256)
     strategy = strategies.get(name)(settings)
-    strategy.build(partial(models.build, models.resolve("tiny", MODEL), 0))
+    strategy.build(partial(tiny_model, **MODEL))
     strategy.reset_counters()
     place = {"rank": rank.rank, "world_size": rank.world_size, "batch_size": 2, "grad_accum": 1}
     steps = [strategy.step(data.micro_batches(step, **place), norm=True) for step in range(NUM_STEPS)]
@@ -90,12 +88,9 @@ def test_compiled_training_follows_eager_training(trained):
 
 def compile_stage_3(rank: ranks.Rank):
     import zerobench
-    from zerobench import models
     from zerobench.errors import ConfigError
 
-    engine = zerobench.initialize(
-        models.build(models.resolve("tiny", MODEL), seed=0), config=rank.config(stage=3)
-    )
+    engine = zerobench.initialize(tiny_model(**MODEL), config=rank.config(stage=3))
     with pytest.raises(ConfigError, match="compile each block's forward") as error:
         engine.compile()
     engine.close()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ranks
 import small_models
 import zoo
+from builders import tiny_model
 
 import zerobench
 
@@ -25,12 +27,7 @@ CATEGORIES = (
     "gradient_slots",
     "staging",
 )
-
-
-def tiny():
-    from zerobench import models
-
-    return models.build(models.resolve("tiny", {"num_layers": 4}), seed=0)
+tiny = partial(tiny_model, num_layers=4)
 
 
 def tokens(step, rank, micro=0):

@@ -6,20 +6,21 @@ One group of two processes runs everything once (importing torch is what costs);
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing
 import zoo
+from builders import make_settings, tiny_model
 from faulty import FAULTS, OldParameter, PlainDataParallel
 
 from zerobench import models, strategies
 from zerobench.bench.launch.environments import free_ports
 from zerobench.bench.rank.reads import watched
 from zerobench.data import open_data
-from zerobench.strategies.base import OptimizerSettings, StrategySettings
+from zerobench.strategies.base import OptimizerSettings
 from zerobench.strategies.flight_recorder import switch_recorder_on
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.pieces import Pieces
@@ -30,6 +31,7 @@ BATCH_SIZE = 2
 SEQ_LENGTH = 32
 NUM_STEPS = 4
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "max_seq_length": SEQ_LENGTH}
+make_model = partial(tiny_model, **MODEL)
 CASES = {
     "fp32": {"precision": "fp32"},
     "fp32-accum4-clip": {"precision": "fp32", "grad_accum": 4, "clip": 0.5},
@@ -62,28 +64,9 @@ TOLERANCES = {
 }
 
 
-def make_settings(case: str, *, rank: int, world_size: int) -> StrategySettings:
-    return StrategySettings(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        rendezvous=f"test-strategies-{os.environ.get('MASTER_PORT', 0)}",
-        batch_size=BATCH_SIZE,
-        seq_length=SEQ_LENGTH,
-        optimizer=OptimizerSettings(lr=1e-3),
-        timeout_s=60.0,
-        **CASES[case],
-    )
-
-
 @cache
 def text():
     return open_data("stdlib", seed=0, seq_length=SEQ_LENGTH, vocab_size=256)
-
-
-def make_model(*, device=None):
-    return models.build(models.resolve("tiny", MODEL), seed=0, device=device)
 
 
 def applied_step(strategy, micro_batches):
@@ -97,7 +80,16 @@ def applied_step(strategy, micro_batches):
 
 def train(name: str, case: str, *, rank: int, world_size: int) -> dict:
     """Every method of the protocol at least once, and what came out."""
-    settings = make_settings(case, rank=rank, world_size=world_size)
+    settings = make_settings(
+        rank=rank,
+        world_size=world_size,
+        rendezvous=f"test-strategies-{os.environ.get('MASTER_PORT', 0)}",
+        batch_size=BATCH_SIZE,
+        seq_length=SEQ_LENGTH,
+        optimizer=OptimizerSettings(lr=1e-3),
+        timeout_s=60.0,
+        **CASES[case],
+    )
     data = text()
     sizes = {"batch_size": BATCH_SIZE, "grad_accum": settings.grad_accum}
 

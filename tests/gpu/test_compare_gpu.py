@@ -18,12 +18,13 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
+from builders import make_settings
+
 from zerobench import data, models
 from zerobench.bench.mfu import peak_tflops
 from zerobench.bench.rank.meters import CudaMeter
 from zerobench.host.gpus import visible_gpus
 from zerobench.host.nvml import Nvml
-from zerobench.strategies.base import StrategySettings
 from zerobench.strategies.single import SingleStrategy
 
 pytestmark = pytest.mark.timeout(420)
@@ -307,10 +308,7 @@ def test_batches_are_placed_once_each(meter) -> None:
 
 
 def test_a_profiled_step_is_split_by_its_kernels(meter) -> None:
-    settings = StrategySettings(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", precision="bf16", batch_size=16,
-        seq_length=512, grad_accum=2, device="cuda",
-    )  # fmt: skip
+    settings = make_settings(precision="bf16", batch_size=16, seq_length=512, grad_accum=2, device="cuda")
     config = models.resolve("gpt-64m", {"num_layers": 4})
     strategy = SingleStrategy(settings)
     strategy.build(partial(models.build, config, 0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,8 +18,9 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
 import ranks
+from builders import make_settings, tiny_model
 
-from zerobench import models, strategies
+from zerobench import strategies
 from zerobench.bench.launch.environments import free_ports
 from zerobench.bench.rank.reads import watched
 from zerobench.strategies.base import StrategySettings
@@ -30,6 +31,7 @@ NUM_STEPS = 4
 BATCH_SIZE = 2
 SEQ_LENGTH = 64
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "max_seq_length": SEQ_LENGTH}
+build_model = partial(tiny_model, **MODEL)
 OURS = ["zero0", "zero1", "zero2", "zero3"]
 TORCHS = ["ddp", "ddp_compress", "ddp_master", "fsdp1", "fsdp2", "fsdp2_keep"]
 DEEPSPEED = ["deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_leaves"]
@@ -53,23 +55,16 @@ TOLERANCES = {
 pytestmark = pytest.mark.timeout(LONG_TIMEOUT_S + 60)
 
 
-def build_model(*, device=None):
-    return models.build(models.resolve("tiny", MODEL), seed=0, device=device)
-
-
-def make_settings(*, rank: int, world_size: int, device: str = "cuda", **fields: Any) -> StrategySettings:
-    return StrategySettings(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        rendezvous=f"test-strategies-gpu-{os.environ.get('MASTER_PORT', 0)}",
-        batch_size=BATCH_SIZE,
-        seq_length=SEQ_LENGTH,
-        timeout_s=60.0,
-        device=device,
-        **{"precision": "bf16", **fields},
-    )
+def gpu_settings(**fields: Any) -> StrategySettings:
+    defaults = {
+        "rendezvous": f"test-strategies-gpu-{os.environ.get('MASTER_PORT', 0)}",
+        "precision": "bf16",
+        "batch_size": BATCH_SIZE,
+        "seq_length": SEQ_LENGTH,
+        "timeout_s": 60.0,
+        "device": "cuda",
+    }
+    return make_settings(**{**defaults, **fields})
 
 
 def micro_batches(
@@ -110,7 +105,7 @@ Found = dict[str, Any]
 
 def checked_pass(name: str, place: dict[str, Any]) -> Found:
     """Deterministic, with what is compared."""
-    strategy = strategies.get(name)(make_settings(deterministic=True, **place))
+    strategy = strategies.get(name)(gpu_settings(deterministic=True, **place))
     strategy.build(build_model)
     found: Found = {"initial": strategy.full_parameters(), "dtypes": strategy.dtypes()}
     first = applied_step(strategy, batches_of(strategy, 0))
@@ -131,7 +126,7 @@ def checked_pass(name: str, place: dict[str, Any]) -> Found:
 
 def timed_pass(name: str, place: dict[str, Any]) -> Found:
     """As users train."""
-    strategy = strategies.get(name)(make_settings(**place))
+    strategy = strategies.get(name)(gpu_settings(**place))
     strategy.build(build_model)
     strategy.step(batches_of(strategy, 0))
     strategy.reset_counters()
@@ -180,7 +175,7 @@ def run(
     if device == "cuda" and world_size > GPU_NUM:
         pytest.skip(f"needs {world_size} GPUs, and this machine has {GPU_NUM}")
     reason = strategies.get(name).unsupported(
-        make_settings(rank=0, world_size=world_size, device=device, **fields)
+        gpu_settings(rank=0, world_size=world_size, device=device, **fields)
     )
     if reason is not None:
         pytest.skip(reason)

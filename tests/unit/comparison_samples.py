@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+from builders import make_window
 from plan_samples import GPUS, HOST_BYTES, SMALL
 from rich.console import Console
 
@@ -15,7 +16,7 @@ from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Plan, make_plan
 from zerobench.bench.progress import ProgressDisplay
-from zerobench.bench.protocol.job import DeviceMemory, Job, Report, TensorDeviation, Verification, Window
+from zerobench.bench.protocol.job import Job, Report, TensorDeviation, Verification
 from zerobench.bench.protocol.place import MachinePlace
 from zerobench.bench.rank import worker
 from zerobench.bench.sampler import Sampler
@@ -71,19 +72,6 @@ def place(*, world_size: int = 1, local_world_size: int = 1) -> worker.Place:
     )  # fmt: skip
 
 
-def window(**figures) -> Window:
-    values = {
-        "step_times_ms": [10.0, 10.0], "losses": [2.0, 1.0], "began_s": 100.0, "ended_s": 101.0,
-        "validation_loss": 1.5, "peak_host_bytes": 1, "communication_bytes": {}, "memory_bytes": {},
-        "phases_ms": {}, "compiled_graphs": 2.0, "threads": 1,
-        "memory": DeviceMemory(
-            peak_bytes=300, allocated_bytes=200, torch_allocated_peak_bytes=250, torch_reserved_peak_bytes=260,
-            outside_torch_bytes=50,
-        ),
-    }  # fmt: skip
-    return Window(**{**values, **figures})
-
-
 def verified(*, checksum: str = "c", **deviation: float) -> Verification:
     """Return what rank 0 of a row or a reference reports. Deviations are 0 where nothing is given."""
     found = TensorDeviation(**{**NONE_DIFFERS, **deviation})
@@ -95,7 +83,7 @@ def ended_well(job: Job, *, checksum: str = "c", **figures) -> Outcome:
     report = Report(
         dtypes=BF16,
         verification=verified(checksum=checksum) if job.verify else None,
-        window=window(**figures) if job.measure else None,
+        window=make_window(**figures) if job.measure else None,
     )
     return Outcome(status="ok", reports=dict.fromkeys(range(job.num_ranks), report))
 

@@ -7,10 +7,10 @@ import tracemalloc
 
 import pytest
 import torch
+from builders import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerobench import models
 from zerobench.data import ByteDataset, digest_of, open_data
 from zerobench.errors import DataError
 
@@ -256,7 +256,7 @@ def test_vocabulary_and_sequence_must_be_possible(text_file):
 def test_tiny_learns_the_text(one_thread):
     """A few hundred steps end well below the unigram entropy: the model has learned what follows what."""
     data = open_small("stdlib", seq_length=64)
-    model = models.build(models.resolve("tiny"), seed=0)
+    model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     for step in range(250):
         model(**data.micro_batches(step, rank=0, world_size=1, batch_size=8)[0]).loss.backward()

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from builders import make_window
 from comparison_samples import (
     BF16,
     HOST,
@@ -17,13 +18,12 @@ from comparison_samples import (
     plan,
     quiet_display,
     verified,
-    window,
 )
 
 from zerobench.bench.assess import apply_outcome, first_row
 from zerobench.bench.launch.environments import environment_of
 from zerobench.bench.launch.outcome import Outcome
-from zerobench.bench.protocol.job import Report
+from zerobench.bench.protocol.job import DeviceMemory, Report
 from zerobench.bench.schedule import schedule
 
 
@@ -193,8 +193,14 @@ def test_a_measured_row_gets_what_the_machine_did_meanwhile(answering) -> None:
     found = execution(chosen, launcher)
     single, zero1 = chosen.configurations[1], chosen.configurations[2]
     row = first_row(zero1, status="failed")
+    memory = DeviceMemory(
+        peak_bytes=300, allocated_bytes=200, torch_allocated_peak_bytes=250, torch_reserved_peak_bytes=260,
+        outside_torch_bytes=50,
+    )  # fmt: skip
+    figures = {"began_s": 100.0, "ended_s": 101.0, "memory": memory, "compiled_graphs": 2.0}
     reports = {
-        rank: Report(dtypes=BF16, window=window(energy_per_step_j=5.0 + 3.0 * rank)) for rank in range(2)
+        rank: Report(dtypes=BF16, window=make_window(**figures, energy_per_step_j=5.0 + 3.0 * rank))
+        for rank in range(2)
     }
     lines = [sample(99.0 + at, used_bytes=1000 * at) for at in (0, 1.5, 1.9, 9)]
     samples = launcher.scratch / "samples.jsonl"
@@ -211,9 +217,9 @@ def test_a_measured_row_gets_what_the_machine_did_meanwhile(answering) -> None:
     assert row.sampled.shared_gpus == []
     # A repeat, in which another process used a GPU: its memory may be in the peaks.
     samples.write_text(sample(200.5, shared=True))
-    found.add_machine_figures(row, [window(began_s=200.0, ended_s=201.0)])
+    found.add_machine_figures(row, [make_window(began_s=200.0, ended_s=201.0)])
     assert row.sampled.shared_gpus == [1] and row.sampled.sample_num == 2
-    found.add_machine_figures(row, [window(began_s=300.0, ended_s=301.0)])
+    found.add_machine_figures(row, [make_window(began_s=300.0, ended_s=301.0)])
     assert row.sampled.shared_gpus == [1]
     assert row.mfu is not None and row.mfu.peak_of == "NVIDIA H200, bf16 dense"
     assert row.deviation is not None and row.deviation.verdict == "not verified: it trains nothing"

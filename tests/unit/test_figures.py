@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from comparison_samples import BF16, TWO_GPUS, verified, window
+from builders import make_window
+from comparison_samples import BF16, TWO_GPUS, verified
 from plan_samples import configuration
 
 from zerobench.bench.assess import ReferenceRun, apply_outcome, first_row
@@ -29,7 +30,8 @@ ZERO1 = configuration(**TWO_GPUS, strategies=("zero1",))
 )
 def test_figures_that_are_none_of_the_rows_are_not_shown(figures, said) -> None:
     row = first_row(ZERO1, status="failed")
-    reports = {0: Report(dtypes=BF16, window=window()), 1: Report(dtypes=BF16, window=window(**figures))}
+    windows = [make_window([10.0, 10.0]), make_window([10.0, 10.0], **figures)]
+    reports = {rank: Report(dtypes=BF16, window=window) for rank, window in enumerate(windows)}
     if not figures.keys() & {"losses", "validation_loss"}:  # all ranks show the same
         reports[0] = reports[1]
     assert apply_outcome(row, Outcome(status="ok", reports=reports), ZERO1, None) == []
@@ -38,7 +40,7 @@ def test_figures_that_are_none_of_the_rows_are_not_shown(figures, said) -> None:
 
 def test_a_row_that_skips_the_updates_of_few_steps_is_shown_and_says_how_many() -> None:
     row = first_row(ZERO1, status="failed")
-    shown = window(step_times_ms=[10.0] * 3, losses=[1.0] * 3, applied_steps=3, skipped_steps=1)
+    shown = make_window([10.0] * 3, [1.0] * 3, applied_steps=3, skipped_steps=1)
     reports = {rank: Report(dtypes=BF16, window=shown) for rank in range(2)}
     assert apply_outcome(row, Outcome(status="ok", reports=reports), ZERO1, None) == [shown, shown]
     assert (row.status, row.error, row.skipped_steps) == ("ok", None, 1)
@@ -48,7 +50,7 @@ def test_a_row_that_skips_the_updates_of_few_steps_is_shown_and_says_how_many() 
 def test_a_row_that_is_measured_and_wrong_has_no_figures(quantity) -> None:
     verifications = [verified(**{quantity: 1.0}), Verification(loss=5.0, norm=1.0)]
     reports = {
-        rank: Report(dtypes=BF16, verification=verification, window=window())
+        rank: Report(dtypes=BF16, verification=verification, window=make_window())
         for rank, verification in enumerate(verifications)
     }
     row = first_row(ZERO1, status="failed")
@@ -64,7 +66,7 @@ def test_energy_that_one_rank_does_not_know_is_null() -> None:
         row = first_row(ZERO1, status="failed")
         energies = (5.0, None) if unknown is None else (unknown, unknown)
         reports = {
-            rank: Report(dtypes=BF16, window=window(energy_per_step_j=energy_j))
+            rank: Report(dtypes=BF16, window=make_window(energy_per_step_j=energy_j))
             for rank, energy_j in enumerate(energies)
         }
         apply_outcome(row, Outcome(status="ok", reports=reports), ZERO1, None)

@@ -7,10 +7,11 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from builders import make_window
 
 from zerobench.bench.launch.given import Answer, GivenRank, connect, given_ranks, meet, placed
 from zerobench.bench.launch.outcome import Outcome
-from zerobench.bench.protocol.job import DeviceMemory, Report, Verification, Window
+from zerobench.bench.protocol.job import Report, Verification
 from zerobench.bench.protocol.place import MachinePlace
 from zerobench.engine import config, topology
 from zerobench.errors import ConfigError, Error
@@ -83,11 +84,7 @@ def test_what_is_not_finite_reaches_rank_0_as_it_is() -> None:
     verification = Verification(
         loss=math.nan, norm=math.inf, evaluation=math.nan, expected_evaluations=[1.5, -math.inf]
     )
-    window = Window(
-        step_times_ms=[1.0], losses=[math.nan], began_s=0.0, ended_s=1.0, validation_loss=math.nan,
-        memory=DeviceMemory(peak_bytes=1, allocated_bytes=1), peak_host_bytes=None, communication_bytes=None,
-        memory_bytes={}, phases_ms={}, threads=1,
-    )  # fmt: skip
+    window = make_window([1.0], [math.nan], validation_loss=math.nan)
     reports = {1: Report(dtypes=dtypes, verification=verification, window=window)}
     told = Answer.from_text(Answer.of(Outcome(status="ok", reports=reports)).text()).reports[1]
     assert told.verification is not None and told.window is not None

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from builders import SMALL, tiny_model
 from torch import nn
 
-from zerobench import models
 from zerobench.engine.units import find_units
 from zerobench.errors import ConfigError
 from zerobench.models.materialise import Origin, materialise, on_meta
 
-SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_seq_length": 12, "vocab_size": 31}
-
-
-def on_the_meta_device(seed: int = 0, **overrides) -> nn.Module:
-    return models.build(models.resolve("tiny", {**SMALL, **overrides}), seed, device="meta")
-
-
-def whole(seed: int = 0, **overrides) -> nn.Module:
-    return models.build(models.resolve("tiny", {**SMALL, **overrides}), seed, device="cpu")
+small_model = partial(tiny_model, **SMALL | {"num_layers": 2})
+on_the_meta_device = partial(small_model, device="meta")
+whole = partial(small_model, device="cpu")
 
 
 def assert_equal(model: nn.Module, expected: nn.Module) -> None:
@@ -211,6 +207,6 @@ def test_unknown_names_are_an_error():
 
 def test_build_takes_torchs_default_device():
     with torch.device("meta"):
-        model = models.build(models.resolve("tiny", SMALL), 0)
+        model = small_model()
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.training

@@ -11,8 +11,9 @@ from functools import partial
 
 import pytest
 import torch
+from builders import make_settings, make_window, tiny_model
 
-from zerobench import data, models, strategies
+from zerobench import data, strategies
 from zerobench.bench import assess
 from zerobench.bench.protocol.job import DeviceMemory, Window, WindowTransfers
 from zerobench.bench.rank import measure
@@ -20,7 +21,6 @@ from zerobench.bench.rank.intervals import Activity
 from zerobench.bench.rank.meters import CpuMeter, Meter, split_steps
 from zerobench.bench.rank.worker import Channel
 from zerobench.results.schema import Row, Settings
-from zerobench.strategies.base import StrategySettings
 from zerobench.strategies.single import SingleStrategy
 
 SEQ_LENGTH = 16
@@ -28,13 +28,8 @@ SEQ_LENGTH = 16
 
 @pytest.fixture
 def strategy():
-    settings = StrategySettings(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", precision="fp32", batch_size=2,
-        seq_length=SEQ_LENGTH,
-    )  # fmt: skip
-    config = models.resolve("tiny", {"num_layers": 1, "hidden_size": 16})
-    single = SingleStrategy(settings)
-    single.build(partial(models.build, config, 0))
+    single = SingleStrategy(make_settings(seq_length=SEQ_LENGTH))
+    single.build(partial(tiny_model, num_layers=1, hidden_size=16))
     yield single
     single.close()
 
@@ -146,12 +141,8 @@ def test_the_host_peak_counts_from_its_reset() -> None:
 
 
 def test_what_follows_the_window_is_counted_apart(meter) -> None:
-    settings = StrategySettings(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", precision="fp16", batch_size=2,
-        seq_length=SEQ_LENGTH,
-    )  # fmt: skip
-    trained = SingleStrategy(settings)
-    trained.build(partial(models.build, models.resolve("tiny", {"num_layers": 1, "hidden_size": 16}), 0))
+    trained = SingleStrategy(make_settings(precision="fp16", seq_length=SEQ_LENGTH))
+    trained.build(partial(tiny_model, num_layers=1, hidden_size=16))
     steps, held_out = batches(5), batches(7)[6]
     window = measure.measure(
         trained, meter=meter, warmup=steps[:2], window=steps[2:], validation=held_out, profile=[],
@@ -236,13 +227,12 @@ def test_the_window_begins_on_a_busy_device_and_nothing_waits_in_it(strategy) ->
 @pytest.mark.parametrize(("warmup_num", "window_num"), [(0, 1), (1, 2), (2, 1), (3, 4)])
 def test_bytes_of_files_are_those_of_as_many_updates_as_are_timed(tmp_path, warmup_num, window_num) -> None:
     """The last update is still under way when the window ends, as the one before was when it began."""
-    settings = StrategySettings(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous=f"wear-{os.getpid()}", precision="fp32",
-        batch_size=2, seq_length=SEQ_LENGTH, offload="nvme", nvme_paths=(str(tmp_path),),
+    settings = make_settings(
+        rendezvous=f"wear-{os.getpid()}", seq_length=SEQ_LENGTH, offload="nvme", nvme_paths=(str(tmp_path),),
         options={"offload_optimizer": {"chunk_numel": 4096, "io_block_bytes": 4096, "io_depth": 1}},
     )  # fmt: skip
     trained = strategies.get("zero2")(settings)
-    trained.build(partial(models.build, models.resolve("tiny", {"num_layers": 2}), 0))
+    trained.build(partial(tiny_model, num_layers=2))
     numel = sum(flat["shard_numel"] for unit in trained._engine.units() for flat in unit["flats"])
     calls: list[str] = []
     traffic, step = trained._engine.offload_traffic, trained.step
@@ -269,13 +259,13 @@ def test_bytes_of_files_are_those_of_as_many_updates_as_are_timed(tmp_path, warm
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_categories_and_activations_explain_the_peak(precision) -> None:
     def measured(name: str, *, world_size: int = 1) -> Window:
-        settings = StrategySettings(
-            rank=0, world_size=world_size, local_rank=0, local_world_size=1, rendezvous=f"explain-{os.getpid()}",
-            precision=precision, batch_size=2, seq_length=SEQ_LENGTH,
+        settings = make_settings(
+            world_size=world_size, local_world_size=1, rendezvous=f"explain-{os.getpid()}", precision=precision,
+            seq_length=SEQ_LENGTH,
         )  # fmt: skip
         meter = CpuMeter()
         trained = strategies.get(name)(settings)
-        trained.build(partial(models.build, models.resolve("tiny", {"num_layers": 2}), 0))
+        trained.build(partial(tiny_model, num_layers=2))
         steps = batches(4)
         try:
             return measure.measure(
@@ -329,21 +319,6 @@ def test_a_profile_without_kernels_leaves_the_phases_as_timed() -> None:
     assert split_steps([], []) == {}
 
 
-def window(times_ms, losses, *, peak_bytes: int = 100, **figures) -> Window:
-    values = {
-        "validation_loss": 3.0,
-        "began_s": 1.0,
-        "ended_s": 2.0,
-        "memory": DeviceMemory(peak_bytes=peak_bytes, allocated_bytes=50),
-        "peak_host_bytes": 1000,
-        "communication_bytes": {"all_gather": 6, "reduce_scatter": 4},
-        "memory_bytes": {"device": {"parameters": 7}},
-        "phases_ms": {"forward": 1.0, "backward": 2.0, "optimizer": 0.5},
-        "threads": 1,
-    }
-    return Window(step_times_ms=times_ms, losses=losses, **{**values, **figures})
-
-
 def empty_row() -> Row:
     settings = Settings(
         model="tiny", world_size=2, precision="fp32", batch_size=4, seq_length=64, grad_accum=3
@@ -354,7 +329,8 @@ def empty_row() -> Row:
 def test_a_step_lasts_from_the_last_ranks_end_to_the_last_ranks_end() -> None:
     row = empty_row()
     assess.apply_windows(
-        row, [window([10.0, 30.0, 20.0], [1.0, 2.0, 3.0]), window([20.0, 10.0, 20.0], [3.0, 4.0, 5.0])]
+        row,
+        [make_window([10.0, 30.0, 20.0], [1.0, 2.0, 3.0]), make_window([20.0, 10.0, 20.0], [3.0, 4.0, 5.0])],
     )
     assert row.step_time_ms is not None
     # Ends: 10, 40, 60 and 20, 30, 50.
@@ -377,9 +353,12 @@ def test_memory_is_the_largest_rank_and_phases_are_the_mean() -> None:
     assess.apply_windows(
         row,
         [
-            window([1.0], [1.0], memory_bytes={"device": {"parameters": 7, "slots": 1}}),
-            window(
-                [1.0], [1.0], peak_bytes=300, memory_bytes={"device": {"parameters": 9}},
+            make_window(
+                peak_bytes=100, memory_bytes={"device": {"parameters": 7, "slots": 1}},
+                phases_ms={"forward": 1.0, "backward": 2.0, "optimizer": 0.5},
+            ),
+            make_window(
+                peak_bytes=300, memory_bytes={"device": {"parameters": 9}},
                 phases_ms={"forward": 3.0, "backward": 2.0, "optimizer": 0.5, "exposed_communication": 1.0},
             ),
         ],
@@ -397,8 +376,7 @@ def test_bytes_are_those_of_the_fullest_rank(order) -> None:
     assess.apply_windows(
         row,
         [
-            window(
-                [1.0], [1.0],
+            make_window(
                 memory=DeviceMemory(peak_bytes=size, allocated_bytes=size, **dict.fromkeys(of_torch, size)),
                 **dict.fromkeys(of_window, size),
             )
@@ -415,8 +393,8 @@ def test_rates_come_from_the_median_and_losses_are_means() -> None:
     assess.apply_windows(
         row,
         [
-            window([10.0, 10.0, 70.0], [1.0] * 3, validation_loss=2.0, **figures),
-            window([10.0, 10.0, 70.0], [2.0] * 3, validation_loss=5.0, **figures),
+            make_window([10.0, 10.0, 70.0], [1.0] * 3, validation_loss=2.0, **figures),
+            make_window([10.0, 10.0, 70.0], [2.0] * 3, validation_loss=5.0, **figures),
         ],
     )
     assert row.tokens_per_s == pytest.approx(64 * 2 * 4 * 3 / 0.010)
@@ -427,44 +405,44 @@ def test_rates_come_from_the_median_and_losses_are_means() -> None:
 def test_skipped_steps_of_repeats_add_up() -> None:
     row = empty_row()
     for skipped in (3, 0, 4):
-        assess.apply_windows(row, [window([1.0], [1.0], applied_steps=1, skipped_steps=skipped)] * 2)
+        assess.apply_windows(row, [make_window(applied_steps=1, skipped_steps=skipped)] * 2)
     assert row.skipped_steps == 7
 
 
 def test_each_rank_has_a_median_of_its_own() -> None:
     row = empty_row()
-    assess.apply_windows(row, [window([1.0, 2.0, 9.0], [1.0] * 3), window([4.0, 3.0, 3.0], [1.0] * 3)])
+    assess.apply_windows(
+        row, [make_window([1.0, 2.0, 9.0], [1.0] * 3), make_window([4.0, 3.0, 3.0], [1.0] * 3)]
+    )
     assert row.rank_step_times_ms == [2.0, 3.0]
 
 
 def test_a_row_says_where_its_ranks_ran_and_how_they_spoke() -> None:
     row = empty_row()
     told = [{"binding": "node 0: 0-3", "update_cpus": "0-3"}, {"binding": None, "update_cpus": "4-7"}]
-    assess.apply_windows(
-        row, [window([1.0], [1.0], threads=3, communicator="shm", **of_rank) for of_rank in told]
-    )
+    assess.apply_windows(row, [make_window(threads=3, communicator="shm", **of_rank) for of_rank in told])
     assert (row.settings.threads_per_rank, row.settings.communicator) == (3, "shm")
     assert (row.binding, row.update_cpus) == (["node 0: 0-3"], ["0-3", "4-7"])
     row = empty_row()
-    assess.apply_windows(row, [window([1.0], [1.0])] * 2)
+    assess.apply_windows(row, [make_window()] * 2)
     assert row.binding is None and row.update_cpus is None
 
 
 def test_communication_is_that_of_the_rank_that_moves_most() -> None:
     row = empty_row()
     moved = [{"all_gather": 6, "reduce_scatter": 4}, {"all_gather": 5, "reduce_scatter": 6}]
-    assess.apply_windows(row, [window([1.0], [1.0], communication_bytes=bytes_) for bytes_ in moved])
+    assess.apply_windows(row, [make_window(communication_bytes=bytes_) for bytes_ in moved])
     assert (row.communication_bytes, row.communication_by_collective) == (11, moved[1])
     row = empty_row()
-    assess.apply_windows(row, [window([1.0], [1.0], communication_bytes={})])
+    assess.apply_windows(row, [make_window(communication_bytes={})])
     assert (row.communication_bytes, row.communication_by_collective) == (0, {})
 
 
 def test_a_repeat_adds_samples_and_never_lowers_a_peak() -> None:
     row = empty_row()
     moved = WindowTransfers(to_host_bytes=4_000_000)
-    assess.apply_windows(row, [window([10.0, 10.0], [1.0, 1.0], transfers=moved)])
-    assess.apply_windows(row, [window([30.0, 30.0], [9.0, 9.0], peak_bytes=90, transfers=moved)])
+    assess.apply_windows(row, [make_window([10.0, 10.0], [1.0, 1.0], peak_bytes=100, transfers=moved)])
+    assess.apply_windows(row, [make_window([30.0, 30.0], [9.0, 9.0], peak_bytes=90, transfers=moved)])
     assert row.step_time_ms is not None
     assert row.step_time_ms.samples == [10.0, 10.0, 30.0, 30.0]
     assert row.step_time_ms.median == 20.0
@@ -478,7 +456,11 @@ def test_what_cannot_be_had_is_null() -> None:
     row = empty_row()
     assess.apply_windows(
         row,
-        [window([1.0], [math.nan], validation_loss=None, peak_host_bytes=None, communication_bytes=None)],
+        [
+            make_window(
+                [1.0], [math.nan], validation_loss=None, peak_host_bytes=None, communication_bytes=None
+            )
+        ],
     )
     assert row.loss is None
     assert row.validation_loss is None

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from builders import SMALL, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobench import models
 from zerobench.errors import ConfigError
 
-SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_seq_length": 12, "vocab_size": 31}
-
-
-def small_model(seed: int = 0, **overrides):
-    return models.build(models.resolve("tiny", {**SMALL, **overrides}), seed)
+small_model = partial(tiny_model, **SMALL | {"num_layers": 2})
 
 
 def tokens(batch_size: int = 3, seq_length: int = 12, vocab_size: int = 31) -> torch.Tensor:
@@ -122,7 +120,7 @@ def test_seed_fixes_the_bits_and_global_random_state_is_left_alone():
 
 
 def test_initialisation_is_gpt2s():
-    model = models.build(models.resolve("tiny", {"num_layers": 8}), seed=0)
+    model = tiny_model(num_layers=8)
     assert model.wte.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.blocks[0].mlp.fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.blocks[7].mlp.proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)

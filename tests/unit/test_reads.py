@@ -7,17 +7,15 @@ from types import SimpleNamespace
 import hf_zoo
 import pytest
 import torch
+from builders import tiny_model
 from torch import nn
 
-from zerobench import models
 from zerobench.bench.rank.reads import differing, watched
-
-SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "max_seq_length": 16}
 
 
 def make_model(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """In low precision, with its fp32 masters."""
-    model = models.build(models.resolve("tiny", SMALL), seed=0)
+    model = tiny_model(num_layers=2, hidden_size=32, num_heads=2, max_seq_length=16)
     masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return model.to(dtype), masters
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from builders import make_window
 from report_samples import GOLDEN, sample
 
 from zerobench.bench.assess import transfers_of
-from zerobench.bench.protocol.job import DeviceMemory, Window, WindowTransfers
+from zerobench.bench.protocol.job import WindowTransfers
 from zerobench.bench.rank.intervals import part_for_files
 from zerobench.bench.rank.transfers import by_direction, file_limits, link_limits, of_window
 from zerobench.host.io_settings import Rates
@@ -238,14 +239,6 @@ def test_memory_is_drawn_by_tier() -> None:
     assert [label.split(",")[0] for label in labels[:3]] == ["device memory", "host memory", "NVMe"]
 
 
-def window(step_ms: float, transfers: WindowTransfers | None) -> Window:
-    return Window(
-        step_times_ms=[step_ms], losses=[1.0], began_s=0, ended_s=1, validation_loss=None,
-        memory=DeviceMemory(peak_bytes=1, allocated_bytes=1), peak_host_bytes=None, communication_bytes=None,
-        memory_bytes={}, phases_ms={}, threads=1, transfers=transfers,
-    )  # fmt: skip
-
-
 def test_counters_become_figures_of_one_step() -> None:
     counted = Counted(to_host_bytes=400, nvme_written_bytes=8, pinned_bytes=7)
     found = of_window(counted, step_num=4)
@@ -260,13 +253,13 @@ def test_a_row_moves_what_its_busiest_rank_moves() -> None:
         WindowTransfers(to_host_bytes=4_000_000_000, limit_gb_s={"to_host": 50.0, "nvme_read": 3.0}),
         WindowTransfers(to_host_bytes=2_000_000_000, limit_gb_s={"to_host": 40.0}, limit_note="no room"),
     ]
-    row = transfers_of([window(1.0, each) for each in ranks], step_s=2.0)
+    row = transfers_of([make_window(transfers=each) for each in ranks], step_s=2.0)
     assert row is not None
     assert row.to_host_bytes == 4_000_000_000 and row.to_device_bytes is None
     assert row.achieved_gb_s == {"to_host": 2.0}
     assert row.limit_gb_s == {"to_host": 40.0}  # of the slowest; no limit that only some know
     assert row.limit_note == "no room"
-    assert transfers_of([window(1.0, None)], step_s=1.0) is None
+    assert transfers_of([make_window(transfers=None)], step_s=1.0) is None
 
 
 def test_cpu_ranks_have_no_link_and_rows_without_files_no_disk() -> None:

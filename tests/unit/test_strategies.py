@@ -6,42 +6,26 @@ import copy
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from builders import SMALL, make_settings, tiny_model
 
-from zerobench import models, strategies
+from zerobench import strategies
 from zerobench.bench.rank import verify
 from zerobench.engine.config import parse
 from zerobench.errors import ConfigError
 from zerobench.models.materialise import materialise
 from zerobench.strategies import clock, shared
 from zerobench.strategies.autocast import AutocastStrategy
-from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, Strategy, StrategySettings
+from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, Strategy
 from zerobench.strategies.deepspeed.config import loss_scaling
 from zerobench.strategies.peer import ProcessGroupLease
 from zerobench.strategies.single import SingleStrategy
 from zerobench.strategies.zero import engine_config
 
-SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_seq_length": 12, "vocab_size": 31}
-
-
-def make_settings(**fields) -> StrategySettings:
-    base = {
-        "rank": 0,
-        "world_size": 1,
-        "local_rank": 0,
-        "local_world_size": 1,
-        "rendezvous": "test",
-        "precision": "fp32",
-        "batch_size": 2,
-        "seq_length": 12,
-    }
-    return StrategySettings(**{**base, **fields})
-
-
-def make_model(shape=SMALL, *, device=None):
-    return models.build(models.resolve("tiny", shape), seed=0, device=device)
+make_model = partial(tiny_model, **SMALL)
 
 
 def make_batches(num_batches: int = 1):
@@ -219,7 +203,7 @@ def test_single_in_low_precision_takes_the_mean_of_micro_batches_in_fp32(precisi
 
 
 def test_models_are_evaluated_without_dropout_and_train_again_afterwards():
-    model = make_model({**SMALL, "dropout": 0.5}).eval()  # as checkpoints are loaded
+    model = make_model(dropout=0.5).eval()  # as checkpoints are loaded
     expected = [model(**batch).loss.item() for batch in make_batches(2)]
     strategy = built_single(lambda: model)
     assert model.training
@@ -441,12 +425,12 @@ def test_options_that_contradict_the_row_are_errors(options):
 def test_what_shards_parameters_never_holds_the_whole_model_in_fp32(
     own_process_group, name, monkeypatch
 ) -> None:
-    shape = SMALL | {"num_layers": 2}
+    two_blocks = partial(make_model, num_layers=2)
     asked, given = [], []
 
     def factory(*, device=None):
         asked.append(device)
-        return make_model(shape, device=device)
+        return two_blocks(device=device)
 
     def materialise_and_tell(model, names=None, **where):
         given.append(set(materialise(model, names, **where)))
@@ -455,7 +439,7 @@ def test_what_shards_parameters_never_holds_the_whole_model_in_fp32(
     monkeypatch.setattr(f"{kind.__module__}.materialise", materialise_and_tell)
     strategy = kind(make_settings(rendezvous=f"meta-{name}-{os.getpid()}"))
     strategy.build(factory)
-    expected = dict(make_model(shape).named_parameters())
+    expected = dict(two_blocks().named_parameters())
     blocks = [{key for key in expected if key.startswith(f"blocks.{index}.")} for index in range(2)]
     assert asked == ["meta"]
     assert len(given) == 3

@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_strategies import make_batches, make_model, make_settings
+from builders import SMALL, make_settings, tiny_model
+from test_strategies import make_batches
 
 from zerobench import models, strategies
 from zerobench.errors import ConfigError
@@ -19,11 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("own_process_group"),
 ]
 
-MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_seq_length": 12, "vocab_size": 31}
-
-
-def factory(*, device=None):
-    return make_model(MODEL, device=device)
+factory = partial(tiny_model, **SMALL | {"num_layers": 2})
 
 
 def trained(name: str, **fields):
@@ -78,7 +75,7 @@ def test_compiled_strategies_train_as_eager_ones_and_count_their_graphs(eager, n
 def saved_bytes(name: str, **fields) -> int:
     """For the backward of a step of transformers' GPT-2."""
     strategy = strategies.get(name)(make_settings(rendezvous=f"{name}-{os.getpid()}", **fields))
-    strategy.build(partial(models.build, models.resolve("hf:gpt2", MODEL | {"num_layers": 3}), 0))
+    strategy.build(partial(models.build, models.resolve("hf:gpt2", SMALL | {"num_layers": 3}), 0))
     saved = 0
 
     def pack(tensor):

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_strategies import make_settings
+from builders import make_settings
 from test_strategies_peers import WELL_EQUIPPED, on_gpus
 
 from zerobench import strategies

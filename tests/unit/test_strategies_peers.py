@@ -11,7 +11,7 @@ from pathlib import Path
 import hf_zoo
 import pytest
 import torch
-from test_strategies import make_model, make_settings
+from builders import SMALL, make_settings, tiny_model
 from torch.distributed.tensor import DTensor
 
 from zerobench import strategies
@@ -161,7 +161,7 @@ def test_deepspeed_runs_overlapped_without_timers_and_asks_for_nothing_in_timed_
 )
 def test_deepspeeds_stage_3_gathers_blocks_as_one(name, leaves):
     strategy = strategies.get(name)(on_gpus())
-    assert strategy._leaf_classes(make_model()) == leaves
+    assert strategy._leaf_classes(tiny_model(**SMALL)) == leaves
     config = deepspeed_config(on_gpus(), stage=3, parameter_count=1, leaf_classes=leaves)
     assert config["zero_optimization"].get("leaf_module", {"classes": []}) == {"classes": leaves}
 
@@ -312,7 +312,7 @@ def test_devices_are_named_and_checked():
 
 
 def test_casting_parameters_leaves_buffers_and_ties_as_they_are():
-    model = make_model()
+    model = tiny_model(**SMALL)
     model.register_buffer("frequencies", torch.rand(3))
     shared.cast_parameters(model, torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_strategies import make_batches, make_model, make_settings
+from builders import make_settings
+from test_strategies import make_batches, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerobench import strategies

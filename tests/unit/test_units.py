@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import small_models
+from builders import tiny_model
 from torch import nn
 
-from zerobench import models
 from zerobench.engine.units import find_units
 from zerobench.errors import ConfigError
 
 
 def test_blocks_and_a_tied_embedding():
-    model = models.build(models.resolve("tiny", {}), seed=0)
+    model = tiny_model()
     units = find_units(model)
     assert units.names == ["root", *(f"blocks.{i}" for i in range(4))]
     assert units.modules[0] is model
@@ -23,8 +23,7 @@ def test_blocks_and_a_tied_embedding():
 
 
 def test_large_untied_embeddings_and_heads_are_units():
-    config = models.resolve("tiny", {"tied_embeddings": False, "vocab_size": 2048})
-    names = find_units(models.build(config, seed=0)).names
+    names = find_units(tiny_model(tied_embeddings=False, vocab_size=2048)).names
     assert names == ["root", "wte", *(f"blocks.{i}" for i in range(4)), "lm_head"]
 
 

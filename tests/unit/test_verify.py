@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
+from builders import SMALL, make_settings, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerobench import models
 from zerobench.bench.protocol.job import TensorDeviation, Verification
 from zerobench.bench.protocol.tolerances import (
     TOLERANCES,
@@ -22,7 +22,7 @@ from zerobench.bench.protocol.tolerances import (
 from zerobench.bench.rank import verify
 from zerobench.errors import Error, VerificationError
 from zerobench.results.schema import Deviation, RowDtypes
-from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, StrategySettings
+from zerobench.strategies.base import LossScaleSettings, OptimizerSettings
 from zerobench.strategies.shared import checksum
 from zerobench.strategies.single import SingleStrategy
 
@@ -244,46 +244,35 @@ def test_other_parameters_are_an_error() -> None:
         compare(reshaped, expected, precision="fp32")
 
 
-def strategy_settings(clip: float | None) -> StrategySettings:
-    return StrategySettings(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, rendezvous="r", precision="fp32", batch_size=1,
-        seq_length=8, clip=clip,
-    )  # fmt: skip
-
-
 def test_the_gradient_is_read_from_the_first_moment() -> None:
     gradient = torch.tensor([3.0, 4.0])
     moments = {"p": 0.1 * gradient}
     assert torch.allclose(
-        verify.gradients_of_first_step(moments, strategy_settings(None), None)["p"], gradient
+        verify.gradients_of_first_step(moments, make_settings(clip=None), None)["p"], gradient
     )
     # Clipped from a norm of 5 to 1: the moment holds a fifth.
     clipped = {"p": 0.1 * gradient / 5}
-    found = verify.gradients_of_first_step(clipped, strategy_settings(1.0), 5.0)["p"]
+    found = verify.gradients_of_first_step(clipped, make_settings(clip=1.0), 5.0)["p"]
     assert torch.allclose(found, gradient, rtol=1e-5)
     below = {"p": 0.1 * gradient}  # a norm that is not clipped
     assert torch.allclose(
-        verify.gradients_of_first_step(below, strategy_settings(7.0), 5.0)["p"], gradient, rtol=1e-5
+        verify.gradients_of_first_step(below, make_settings(clip=7.0), 5.0)["p"], gradient, rtol=1e-5
     )
     with pytest.raises(Error, match="norm"):
-        verify.gradients_of_first_step(clipped, strategy_settings(1.0), None)
+        verify.gradients_of_first_step(clipped, make_settings(clip=1.0), None)
 
 
-SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_seq_length": 8, "vocab_size": 31}
-
-
-def small_model(*, device=None) -> torch.nn.Module:
-    return models.build(models.resolve("tiny", SMALL), seed=0, device=device)
+SEQ_LENGTH = 8
+small_model = functools.partial(tiny_model, **SMALL | {"max_seq_length": SEQ_LENGTH})
 
 
 def batch_of(step: int) -> list[dict[str, torch.Tensor]]:
-    ids = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(31, (2, SEQ_LENGTH), generator=torch.Generator().manual_seed(step))
     return [{"input_ids": ids, "labels": ids}]
 
 
 def small_evidence(**settings) -> verify.Evidence:
-    values = {**vars(strategy_settings(None)), "batch_size": 2, **settings}
-    strategy = SingleStrategy(StrategySettings(**values))
+    strategy = SingleStrategy(make_settings(batch_size=2, seq_length=SEQ_LENGTH, **settings))
     strategy.build(small_model)
     try:
         return verify.gather_evidence(strategy, batch_of, held_out=batch_of(99)[0])
