@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
@@ -20,7 +19,7 @@ from torch import nn
 
 from zerobench import _native
 from zerobench.engine import config as config_module
-from zerobench.engine import placement
+from zerobench.engine import notices, placement
 from zerobench.engine import topology as topology_module
 from zerobench.engine.agreement import expect_same_setup, expect_same_unheld, raise_everywhere, setup_facts
 from zerobench.engine.change_watch import ChangeWatch
@@ -37,6 +36,8 @@ from zerobench.engine.full_state import (
 )
 from zerobench.engine.hooks import ModuleHooks, expect_settled
 from zerobench.engine.known_parameters import KnownParameters
+from zerobench.engine.left_out import LeftOut
+from zerobench.engine.notices import Notices
 from zerobench.engine.optimizer import ZeroOptimizer
 from zerobench.engine.parameters import (
     Materialise,
@@ -122,8 +123,10 @@ class Engine(EngineFacts, EngineWindow):
         self.module = model
         self.config = config
         host = host or read_host_facts()
+        notices.configure(host.environment)
         group = topology_module.group_of_ranks(config, host, process_group)
         self.topology = topology_module.resolve(config, host.environment, group)
+        self._notices = Notices(self.topology.rank)
         self.optimizer = ZeroOptimizer(param_groups(model, model_parameters), config.optimizer)
         self._units = find_units(model, config.units)
         self._dtypes = config.effective_dtypes()
@@ -146,6 +149,11 @@ class Engine(EngineFacts, EngineWindow):
         self._update_cpus = use.text
         self.communicator = communicators.kind
         self.communicator_note = communicators.note
+        self._notices.info(
+            f"world size {self.topology.world_size}, stage {config.stage}, communicator {communicators.kind}"
+            + (f" ({communicators.note})" if communicators.note else ""),
+            same_on_all_ranks=True,
+        )
         self._close_communicators = communicators.close
         self._core_types = core
         self._core = core.Engine(
@@ -204,12 +212,13 @@ class Engine(EngineFacts, EngineWindow):
             arrived=self._parameters_arrived,
         )
         hold(self._known.named.values())
+        self._left_out = LeftOut(self._known, self._notices) if self.topology.rank == 0 else None
         self._offload_ratio: float | None = None
         if offload := config.offload_optimizer:
             self._offload_ratio = None if offload.ratio == "auto" else offload.ratio
         self._swap_watch: SwapWatch | None = None
         if offload and offload.device == "nvme" and self.topology.local_rank == 0:
-            self._swap_watch = SwapWatch(offload.nvme_path, clock_s=time.perf_counter)
+            self._swap_watch = SwapWatch(offload.nvme_path, self._notices, clock_s=time.perf_counter)
         if self._core.awaits_share:
             self._place.begin_trial()
 
@@ -264,6 +273,8 @@ class Engine(EngineFacts, EngineWindow):
             self._abort_backward(error)
             raise
         self._core.end_backward()
+        if self._left_out is not None:
+            self._left_out.backward_ended()
 
     def step(self, *, end_window: bool = False) -> None:
         """Update parameters at the accumulation boundary; before it, do nothing.
@@ -306,6 +317,8 @@ class Engine(EngineFacts, EngineWindow):
                 self._parameters_arrived()
         if self._swap_watch is not None and not self._swap_watch.step_ended(self):
             self._swap_watch = None
+        if self._left_out is not None:
+            self._left_out.step_ended()
 
     def compile(self, **options: Any) -> None:
         """Compile the model's forward as a whole; ``options`` are those of torch.compile. Call it between steps.
@@ -516,7 +529,7 @@ class Engine(EngineFacts, EngineWindow):
     def close(self) -> None:
         """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data.
 
-        Warns where micro-batches still wait for a step.
+        Warns where micro-batches still wait for a step, and of parameters that training left out.
         """
         pending = 0
         if self._hooks.are_installed:
@@ -530,11 +543,13 @@ class Engine(EngineFacts, EngineWindow):
         finally:
             self._close_communicators()
             self._close_communicators = _nothing
+            if self._left_out is not None:
+                self._left_out.close()
+                self._left_out = None
         if pending:
-            warnings.warn(
+            self._notices.warn(
                 f"engine.close() dropped the gradients of {pending} micro-batch{'es' * (pending > 1)} that no step has "
-                "used; call engine.step(end_window=True) before, or engine.zero_grad() to drop them",
-                stacklevel=2,
+                "used; call engine.step(end_window=True) before, or engine.zero_grad() to drop them"
             )
 
     def __iter__(self) -> Iterator[Any]:
