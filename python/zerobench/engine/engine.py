@@ -29,6 +29,7 @@ from zerobench.engine.full_state import (
     Checked,
     checked_for_loading,
     of_rank_0,
+    persistent_buffers,
     settle_buffers,
     share_tensors,
     tensors_to_share,
@@ -398,6 +399,21 @@ class Engine(EngineFacts, EngineWindow):
                 self._accept_values()
             if lost is not None:
                 raise lost
+
+    def sync_buffers(self) -> None:
+        """Give every rank the values of rank 0's persistent buffers, as DistributedDataParallel does before each
+        forward (``broadcast_buffers``); nothing is averaged. Collective, between steps.
+
+        Call it before an evaluation where ranks must agree: statistics of BatchNorm follow each rank's own batches.
+        Buffers registered with ``persistent=False`` stay each rank's own.
+
+        Raises ConfigError, the same on every rank, where ranks have buffers of other names, shapes or dtypes.
+        """
+        self._enter_stream()
+        self._settle_buffers()
+        buffers = persistent_buffers(self.module)
+        expect_same_unheld(self._core, buffers)
+        share_tensors(self._core, buffers)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The module's full state dict (parameters in param_dtype, buffers) as copies. Collective."""
