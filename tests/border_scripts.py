@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,7 +45,6 @@ def run_all(
 ) -> list[tuple[str | None, Any]]:
     """Call every check with this rank and its arguments. Return what each raised, and what each returned."""
     _settings["folder"] = folder
-    warnings.filterwarnings("ignore", "a step takes", RuntimeWarning)  # the disk of the tests is slow
     outcomes: list[tuple[str | None, Any]] = []
     for index, (check, arguments) in enumerate(checks):
         _settings["engines"] = "0"  # also where a check failed on one rank only

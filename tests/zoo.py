@@ -225,10 +225,10 @@ def train_engine(case: Case, rank: Any, *, stage: int, device: str = "cpu", **co
             schedule.step()
     record |= state_of(engine)
     record["awaited_early"] = [unit["name"] for unit in engine.units() if unit["is_awaited_early"]]
+    engine.close()
     assert not any(parameter._backward_hooks for parameter in model.parameters()), (
         "forwards leave hooks behind"
     )
-    engine.close()
     return record
 
 

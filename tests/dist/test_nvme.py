@@ -5,12 +5,12 @@ All cases of a world size run in one group of processes.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
 import ranks
 import zoo
+from noticed import noticed
 
 import zerobench
 from zerobench.engine.swap_watch import SwapWatch
@@ -128,12 +128,11 @@ def watched(rank: ranks.Rank, path: str) -> list[str]:
         zoo.make(case),
         config=rank.config(stage=2, precision="bf16", offload_optimizer=SWAP | {"nvme_path": path}),
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with noticed() as texts:
         for step in range(SwapWatch.first_steps + SwapWatch.watched_steps + 1):
             zoo.run_plan(engine, case, step, rank.rank, [])
     engine.close()
-    return [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    return texts
 
 
 def test_waits_for_files_are_told_of_once_on_a_host(disk: Path):

@@ -1,4 +1,4 @@
-"""A generator that trains through its discriminator, each by an engine or by a plain loop."""
+"""Two models in one loss: a generator and its discriminator, or two towers; by engines or by a plain loop."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_a_generator_trains_through_a_frozen_discriminator():
 
 
 def not_frozen(rank):
-    """What each combination says, and that both go on behind it."""
-    said = []
+    """Return the error of each combination, after which both go on."""
+    said = {}
     for stage in STAGES:
         for of_generator in GENERATORS:
             plain = net(4, 8)
@@ -108,7 +108,7 @@ def not_frozen(rank):
             )
             with pytest.raises((RuntimeError, errors.StateError)) as caught:
                 train(generator, discriminator, *backwards, freezes=False)
-            said.append(str(caught.value))
+            said[stage, of_generator] = str(caught.value)
             train(generator, discriminator, *backwards, freezes=True)
             discriminator.close()
     return said
@@ -117,5 +117,81 @@ def not_frozen(rank):
 def test_a_discriminator_that_is_not_frozen_is_an_error_that_says_so():
     for said in ranks.run(not_frozen):
         assert len(said) == len(STAGES) * len(GENERATORS)
-        assert all("a generator through its discriminator" in text for text in said), said
-        assert all("requires_grad_(False) on this one before that forward" in text for text in said), said
+        for (_, of_generator), text in said.items():
+            assert "a generator through its discriminator" in text
+            frozen = (
+                "this one before that forward" if of_generator is None else "the other before its forward"
+            )
+            assert f"requires_grad_(False) on {frozen}" in text
+
+
+class Towers(nn.Module):
+    """Two models that meet in a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = net(4, 8), net(3, 8)
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.image(image), self.text(text))
+
+
+def loss_of(image, text):
+    return (image @ text.t()).diagonal().sub(1.0).square().mean()
+
+
+def pairs(step):
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(5, 4, generator=draw), torch.randn(5, 3, generator=draw)
+
+
+def towers_apart(rank, stage, units):
+    """Return the errors of both engines' backwards for one loss, after which each trains alone."""
+    towers = Towers()
+    config = rank.config(stage=stage, units=units, gradient_accumulation_steps=1)
+    image, text = (zerobench.initialize(tower, config=config) for tower in (towers.image, towers.text))
+    said = []
+    for engine in (image, text):
+        given = pairs(0)
+        with pytest.raises(errors.StateError) as caught:
+            engine.backward(loss_of(image(given[0]), text(given[1])))
+        assert isinstance(caught.value.__cause__, (RuntimeError, errors.StateError))
+        said.append(str(caught.value))
+    for engine, given in zip((image, text), pairs(1), strict=True):
+        engine.backward(engine(given).square().mean())
+        engine.step()
+        assert engine.global_steps == 1
+        engine.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("stage", "units", "place"),
+    [(0, "auto", "parameter '2.bias'"), (2, ["Linear"], "parameter '2.bias'"), (3, ["Linear"], "unit '2'")],
+)
+def test_two_engines_in_one_loss_are_an_error_that_names_one_engine_for_both(stage, units, place):
+    for said in ranks.run(towers_apart, stage, units):
+        for text in said:
+            assert text.startswith(f"this backward reached {place} of another engine"), text
+            assert "make one engine for both" in text
+
+
+def towers_together(rank, stage):
+    engine = start(rank, Towers(), stage)
+    for step in range(3):
+        engine.backward(engine(*pairs(step)))
+        engine.step()
+    parameters = engine.full_parameters()
+    engine.close()
+    return parameters
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_engine_trains_two_towers(stage):
+    towers = Towers()
+    backward = plain_backward_of(towers)
+    for step in range(3):
+        backward(towers(*pairs(step)))
+    for found in ranks.run(towers_together, stage):
+        for name, parameter in towers.named_parameters():
+            assert torch.allclose(found[name], parameter, atol=1e-5), name

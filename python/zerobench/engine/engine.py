@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
@@ -20,7 +19,7 @@ from torch import nn
 
 from zerobench import _native
 from zerobench.engine import config as config_module
-from zerobench.engine import placement
+from zerobench.engine import notices, placement
 from zerobench.engine import topology as topology_module
 from zerobench.engine.agreement import expect_same_setup, expect_same_unheld, raise_everywhere, setup_facts
 from zerobench.engine.change_watch import ChangeWatch
@@ -30,6 +29,7 @@ from zerobench.engine.full_state import (
     Checked,
     checked_for_loading,
     of_rank_0,
+    persistent_buffers,
     settle_buffers,
     share_tensors,
     tensors_to_share,
@@ -37,6 +37,8 @@ from zerobench.engine.full_state import (
 )
 from zerobench.engine.hooks import ModuleHooks, expect_settled
 from zerobench.engine.known_parameters import KnownParameters
+from zerobench.engine.left_out import LeftOut
+from zerobench.engine.notices import Notices
 from zerobench.engine.optimizer import ZeroOptimizer
 from zerobench.engine.parameters import (
     Materialise,
@@ -46,6 +48,7 @@ from zerobench.engine.parameters import (
     param_groups,
 )
 from zerobench.engine.rank_cpus import rank_cpus
+from zerobench.engine.shared_loss import error_of_another_engine
 from zerobench.engine.swap_watch import SwapWatch
 from zerobench.engine.trainable_model import expect_trainable, hold, release
 from zerobench.engine.units import find_units
@@ -122,8 +125,10 @@ class Engine(EngineFacts, EngineWindow):
         self.module = model
         self.config = config
         host = host or read_host_facts()
+        notices.configure(host.environment)
         group = topology_module.group_of_ranks(config, host, process_group)
         self.topology = topology_module.resolve(config, host.environment, group)
+        self._notices = Notices(self.topology.rank)
         self.optimizer = ZeroOptimizer(param_groups(model, model_parameters), config.optimizer)
         self._units = find_units(model, config.units)
         self._dtypes = config.effective_dtypes()
@@ -146,6 +151,11 @@ class Engine(EngineFacts, EngineWindow):
         self._update_cpus = use.text
         self.communicator = communicators.kind
         self.communicator_note = communicators.note
+        self._notices.info(
+            f"world size {self.topology.world_size}, stage {config.stage}, communicator {communicators.kind}"
+            + (f" ({communicators.note})" if communicators.note else ""),
+            same_on_all_ranks=True,
+        )
         self._close_communicators = communicators.close
         self._core_types = core
         self._core = core.Engine(
@@ -204,12 +214,13 @@ class Engine(EngineFacts, EngineWindow):
             arrived=self._parameters_arrived,
         )
         hold(self._known.named.values())
+        self._left_out = LeftOut(self._known, self._notices) if self.topology.rank == 0 else None
         self._offload_ratio: float | None = None
         if offload := config.offload_optimizer:
             self._offload_ratio = None if offload.ratio == "auto" else offload.ratio
         self._swap_watch: SwapWatch | None = None
         if offload and offload.device == "nvme" and self.topology.local_rank == 0:
-            self._swap_watch = SwapWatch(offload.nvme_path, clock_s=time.perf_counter)
+            self._swap_watch = SwapWatch(offload.nvme_path, self._notices, clock_s=time.perf_counter)
         if self._core.awaits_share:
             self._place.begin_trial()
 
@@ -264,6 +275,8 @@ class Engine(EngineFacts, EngineWindow):
             self._abort_backward(error)
             raise
         self._core.end_backward()
+        if self._left_out is not None:
+            self._left_out.backward_ended()
 
     def step(self, *, end_window: bool = False) -> None:
         """Update parameters at the accumulation boundary; before it, do nothing.
@@ -306,6 +319,8 @@ class Engine(EngineFacts, EngineWindow):
                 self._parameters_arrived()
         if self._swap_watch is not None and not self._swap_watch.step_ended(self):
             self._swap_watch = None
+        if self._left_out is not None:
+            self._left_out.step_ended()
 
     def compile(self, **options: Any) -> None:
         """Compile the model's forward as a whole; ``options`` are those of torch.compile. Call it between steps.
@@ -385,6 +400,21 @@ class Engine(EngineFacts, EngineWindow):
                 self._accept_values()
             if lost is not None:
                 raise lost
+
+    def sync_buffers(self) -> None:
+        """Give every rank the values of rank 0's persistent buffers, as DistributedDataParallel does before each
+        forward (``broadcast_buffers``); nothing is averaged. Collective, between steps.
+
+        Call it before an evaluation where ranks must agree: statistics of BatchNorm follow each rank's own batches.
+        Buffers registered with ``persistent=False`` stay each rank's own.
+
+        Raises ConfigError, the same on every rank, where ranks have buffers of other names, shapes or dtypes.
+        """
+        self._enter_stream()
+        self._settle_buffers()
+        buffers = persistent_buffers(self.module)
+        expect_same_unheld(self._core, buffers)
+        share_tensors(self._core, buffers)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The module's full state dict (parameters in param_dtype, buffers) as copies. Collective."""
@@ -516,7 +546,7 @@ class Engine(EngineFacts, EngineWindow):
     def close(self) -> None:
         """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data.
 
-        Warns where micro-batches still wait for a step.
+        Warns where micro-batches still wait for a step, and of parameters that training left out.
         """
         pending = 0
         if self._hooks.are_installed:
@@ -530,11 +560,13 @@ class Engine(EngineFacts, EngineWindow):
         finally:
             self._close_communicators()
             self._close_communicators = _nothing
+            if self._left_out is not None:
+                self._left_out.close()
+                self._left_out = None
         if pending:
-            warnings.warn(
+            self._notices.warn(
                 f"engine.close() dropped the gradients of {pending} micro-batch{'es' * (pending > 1)} that no step has "
-                "used; call engine.step(end_window=True) before, or engine.zero_grad() to drop them",
-                stacklevel=2,
+                "used; call engine.step(end_window=True) before, or engine.zero_grad() to drop them"
             )
 
     def __iter__(self) -> Iterator[Any]:
@@ -695,6 +727,8 @@ class Engine(EngineFacts, EngineWindow):
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"while leaving the backward: {abort_error}")
         self._core.rethrow_hook_error()
+        if (refusal := error_of_another_engine(error)) is not None:
+            raise refusal from error
 
 
 def _nothing() -> None:

@@ -191,6 +191,13 @@ def unheld_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to a state."""
+    return {
+        name: tensor for name, tensor in unheld_tensors(model).items() if not isinstance(tensor, nn.Parameter)
+    }
+
+
 def settle_buffers(model: nn.Module, *, device: str, dtype: torch.dtype) -> None:
     """Put buffers onto the device, where each can be written; statistics of normalisation layers become ``dtype``, the
     parameters'. Raises ConfigError for a buffer without values."""

@@ -42,6 +42,14 @@ class KnownParameters:
                     "it; tie, replace or delete parameters before"
                 )
 
+    def late_names(self) -> list[str]:
+        """Return the names of parameters that need a gradient and that the model did not have."""
+        return [
+            name
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and parameter not in self._shapes
+        ]
+
     def expect_same_trained(self) -> None:
         """In every step, so by comprehensions, which take least beside what reaching each tensor takes."""
         for parameter in [each for each in self.trained if not each.requires_grad]:

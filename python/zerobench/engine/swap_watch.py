@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
+
+from zerobench.engine.notices import Notices
 
 
 class Swapping(Protocol):
@@ -28,7 +29,8 @@ class SwapWatch:
     watched_steps: ClassVar[int] = 3
     least_share: ClassVar[float] = 0.5  # of a step: files then take longer than all else in it
 
-    def __init__(self, paths: Sequence[str], *, clock_s: Callable[[], float]) -> None:
+    def __init__(self, paths: Sequence[str], notices: Notices, *, clock_s: Callable[[], float]) -> None:
+        self._notices = notices
         self._paths = list(dict.fromkeys(paths))
         self._clock_s = clock_s
         self._steps = 0
@@ -51,7 +53,7 @@ class SwapWatch:
             self._begin = now
             return True
         if text := self.warning_text(self._begin, now):
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            self._notices.warn(text)
         return False
 
     def warning_text(self, begin: _Reading, end: _Reading) -> str | None:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +14,7 @@ import torch
 from zerobench.engine.agreement import raise_everywhere
 from zerobench.engine.config import Config
 from zerobench.engine.gradients import Gradients
+from zerobench.engine.notices import Notices
 from zerobench.engine.topology import Topology
 from zerobench.errors import ConfigError, StateError
 
@@ -27,6 +27,7 @@ class EngineWindow:
     """The part of an engine that is about gradients which wait for a step."""
 
     _core: CoreEngine
+    _notices: Notices
     _place: Place
     _enter_stream: Callable[..., None]
     config: Config
@@ -131,11 +132,11 @@ class EngineWindow:
         self._core.drop_gradients()
         self._drops_since_step += 1
         if is_short and self._drops_since_step == max(2, self.config.gradient_accumulation_steps):
-            warnings.warn(
+            self._notices.warn(
                 f"zero_grad() has dropped {self._drops_since_step} unfinished windows of micro-batches since the last "
                 f"step, the last one after {pending} of {self.config.gradient_accumulation_steps}. A window that is "
                 "dropped before each micro-batch never reaches a step: call zero_grad() after engine.step()",
-                stacklevel=3,
+                same_on_all_ranks=True,
             )
 
     def _expect_only_read(self, found: Gradients, *, has_failed: bool) -> None:
