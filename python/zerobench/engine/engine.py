@@ -48,7 +48,7 @@ from zerobench.engine.parameters import (
 from zerobench.engine.rank_cpus import rank_cpus
 from zerobench.engine.swap_watch import SwapWatch
 from zerobench.engine.trainable_model import expect_trainable, hold, release
-from zerobench.engine.units import find_units
+from zerobench.engine.units import find_units, large_unit_notice
 from zerobench.engine.value_watch import Samples, ValueWatch
 from zerobench.engine.window import EngineWindow
 from zerobench.errors import ConfigError, StateError
@@ -204,6 +204,7 @@ class Engine(EngineFacts, EngineWindow):
             arrived=self._parameters_arrived,
         )
         hold(self._known.named.values())
+        self._tell_large_unit()
         self._offload_ratio: float | None = None
         if offload := config.offload_optimizer:
             self._offload_ratio = None if offload.ratio == "auto" else offload.ratio
@@ -627,6 +628,14 @@ class Engine(EngineFacts, EngineWindow):
         if stream != self._stream:
             self._core.set_compute_stream(stream)
             self._stream = stream
+
+    def _tell_large_unit(self) -> None:
+        """Warn on one rank where units that were found by structure make gathers of stage 3 large."""
+        if self.config.units != "auto" or not self._core.parameters_sharded or self.topology.rank:
+            return
+        element_bytes = _TORCH_DTYPES[self._dtypes["param"]].itemsize
+        if notice := large_unit_notice(self._units, element_bytes=element_bytes):
+            warnings.warn(notice, stacklevel=4)
 
     def _place_state(self) -> None:
         """Put as much of the optimizer state on the device as the first forward and backward have left free there, and
