@@ -216,6 +216,13 @@ def test_one_block_object_in_two_places_is_one_unit():
     assert find_units(nn.Sequential(block, small_models.Block(), block)).names == ["root", "0", "1"]
 
 
+def test_cures_of_embeddings_and_heads_name_the_other_units():
+    model = nn.ModuleDict({"embed": nn.Embedding(200, 24), "blocks": small_models.Chain(2).blocks})
+    cures = find_units(model).cures()
+    assert cures[0] == cures[2] == cures[3] == ""
+    assert cures[1].startswith('set "units": ["Block"] in the configuration')
+
+
 def test_classes_by_name():
     model = small_models.Chain(2)
     assert find_units(model, ["Block"]).names == ["root", "blocks.0", "blocks.1"]

@@ -169,6 +169,7 @@ class Engine(EngineFacts, EngineWindow):
                 offload=placement.offload_options(config, self.topology, use),
             ),
             unit_names=self._units.names,
+            unit_cures=self._units.cures(),
             root_unit=0,
             parameters=arguments,
             gather_communicator=communicators.gather,
@@ -223,8 +224,7 @@ class Engine(EngineFacts, EngineWindow):
         except Exception:
             raise  # the hooks have ended the forward
         except BaseException:  # Ctrl-C, for which torch calls no hooks
-            with contextlib.suppress(Exception):
-                self._core.abandon_forward()
+            self._hooks.forward_interrupted()
             raise
 
     forward = __call__

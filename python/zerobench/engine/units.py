@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,18 @@ class UnitModules:
 
     names: list[str]
     modules: list[nn.Module]
+
+    def lone(self) -> list[int]:
+        """Indices of the units in the root that are one embedding or linear layer."""
+        kinds = (nn.Embedding, nn.Linear)
+        return [index for index, module in enumerate(self.modules) if index and isinstance(module, kinds)]
+
+    def cures(self) -> list[str]:
+        """What to set where a forward uses a unit without calling it, by unit; "" where that is the default."""
+        lone = set(self.lone())
+        others = sorted({type(m).__name__ for i, m in enumerate(self.modules) if i and i not in lone})
+        cure = f'set "units": {json.dumps(others)} in the configuration, which gathers it with the rest of the model'
+        return [cure if index in lone else "" for index in range(len(self.modules))]
 
     def unit_of_parameters(self) -> dict[str, int]:
         """Unit index by parameter name. A parameter belongs to the innermost unit that holds all of its uses."""
