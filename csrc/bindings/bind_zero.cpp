@@ -18,6 +18,9 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
       .def("end_forward", &BoundEngine::end_forward, Release())
       .def("abandon_forward", &BoundEngine::abandon_forward, Release())
       .def("pre_forward", &BoundEngine::pre_forward, py::arg("unit"), Release())
+      .def("pre_forward_with_root", &BoundEngine::pre_forward_with_root, py::arg("unit"), Release(),
+           "Gathers a unit that a forward of stage 3 uses without a call of its module; later forwards gather it with "
+           "the root.")
       .def("post_forward", &BoundEngine::post_forward, py::arg("unit"), Release())
       .def("pre_backward", &BoundEngine::pre_backward, py::arg("unit"), Release())
       .def(
@@ -196,16 +199,17 @@ void bind_zero(py::module_& m) {
   engine.def(py::init([](const EngineOptions& options, std::vector<std::string> unit_names, std::size_t root_unit,
                          const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
                          const py::object& reduce_communicator, const std::string& device, const py::object& parts,
-                         const py::object& materialise) {
+                         const py::object& materialise, std::vector<std::string> unit_cures) {
                return std::make_unique<BoundEngine>(options, std::move(unit_names), root_unit, parameters,
                                                     gather_communicator, reduce_communicator, device,
-                                                    in_capsule<DeviceParts>(parts), materialise);
+                                                    in_capsule<DeviceParts>(parts), materialise, std::move(unit_cures));
              }),
              py::kw_only(), py::arg("options"), py::arg("unit_names"), py::arg("root_unit"), py::arg("parameters"),
              py::arg("gather_communicator"), py::arg("reduce_communicator"), py::arg("device"), py::arg("parts"),
-             py::arg("materialise"),
+             py::arg("materialise"), py::arg("unit_cures") = std::vector<std::string>{},
              "device is torch's name of where parameters live; parts is a capsule that makes the engine compute there; "
-             "materialise(unit), or None, is called before a unit is built and returns tensors by parameter index.");
+             "materialise(unit), or None, is called before a unit is built and returns tensors by parameter index; "
+             "unit_cures are what errors tell to do where a forward uses a unit without a call of its module.");
   bind_engine_training(engine);
   bind_engine_state(engine);
   bind_engine_facts(engine);

@@ -20,7 +20,7 @@ namespace zb {
 BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> unit_names, std::size_t root_unit,
                          const std::vector<ParameterArgument>& parameters, const py::object& gather_communicator,
                          const py::object& reduce_communicator, const std::string& device, DeviceParts parts,
-                         const py::object& materialise)
+                         const py::object& materialise, std::vector<std::string> unit_cures)
     : device_(device) {
   auto gather = take_communicator(gather_communicator);
   auto reduce = take_communicator(reduce_communicator);
@@ -28,6 +28,7 @@ BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> 
   unit_num_ = unit_names.size();
   model.unit_names = std::move(unit_names);
   model.root_unit = root_unit;
+  model.unit_cures = std::move(unit_cures);
   std::vector<at::Tensor> tensors;
   std::vector<ParameterBinding*> bindings;
   std::vector<std::size_t> indices;  // of the trainable ones
@@ -144,6 +145,11 @@ void BoundEngine::pre_forward(std::size_t unit) {
     if (hooks_->is_used(unit)) get().note_earlier_use(unit);
   }
   get().pre_forward(unit);
+  if (memory_) memory_->lead_current_stream();
+}
+
+void BoundEngine::pre_forward_with_root(std::size_t unit) {
+  get().pre_forward_with_root(unit);
   if (memory_) memory_->lead_current_stream();
 }
 

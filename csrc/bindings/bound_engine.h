@@ -36,7 +36,7 @@ class BoundEngine {
   BoundEngine(const EngineOptions& options, std::vector<std::string> unit_names, std::size_t root_unit,
               const std::vector<ParameterArgument>& parameters, const pybind11::object& gather_communicator,
               const pybind11::object& reduce_communicator, const std::string& device, DeviceParts parts,
-              const pybind11::object& materialise);
+              const pybind11::object& materialise, std::vector<std::string> unit_cures);
 
   Engine& get() const {
     ZB_EXPECT_STATE(engine_ != nullptr, "the engine was closed");
@@ -52,6 +52,7 @@ class BoundEngine {
   void abandon_forward();
   // Of a unit that computes in the calling thread's current stream, whatever stream the others compute in.
   void pre_forward(std::size_t unit);
+  void pre_forward_with_root(std::size_t unit);
   void post_forward(std::size_t unit);
   void pre_backward(std::size_t unit);
   void inputs_done(std::size_t unit);

@@ -44,17 +44,37 @@ void Engine::end_open_forward() {
 
 void Engine::pre_forward(std::size_t unit) {
   enter([&] {
-    expect_not_updated(units_[unit]);
-    if (!gathers_->in_pass()) expect_settled(units_[unit]);
-    await_updates(unit);
-    // Recomputation inside a backward is not a use of its own.
-    if (!reduces_->in_backward() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kTrainForward) {
-      reduces_->count_use(unit);
+    open_forward(unit);
+    if (!units_[unit].is_root) return;
+    for (std::size_t index = 0; index < units_.size(); ++index) {
+      if (units_[index].goes_with_root) open_forward(index);
     }
-    gathers_->use(unit);
-    if (!parameters_sharded()) return;  // no hook tells when the module is done
-    if (units_[unit].open_forwards++ == 0) units_[unit].in_forward.start(device(), units_[unit].ranges.forward.c_str());
   });
+}
+
+void Engine::pre_forward_with_root(std::size_t unit) {
+  enter([&] {
+    ZB_EXPECT_STATE(parameters_sharded() && gathers_->in_pass() && !reduces_->in_backward(),
+                    "a unit joins the root in forwards of stage 3 alone");
+    if (!units_[unit].goes_with_root) open_forward(unit, true);
+  });
+}
+
+void Engine::open_forward(std::size_t unit, bool joins_root) {
+  expect_not_updated(units_[unit]);
+  if (!gathers_->in_pass()) expect_settled(units_[unit]);
+  await_updates(unit);
+  // Recomputation inside a backward is not a use of its own.
+  if (!reduces_->in_backward() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kTrainForward) {
+    reduces_->count_use(unit);
+  }
+  if (joins_root) {
+    gathers_->use_with_root(unit);
+  } else {
+    gathers_->use(unit);
+  }
+  if (!parameters_sharded()) return;  // no hook tells when the module is done
+  if (units_[unit].open_forwards++ == 0) units_[unit].in_forward.start(device(), units_[unit].ranges.forward.c_str());
 }
 
 void Engine::note_earlier_use(std::size_t unit) {
@@ -73,10 +93,17 @@ void Engine::expect_settled(const Unit& unit) const {
 
 void Engine::post_forward(std::size_t unit) {
   enter([&] {
-    if (units_[unit].open_forwards > 0 && --units_[unit].open_forwards > 0) return;  // a module that calls itself
-    units_[unit].in_forward.end();
-    gathers_->finish_forward(unit);
+    for (std::size_t index = 0; units_[unit].is_root && index < units_.size(); ++index) {
+      if (units_[index].goes_with_root) close_forward(index);
+    }
+    close_forward(unit);
   });
+}
+
+void Engine::close_forward(std::size_t unit) {
+  if (units_[unit].open_forwards > 0 && --units_[unit].open_forwards > 0) return;  // a module that calls itself
+  units_[unit].in_forward.end();
+  gathers_->finish_forward(unit);
 }
 
 void Engine::pre_backward(std::size_t unit) {
@@ -151,7 +178,7 @@ void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> grou
       reduces_->begin_backward(last);
       for (std::size_t index = 0; index < units_.size(); ++index) {
         // No hook asks for the root's parameters; an earlier backward may have resharded them.
-        if (units_[index].is_root) gathers_->use(index);
+        if (units_[index].is_root || units_[index].goes_with_root) gathers_->use(index);
       }
     });
   });

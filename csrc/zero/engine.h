@@ -82,6 +82,8 @@ struct EngineOptions {
 struct EngineModel {
   std::vector<std::string> unit_names;
   std::size_t root_unit = 0;
+  // By unit: what an error tells to do where a forward uses it without a call of its module. May be empty.
+  std::vector<std::string> unit_cures = {};
   std::vector<ParameterSpec> parameters;
   std::vector<std::unique_ptr<ParameterBinding>> bindings;  // one a parameter
   // Called before a unit's values are read, one unit at a time: gives values to parameters that have none yet. May be
@@ -129,6 +131,9 @@ class Engine {
   // Instead of end_forward when an exception ended the forward. Collective like it; does nothing outside a forward.
   void abandon_forward();
   void pre_forward(std::size_t unit);
+  // In a forward at stage 3 that uses the unit's parameters without a call of its module: gathers them now and, from
+  // the next forward on, together with the root.
+  void pre_forward_with_root(std::size_t unit);
   // Something has used the unit's parameters in this forward before its module is called. Throws StateError where the
   // last step's updates of them may be under way; from then on forwards wait for them at their beginning.
   void note_earlier_use(std::size_t unit);
@@ -352,6 +357,8 @@ class Engine {
   void expect_not_updated(const Unit& unit) const;
   void expect_settled(const Unit& unit) const;
   void expect_not_gathered(const char* what) const;
+  void open_forward(std::size_t unit, bool joins_root = false);
+  void close_forward(std::size_t unit);
   [[noreturn]] static void throw_missed(const Unit& unit);
   bool updates_in_backward(bool last) const;
   void begin_updates(bool last, std::span<const AdamHyperparameters> groups);

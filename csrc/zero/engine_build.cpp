@@ -108,7 +108,12 @@ Engine::~Engine() {
 }
 
 void Engine::build_unit(Unit& unit, EngineModel& model) {
-  if (model.materialise) model.materialise(static_cast<std::size_t>(&unit - units_.data()));
+  const auto unit_index = static_cast<std::size_t>(&unit - units_.data());
+  if (model.materialise) model.materialise(unit_index);
+  std::string cure = "name a class whose forward holds that use in the configuration's units";
+  if (unit_index < model.unit_cures.size() && !model.unit_cures[unit_index].empty()) {
+    cure = model.unit_cures[unit_index];
+  }
   for (FlatBuffer& flat : unit.flats) {
     for (const std::size_t index : flat.parameters) {
       parameters_[index].binding = std::move(model.bindings[index]);
@@ -116,8 +121,9 @@ void Engine::build_unit(Unit& unit, EngineModel& model) {
           "parameter '" + parameters_[index].name +
           "' is sharded (ZeRO stage 3): most of it is on other ranks now; read or change it inside "
           "`with engine.gather():`, or, where a forward needs it though the module that holds it is not called itself "
-          "(module.forward(), or a use of its weight by another), name a class whose forward holds that use in the "
-          "configuration's units; where a backward needs it, which came there by a tensor that no module returned, set "
+          "(module.forward(), or a use of its weight by another), " +
+          cure +
+          "; where a backward needs it, which came there by a tensor that no module returned, set "
           "reshard_after_forward to false";
       parameters_[index].updating_message =
           "parameter '" + parameters_[index].name +

@@ -106,6 +106,18 @@ void GatherScheduler::use(std::size_t unit_index) {
   expect_intact(unit);
 }
 
+// Later passes gather it right after the root, so that is where this one records it.
+void GatherScheduler::use_with_root(std::size_t unit_index) {
+  units_[unit_index].goes_with_root = true;
+  use(unit_index);
+  std::vector<std::size_t>& gathered = pass_.gathered;
+  const auto own = std::find(gathered.begin(), gathered.end(), unit_index);
+  const auto place = std::find_if(gathered.begin(), own, [&](std::size_t other) {
+    return !is_at_root(units_[other]) || (!units_[other].is_root && other > unit_index);
+  });
+  if (own != gathered.end()) std::rotate(place, own, own + 1);
+}
+
 void GatherScheduler::start_through(std::size_t position) {
   const std::vector<std::size_t>& order = sequence();
   for (; cursor_ < position; ++cursor_) serve(order[cursor_]);
@@ -160,7 +172,7 @@ void GatherScheduler::finish_forward(std::size_t unit_index) {
   Unit& unit = units_[unit_index];
   if (unit.parameter_state != ParameterState::kUnsharded) return;
   const bool first_in_backward =
-      unit.is_root ? unit.gather_bytes <= options_.keep_root_bytes : unit_index == last_forward_unit_;
+      is_at_root(unit) ? unit.gather_bytes <= options_.keep_root_bytes : unit_index == last_forward_unit_;
   if (pass_.kind == PassKind::kTrainForward && (first_in_backward || !options_.reshard)) {
     unit.needed_for_backward = true;  // resharding what backward needs first would only be undone
   }
@@ -168,7 +180,7 @@ void GatherScheduler::finish_forward(std::size_t unit_index) {
 }
 
 void GatherScheduler::finish_backward(std::size_t unit_index) {
-  if (!options_.sharded || units_[unit_index].is_root)
+  if (!options_.sharded || is_at_root(units_[unit_index]))
     return;  // the root's parameters may be shared by modules still to come
   units_[unit_index].needed_for_backward = false;
   if (units_[unit_index].parameter_state == ParameterState::kUnsharded) release(unit_index);
@@ -186,7 +198,7 @@ void GatherScheduler::end_pass() {
   if (pass_.kind == PassKind::kEvalForward || meets()) finish_agreement();
   if (pass_.kind == PassKind::kTrainForward && !forward_uses_.empty()) {
     const auto last = std::find_if(forward_uses_.rbegin(), forward_uses_.rend(),
-                                   [&](std::size_t unit) { return !units_[unit].is_root; });
+                                   [&](std::size_t unit) { return !is_at_root(units_[unit]); });
     last_forward_unit_ = last == forward_uses_.rend() ? SIZE_MAX : *last;
   }
 }

@@ -76,6 +76,9 @@ class GatherScheduler {
   void begin_pass(PassKind kind);
   // Returns with the unit unsharded. Outside a pass only units that already are (an explicit gather) are legal.
   void use(std::size_t unit);
+  // In a forward that uses the unit without a call of its module: as `use`, and from now on the unit is gathered and
+  // released together with the root.
+  void use_with_root(std::size_t unit);
   // The module's forward is over: reshards unless a backward that is about to start needs the unit first.
   void finish_forward(std::size_t unit);
   // The unit's backward is over on this rank.
@@ -131,6 +134,7 @@ class GatherScheduler {
     GatherMessages messages;
   };
 
+  static bool is_at_root(const Unit& unit) { return unit.is_root || unit.goes_with_root; }
   bool is_issued(const Unit& unit) const;
   bool present(std::size_t unit) const { return units_[unit].parameter_state != ParameterState::kSharded; }
   void reserve_staging();

@@ -117,6 +117,7 @@ struct Unit {
   std::string name;
   RangeNames ranges;
   bool is_root = false;
+  bool goes_with_root = false;  // gathered and released together with the root, since forwards use it without a call
   std::vector<FlatBuffer> flats;
   std::size_t gather_bytes = 0;    // size of a gather slot
   std::size_t gradient_bytes = 0;  // size of a gradient slot; 0 when nothing is trainable

@@ -344,10 +344,12 @@ class Engine:
         device: str,
         parts: Any,
         materialise: Any,
+        unit_cures: Sequence[str] = ...,
     ) -> None:
         """
         device is torch's name of where parameters live; parts is a capsule that makes the engine compute there;
-        materialise(unit), or None, is called before a unit is built and returns tensors by parameter index.
+        materialise(unit), or None, is called before a unit is built and returns tensors by parameter index; unit_cures
+        are what errors tell to do where a forward uses a unit without a call of its module.
         """
     def abandon_forward(self) -> None: ...
     def abort(self, reason: str) -> None: ...
@@ -472,6 +474,11 @@ class Engine:
         """
     def pre_backward(self, unit: int) -> None: ...
     def pre_forward(self, unit: int) -> None: ...
+    def pre_forward_with_root(self, unit: int) -> None:
+        """
+        Gathers a unit that a forward of stage 3 uses without a call of its module; later forwards gather it with the
+        root.
+        """
     def reset_counters(self) -> None: ...
     def rethrow_hook_error(self) -> None: ...
     def set_compute_stream(self, stream: int) -> None:

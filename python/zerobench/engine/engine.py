@@ -51,7 +51,7 @@ from zerobench.engine.rank_cpus import rank_cpus
 from zerobench.engine.shared_loss import error_of_another_engine
 from zerobench.engine.swap_watch import SwapWatch
 from zerobench.engine.trainable_model import expect_trainable, hold, release
-from zerobench.engine.units import find_units
+from zerobench.engine.units import find_units, large_unit_notice
 from zerobench.engine.value_watch import Samples, ValueWatch
 from zerobench.engine.window import EngineWindow
 from zerobench.errors import ConfigError, StateError
@@ -179,6 +179,7 @@ class Engine(EngineFacts, EngineWindow):
                 offload=placement.offload_options(config, self.topology, use),
             ),
             unit_names=self._units.names,
+            unit_cures=self._units.cures(),
             root_unit=0,
             parameters=arguments,
             gather_communicator=communicators.gather,
@@ -215,6 +216,7 @@ class Engine(EngineFacts, EngineWindow):
         )
         hold(self._known.named.values())
         self._left_out = LeftOut(self._known, self._notices) if self.topology.rank == 0 else None
+        self._tell_large_unit()
         self._offload_ratio: float | None = None
         if offload := config.offload_optimizer:
             self._offload_ratio = None if offload.ratio == "auto" else offload.ratio
@@ -233,8 +235,7 @@ class Engine(EngineFacts, EngineWindow):
         except Exception:
             raise  # the hooks have ended the forward
         except BaseException:  # Ctrl-C, for which torch calls no hooks
-            with contextlib.suppress(Exception):
-                self._core.abandon_forward()
+            self._hooks.forward_interrupted()
             raise
 
     forward = __call__
@@ -659,6 +660,14 @@ class Engine(EngineFacts, EngineWindow):
         if stream != self._stream:
             self._core.set_compute_stream(stream)
             self._stream = stream
+
+    def _tell_large_unit(self) -> None:
+        """Warn on one rank where units that were found by structure make gathers of stage 3 large."""
+        if self.config.units != "auto" or not self._core.parameters_sharded:
+            return
+        element_bytes = _TORCH_DTYPES[self._dtypes["param"]].itemsize
+        if notice := large_unit_notice(self._units, element_bytes=element_bytes):
+            self._notices.warn(notice, same_on_all_ranks=True)
 
     def _place_state(self) -> None:
         """Put as much of the optimizer state on the device as the first forward and backward have left free there, and

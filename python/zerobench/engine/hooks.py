@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zerobench.engine.held_tensors import cast, tensors_in
+from zerobench.engine.uncalled_watch import UncalledWatch
 from zerobench.engine.units import UnitModules
 from zerobench.errors import StateError
 
@@ -58,7 +59,8 @@ class ModuleHooks:
         self._unit_handles: list[Any] = []
         root = units.modules[0]
         begin = root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
-        self._of_units = [UnitHooks(core, unit) for unit in range(1, self._unit_num)]
+        self._watch = UncalledWatch(core, units)
+        self._of_units = [UnitHooks(core, unit, self._watch) for unit in range(1, self._unit_num)]
         for hooks, module in zip(self._of_units, units.modules[1:], strict=True):
             self._install(hooks, module)
         self._handles = [
@@ -143,7 +145,9 @@ class ModuleHooks:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 self._core.abandon_forward()
             raise
-        return None if self._input_dtype is None else cast((args, kwargs), self._input_dtype)
+        given = None if self._input_dtype is None else cast((args, kwargs), self._input_dtype)
+        self._watch.begin()
+        return given
 
     @_NOT_COMPILED
     def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -152,10 +156,12 @@ class ModuleHooks:
             return
         self._running = None
         if sys.exc_info()[1] is self._error_before_forward:
+            self._watch.end()
             self._core.post_forward(0)
             self._core.end_forward()
             self._watch_age((args, kwargs), output)
             return
+        self._watch.abandon()
         with contextlib.suppress(Exception):  # the error that ends this forward is the one to report
             self._core.abandon_forward()
 
@@ -167,9 +173,16 @@ class ModuleHooks:
         while frame is not None and frame is not self._running[1]:
             frame = frame.f_back
         if frame is None:
-            self._running = None
-            with contextlib.suppress(Exception):  # the call that begins now finds it, too
-                self._core.abandon_forward()
+            self.forward_interrupted()
+
+    def forward_interrupted(self) -> None:
+        """End a forward that Ctrl-C ended; does nothing outside one."""
+        self._running = None
+        self._watch.abandon()
+        with contextlib.suppress(
+            Exception
+        ):  # the interrupt is what to report, or the next call finds it, too
+            self._core.abandon_forward()
 
     def _watch_age(self, given: Any, output: Any) -> None:
         """torch would see that a backward comes too late by versions, which the core's updates leave as they are."""
@@ -192,9 +205,10 @@ class ModuleHooks:
 class UnitHooks:
     """The hooks of one unit."""
 
-    def __init__(self, core: CoreEngine, unit: int) -> None:
+    def __init__(self, core: CoreEngine, unit: int, watch: UncalledWatch) -> None:
         self._core = core
         self._unit = unit
+        self._watch = watch
         self._is_frozen = core.has_frozen(unit)
         # By unit forward under way, since a unit may call itself: what was given, by id, with its version.
         self._inputs: list[dict[int, tuple[torch.Tensor, int]]] = []
@@ -214,6 +228,7 @@ class UnitHooks:
     def before_sharded(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs: dict[int, tuple[torch.Tensor, int]] = {}
         self._inputs.append(inputs)  # whatever comes: torch calls the other hook after an error, too
+        self._watch.pause()
         self._core.pre_forward(self._unit)
         if not torch.is_grad_enabled():
             return
@@ -234,6 +249,7 @@ class UnitHooks:
     def after_sharded(self, module: nn.Module, args: Any, output: Any) -> None:
         inputs = self._inputs.pop() if self._inputs else {}
         self._core.post_forward(self._unit)
+        self._watch.resume()
         if not torch.is_grad_enabled():
             return
         for tensor in tensors_in(output):
