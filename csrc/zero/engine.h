@@ -387,6 +387,7 @@ class Engine {
   void read_own_parameters(const FlatBuffer& flat, std::span<float> values);
   void write_back(Unit& unit, int modifier_rank);
   void write_back_flat(FlatBuffer& flat, const std::byte* values);
+  void write_frozen(const FlatBuffer& flat, const std::byte* values);
   bool has_remainders(const FlatBuffer& flat) const {
     return options_.store_param_remainders && flat.trainable && flat.param_dtype == DType::kBFloat16;
   }
