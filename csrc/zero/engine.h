@@ -148,6 +148,11 @@ class Engine {
   void end_backward();
   void abort_backward();
 
+  // A backward towards inputs, of an engine that trains nothing: gathers units again where parameters are sharded. Its
+  // end does nothing where none has begun. Collective.
+  void begin_input_backward();
+  void end_input_backward();
+
   // One optimizer step with these hyperparameters by param group. Throws NonFiniteGradientError where no loss scale can
   // retry; the gradients are dropped then and the engine stays usable. Where the device works in lanes, this step's
   // outcome is not known yet when the call returns: the next step, or outcome(), waits for it and throws.
@@ -320,6 +325,10 @@ class Engine {
   void build_norms();
   void make_gradient_shards(Unit& unit);
   void end_open_forward();
+  bool in_input_backward() const {
+    return trainable_flats_.empty() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kBackward;
+  }
+  void use_root_in_backward();
   void leave_backward();
   void leave_failed_backward();
   void start_backward_range(Unit& unit);
