@@ -101,6 +101,15 @@ def test_groups_without_trainable_parameters_are_a_frozen_model():
     engine.close()
 
 
+def test_parameters_made_in_inference_mode_are_an_error():
+    with torch.inference_mode():
+        model = frozen()
+    with pytest.raises(
+        ConfigError, match=r"'inlet\.weight' was made in torch\.inference_mode\(\).*torch\.no_grad\(\)"
+    ):
+        start(model)
+
+
 def test_trainable_parameters_that_no_group_has_are_an_error():
     model = small_models.Chain(3)
     model.inlet.requires_grad_(False)
@@ -121,4 +130,16 @@ def test_gradients_reach_inputs(config):
     x = batch["x"].clone().requires_grad_()
     engine(x, batch["y"]).backward()
     assert torch.equal(x.grad, expected.grad)
+    engine.close()
+
+
+def test_frozen_parts_of_a_trained_model_leave_the_device_too():
+    engine = start(small_models.lora(merged=False), stage=3, **AWAY)
+    engine.backward(engine(**zoo.points(0, 0)))
+    engine.step()
+    held = engine.memory_bytes()
+    flats = [flat for unit in engine.units() for flat in unit["flats"]]
+    assert held["device"].get("parameters", 0) == 0
+    assert held["host"]["parameters"] == 4 * sum(flat["shard_numel"] for flat in flats)
+    assert held["host"]["exp_avg"] == 4 * sum(flat["shard_numel"] for flat in flats if flat["trainable"])
     engine.close()
