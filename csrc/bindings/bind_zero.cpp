@@ -36,6 +36,11 @@ void bind_engine_training(py::class_<BoundEngine>& engine) {
           "groups are the hyperparameters of the step that this backward ends, where the optimizer runs in backward.")
       .def("end_backward", &BoundEngine::end_backward, Release())
       .def("abort_backward", &BoundEngine::abort_backward, Release())
+      .def("begin_input_backward", &BoundEngine::begin_input_backward, Release(),
+           "Begins a backward towards inputs of an engine that trains nothing. Collective.")
+      .def(
+          "end_input_backward", [](BoundEngine& e) { e.get().end_input_backward(); }, Release(),
+          "Ends it; does nothing where none has begun. Collective.")
       .def("rethrow_hook_error", &BoundEngine::rethrow_hook_error)
       .def("step", &BoundEngine::step, py::arg("groups"), Release())
       .def("end_window", &BoundEngine::end_window, Release(),

@@ -196,6 +196,11 @@ void BoundEngine::abort_backward() {
   get().abort_backward();
 }
 
+void BoundEngine::begin_input_backward() {
+  get().begin_input_backward();
+  if (memory_) memory_->lead_current_stream();
+}
+
 void BoundEngine::step(const std::vector<AdamHyperparameters>& groups) {
   on_gradients([&](Engine& engine) { engine.step(groups); });
 }

@@ -61,6 +61,7 @@ class BoundEngine {
   void begin_backward(bool last, const std::vector<AdamHyperparameters>& groups);
   void end_backward();
   void abort_backward();
+  void begin_input_backward();
   void step(const std::vector<AdamHyperparameters>& groups);
   void end_window();
   double gradient_norm();

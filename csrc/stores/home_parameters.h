@@ -12,6 +12,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -56,6 +57,8 @@ class HomeParameters {
     if (paged_) paged_->flush();
   }
   PagerStats stats() const { return paged_ ? paged_->stats() : PagerStats{}; }
+  // What moves the files; empty without any.
+  std::string_view engine() const { return paged_ ? paged_->engine() : std::string_view(); }
   // What runs otherwise than asked for.
   std::vector<std::string> notes() const { return paged_ ? paged_->notes() : std::vector<std::string>{}; }
 

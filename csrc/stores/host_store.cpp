@@ -78,6 +78,7 @@ class HostStore final : public Store {
   Tier tier() const noexcept override { return options_.paged ? Tier::kNvme : Tier::kHost; }
   bool issues_at_once() const noexcept override { return false; }
   bool keeps_master(DType) const noexcept override { return true; }
+  bool keeps_frozen() const noexcept override { return options_.parameters != ParameterHome::kDevice; }
   std::exception_ptr failure() const override {
     const std::exception_ptr fetch_failure = home_ ? home_->failure() : nullptr;
     return fetch_failure ? fetch_failure : thread_->failure();
@@ -97,15 +98,16 @@ class HostStore final : public Store {
     ZB_EXPECT(initial.size() == spec.numel, "a shard of " + std::to_string(spec.numel) +
                                                 " elements needs as many initial values, got " +
                                                 std::to_string(initial.size()));
+    ZB_EXPECT(!spec.is_frozen || keeps_frozen(), "this store keeps no frozen parameters");
     ZB_EXPECT_STATE(shards_.size() < reserved_.size(), "a host store holds the shards that were reserved, no more");
     if (!pool_) take_memory();
     auto shard = std::make_unique<HostShard>();
     shard->spec = spec;
-    shard->gradient = pool_->allocate(spec.numel * dtype_bytes(spec.gradient_dtype), Category::kGradients,
+    shard->gradient = pool_->allocate(state_numel(spec) * dtype_bytes(spec.gradient_dtype), Category::kGradients,
                                       PinnedPool::kLineAlignment);
     if (home_) home_->add_shard(spec);
-    shard->arrived.resize((spec.numel + chunk_numel() - 1) / chunk_numel());
-    states_->add_shard(spec.numel);
+    shard->arrived.resize((state_numel(spec) + chunk_numel() - 1) / chunk_numel());
+    states_->add_shard(state_numel(spec));
     shards_.push_back(std::move(shard));
     write_state(shards_.size() - 1, StateKind::kMaster, initial);
     return shards_.size() - 1;
@@ -188,6 +190,7 @@ class HostStore final : public Store {
   void read_state(std::size_t index, StateKind kind, std::span<float> destination) override {
     HostShard& shard = at(index);
     expect_numel(index, destination.size());
+    ZB_EXPECT_STATE(!shard.spec.is_frozen, "frozen parameters have no state; fetch them");
     send(shard, index, Lane::kCompute, destination.data(), DType::kFloat32, kind);
   }
   void write_state(std::size_t index, StateKind kind, std::span<const float> source) override {
@@ -202,13 +205,14 @@ class HostStore final : public Store {
         Outgoing& buffer = next_outgoing();
         link_.to_host(Lane::kFromHost, buffer.memory.data(), source.data() + begin, (end - begin) * sizeof(float));
         device_->synchronize(device_->mark_for_host(Lane::kFromHost));
-        const StateChunk chunk = states_->borrow(index, begin, end);
-        cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
         if (kind == StateKind::kMaster && home_) {
           home_->write(index, begin, [&](std::byte* parameters) {
-            cpu_kernels().cast(parameters, shard.spec.param_dtype, chunk.master, DType::kFloat32, end - begin);
+            cpu_kernels().cast(parameters, shard.spec.param_dtype, buffer.memory.data(), DType::kFloat32, end - begin);
           });
         }
+        if (shard.spec.is_frozen) return;
+        const StateChunk chunk = states_->borrow(index, begin, end);
+        cpu_kernels().copy(state_of(chunk, kind), buffer.memory.data(), (end - begin) * sizeof(float));
         states_->give_back(index, begin, end, ChunkUse::kWritten);
       });
     });
@@ -216,10 +220,13 @@ class HostStore final : public Store {
   }
 
   SwapStats swap_stats() const override {
-    if (paged_ == nullptr) return {};
-    const PagerStats stats = paged_->stats();
-    SwapStats sum{stats.read_bytes, stats.written_bytes, stats.wait_s, std::string(paged_->engine()), paged_->notes()};
+    SwapStats sum;
+    if (paged_ != nullptr) {
+      const PagerStats stats = paged_->stats();
+      sum = {stats.read_bytes, stats.written_bytes, stats.wait_s, std::string(paged_->engine()), paged_->notes()};
+    }
     if (home_) {
+      if (paged_ == nullptr) sum.engine = home_->engine();
       const PagerStats more = home_->stats();
       sum.read_bytes += more.read_bytes;
       sum.written_bytes += more.written_bytes;
@@ -242,7 +249,7 @@ class HostStore final : public Store {
     for (Outgoing& outgoing : outgoing_) {
       outgoing.memory = pool_->allocate(outgoing_bytes, Category::kStaging);
     }
-    if (options_.paged) {
+    if (options_.paged && !std::ranges::all_of(reserved_, &ShardSpec::is_frozen)) {
       take_files();
     } else {
       states_ = make_resident_state(pool_);
@@ -253,7 +260,7 @@ class HostStore final : public Store {
   }
 
   void take_files() {
-    const std::vector<std::size_t> numels = numels_of(reserved_);
+    const std::vector<std::size_t> numels = state_numels_of(reserved_);
     frames_ = pool_->allocate(paged_state_bytes(numels, chunk_numel(), *options_.paged));
     if (timeline_ != nullptr) {
       options_.paged->on_transfer = [this](const StateTransfer& transfer) {

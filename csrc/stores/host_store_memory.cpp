@@ -19,15 +19,16 @@ std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreO
   std::size_t bytes =
       kOutgoingNum * PinnedPool::footprint_bytes(outgoing_numel(shards, chunk_numel_of(options)) * sizeof(float));
   if (options.paged) {
-    bytes += PinnedPool::footprint_bytes(paged_state_bytes(numels_of(shards), chunk_numel_of(options), *options.paged));
+    bytes += PinnedPool::footprint_bytes(
+        paged_state_bytes(state_numels_of(shards), chunk_numel_of(options), *options.paged));
   }
   if (options.parameters == ParameterHome::kFiles) {
     bytes += PinnedPool::footprint_bytes(
         paged_parameters_bytes(parameters_of(shards), chunk_numel_of(options), pages_of_parameters(options)));
   }
   for (const ShardSpec& spec : shards) {
-    if (!options.paged) bytes += resident_state_bytes(spec.numel);
-    bytes += lines(spec.numel * dtype_bytes(spec.gradient_dtype));
+    if (!options.paged) bytes += resident_state_bytes(state_numel(spec));
+    bytes += lines(state_numel(spec) * dtype_bytes(spec.gradient_dtype));
     if (options.parameters == ParameterHome::kHost) bytes += lines(spec.numel * dtype_bytes(spec.param_dtype));
   }
   return bytes;
@@ -84,7 +85,7 @@ std::size_t choose_chunk_numel(std::span<const ShardSpec> shards, const HostStor
   if (choices.empty()) return least_numel;
   std::size_t whole_bytes = 0;
   for (const ShardSpec& spec : shards) {
-    whole_bytes += 2 * kStateBytes * spec.numel;
+    whole_bytes += 2 * kStateBytes * state_numel(spec);
     if (options.parameters == ParameterHome::kFiles) whole_bytes += 3 * spec.numel * dtype_bytes(spec.param_dtype);
   }
   const std::size_t best_bytes = std::ranges::min(choices, {}, &Choice::moved_bytes).moved_bytes;
@@ -113,7 +114,7 @@ std::size_t least_chunk_numel(std::span<const ShardSpec> shards, const HostStore
 
 std::size_t swap_traffic_bytes(std::span<const ShardSpec> shards, const HostStoreOptions& options) {
   const std::size_t chunk_numel = chunk_numel_of(options);
-  std::size_t bytes = 2 * swapped_state_bytes(numels_of(shards), chunk_numel, *options.paged);
+  std::size_t bytes = 2 * swapped_state_bytes(state_numels_of(shards), chunk_numel, *options.paged);
   if (options.parameters == ParameterHome::kFiles) {
     bytes += 3 * swapped_parameters_bytes(parameters_of(shards), chunk_numel, pages_of_parameters(options));
   }
@@ -132,15 +133,15 @@ void spend_host_memory(std::span<const ShardSpec> shards, HostStoreOptions& opti
                          ", have fewer bytes in flight (io_depth, io_block_bytes), or use more ranks");
 }
 
-std::vector<std::size_t> numels_of(std::span<const ShardSpec> shards) {
+std::vector<std::size_t> state_numels_of(std::span<const ShardSpec> shards) {
   std::vector<std::size_t> numels;
-  for (const ShardSpec& spec : shards) numels.push_back(spec.numel);
+  for (const ShardSpec& spec : shards) numels.push_back(state_numel(spec));
   return numels;
 }
 
 std::vector<ParameterShard> parameters_of(std::span<const ShardSpec> shards) {
   std::vector<ParameterShard> parameters;
-  for (const ShardSpec& spec : shards) parameters.push_back({spec.numel, spec.param_dtype});
+  for (const ShardSpec& spec : shards) parameters.push_back({spec.numel, spec.param_dtype, spec.is_frozen});
   return parameters;
 }
 

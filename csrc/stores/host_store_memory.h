@@ -32,6 +32,9 @@ std::size_t least_chunk_numel(std::span<const ShardSpec> shards, const HostStore
 inline constexpr std::size_t kOutgoingNum = 3;
 std::size_t outgoing_numel(std::span<const ShardSpec> shards, std::size_t chunk_numel);
 
+// Elements of each of its states, and of its gradient.
+inline std::size_t state_numel(const ShardSpec& spec) { return spec.is_frozen ? 0 : spec.numel; }
+
 std::size_t host_store_bytes(std::span<const ShardSpec> shards, const HostStoreOptions& options);
 
 // Puts into the options the size of chunks where that is open, what stays in memory of what lies in files, as their
@@ -43,7 +46,7 @@ void spend_host_memory(std::span<const ShardSpec> shards, HostStoreOptions& opti
 std::size_t swap_traffic_bytes(std::span<const ShardSpec> shards, const HostStoreOptions& options);
 
 // What of the shards lies in files, and how.
-std::vector<std::size_t> numels_of(std::span<const ShardSpec> shards);
+std::vector<std::size_t> state_numels_of(std::span<const ShardSpec> shards);
 std::vector<ParameterShard> parameters_of(std::span<const ShardSpec> shards);
 PagedStateOptions pages_of_parameters(const HostStoreOptions& options);
 

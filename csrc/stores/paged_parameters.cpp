@@ -96,7 +96,8 @@ PagedParameters::PagedParameters(std::span<const ParameterShard> shards, std::si
       pager_(plan_, chunk_bytes_, space_, *engine_, memory,
              {.spare_frame_num = kCopyNum + kWriteNum, .checksums = options.checksums}),
       device_(std::move(device)),
-      is_updated_(shards_.size()) {
+      is_updated_(shards_.size()),
+      are_all_frozen_(std::ranges::all_of(shards_, &ParameterShard::is_frozen)) {
   std::size_t chunk = 0;
   for (const ParameterShard& shard : shards_) {
     first_chunk_.push_back(chunk);
@@ -165,17 +166,22 @@ std::vector<std::string> PagedParameters::notes() const {
 
 void PagedParameters::begin_update(std::size_t shard) {
   if (is_updated_.at(shard)) {
-    if (round_ != order_ && round_.size() <= kLongestRound * chunk_bytes_.size()) {
-      order_ = round_;
-      pager_.set_order(order_);
-    }
-    round_.clear();
+    end_round();
     is_updated_.assign(is_updated_.size(), false);
   }
   is_updated_[shard] = true;
 }
 
+void PagedParameters::end_round() {
+  if (round_ != order_ && round_.size() <= kLongestRound * chunk_bytes_.size()) {
+    order_ = round_;
+    pager_.set_order(order_);
+  }
+  round_.clear();
+}
+
 void PagedParameters::record(std::size_t chunk) {
+  if (are_all_frozen_ && round_.size() >= chunk_bytes_.size() && chunk == round_.front()) end_round();
   if (round_.size() <= kLongestRound * chunk_bytes_.size()) round_.push_back(chunk);
 }
 

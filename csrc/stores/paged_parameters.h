@@ -7,6 +7,8 @@
 // read ahead by, so the first chunks of the next forward are on their way, or still in memory, when it begins. With
 // ahead_bytes for a shard all of the next one comes while the last one is used, so whoever would prefetch it can see
 // that it is there (is_read) and begin what lies at hand otherwise.
+// Where all shards are frozen there are no steps: once a round has as many chunks as there are, it ends when its first
+// chunk comes again.
 // A chunk that is being copied to the device is held until the copy has run; so are two at most, of shards that were
 // fetched last. `fetch` and `begin_update` come from one thread, `write` from another; a shard is not fetched while it
 // is written, and `release` is called before.
@@ -32,6 +34,7 @@ namespace zb {
 struct ParameterShard {
   std::size_t numel = 0;
   DType dtype = DType::kFloat32;
+  bool is_frozen = false;  // no update follows
 };
 
 // Host memory that they take, aligned to a page.
@@ -88,6 +91,7 @@ class PagedParameters {
     return shard + 1 < first_chunk_.size() ? first_chunk_[shard + 1] : chunk_bytes_.size();
   }
   void record(std::size_t chunk);
+  void end_round();
 
   std::vector<ParameterShard> shards_;
   std::vector<std::size_t> first_chunk_;  // by shard
@@ -104,6 +108,7 @@ class PagedParameters {
   std::vector<std::size_t> order_;
   std::vector<std::size_t> round_;
   std::vector<bool> is_updated_;  // by shard, in this round
+  bool are_all_frozen_;
 };
 
 }  // namespace zb

@@ -36,6 +36,7 @@ struct ShardSpec {
   // keeps those of them instead of masters ([Note: remainders] in master_remainder.h). bfloat16; null for whole
   // masters.
   void* parameters = nullptr;
+  bool is_frozen = false;  // parameters alone, never updated: only for a store that keeps frozen parameters
 };
 
 // Throws ArgumentError for segments that are out of order, outside the shard, or of no param group.
@@ -108,6 +109,10 @@ class Store {
   virtual bool takes_pieces() const noexcept { return false; }
   // Whether the store holds a master of parameters of this dtype. Else they are fp32 and their own master.
   virtual bool keeps_master(DType param_dtype) const noexcept { return param_dtype != DType::kFloat32; }
+
+  // Whether the store is the home of frozen parameters, too (ShardSpec::is_frozen). They have no state:
+  // fetch_parameters reads them, write_state(kMaster) gives them other values.
+  virtual bool keeps_frozen() const noexcept { return false; }
 
   // Whether ShardSpec::parameters may be given.
   virtual bool takes_remainders() const noexcept { return false; }

@@ -274,7 +274,7 @@ TEST(StagingShards, AreWrittenAgainOnceThePeersHaveReadThem) {
     const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
     const auto store = make_device_store_with_masters(nullptr, parts);
     for (std::size_t unit = 1; unit <= 2; ++unit) {
-      units[unit].fetch_parameters_of([](DType) { return true; });
+      units[unit].fetch_parameters_of([](const FlatBuffer& flat) { return flat.trainable; });
       FlatBuffer& flat = units[unit].flats[0];
       flat.store_shard = store->add_shard({kNumel, DType::kBFloat16, DType::kFloat32, {{0, kNumel, 0}}},
                                           std::vector<float>(kNumel, static_cast<float>(unit)));

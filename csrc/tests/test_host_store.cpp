@@ -415,6 +415,43 @@ TEST(HostStore, ParametersAreUpdatedBehindTheCopiesThatGathersFetch) {
   }
 }
 
+// In memory and in files, beside trained ones and alone.
+TEST(HostStore, KeepsFrozenParametersWithoutState) {
+  const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
+  for (const bool in_files : {false, true}) {
+    for (const bool alone : {false, true}) {
+      Ledger ledger;
+      const auto make_store = in_files ? test::make_swapping_home_store : test::make_home_store;
+      const auto store = make_store(&ledger, parts);
+      ASSERT_TRUE(store->keeps_frozen());
+      std::vector<ShardSpec> specs = specs_of(DType::kBFloat16, DType::kFloat32);
+      for (std::size_t i = 0; i < specs.size(); ++i) specs[i].is_frozen = alone || i % 2 == 0;
+      store->reserve(specs);
+      std::size_t trained_numel = 0;
+      for (std::size_t i = 0; i < specs.size(); ++i) {
+        store->add_shard(specs[i], ordinary_floats(specs[i].numel, static_cast<std::uint32_t>(i)));
+        if (!specs[i].is_frozen) trained_numel += specs[i].numel;
+      }
+      for (const std::uint32_t seed : {0U, 50U}) {
+        for (std::size_t i = 0; i < specs.size(); ++i) {
+          const std::vector<float> values = ordinary_floats(specs[i].numel, static_cast<std::uint32_t>(i) + seed);
+          if (seed > 0) store->write_state(i, StateKind::kMaster, values);
+          const Elements expected(DType::kBFloat16, values, 0);
+          Elements found(DType::kBFloat16, std::vector<float>(specs[i].numel), 0);
+          store->fetch_parameters(i, Lane::kGather, found.data());
+          EXPECT_EQ(found.first_difference(expected), -1) << i;
+        }
+      }
+      std::vector<float> state(specs[0].numel);
+      EXPECT_THROW(store->read_state(0, StateKind::kMaster, state), StateError);
+      for (const Category category : {Category::kMaster, Category::kExpAvg, Category::kExpAvgSq}) {
+        const auto bytes_in = [&](Tier tier) { return ledger.entry(tier, category).current_bytes; };
+        EXPECT_EQ(bytes_in(Tier::kHost) + bytes_in(Tier::kNvme), 4 * trained_numel);
+      }
+    }
+  }
+}
+
 TEST(HostStore, RejectsWhatCannotBe) {
   const DeviceParts parts{make_cpu_device(), make_cpu_adam(1, {})};
   EXPECT_THROW(make_host_store(nullptr, parts, {.chunk_numel = 0}), ArgumentError);

@@ -162,6 +162,31 @@ TEST(PagedParameters, AStepReadsForForwardAndBackwardAndWritesOnce) {
   EXPECT_GT(after.read_bytes - before.read_bytes, all_bytes);
 }
 
+// No update tells when a pass ends: forwards alone, or forwards and backwards towards inputs.
+TEST(PagedParameters, FrozenOnesAreReadAheadInTheOrderOfTheirPasses) {
+  for (const bool goes_back : {false, true}) {
+    const Folder folder;
+    PagedStateOptions options = options_in(folder);
+    options.engine.depth = 1;
+    std::vector<ParameterShard> shards = equal_shards(20, kChunkNumel);
+    for (ParameterShard& shard : shards) shard.is_frozen = true;
+    Parameters parameters(shards, options);
+    const auto pass = [&] {
+      for (std::size_t shard = 0; shard < 20; ++shard) parameters.fetch(shard);
+      for (std::size_t shard = goes_back ? 20 : 0; shard-- > 0;) parameters.fetch(shard);
+    };
+    for (int number = 0; number < 4; ++number) pass();
+    parameters->flush();
+    EXPECT_TRUE(parameters->is_read(0));
+    EXPECT_TRUE(parameters->is_read(1));
+    const std::uint64_t before = parameters->stats().read_bytes;
+    pass();
+    parameters->flush();
+    const std::uint64_t all_bytes = 20 * kChunkNumel * 2;
+    EXPECT_LE(parameters->stats().read_bytes - before, (goes_back ? 2 : 1) * all_bytes);
+  }
+}
+
 TEST(PagedParameters, TheNextChunksComeWithoutACall) {
   const Folder folder;
   PagedStateOptions options = options_in(folder);

@@ -108,7 +108,7 @@ void Engine::close_forward(std::size_t unit) {
 
 void Engine::pre_backward(std::size_t unit) {
   enter([&] {
-    ZB_EXPECT_STATE(reduces_->in_backward(),
+    ZB_EXPECT_STATE(reduces_->in_backward() || in_input_backward(),
                     "backward reached unit '" + units_[unit].name +
                         "' outside engine.backward(); call engine.backward(loss), not loss.backward(). At stage 3 "
                         "neither torch.autograd.grad nor another engine's backward can pass through this model: "
@@ -134,7 +134,7 @@ void Engine::await_inputs(std::size_t unit) {
 void Engine::inputs_done(std::size_t unit) {
   enter([&] {
     if (units_[unit].awaited_inputs > 0) --units_[unit].awaited_inputs;
-    if (reduces_->in_backward()) finish_backward_if_done(unit);
+    if (reduces_->in_backward() || in_input_backward()) finish_backward_if_done(unit);
   });
 }
 
@@ -176,11 +176,36 @@ void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> grou
       if (!store_->issues_at_once() || options_.optimizer_in_backward) finish_updates();
       begin_updates(last, groups);
       reduces_->begin_backward(last);
-      for (std::size_t index = 0; index < units_.size(); ++index) {
-        // No hook asks for the root's parameters; an earlier backward may have resharded them.
-        if (units_[index].is_root || units_[index].goes_with_root) gathers_->use(index);
-      }
+      use_root_in_backward();
     });
+  });
+}
+
+// No hook asks for the root's parameters; an earlier backward may have resharded them.
+void Engine::use_root_in_backward() {
+  for (std::size_t index = 0; index < units_.size(); ++index) {
+    // No hook asks for the root's parameters; an earlier backward may have resharded them.
+    if (units_[index].is_root || units_[index].goes_with_root) gathers_->use(index);
+  }
+}
+
+void Engine::begin_input_backward() {
+  enter([&] {
+    ZB_EXPECT_STATE(trainable_flats_.empty(), "an engine with trained parameters begins a backward with a window");
+    await_gathers_of_forward();
+    gathers_->begin_pass(PassKind::kBackward);
+    in_backward_.start(device(), "backward");
+    or_abort([&] { use_root_in_backward(); });
+  });
+}
+
+void Engine::end_input_backward() {
+  enter([&] {
+    if (!in_input_backward()) return;
+    const ScopeExit over([this] { end_pass_ranges(); });
+    or_abort([&] { gathers_->end_pass(); });
+    gathers_->release_all();
+    for (Unit& unit : units_) unit.awaited_inputs = 0;
   });
 }
 

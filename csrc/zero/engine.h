@@ -153,6 +153,11 @@ class Engine {
   void end_backward();
   void abort_backward();
 
+  // A backward towards inputs, of an engine that trains nothing: gathers units again where parameters are sharded. Its
+  // end does nothing where none has begun. Collective.
+  void begin_input_backward();
+  void end_input_backward();
+
   // One optimizer step with these hyperparameters by param group. Throws NonFiniteGradientError where no loss scale can
   // retry; the gradients are dropped then and the engine stays usable. Where the device works in lanes, this step's
   // outcome is not known yet when the call returns: the next step, or outcome(), waits for it and throws.
@@ -325,6 +330,10 @@ class Engine {
   void build_norms();
   void make_gradient_shards(Unit& unit);
   void end_open_forward();
+  bool in_input_backward() const {
+    return trainable_flats_.empty() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kBackward;
+  }
+  void use_root_in_backward();
   void leave_backward();
   void leave_failed_backward();
   void start_backward_range(Unit& unit);
@@ -394,6 +403,7 @@ class Engine {
   void read_own_parameters(const FlatBuffer& flat, std::span<float> values);
   void write_back(Unit& unit, int modifier_rank);
   void write_back_flat(FlatBuffer& flat, const std::byte* values);
+  void write_frozen(const FlatBuffer& flat, const std::byte* values);
   bool has_remainders(const FlatBuffer& flat) const {
     return options_.store_param_remainders && flat.trainable && flat.param_dtype == DType::kBFloat16;
   }

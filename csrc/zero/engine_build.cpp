@@ -52,8 +52,10 @@ void Engine::build(EngineModel& model) {
   ZB_EXPECT(!options.store_param_remainders || !parameters_sharded() || options.keep_parameter_shards,
             "store_param_remainders needs the shards of parameters to be kept");
   if (parameters_sharded() && !options.keep_parameter_shards) {
-    const auto keeps_master = [this](DType param_dtype) { return store_->keeps_master(param_dtype); };
-    for (Unit& unit : units_) unit.fetch_parameters_of(keeps_master);
+    const auto is_kept = [this](const FlatBuffer& flat) {
+      return flat.trainable ? store_->keeps_master(flat.param_dtype) : store_->keeps_frozen();
+    };
+    for (Unit& unit : units_) unit.fetch_parameters_of(is_kept);
   }
   if (parameters_sharded() && gather_communicator_->splices() && !options.optimizer_in_backward) {
     for (Unit& unit : units_) unit.splice_parameters(options.splice_bytes);
@@ -186,11 +188,8 @@ void Engine::build_flat(FlatBuffer& flat) {
     }
   }
   if (!flat.trainable) {
-    if (several) communicator.barrier(flat.label);
-    return;
-  }
-
-  if (makes_gradients_each_step()) {
+    // No gradients.
+  } else if (makes_gradients_each_step()) {
     // Made when the unit is reduced.
   } else if (policy_.gradients == GradientPlacement::kShardedEachMicroBatch) {
     flat.shard_gradients = {
@@ -201,10 +200,12 @@ void Engine::build_flat(FlatBuffer& flat) {
                                                  Category::kGradients)};
     flat.shard_gradients = flat.full_gradients.at(static_cast<std::size_t>(rank()) * flat.shard_gradient_bytes());
   }
-  ShardSpec spec = shard_spec(flat);
-  if (has_remainders(flat)) spec.parameters = updated_parameters(flat).data();
-  const std::size_t first = state_sharded() ? rank_offset : 0;
-  flat.store_shard = store_->add_shard(spec, std::span<const float>(values + first, spec.numel));
+  if (flat.is_stored()) {
+    ShardSpec spec = shard_spec(flat);
+    if (has_remainders(flat)) spec.parameters = updated_parameters(flat).data();
+    const std::size_t first = state_sharded() ? rank_offset : 0;
+    flat.store_shard = store_->add_shard(spec, std::span<const float>(values + first, spec.numel));
+  }
   if (several) communicator.barrier(flat.label);  // nobody reads the broadcast's buffer any more
 }
 
@@ -214,7 +215,8 @@ ShardSpec Engine::shard_spec(const FlatBuffer& flat) const {
                  .param_dtype = flat.param_dtype,
                  .gradient_dtype = flat.reduce_dtype,
                  .segments = layout.segments(),
-                 .unit = flat.label};
+                 .unit = flat.label,
+                 .is_frozen = !flat.trainable};
   if (state_sharded()) {
     const std::size_t begin = static_cast<std::size_t>(rank()) * layout.shard_numel();
     spec.numel = layout.shard_numel();
@@ -227,7 +229,7 @@ void Engine::reserve_store() {
   std::vector<ShardSpec> specs;
   for (const Unit& unit : units_) {
     for (const FlatBuffer& flat : unit.flats) {
-      if (flat.trainable) specs.push_back(shard_spec(flat));
+      if (flat.is_stored()) specs.push_back(shard_spec(flat));
     }
   }
   store_->reserve(specs);
@@ -240,6 +242,7 @@ void Engine::build_norms() {
       if (flat.trainable) trainable_flats_.push_back(&flat);
     }
   }
+  if (trainable_flats_.empty()) return;  // no step, no norm
   const std::size_t bytes = trainable_flats_.size() * sizeof(double);
   const bool several = world_size() > 1;
   own_sums_ = {reduce_communicator_->allocate(bytes, several ? BufferRole::kShared : BufferRole::kPrivate, &ledger_,

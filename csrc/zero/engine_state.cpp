@@ -218,7 +218,7 @@ void Engine::write_flat(FlatBuffer& flat, FullState kind, std::span<const float>
     device().cast(Lane::kCompute, flat.full_parameters.data(), flat.param_dtype, values, DType::kFloat32,
                   flat.layout.padded_numel());
   }
-  if (kind != FullState::kMaster || (flat.trainable && store_->keeps_master(flat.param_dtype))) {
+  if (kind != FullState::kMaster || flat.is_fetched || (flat.trainable && store_->keeps_master(flat.param_dtype))) {
     const std::span<const float> all(values, flat.layout.padded_numel());
     store_->write_state(flat.store_shard, state_kind(kind),
                         state_sharded() ? all.subspan(shard_begin, flat.layout.shard_numel()) : all);
@@ -343,6 +343,15 @@ void Engine::write_back(Unit& unit, int modifier_rank) {
   }
 }
 
+// Gives this rank's piece of frozen parameters that the store keeps new values.
+void Engine::write_frozen(const FlatBuffer& flat, const std::byte* values) {
+  const std::size_t numel = flat.layout.shard_numel();
+  const DeviceBuffer floats(device(), numel * sizeof(float), &ledger_, Category::kStaging);
+  const Drain drain(device());
+  device().cast(Lane::kCompute, floats.data(), DType::kFloat32, values, flat.param_dtype, numel);
+  store_->write_state(flat.store_shard, StateKind::kMaster, {floats.as<float>(), numel});
+}
+
 // Brings shard and master up to new full values: both, or where memory is short neither. A master whose rounding
 // already equals the new value keeps its bits.
 void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
@@ -358,7 +367,8 @@ void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
   std::vector<std::byte> fresh(numel * element_bytes);
   const Drain drain(device());
   const auto write_shard = [&] {
-    if (!parameters_sharded() || flat.is_fetched) return;
+    if (!parameters_sharded() || (flat.is_fetched && flat.trainable)) return;
+    if (flat.is_fetched) return write_frozen(flat, values + shard_begin * element_bytes);
     device().copy(Lane::kCompute, flat.shard_parameters.data(), values + shard_begin * element_bytes,
                   flat.shard_parameter_bytes());
     flat.is_settled = false;

@@ -11,7 +11,7 @@ namespace zb {
 // Whether the unit's gather would not have to wait for the store.
 bool GatherScheduler::is_issued(const Unit& unit) const {
   return std::all_of(unit.flats.begin(), unit.flats.end(),
-                     [&](const FlatBuffer& flat) { return !flat.trainable || store_.is_issued(flat.store_shard); });
+                     [&](const FlatBuffer& flat) { return !flat.is_stored() || store_.is_issued(flat.store_shard); });
 }
 
 // See [Note: staging shards]. Null where nothing of the unit is fetched.

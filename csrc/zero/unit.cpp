@@ -40,9 +40,9 @@ bool Unit::has_frozen() const {
   return std::any_of(flats.begin(), flats.end(), [](const FlatBuffer& flat) { return !flat.trainable; });
 }
 
-void Unit::fetch_parameters_of(const std::function<bool(DType param_dtype)>& keeps_master) {
+void Unit::fetch_parameters_of(const std::function<bool(const FlatBuffer&)>& is_kept) {
   for (FlatBuffer& flat : flats) {
-    flat.is_fetched = flat.trainable && keeps_master(flat.param_dtype);
+    flat.is_fetched = is_kept(flat);
     if (!flat.is_fetched) continue;
     flat.fetch_offset_bytes = fetch_bytes;
     fetch_bytes = align(fetch_bytes + flat.shard_parameter_bytes());

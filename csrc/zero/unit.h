@@ -95,6 +95,8 @@ struct FlatBuffer {
   MarkPtr settled_behind;
   MarkPtr written;  // behind a change of shard_parameters by others than the store, until a gather has waited for it
 
+  // Whether the store has a shard of it.
+  bool is_stored() const { return trainable || is_fetched; }
   std::size_t full_parameter_bytes() const { return layout.padded_numel() * dtype_bytes(param_dtype); }
   std::size_t shard_parameter_bytes() const { return layout.shard_numel() * dtype_bytes(param_dtype); }
   std::size_t full_gradient_bytes() const { return layout.padded_numel() * dtype_bytes(reduce_dtype); }
@@ -166,8 +168,8 @@ struct Unit {
   bool has_frozen() const;
   // Where a flat buffer's gradients are reduced from, in its own buffer or in the unit's slot, which it must have.
   Region gradients_of(const FlatBuffer& flat) const;
-  // Those of its flats are fetched from the store whose master it keeps.
-  void fetch_parameters_of(const std::function<bool(DType param_dtype)>& keeps_master);
+  // Those of its flats are fetched from the store whose parameters or master it keeps.
+  void fetch_parameters_of(const std::function<bool(const FlatBuffer&)>& is_kept);
   // Those are spliced whose shards have so many bytes or more.
   void splice_parameters(std::size_t min_bytes);
   bool is_spliced() const;

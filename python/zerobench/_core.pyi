@@ -360,6 +360,10 @@ class Engine:
         groups are the hyperparameters of the step that this backward ends, where the optimizer runs in backward.
         """
     def begin_forward(self, train: bool) -> None: ...
+    def begin_input_backward(self) -> None:
+        """
+        Begins a backward towards inputs of an engine that trains nothing. Collective.
+        """
     def broadcast(self, tensor: torch.Tensor) -> None:
         """
         Makes rank 0's values everybody's, in place. Collective.
@@ -370,6 +374,10 @@ class Engine:
     def end_backward(self) -> None: ...
     def end_forward(self) -> None: ...
     def end_gather(self, units: Sequence[int], *, modifier_rank: int) -> None: ...
+    def end_input_backward(self) -> None:
+        """
+        Ends it; does nothing where none has begun. Collective.
+        """
     def exchange(self, mine: bytes) -> bytes:
         """
         Every rank's bytes, one after the other; all ranks give equally many. Collective.

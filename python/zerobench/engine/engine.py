@@ -36,6 +36,7 @@ from zerobench.engine.full_state import (
     unheld_tensors,
 )
 from zerobench.engine.hooks import ModuleHooks, expect_settled
+from zerobench.engine.input_backward import InputBackward
 from zerobench.engine.known_parameters import KnownParameters
 from zerobench.engine.left_out import LeftOut
 from zerobench.engine.notices import Notices
@@ -79,9 +80,9 @@ def initialize(
 
     ``model_parameters`` are torch-style param groups (dicts with ``params`` and own ``lr``, ``betas``, ``eps``,
     ``weight_decay``) or parameters; by default every parameter of the model in one group. Parameters that need no
-    gradient are kept and gathered but not updated. Rank 0's values become every rank's, those of buffers and of integer
-    and complex parameters too. Buffers keep their dtype, but for statistics of normalisation layers, which torch wants
-    in the parameters' dtype.
+    gradient are kept and gathered but not updated; an engine without any other runs forwards alone. Rank 0's values
+    become every rank's, those of buffers and of integer and complex parameters too. Buffers keep their dtype, but for
+    statistics of normalisation layers, which torch wants in the parameters' dtype.
 
     Parameters on the meta device are given memory and values by ``materialise(model, names, device=...)``
     (``zerobench.models.materialise.materialise``, or one's own), unit by unit, and sharded at once: a model larger than
@@ -130,6 +131,7 @@ class Engine(EngineFacts, EngineWindow):
         self.topology = topology_module.resolve(config, host.environment, group)
         self._notices = Notices(self.topology.rank)
         self.optimizer = ZeroOptimizer(param_groups(model, model_parameters), config.optimizer)
+        self._trains = any(group["params"] for group in self.optimizer.param_groups)
         self._units = find_units(model, config.units)
         self._dtypes = config.effective_dtypes()
         self._stepped = False
@@ -174,7 +176,7 @@ class Engine(EngineFacts, EngineWindow):
                 optimizer_in_backward=config.optimizer_in_backward,
                 overlap_updates=config.overlap_updates,
                 loss_scale=core.LossScaleOptions(
-                    enabled=config.scales_loss(), **config.loss_scale.model_dump()
+                    enabled=config.scales_loss() and self._trains, **config.loss_scale.model_dump()
                 ),
                 offload=placement.offload_options(config, self.topology, use),
             ),
@@ -206,6 +208,9 @@ class Engine(EngineFacts, EngineWindow):
         self._parameters_arrived()
         self.optimizer.attach(self)
         self._parameter_units = self._units.unit_of_parameters()
+        self._input_backward: InputBackward | None = None
+        if self._core.parameters_sharded and not self._trains:
+            self._input_backward = InputBackward(self._core, self._enter_stream)
         casts = config.cast_forward_inputs and self._dtypes["param"] != "float32"
         self._hooks = ModuleHooks(
             self._core,
@@ -213,6 +218,8 @@ class Engine(EngineFacts, EngineWindow):
             input_dtype=_TORCH_DTYPES[self._dtypes["param"]] if casts else None,
             enter=self._enter_forward,
             arrived=self._parameters_arrived,
+            trains=self._trains,
+            input_backward=self._input_backward,
         )
         hold(self._known.named.values())
         self._left_out = LeftOut(self._known, self._notices) if self.topology.rank == 0 else None
@@ -245,9 +252,11 @@ class Engine(EngineFacts, EngineWindow):
         and ranks is the engine's.
 
         Raises whatever backward raises; the gradients of all micro-batches since the last step are dropped then and the
-        engine stays usable. Raises StateError for what is no such tensor, for a backward that a step must precede and,
-        soon if not at once, where a parameter was changed in place outside of ``gather(modifier_rank=...)``.
+        engine stays usable. Raises StateError for what is no such tensor, for a backward that a step must precede, for
+        an engine without trainable parameters and, soon if not at once, where a parameter was changed in place outside
+        of ``gather(modifier_rank=...)``.
         """
+        self._expect_trained("backward", "take gradients of its inputs by loss.backward()")
         if not isinstance(loss, torch.Tensor):
             raise StateError(
                 f"backward needs the loss as a tensor, not a {type(loss).__name__}; pass what the forward returned "
@@ -298,6 +307,7 @@ class Engine(EngineFacts, EngineWindow):
         is the next step, or whoever asks for the step's outcome, that raises), StateError without gradients,
         ConfigError for hyperparameters that no update can have, which leaves the gradients for another call.
         """
+        self._expect_trained("step")
         self._enter_stream()
         if end_window:
             self._core.end_window()
@@ -654,6 +664,8 @@ class Engine(EngineFacts, EngineWindow):
 
     def _enter_stream(self, *, of: str | None = None) -> None:
         """Tell the core which stream the caller computes on. Raises StateError where ``of`` is being captured."""
+        if self._input_backward is not None:
+            self._input_backward.end()  # one that an exception has left
         stream = self._place.stream()
         if of is not None and stream:  # the default stream, 0, cannot be captured
             self._place.expect_no_capture(of)

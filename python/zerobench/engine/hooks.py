@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zerobench.engine.held_tensors import cast, tensors_in
+from zerobench.engine.input_backward import InputBackward
 from zerobench.engine.uncalled_watch import UncalledWatch
 from zerobench.engine.units import UnitModules
 from zerobench.errors import StateError
@@ -33,8 +34,9 @@ class ModuleHooks:
     """The hooks of one engine. A forward that ends by an exception is ended in the core too.
 
     ``enter`` is called before each forward, ``arrived`` when updates are found to have arrived. Floating-point inputs
-    are cast to ``input_dtype``, if there is one. ``may_load`` is set while values that are loaded into the model reach
-    the engine.
+    are cast to ``input_dtype``, if there is one. ``trains`` is false for an engine without trainable parameters, whose
+    backwards ``input_backward`` begins where parameters are sharded. ``may_load`` is set while values that are loaded
+    into the model reach the engine.
     """
 
     def __init__(
@@ -45,8 +47,12 @@ class ModuleHooks:
         input_dtype: torch.dtype | None,
         enter: Callable[[], None],
         arrived: Callable[[], None],
+        trains: bool,
+        input_backward: InputBackward | None,
     ) -> None:
         self._core = core
+        self._trains = trains
+        self._input_backward = input_backward
         self._arrived = arrived
         self._input_dtype = input_dtype
         self._enter = enter
@@ -60,7 +66,9 @@ class ModuleHooks:
         root = units.modules[0]
         begin = root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
         self._watch = UncalledWatch(core, units)
-        self._of_units = [UnitHooks(core, unit, self._watch) for unit in range(1, self._unit_num)]
+        self._of_units = [
+            UnitHooks(core, unit, self._watch, input_backward) for unit in range(1, self._unit_num)
+        ]
         for hooks, module in zip(self._of_units, units.modules[1:], strict=True):
             self._install(hooks, module)
         self._handles = [
@@ -130,7 +138,7 @@ class ModuleHooks:
         self._enter()
         self._end_interrupted()
         try:
-            self._core.begin_forward(train=torch.is_grad_enabled())
+            self._core.begin_forward(train=self._trains and torch.is_grad_enabled())
         except BaseException:
             self._begin_failed = True  # the hook that ends forwards must leave the running one alone
             raise
@@ -159,7 +167,10 @@ class ModuleHooks:
             self._watch.end()
             self._core.post_forward(0)
             self._core.end_forward()
-            self._watch_age((args, kwargs), output)
+            if torch.is_grad_enabled():
+                self._watch_age((args, kwargs), output)
+                if self._input_backward is not None:
+                    self._input_backward.watch((args, kwargs), output)
             return
         self._watch.abandon()
         with contextlib.suppress(Exception):  # the error that ends this forward is the one to report
@@ -186,8 +197,6 @@ class ModuleHooks:
 
     def _watch_age(self, given: Any, output: Any) -> None:
         """torch would see that a backward comes too late by versions, which the core's updates leave as they are."""
-        if not torch.is_grad_enabled():
-            return
         expect_fresh = functools.partial(self._expect_fresh, self._updates)
         passed_on = {tensor.grad_fn for tensor in tensors_in(given)}
         for node in {tensor.grad_fn for tensor in tensors_in(output)} - passed_on:
@@ -205,10 +214,13 @@ class ModuleHooks:
 class UnitHooks:
     """The hooks of one unit."""
 
-    def __init__(self, core: CoreEngine, unit: int, watch: UncalledWatch) -> None:
+    def __init__(
+        self, core: CoreEngine, unit: int, watch: UncalledWatch, input_backward: InputBackward | None
+    ) -> None:
         self._core = core
         self._unit = unit
         self._watch = watch
+        self._input_backward = input_backward
         self._is_frozen = core.has_frozen(unit)
         # By unit forward under way, since a unit may call itself: what was given, by id, with its version.
         self._inputs: list[dict[int, tuple[torch.Tensor, int]]] = []
@@ -266,6 +278,8 @@ class UnitHooks:
                 base.grad_fn.register_prehook(self._before_backward)
 
     def _before_backward(self, _: Any) -> None:
+        if self._input_backward is not None:
+            self._input_backward.begin()
         self._core.pre_backward(self._unit)
 
 

@@ -27,13 +27,14 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Torch-style param groups of what is to be trained: by default every parameter of the model in one group.
 
-    Parameters that need no gradient are left out. Raises ConfigError for what is no parameter of the model, for complex
-    ones that need a gradient, and where nothing is left to train.
+    Parameters that need no gradient are left out: a frozen model has groups without parameters. Raises ConfigError for
+    what is no parameter of the model, for complex ones that need a gradient, and for a model without parameters.
     """
-    given = list(model.parameters()) if model_parameters is None else _listed(model_parameters)
-    if not given:
+    every = list(model.parameters())
+    given = every if model_parameters is None else _listed(model_parameters)
+    if not given and (not every or any(parameter.requires_grad for parameter in every)):
         raise ConfigError("the model has no parameters to train")
-    are_groups = isinstance(given[0], dict)
+    are_groups = bool(given) and isinstance(given[0], dict)
     if any(isinstance(each, dict) != are_groups for each in given):
         raise ConfigError(
             "model_parameters mixes param groups (dicts) with parameters; put the parameters into a group of their "
@@ -46,7 +47,7 @@ def param_groups(
                 f"parameter '{name}' is {str(parameter.dtype).removeprefix('torch.')}, which cannot be trained; hold "
                 "it as floating-point parts (torch.view_as_real) or call requires_grad_(False)"
             )
-    known = {id(parameter) for parameter in model.parameters()}
+    known = {id(parameter) for parameter in every}
     cleaned = []
     for index, group in enumerate(groups):
         if "params" not in group:
@@ -60,11 +61,7 @@ def param_groups(
                     f"param group {index} has a parameter of shape {tuple(parameter.shape)} that the model does not "
                     "have"
                 )
-        kept = [p for p in parameters if p.requires_grad]
-        if kept or len(groups) > 1:
-            cleaned.append({**group, "params": kept})
-    if not any(group["params"] for group in cleaned):
-        raise ConfigError("the model has no parameter that needs a gradient; there is nothing to train")
+        cleaned.append({**group, "params": [p for p in parameters if p.requires_grad]})
     return cleaned
 
 

@@ -55,10 +55,11 @@ def expect_trainable(model: object, materialise: object) -> None:
                 f"'{name}' has no shape before the model's first forward, as in torch.nn.LazyLinear; run one forward "
                 "before zerobench.initialize"
             )
-        if tensor.is_inference() and tensor.requires_grad:
+        is_held = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        if tensor.is_inference() and (is_held or tensor.requires_grad):
             raise ConfigError(
-                f"parameter '{name}' was made in torch.inference_mode(), where nothing can be trained; build the model "
-                "outside of it"
+                f"parameter '{name}' was made in torch.inference_mode(), whose tensors an engine can neither train nor "
+                "move; build the model outside of it, for a frozen model in torch.no_grad()"
             )
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided:

@@ -30,6 +30,7 @@ class EngineWindow:
     _notices: Notices
     _place: Place
     _enter_stream: Callable[..., None]
+    _trains: bool  # else no parameter was trainable in initialize
     config: Config
     topology: Topology
     _boundary: bool | None = None
@@ -50,6 +51,7 @@ class EngineWindow:
         """
         if is_boundary is not None and not isinstance(is_boundary, bool):
             raise ConfigError(f"is_boundary must be True, False or None, not {is_boundary!r}")
+        self._expect_trained("set_gradient_accumulation_boundary")
         self._boundary = is_boundary
 
     def grad_norm(self) -> float:
@@ -58,6 +60,7 @@ class EngineWindow:
 
         Waits for the device. Raises StateError where no whole window of micro-batches waits for its step.
         """
+        self._expect_trained("grad_norm")
         self._enter_stream()
         return self._core.gradient_norm()
 
@@ -67,6 +70,7 @@ class EngineWindow:
 
         Raises ConfigError for a ``max_norm`` that is not positive, StateError as ``grad_norm`` does.
         """
+        self._expect_trained("clip_grad_norm_")
         limit = float(max_norm)
         if not limit > 0:
             raise ConfigError(f"max_norm must be a positive number, not {max_norm!r}")
@@ -93,6 +97,7 @@ class EngineWindow:
         ``optimizer_in_backward``, for a change with ``modifier_rank=None``, and on every rank where ranks made
         different changes with ``"all"``; then the gradients stay as they were.
         """
+        self._expect_trained("gradients")
         if modifier_rank is not None and modifier_rank != "all":
             is_rank = isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)
             if not is_rank or not 0 <= modifier_rank < self.topology.world_size:
@@ -137,6 +142,15 @@ class EngineWindow:
                 f"step, the last one after {pending} of {self.config.gradient_accumulation_steps}. A window that is "
                 "dropped before each micro-batch never reaches a step: call zero_grad() after engine.step()",
                 same_on_all_ranks=True,
+            )
+
+    def _expect_trained(self, call: str, cure: str = "leave this call out") -> None:
+        """Raise StateError, which names ``cure``, if the engine has no trainable parameters."""
+        if not self._trains:
+            raise StateError(
+                f"engine.{call}() was called on an engine without trainable parameters: in zerobench.initialize each "
+                f"had requires_grad=False. For a frozen model, {cure}. To train the model, call requires_grad_(True) "
+                "on its parameters before zerobench.initialize, with a new engine"
             )
 
     def _expect_only_read(self, found: Gradients, *, has_failed: bool) -> None:
