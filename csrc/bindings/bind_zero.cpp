@@ -134,6 +134,9 @@ void bind_engine_state(py::class_<BoundEngine>& engine) {
       .def(
           "abort", [](BoundEngine& e, const std::string& reason) { e.get().abort(reason); }, py::arg("reason"),
           Release())
+      .def("stop", &BoundEngine::stop, py::arg("why"), py::kw_only(), py::arg("for_good") = false, Release(),
+           "Tells peers that wait for this rank that it has stopped, until it makes its next collective call; `why` "
+           "follows its name. Nothing once the engine was closed. From any thread.")
       .def("close", &BoundEngine::close, Release());
 }
 

@@ -109,6 +109,10 @@ void BoundEngine::close() {
   if (interrupt) std::rethrow_exception(interrupt);
 }
 
+void BoundEngine::stop(const std::string& why, bool for_good) noexcept {
+  if (engine_) engine_->stop(why, for_good);
+}
+
 void BoundEngine::set_compute_stream(void* stream) {
   if (memory_) memory_->follow_current_stream();
   get().set_compute_stream(stream);

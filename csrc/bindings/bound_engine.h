@@ -43,6 +43,7 @@ class BoundEngine {
     return *engine_;
   }
   void close();
+  void stop(const std::string& why, bool for_good) noexcept;
 
   void set_compute_stream(void* stream);
   // What touches gradients, or lets compiled code see them, first takes their guards away. Throws StateError where a

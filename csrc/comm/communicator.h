@@ -82,6 +82,11 @@ class Work {
 };
 using WorkPtr = std::shared_ptr<Work>;
 
+// What a rank that stopped has to go on before its peers give it up.
+inline constexpr std::chrono::milliseconds kReturnTime{600};
+// Of a rank that does not go on, such as one whose process ends.
+inline constexpr std::uint32_t kStopsForGood = UINT32_MAX;
+
 enum class Collective : std::uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kExchange, kBarrier };
 inline constexpr std::size_t kCollectiveNum = 6;
 std::string_view collective_name(Collective collective) noexcept;
@@ -197,6 +202,16 @@ class Communicator {
   // Poisons the communicator on every rank with this reason; blocked peers wake up and raise. Idempotent, and callable
   // from any thread.
   virtual void abort(std::string_view reason) noexcept = 0;
+  // Tells the peers that this rank has stopped taking part: `why` follows its name ("raised ValueError (...)"). One
+  // that waits for it raises that once it has had kReturnTime to go on, unless it has stopped as often itself.
+  // `stop_num` is how often this rank has since the ranks last met. Nothing where a kind cannot tell. Both from any
+  // thread.
+  virtual void stop(std::string_view why, std::uint32_t stop_num) noexcept {
+    static_cast<void>(why);
+    static_cast<void>(stop_num);
+  }
+  // This rank takes part again.
+  virtual void go_on(std::uint32_t stop_num) noexcept { static_cast<void>(stop_num); }
   // The original cause, once this communicator is poisoned; by a peer too, where a kind can tell. From any thread.
   virtual std::optional<CommunicationError> poisoned() const noexcept = 0;
 

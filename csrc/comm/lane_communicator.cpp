@@ -245,6 +245,9 @@ class LaneCommunicator final : public Communicator {
   void abort(std::string_view reason) noexcept override {
     if (watched_->give_up(reason)) wake();
   }
+  // Peers that wait for it on the host raise.
+  void stop(std::string_view why, std::uint32_t stop_num) noexcept override { watched_->control->stop(why, stop_num); }
+  void go_on(std::uint32_t stop_num) noexcept override { watched_->control->go_on(stop_num); }
   // A peer that gave up says so over the control communicator before its lane is let go. What that lane then does looks
   // well to this rank's, so the peer's cause counts from then on, not from the watchdog's next turn.
   std::optional<CommunicationError> poisoned() const noexcept override {

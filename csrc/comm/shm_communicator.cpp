@@ -143,6 +143,9 @@ class ShmCommunicator final : public Communicator {
 
   std::optional<CommunicationError> poisoned() const noexcept override { return queue_->peers().cause(); }
 
+  void stop(std::string_view why, std::uint32_t stop_num) noexcept override { queue_->peers().stop(why, stop_num); }
+  void go_on(std::uint32_t stop_num) noexcept override { queue_->peers().go_on(stop_num); }
+
  private:
   std::size_t ranks() const noexcept { return static_cast<std::size_t>(world_size()); }
   static std::size_t stride_of(std::size_t bytes) { return round_up_to_page(std::max<std::size_t>(bytes, 1)); }

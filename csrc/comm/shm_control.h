@@ -19,13 +19,14 @@
 
 namespace zb::shm {
 
-inline constexpr std::uint32_t kProtocolVersion = 1;
+inline constexpr std::uint32_t kProtocolVersion = 2;
 inline constexpr std::uint64_t kRingDepth = 256;
 inline constexpr std::size_t kLabelBytes = 48;
 inline constexpr std::size_t kInlineBytes = 32;
 inline constexpr std::size_t kPayloadBytes = 64 * 1024;
 inline constexpr std::size_t kPayloadNum = 4;
 inline constexpr std::size_t kReasonBytes = 1024;
+inline constexpr std::size_t kStopBytes = 256;
 inline constexpr int kMaxRanks = 250;  // file descriptors of all ranks pass in one message (at most 253)
 
 // The values of Collective, then what only this communicator knows.
@@ -66,6 +67,11 @@ struct RankBlock {
   alignas(64) std::atomic<std::uint32_t> left;  // set when the owner closed its communicator
   std::int32_t fault_rank;                      // these two are valid when `poisoner` names the owner
   std::array<char, kReasonBytes> reason;
+  // Communicator::stop. When, by the host's steady clock, or 0 while the owner takes part; `why` is valid while that
+  // stays the same.
+  alignas(64) std::atomic<std::int64_t> stopped_at;
+  std::atomic<std::uint32_t> stop_num;
+  std::array<std::atomic<char>, kStopBytes> why;
   alignas(64) std::array<Descriptor, kRingDepth> ring;
   // Of the exchanges that a rank has started at most two are unfinished, and it has finished none that a peer has not
   // started, so when one starts, all ranks have finished the one four before.

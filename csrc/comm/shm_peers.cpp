@@ -109,6 +109,40 @@ bool Peers::is_dead(int rank) noexcept {
   return ::poll(&entry, 1, 0) > 0;
 }
 
+void Peers::stop(std::string_view why, std::uint32_t stop_num) noexcept {
+  if (!is_own_process()) return;
+  const std::lock_guard lock(stop_mutex_);
+  own_->stopped_at.store(0, std::memory_order_seq_cst);
+  const std::size_t length = std::min(why.size(), kStopBytes - 1);
+  for (std::size_t i = 0; i < length; ++i) own_->why[i].store(why[i], std::memory_order_relaxed);
+  own_->why[length].store('\0', std::memory_order_relaxed);
+  own_->stop_num.store(stop_num, std::memory_order_relaxed);
+  own_->stopped_at.store(Clock::now().time_since_epoch().count(), std::memory_order_seq_cst);
+}
+
+void Peers::go_on(std::uint32_t stop_num) noexcept {
+  if (!is_own_process()) return;
+  const std::lock_guard lock(stop_mutex_);
+  own_->stopped_at.store(0, std::memory_order_seq_cst);
+  own_->stop_num.store(stop_num, std::memory_order_seq_cst);
+}
+
+std::optional<std::string> Peers::given_up(int rank) {
+  const RankBlock& block = of(rank);
+  const std::int64_t stopped_at = block.stopped_at.load(std::memory_order_seq_cst);
+  if (stopped_at == 0 || Clock::now().time_since_epoch() - Clock::duration(stopped_at) < kReturnTime) return {};
+  if (block.stop_num.load(std::memory_order_seq_cst) <= own_->stop_num.load(std::memory_order_seq_cst)) return {};
+  std::string why;
+  for (const std::atomic<char>& letter : block.why) {
+    const char read = letter.load(std::memory_order_relaxed);
+    if (read == '\0') break;
+    why += read;
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (block.stopped_at.load(std::memory_order_seq_cst) != stopped_at) return {};  // it goes on
+  return why;
+}
+
 bool Peers::is_own_process() const noexcept { return made_by_.is_current(); }
 
 Peers::Ticket Peers::announce(std::uint32_t interest) noexcept {

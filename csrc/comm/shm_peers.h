@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -59,6 +60,11 @@ class Peers {
   // A rank that left closed its communicator; the process of a dead one ended. Neither publishes anything more.
   bool has_left(int rank) noexcept { return of(rank).left.load(std::memory_order_seq_cst) != 0; }
   bool is_dead(int rank) noexcept;
+  // Communicator::stop and go_on of this rank. Callable from any thread.
+  void stop(std::string_view why, std::uint32_t stop_num) noexcept;
+  void go_on(std::uint32_t stop_num) noexcept;
+  // Why a rank that stopped, and this one did not, is not to be waited for any more.
+  std::optional<std::string> given_up(int rank);
   // False in a forked child, which must not speak for its parent.
   bool is_own_process() const noexcept;
 
@@ -84,6 +90,7 @@ class Peers {
   ControlBlock* control_;
   RankBlock* own_;
   std::atomic_flag reason_taken_ = ATOMIC_FLAG_INIT;
+  std::mutex stop_mutex_;
 };
 
 }  // namespace zb::shm

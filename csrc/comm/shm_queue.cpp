@@ -240,6 +240,12 @@ bool Queue::check_awaited(const Goal& goal, Clock::time_point last_progress) {
       peers_->fail(peer, who + (has_left ? " left during " : " died during ") + describe_wait(goal) + " (noticed by " +
                              self + ")");
     }
+    if (const std::optional<std::string> why = peers_->given_up(peer)) {
+      if (try_reach(goal)) return true;
+      if (!awaits(goal, peer)) return false;
+      peers_->fail(peer,
+                   who + " " + *why + " and did not come to " + describe_wait(goal) + " (noticed by " + self + ")");
+    }
     if (is_late) {
       peers_->fail(peer,
                    self + " waited " + seconds_text(peers_->timeout()) + " for " + who + " in " + describe_wait(goal));

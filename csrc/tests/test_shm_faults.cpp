@@ -141,6 +141,47 @@ TEST(ShmFaults, RankThatLeavesIsNamed) {
   expect_same_error({errors[0], errors[2]}, {"rank 1 left during all_reduce of 'h.3'"});
 }
 
+TEST(ShmFaults, RankThatStoppedIsNamedLongBeforeTheTimeout) {
+  std::atomic<int> given_up_num{0};
+  const auto errors = run_threads(3, [&](Communicator& comm) {
+    comm.barrier("together");
+    if (comm.rank() == 1) {
+      comm.stop("raised Planted", 1);
+      while (given_up_num < 2) std::this_thread::sleep_for(1ms);
+    }
+    const Clock::time_point began = Clock::now();
+    try {
+      comm.barrier("h.3");
+    } catch (const CommunicationError&) {
+      ++given_up_num;
+      EXPECT_LT(Clock::now() - began, 30s);
+      throw;
+    }
+  });
+  expect_same_error(errors, {"rank 1 raised Planted and did not come to barrier of 'h.3'"});
+}
+
+TEST(ShmFaults, RankThatGoesOnIsWaitedFor) {
+  run_ranks(3, [](Communicator& comm) {
+    comm.barrier("together");
+    if (comm.rank() == 1) {
+      comm.stop("raised Planted", 1);
+      comm.go_on(1);
+      std::this_thread::sleep_for(2 * kReturnTime);
+    }
+    comm.barrier("h.3");
+  });
+}
+
+TEST(ShmFaults, RanksThatStoppedAlikeWaitForEachOther) {
+  run_ranks(3, [](Communicator& comm) {
+    comm.stop("raised Planted", 1);
+    if (comm.rank() == 1) std::this_thread::sleep_for(2 * kReturnTime);
+    comm.go_on(1);
+    comm.barrier("h.3");
+  });
+}
+
 TEST(ShmFaults, RankThatLeavesAfterItsPartHarmsNobody) {
   run_ranks(4, [](Communicator& comm) {
     const Region source = shared(comm, 400);

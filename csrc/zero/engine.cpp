@@ -12,6 +12,7 @@ namespace zb {
 void Engine::begin_forward(bool train) {
   enter([&] {
     expect_no_updates();
+    go_on();
     gathers_->begin_pass(train ? PassKind::kTrainForward : PassKind::kEvalForward);
     if (train) reduces_->begin_forward();
     for (std::size_t index = 0; index < units_.size(); ++index) {
@@ -161,6 +162,7 @@ void Engine::end_pass_ranges() noexcept {
 void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> groups) {
   enter([&] {
     expect_no_updates();
+    go_on();
     if (reduces_->window_backwards() == 0) begin_window();
     if (updates_in_backward(last)) {
       expect_possible(groups);
@@ -410,6 +412,17 @@ void Engine::fail_with_store() noexcept {
 void Engine::abort(const std::string& reason) noexcept {
   gather_communicator_->abort(reason);
   reduce_communicator_->abort(reason);
+}
+
+void Engine::stop(const std::string& why, bool for_good) noexcept {
+  const std::uint32_t stop_num = for_good ? kStopsForGood : ++stop_num_;
+  gather_communicator_->stop(why, stop_num);
+  reduce_communicator_->stop(why, stop_num);
+}
+
+void Engine::go_on() noexcept {
+  gather_communicator_->go_on(stop_num_);
+  reduce_communicator_->go_on(stop_num_);
 }
 
 }  // namespace zb

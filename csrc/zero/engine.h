@@ -7,7 +7,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -260,6 +262,9 @@ class Engine {
   void quiesce();
   // Wakes and fails the peers, when this rank cannot go on.
   void abort(const std::string& reason) noexcept;
+  // Tells the peers that a call was left by an exception, or (`for_good`) that this rank ends: see Communicator::stop.
+  // The next pass, step or other collective call goes on. From any thread.
+  void stop(const std::string& why, bool for_good) noexcept;
 
  private:
   struct RankReport;
@@ -293,6 +298,7 @@ class Engine {
   // What all ranks do: the peers of one that fails at it alone wait for its part, and learn why it does not come.
   template <typename Body>
   auto or_abort(const Body& body) -> decltype(body()) {
+    go_on();
     try {
       return body();
     } catch (const std::exception& error) {
@@ -322,6 +328,7 @@ class Engine {
   // What later calls and the peers raise.
   CommunicationError cause_of(const Interrupted& interrupt) const;
   void fail_with_store() noexcept;
+  void go_on() noexcept;
   void build(EngineModel& model);
   void build_unit(Unit& unit, EngineModel& model);
   void build_flat(FlatBuffer& flat);
@@ -508,9 +515,10 @@ class Engine {
   PendingStep pending_;
   BackwardUpdates backward_updates_;
   bool is_torn_ = false;
-  double window_multiplier_ = 1.0;         // on this window's gradients, by clip_gradients
-  bool has_own_steps_ = false;             // some parameter was held once, or is now
-  std::vector<std::size_t> held_in_step_;  // by the last step, until its outcome is known
+  std::atomic<std::uint32_t> stop_num_{0};  // calls left by an exception since the last step
+  double window_multiplier_ = 1.0;          // on this window's gradients, by clip_gradients
+  bool has_own_steps_ = false;              // some parameter was held once, or is now
+  std::vector<std::size_t> held_in_step_;   // by the last step, until its outcome is known
   Reports reports_;
   StepOutcome outcome_;
   long steps_applied_ = 0;

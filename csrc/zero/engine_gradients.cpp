@@ -171,6 +171,7 @@ std::vector<std::int64_t> Engine::held_steps() {
 void Engine::await_all_updates() {
   enter([&] {
     expect_no_updates();
+    go_on();
     finish_updates();
   });
 }

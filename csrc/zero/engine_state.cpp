@@ -104,6 +104,7 @@ double Engine::place_state(double fitting_share) {
   constexpr double kSteps = 1000.0;
   return enter([&] {
     std::vector<double> all(static_cast<std::size_t>(world_size()));
+    go_on();
     reduce_communicator_->exchange(std::as_bytes(std::span(&fitting_share, 1)), std::as_writable_bytes(std::span(all)),
                                    "what fits on the device");
     const double fitting = std::clamp(*std::min_element(all.begin(), all.end()), 0.0, 1.0);
@@ -227,7 +228,10 @@ void Engine::write_flat(FlatBuffer& flat, FullState kind, std::span<const float>
 }
 
 void Engine::exchange(std::span<const std::byte> mine, std::span<std::byte> all) {
-  enter_torn([&] { reduce_communicator_->exchange(mine, all, "messages"); });
+  enter_torn([&] {
+    go_on();
+    reduce_communicator_->exchange(mine, all, "messages");
+  });
 }
 
 void Engine::broadcast(std::byte* data, std::size_t bytes) {
@@ -287,6 +291,7 @@ void Engine::gather(const std::vector<std::size_t>& units, bool may_change) {
     expect_no_updates();
     ZB_EXPECT_STATE(!gathers_->in_pass(),
                     "engine.gather() cannot be called inside a " + std::string(pass_kind_name(gathers_->pass_kind())));
+    go_on();
     finish_updates();
   });
   quiesce();  // the caller may write

@@ -224,6 +224,7 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
     }
     guard_updating();
     if (!device().is_async()) settle_step();
+    if (stop_num_.exchange(0) != 0) go_on();
   });
 }
 

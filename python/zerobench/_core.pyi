@@ -494,6 +494,11 @@ class Engine:
         The native stream that the caller computes on from now on.
         """
     def step(self, groups: Sequence[AdamHyperparameters]) -> None: ...
+    def stop(self, why: str, *, for_good: bool = False) -> None:
+        """
+        Tells peers that wait for this rank that it has stopped, until it makes its next collective call; `why` follows
+        its name. Nothing once the engine was closed. From any thread.
+        """
     def swap_stats(self) -> dict[str, Any]:
         """
         What state in files has moved since the engine was made; updates waited for wait_s of it.

@@ -24,6 +24,7 @@ from zerobench.engine import topology as topology_module
 from zerobench.engine.agreement import expect_same_setup, expect_same_unheld, raise_everywhere, setup_facts
 from zerobench.engine.change_watch import ChangeWatch
 from zerobench.engine.config import Config
+from zerobench.engine.departures import tell_peers_of_the_end, told_to_peers
 from zerobench.engine.facts import EngineFacts
 from zerobench.engine.full_state import (
     Checked,
@@ -193,6 +194,7 @@ class Engine(EngineFacts, EngineWindow):
                 materialise_unit, materialise=materialise, units=self._units, device=self._place.name
             ),
         )
+        tell_peers_of_the_end(self._core)
         self._settle_buffers()
         share_tensors(self._core, tensors_to_share(model))
         self._known = KnownParameters(model)
@@ -235,6 +237,7 @@ class Engine(EngineFacts, EngineWindow):
 
     # --- training -----------------------------------------------------------------------------------------------
 
+    @told_to_peers
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the model."""
         try:
@@ -247,6 +250,7 @@ class Engine(EngineFacts, EngineWindow):
 
     forward = __call__
 
+    @told_to_peers
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a micro-batch's mean loss, a floating-point tensor of one element. Averaging over micro-batches
         and ranks is the engine's.
@@ -288,6 +292,7 @@ class Engine(EngineFacts, EngineWindow):
         if self._left_out is not None:
             self._left_out.backward_ended()
 
+    @told_to_peers
     def step(self, *, end_window: bool = False) -> None:
         """Update parameters at the accumulation boundary; before it, do nothing.
 
@@ -566,6 +571,7 @@ class Engine(EngineFacts, EngineWindow):
             pending = self._core.window_backwards
         self._hooks.remove()
         release(self._known.named.values())
+        self._core.stop("is closing its engine", for_good=True)  # its own updates and files may take long
         try:
             self._core.close()
         finally:
