@@ -7,6 +7,7 @@ import warnings
 import pytest
 import ranks
 import torch
+from noticed import noticed
 from torch import nn
 
 import zerobench
@@ -51,10 +52,9 @@ def test_slots_of_towers_are_those_of_two_layers(towers):
 def told(rank: ranks.Rank, stage: int, units: str | list[str]) -> list[str]:
     """Return what an engine over a model of 65 MiB warns of."""
     model = nn.Sequential(*(nn.Linear(1, width << 18, bias=False) for width in (22, 22, 21)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with noticed() as texts:
         zerobench.initialize(model, config=rank.config(stage=stage, units=units)).close()
-    return [str(warning.message) for warning in caught]
+    return texts
 
 
 @pytest.mark.parametrize(
