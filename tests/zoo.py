@@ -179,6 +179,11 @@ CASES: dict[str, Case] = {
     ),
     "bf16 batch norm": Case(lambda: Chain(3, block=NormBlock), config={"precision": "bf16"}),
     "bf16 reduced in fp32": Case(Chain, config={"precision": "bf16", "reduce_dtype": "float32"}),
+    "bf16 accumulated in fp32": Case(
+        Chain,
+        plan="FBFBFB",
+        config={"precision": "bf16", "gradient_accumulation_steps": 3, "accumulate_dtype": "float32"},
+    ),
     "bf16 lora": Case(lambda: lora(merged=False), config={"precision": "bf16"}),
     "fp16": Case(Chain, config={"precision": "fp16", "loss_scale": {"initial_scale": 2.0**20}}, steps=8),
 }

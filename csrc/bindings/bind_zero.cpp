@@ -145,17 +145,18 @@ void bind_engine_state(py::class_<BoundEngine>& engine) {
 void bind_zero(py::module_& m) {
   py::class_<ParameterArgument>(m, "ParameterArgument", "A parameter as the engine takes it over.")
       .def(py::init([](std::string name, at::Tensor tensor, std::string param_dtype, std::string reduce_dtype,
-                       bool trainable, int param_group, std::size_t unit) {
+                       std::string accumulate_dtype, bool trainable, int param_group, std::size_t unit) {
              return ParameterArgument{std::move(name),
                                       std::move(tensor),
                                       std::move(param_dtype),
                                       std::move(reduce_dtype),
+                                      std::move(accumulate_dtype),
                                       trainable,
                                       param_group,
                                       unit};
            }),
            py::arg("name"), py::arg("tensor"), py::kw_only(), py::arg("param_dtype"), py::arg("reduce_dtype"),
-           py::arg("trainable"), py::arg("param_group"), py::arg("unit"));
+           py::arg("accumulate_dtype"), py::arg("trainable"), py::arg("param_group"), py::arg("unit"));
   py::class_<LossScaleOptions>(m, "LossScaleOptions", "Loss scale of fp16 training.")
       .def(py::init([](bool enabled, bool dynamic, double initial_scale, double growth_factor, double backoff_factor,
                        long growth_interval_steps, double min_scale) {

@@ -20,6 +20,7 @@ py::dict describe_unit(const Engine& engine, std::size_t index) {
     entry["parameters"] = names;
     entry["param_dtype"] = std::string(dtype_name(flat.param_dtype));
     entry["reduce_dtype"] = std::string(dtype_name(flat.reduce_dtype));
+    entry["accumulate_dtype"] = std::string(dtype_name(flat.accumulate_dtype));
     entry["trainable"] = flat.trainable;
     entry["numel"] = flat.layout.numel();
     entry["padded_numel"] = flat.layout.padded_numel();

@@ -40,6 +40,7 @@ BoundEngine::BoundEngine(const EngineOptions& options, std::vector<std::string> 
                                 .numel = static_cast<std::size_t>(argument.tensor.numel()),
                                 .param_dtype = dtype_from_name(argument.param_dtype),
                                 .reduce_dtype = dtype_from_name(argument.reduce_dtype),
+                                .accumulate_dtype = dtype_from_name(argument.accumulate_dtype),
                                 .trainable = argument.trainable,
                                 .param_group = argument.param_group,
                                 .unit = argument.unit});

@@ -26,6 +26,7 @@ struct ParameterArgument {
   at::Tensor tensor;
   std::string param_dtype;
   std::string reduce_dtype;
+  std::string accumulate_dtype;
   bool trainable;
   int param_group;
   std::size_t unit;

@@ -21,7 +21,7 @@ inline constexpr std::size_t kTierNum = 3;
 
 enum class Category : std::uint8_t {
   kParameters,  // full or sharded parameters in param_dtype
-  kGradients,   // full or sharded gradients in reduce_dtype that outlive a backward
+  kGradients,   // full or sharded gradients in accumulate_dtype that outlive a backward
   kMaster,      // fp32 master weights, where the parameters are not fp32 themselves
   kExpAvg,
   kExpAvgSq,

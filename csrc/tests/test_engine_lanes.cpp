@@ -37,6 +37,7 @@ TEST_P(EngineLanes, EndAsTheCpuDoes) {
       ToyOptions with = options();
       with.param_dtype = dtype;
       with.reduce_dtype = dtype == DType::kBFloat16 ? DType::kFloat32 : dtype;
+      if (dtype == DType::kFloat16) with.accumulate_dtype = DType::kFloat32;
       with.accumulation_steps = accumulation_steps;
       with.clip = accumulation_steps == 1 ? 0.5 : 0.0;
       with.loss_scale = {.enabled = dtype == DType::kFloat16, .initial_scale = 64.0};

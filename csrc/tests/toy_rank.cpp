@@ -23,9 +23,14 @@ ToyRank::ToyRank(const ToyOptions& options, int rank, const ToyPlace& place) : o
   for (std::size_t index = 0; index < toy_parameters().size(); ++index) {
     const ToyParameter& parameter = toy_parameters()[index];
     const bool is_other = options.mixes_reduce_dtypes && index % 2 == 1;
-    model.parameters.push_back({parameter.name, parameter.numel, options.param_dtype,
-                                is_other ? DType::kBFloat16 : options.reduce_dtype, parameter.trainable,
-                                parameter.param_group, parameter.unit});
+    model.parameters.push_back({.name = parameter.name,
+                                .numel = parameter.numel,
+                                .param_dtype = options.param_dtype,
+                                .reduce_dtype = is_other ? DType::kBFloat16 : options.reduce_dtype,
+                                .accumulate_dtype = options.accumulate_dtype,
+                                .trainable = parameter.trainable,
+                                .param_group = parameter.param_group,
+                                .unit = parameter.unit});
     auto tensor = std::make_shared<ToyTensor>();
     tensor->device = parts_.device;
     for (std::size_t i = 0; i < parameter.numel; ++i) {

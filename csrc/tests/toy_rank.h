@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,8 +22,9 @@ struct ToyOptions {
   double clip = 0.0;
   DType param_dtype = DType::kFloat32;
   DType reduce_dtype = DType::kFloat32;
-  bool mixes_reduce_dtypes = false;       // every other parameter's gradient is reduced in bf16
-  std::size_t prefetch_bytes = SIZE_MAX;  // SIZE_MAX is the default budget
+  std::optional<DType> accumulate_dtype = {};  // none: reduce_dtype
+  bool mixes_reduce_dtypes = false;            // every other parameter's gradient is reduced in bf16
+  std::size_t prefetch_bytes = SIZE_MAX;       // SIZE_MAX is the default budget
   bool reshard_after_forward = true;
   bool keep_parameter_shards = false;
   bool store_param_remainders = false;

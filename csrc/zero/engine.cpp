@@ -289,7 +289,7 @@ void Engine::make_gradient_shards(Unit& unit) {
   unit.gradients_spent = false;  // what an unused unit still has is written again, in the lane of its last use
   for (FlatBuffer& flat : unit.flats) {
     if (!flat.trainable || flat.shard_gradients || !unit.lent.empty()) continue;
-    const std::size_t bytes = flat.shard_gradient_bytes();
+    const std::size_t bytes = flat.accumulated_shard_bytes();
     auto memory = options_.allocate_in_compute ? options_.allocate_in_compute(bytes)
                                                : device().allocate(bytes, category_name(Category::kGradients));
     flat.shard_gradients = {

@@ -44,6 +44,10 @@ void Engine::build(EngineModel& model) {
   for (const ParameterSpec& spec : model.parameters) {
     if (spec.trainable) param_group_num_ = std::max(param_group_num_, static_cast<std::size_t>(spec.param_group) + 1);
   }
+  if (policy_.gradients != GradientPlacement::kShardedEachMicroBatch) {
+    // What persists in full is accumulated before it is reduced, and reduced as it is.
+    for (ParameterSpec& spec : model.parameters) spec.reduce_dtype = spec.accumulate_dtype.value_or(spec.reduce_dtype);
+  }
   units_ = make_units(model.unit_names, model.root_unit, model.parameters, world_size(), parameters_);
   prefetch_bytes_ = options.default_prefetch ? largest_unit_bytes(units_) : options.prefetch_bytes;
   unpublished_ = units_.size();
@@ -193,7 +197,7 @@ void Engine::build_flat(FlatBuffer& flat) {
     // Made when the unit is reduced.
   } else if (policy_.gradients == GradientPlacement::kShardedEachMicroBatch) {
     flat.shard_gradients = {
-        communicator.allocate(flat.shard_gradient_bytes(), BufferRole::kPrivate, &ledger_, Category::kGradients)};
+        communicator.allocate(flat.accumulated_shard_bytes(), BufferRole::kPrivate, &ledger_, Category::kGradients)};
   } else {
     flat.full_gradients = {communicator.allocate(flat.full_gradient_bytes(),
                                                  several ? BufferRole::kShared : BufferRole::kPrivate, &ledger_,
@@ -213,7 +217,7 @@ ShardSpec Engine::shard_spec(const FlatBuffer& flat) const {
   const FlatLayout& layout = flat.layout;
   ShardSpec spec{.numel = layout.padded_numel(),
                  .param_dtype = flat.param_dtype,
-                 .gradient_dtype = flat.reduce_dtype,
+                 .gradient_dtype = flat.accumulate_dtype,
                  .segments = layout.segments(),
                  .unit = flat.label,
                  .is_frozen = !flat.trainable};

@@ -82,7 +82,7 @@ void Engine::read_gradients(const VisitGradient& visit) {
         const Drain drain(device());
         for (const FlatPiece& piece : own_gradients(*flat)) {
           device().cast(Lane::kCompute, own.data() + piece.begin * sizeof(float), DType::kFloat32, piece.data,
-                        flat->reduce_dtype, piece.numel);
+                        flat->accumulate_dtype, piece.numel);
         }
         if (state_sharded()) {
           full = {communicator.allocate(full_bytes, BufferRole::kPrivate, &ledger_, Category::kStaging)};
@@ -130,7 +130,7 @@ void Engine::write_gradients(const GradientChange& change) {
         const std::size_t begin = state_sharded() ? static_cast<std::size_t>(rank()) * flat->layout.shard_numel() : 0;
         const auto* const values = reinterpret_cast<const float*>(full.data()) + begin;
         for (const FlatPiece& piece : own_gradients(*flat)) {
-          change.merge(values + piece.begin, const_cast<void*>(piece.data), flat->reduce_dtype, piece.numel);
+          change.merge(values + piece.begin, const_cast<void*>(piece.data), flat->accumulate_dtype, piece.numel);
         }
         if (work) work->wait_source_free();
       }

@@ -285,7 +285,7 @@ void Engine::offer_gradients(Unit& unit) {
   for (const FlatBuffer& flat : unit.flats) {
     if (!flat.trainable) continue;
     store_->offer_gradient(flat.store_shard,
-                           {.data = update_gradient(flat), .dtype = flat.reduce_dtype, .ready = ready});
+                           {.data = update_gradient(flat), .dtype = flat.accumulate_dtype, .ready = ready});
   }
   has_offered_ = true;
 }
@@ -414,7 +414,7 @@ void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const Adam
       updates.emplace_back(flat.store_shard,
                            ShardUpdate{.lane = lane,
                                        .gradient = unit.lent.empty() ? update_gradient(flat) : nullptr,
-                                       .gradient_dtype = flat.reduce_dtype,
+                                       .gradient_dtype = flat.accumulate_dtype,
                                        .gradient_pieces = flat.lent_gradients,
                                        .parameters = flat.is_fetched ? nullptr : parameters.data(),
                                        .rows = rows,

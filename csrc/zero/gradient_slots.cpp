@@ -39,13 +39,12 @@ void GradientSlots::reserve(const std::vector<std::size_t>& order, long accumula
   for (const std::size_t unit : order) {
     ++unit_num[slot_bytes(unit)];
     for (const FlatBuffer& flat : units_[unit].flats) {
-      if (flat.trainable) ++shard_num[flat.shard_gradient_bytes()];
+      const bool is_staged = accumulation_steps > 1 || flat.accumulates_in_another_dtype();
+      if (flat.trainable && is_staged) ++shard_num[flat.shard_gradient_bytes()];
     }
   }
   for (const auto& [bytes, num] : unit_num) slots_.reserve(bytes, std::min(num, slot_num_));
-  if (accumulation_steps > 1) {
-    for (const auto& [bytes, num] : shard_num) staging_.reserve(bytes, std::min(num, slot_num_));
-  }
+  for (const auto& [bytes, num] : shard_num) staging_.reserve(bytes, std::min(num, slot_num_));
 }
 
 void GradientSlots::assign(const std::vector<std::size_t>& order) {

@@ -29,7 +29,7 @@ class GradientSlots {
   GradientSlots(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                 CommunicationClock& clock);
 
-  // Makes the slots, and staging shards where micro-batches accumulate. Collective.
+  // Makes the slots, and staging shards where micro-batches accumulate or a sum has another dtype. Collective.
   void reserve(const std::vector<std::size_t>& order, long accumulation_steps);
   // Deals the slots out to the units in their order of reduction.
   void assign(const std::vector<std::size_t>& order);

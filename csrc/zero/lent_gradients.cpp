@@ -9,7 +9,7 @@ namespace zb {
 bool LentGradients::may_stay(const Unit& unit) const {
   if (unit.held.size() != unit.trainable_parameters) return false;
   return std::all_of(unit.held.begin(), unit.held.end(), [&](const HeldGradient& gradient) {
-    return !gradient.accumulate && gradient.dtype == unit.flats[parameters_[gradient.parameter].flat].reduce_dtype;
+    return !gradient.accumulate && gradient.dtype == unit.flats[parameters_[gradient.parameter].flat].accumulate_dtype;
   });
 }
 

@@ -221,7 +221,7 @@ void ReduceScheduler::start_reduce(Unit& unit, bool is_pushed) {
     Region destination = flat.shard_gradients;
     if (!destination) {  // the peers get this rank's part, and nobody reads what it receives
       destination = source.at(static_cast<std::size_t>(communicator_.rank()) * flat.shard_gradient_bytes());
-    } else if (!persistent() && window_backwards_ > 0) {
+    } else if (is_staged(flat)) {
       destination = slots_.stage(unit_index, flat.shard_gradient_bytes());
     }
     unit.reducing.push_back(communicator_.start_reduce_scatter({.source = source,
@@ -265,10 +265,7 @@ void ReduceScheduler::finish(std::size_t index) {
   std::size_t staged = 0;
   for (FlatBuffer& flat : unit.flats) {
     if (!flat.trainable || discards_) continue;
-    if (!slots_.staged(index).empty()) {
-      device_.add(lane, flat.shard_gradients.data(), flat.reduce_dtype, slots_.staged(index)[staged++].region().data(),
-                  flat.reduce_dtype, flat.layout.shard_numel());
-    }
+    if (is_staged(flat)) accumulate(flat, slots_.staged(index)[staged++]);
     if (last_) add_sum(flat);
   }
   if (!options_.sums_together) put_in_sums();
@@ -279,6 +276,18 @@ void ReduceScheduler::finish(std::size_t index) {
   if (last_ && !discards_ && (device_.is_async() || !replicates())) events_.reduced(unit);
 }
 
+// The first micro-batch's begins the sum.
+void ReduceScheduler::accumulate(const FlatBuffer& flat, const SlotLease& staged) {
+  std::byte* const sum = flat.shard_gradients.data();
+  const std::byte* const more = staged.region().data();
+  const std::size_t numel = flat.layout.shard_numel();
+  if (window_backwards_ == 0) {
+    device_.cast(lane(), sum, flat.accumulate_dtype, more, flat.reduce_dtype, numel);
+  } else {
+    device_.add(lane(), sum, flat.accumulate_dtype, more, flat.reduce_dtype, numel);
+  }
+}
+
 // One rank sums parameter by parameter, so that the norm is the same wherever gradients lie.
 void ReduceScheduler::add_sum(const FlatBuffer& flat) {
   const std::size_t first = pieces_.size();
@@ -286,7 +295,7 @@ void ReduceScheduler::add_sum(const FlatBuffer& flat) {
     pieces_.insert(pieces_.end(), flat.lent_gradients.begin(), flat.lent_gradients.end());
   } else if (communicator_.world_size() == 1) {
     for (const ParameterSpan& span : flat.layout.spans()) {
-      const std::size_t offset_bytes = span.offset_numel * dtype_bytes(flat.reduce_dtype);
+      const std::size_t offset_bytes = span.offset_numel * dtype_bytes(flat.accumulate_dtype);
       pieces_.push_back(
           {.begin = span.offset_numel, .numel = span.numel, .data = flat.shard_gradients.data() + offset_bytes});
     }
@@ -299,8 +308,8 @@ void ReduceScheduler::add_sum(const FlatBuffer& flat) {
 void ReduceScheduler::put_in_sums() {
   std::vector<SquareSum> of_dtype;
   for (std::size_t next = 0; next < sums_.size();) {
-    const DType dtype = sums_[next].flat->reduce_dtype;
-    for (; next < sums_.size() && sums_[next].flat->reduce_dtype == dtype; ++next) {
+    const DType dtype = sums_[next].flat->accumulate_dtype;
+    for (; next < sums_.size() && sums_[next].flat->accumulate_dtype == dtype; ++next) {
       const Sum& sum = sums_[next];
       of_dtype.push_back(
           {.result = sum.flat->sum_of_squares, .pieces = std::span(pieces_).subspan(sum.first_piece, sum.piece_num)});

@@ -118,6 +118,11 @@ class ReduceScheduler {
   void launch_ready();
   void prepare(Unit& unit);
   void launch(std::size_t unit);
+  // Whether a reduction lands beside the shard that holds the sum, and is added to it from there.
+  bool is_staged(const FlatBuffer& flat) const {
+    return !persistent() && flat.shard_gradients && (window_backwards_ > 0 || flat.accumulates_in_another_dtype());
+  }
+  void accumulate(const FlatBuffer& flat, const SlotLease& staged);
   void start_reduce(Unit& unit, bool is_pushed);
   void start_replicate(Unit& unit, std::vector<WorkPtr>& works);
   void finish_ready();

@@ -70,21 +70,23 @@ std::vector<Unit> make_units(const std::vector<std::string>& unit_names, std::si
     units[index].is_root = index == root_unit;
   }
   // Flats in a fixed order: trainable before frozen, then by dtype.
-  using Key = std::tuple<bool, DType, DType>;
+  using Key = std::tuple<bool, DType, DType, DType>;
   std::vector<std::map<Key, std::vector<std::size_t>>> members(units.size());
   for (std::size_t index = 0; index < specs.size(); ++index) {
     const ParameterSpec& spec = specs[index];
     ZB_EXPECT(spec.unit < units.size(), "parameter '" + spec.name + "' names a unit that does not exist");
-    members[spec.unit][{!spec.trainable, spec.param_dtype, spec.reduce_dtype}].push_back(index);
+    const DType accumulate_dtype = spec.accumulate_dtype.value_or(spec.reduce_dtype);
+    members[spec.unit][{!spec.trainable, spec.param_dtype, spec.reduce_dtype, accumulate_dtype}].push_back(index);
   }
   parameters.resize(specs.size());
   for (std::size_t unit_index = 0; unit_index < units.size(); ++unit_index) {
     Unit& unit = units[unit_index];
     for (const auto& [key, indices] : members[unit_index]) {
-      const auto& [frozen, param_dtype, reduce_dtype] = key;
+      const auto& [frozen, param_dtype, reduce_dtype, accumulate_dtype] = key;
       FlatBuffer flat;
       flat.param_dtype = param_dtype;
       flat.reduce_dtype = reduce_dtype;
+      flat.accumulate_dtype = accumulate_dtype;
       flat.trainable = !frozen;
       flat.label = unit.name;
       // The layout reorders by group; keep our indices in the same (stable) order.

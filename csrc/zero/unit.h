@@ -69,7 +69,8 @@ struct Parameter {
 struct FlatBuffer {
   FlatLayout layout;
   DType param_dtype = DType::kFloat32;
-  DType reduce_dtype = DType::kFloat32;
+  DType reduce_dtype = DType::kFloat32;      // that gradients are packed and reduced in
+  DType accumulate_dtype = DType::kFloat32;  // of the reduced sum over micro-batches, which updates read
   bool trainable = true;
   std::vector<std::size_t> parameters;  // engine-wide indices, in span order
   std::string label;                    // for errors: the unit's name
@@ -101,6 +102,10 @@ struct FlatBuffer {
   std::size_t shard_parameter_bytes() const { return layout.shard_numel() * dtype_bytes(param_dtype); }
   std::size_t full_gradient_bytes() const { return layout.padded_numel() * dtype_bytes(reduce_dtype); }
   std::size_t shard_gradient_bytes() const { return layout.shard_numel() * dtype_bytes(reduce_dtype); }
+  // Of shard_gradients, which have the same size wherever full gradients persist.
+  std::size_t accumulated_shard_bytes() const { return layout.shard_numel() * dtype_bytes(accumulate_dtype); }
+  // Whether a reduction in reduce_dtype cannot be received where it is accumulated.
+  bool accumulates_in_another_dtype() const { return accumulate_dtype != reduce_dtype; }
 };
 
 // A gradient that waits to be packed with the others of its unit.
@@ -187,6 +192,7 @@ struct ParameterSpec {
   std::size_t numel = 0;
   DType param_dtype = DType::kFloat32;
   DType reduce_dtype = DType::kFloat32;
+  std::optional<DType> accumulate_dtype = {};  // none: reduce_dtype
   bool trainable = true;
   int param_group = 0;
   std::size_t unit = 0;

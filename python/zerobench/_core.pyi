@@ -242,6 +242,7 @@ class ParameterArgument:
         *,
         param_dtype: str,
         reduce_dtype: str,
+        accumulate_dtype: str,
         trainable: bool,
         param_group: int,
         unit: int,

@@ -67,6 +67,12 @@ CASES = {
     ),
     "tiny, in backward": zoo.Case(tiny, tokens, config={"precision": "bf16", "optimizer_in_backward": True}),
     "tiny, accumulation": zoo.Case(tiny, tokens, plan="FBFBFB", config={"gradient_accumulation_steps": 3}),
+    "tiny, bf16 accumulated in fp32": zoo.Case(
+        tiny,
+        tokens,
+        plan="FBFB",
+        config={"precision": "bf16", "gradient_accumulation_steps": 2, "accumulate_dtype": "float32"},
+    ),
     "blocks": zoo.CASES["blocks"],
     "blocks, bf16 in fp32": zoo.CASES["bf16 reduced in fp32"],
     "odd sizes": zoo.CASES["odd sizes"],
@@ -134,7 +140,7 @@ def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> 
     result["parameters"] = sum(
         flat[size[stage == 3]] * BYTES[flat["param_dtype"]] for flat in flats if keeps or not is_fetched(flat)
     )
-    result["gradients"] = sum(flat[size[stage >= 2]] * BYTES[flat["reduce_dtype"]] for flat in trained)
+    result["gradients"] = sum(flat[size[stage >= 2]] * BYTES[flat["accumulate_dtype"]] for flat in trained)
     masters = [flat for flat in trained if flat["param_dtype"] != "float32"]
     result["master"] = sum((2 if remainders else 4) * flat[size[stage >= 1]] for flat in masters)
     result["exp_avg"] = result["exp_avg_sq"] = states

@@ -25,7 +25,7 @@ PLACEMENTS: dict[str, dict] = {
     "budget for all": FILES | {"chunk_numel": 1024, "spare_bytes": 1 << 30},
     "one chunk": FILES,
 }
-NAMES = ("tiny, bf16", "odd sizes", "frozen, bf16")
+NAMES = ("tiny, bf16", "tiny, bf16 accumulated in fp32", "odd sizes", "frozen, bf16")
 # Stage, and whether parameters are on the host too; all of them where that is quick.
 STAGES = {"odd sizes": ((1, False), (2, False), (3, False), (3, True))}
 
@@ -48,7 +48,7 @@ def expected(engine, section: dict, with_parameters: bool) -> dict[str, dict[str
     away = shards(engine, section.get("ratio", 1.0))
     chunk_numel = section.get("chunk_numel", 4 << 20)
     largest = min(chunk_numel, max(numel for numel, _ in away))
-    gradients = [numel * BYTES[flat["reduce_dtype"]] for numel, flat in away]
+    gradients = [numel * BYTES[flat["accumulate_dtype"]] for numel, flat in away]
     parameters = [numel * BYTES[flat["param_dtype"]] for numel, flat in away] if with_parameters else []
     host = {"gradients": sum(gradients), "parameters": sum(parameters), "staging": 3 * 4 * largest}
     nvme = dict.fromkeys((*STATES, "staging"), 0)
@@ -144,7 +144,7 @@ def round_up_to_blocks(engine, section: dict) -> int:
     away = shards(engine, 1.0)
     largest = min(section["chunk_numel"], max(numel for numel, _ in away))
     outgoing = 3 * (round_up(4 * largest, 4096) - 4 * largest)
-    gradients = [numel * BYTES[flat["reduce_dtype"]] for numel, flat in away]
+    gradients = [numel * BYTES[flat["accumulate_dtype"]] for numel, flat in away]
     return sum(wanted["host"].values()) + outgoing + sum(round_up(part, 64) - part for part in gradients)
 
 

@@ -39,6 +39,7 @@ ON_SEVERAL = (
     "bf16",
     "bf16 remainders",
     "bf16 reduced in fp32",
+    "bf16 accumulated in fp32",
     "fp16",
 )
 RUNS = {(1, "nccl"): tuple(zoo.CASES)}

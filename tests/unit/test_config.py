@@ -195,6 +195,7 @@ def test_dtypes_by_role():
         "param": "bfloat16",
         "compute": "bfloat16",
         "reduce": "bfloat16",
+        "accumulate": "bfloat16",
         "master": "float32",
         "state": "float32",
     }
@@ -204,6 +205,36 @@ def test_dtypes_by_role():
     assert (low["param"], low["compute"], low["reduce"]) == ("bfloat16", "bfloat16", "float32")
     assert parse({"precision": "fp16"}).scales_loss()
     assert parse({"reduce_dtype": "float16"}).scales_loss()
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "dtype"),
+    [
+        (1, "float32", "bfloat16"),  # one micro-batch is no sum
+        (8, None, "bfloat16"),
+        (9, None, "float32"),
+        (2, "float32", "float32"),
+        (512, "bfloat16", "bfloat16"),
+    ],
+)
+def test_long_windows_accumulate_in_float32_unless_told(steps, given, dtype):
+    values = {"precision": "bf16", "gradient_accumulation_steps": steps, "accumulate_dtype": given}
+    assert parse(values).effective_dtypes()["accumulate"] == dtype
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"accumulate_dtype": "bfloat16"}, "reduced in float32: give float32, or leave"),
+        (
+            {"precision": "bf16", "accumulate_dtype": "float16"},
+            "reduced in bfloat16: give float32 or bfloat16",
+        ),
+    ],
+)
+def test_sums_keep_what_is_reduced(values, words):
+    with pytest.raises(ConfigError, match=words):
+        parse(values)
 
 
 @pytest.mark.parametrize(

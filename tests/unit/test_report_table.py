@@ -42,6 +42,14 @@ def test_the_settings_name_dtypes_also_beside_a_floor_that_has_no_masters() -> N
     )
 
 
+def test_dtypes_tell_what_micro_batches_are_summed_in() -> None:
+    results = gpus()
+    low = {"param": "bfloat16", "compute": "bfloat16", "reduce": "bfloat16"}
+    for row in results.rows:
+        row.dtypes = RowDtypes(**low, accumulate="float32", master="float32", state="float32")
+    assert "dtypes bf16/bf16/bf16+fp32/fp32/fp32 (param/" in table_text(results, width=400)
+
+
 @pytest.mark.parametrize(
     ("repeats", "text"),
     [([3, 3, 3], "repeats 3 ·"), ([1, 1, 1], "repeats 1 of 3 ·"), ([2, 1, 1], "repeats 1 to 2 of 3 ·")],

@@ -24,6 +24,7 @@ from zerobench.errors import ConfigError, did_you_mean
 Precision = Literal["fp32", "bf16", "fp16"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPE_OF_PRECISION: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+LONG_WINDOW = 8  # micro-batches; sums of more lose too much in a low-precision dtype
 
 MIN_TIMEOUT_S = 0.001  # the core counts whole milliseconds
 MAX_TIMEOUT_S = 1e6  # eleven days; clocks that count nanoseconds end at 292 years
@@ -203,15 +204,21 @@ class Config(_Section):
     """Everything that ``zerobench.initialize`` can be told; docs/configuration.md explains each key.
 
     ``precision`` sets the dtype of parameters, of compute and of reductions at once; ``param_dtype`` and
-    ``reduce_dtype`` override it by role. Master weights and Adam states are always float32. ``units`` is "auto"
-    (repeated blocks found by structure) or a list of module class names. Ranks come from the environment (RANK,
-    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets them) unless given here.
+    ``reduce_dtype`` override it by role, and ``accumulate_dtype`` is that of sums of micro-batches. Master weights and
+    Adam states are always float32. ``units`` is "auto" (repeated blocks found by structure) or a list of module class
+    names. Ranks come from the environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets them) unless
+    given here.
     """
 
     stage: Literal[0, 1, 2, 3] = 0
     precision: Precision = "fp32"
     param_dtype: DtypeName | None = None
     reduce_dtype: DtypeName | None = None
+    accumulate_dtype: DtypeName | None = Field(
+        None,
+        description="dtype in which gradients of several micro-batches are summed: float32 or that of reduce_dtype; "
+        f"null is float32 for windows of more than {LONG_WINDOW} micro-batches, else reduce_dtype",
+    )
     cast_forward_inputs: bool = True
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     gradient_clipping: float | None = Field(
@@ -347,6 +354,16 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _sums_keep_what_is_reduced(self) -> Config:
+        reduce = self.effective_dtypes()["reduce"]
+        if self.accumulate_dtype not in (None, "float32", reduce):
+            raise ValueError(
+                f"accumulate_dtype {self.accumulate_dtype} would round gradients that are reduced in {reduce}: give "
+                f"{'float32' if reduce == 'float32' else f'float32 or {reduce}'}, or leave accumulate_dtype out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _remainders_have_parameters(self) -> Config:
         if self.store_param_remainders and (reason := self.why_no_param_remainders()) is not None:
             raise ValueError(reason)
@@ -391,15 +408,25 @@ class Config(_Section):
         return on_gpu and self.why_no_param_remainders() is None
 
     def effective_dtypes(self) -> dict[str, str]:
-        """Dtypes by role: param, compute, reduce, master, state."""
+        """Dtypes by role: param, compute, reduce, accumulate, master, state."""
         param = self.param_dtype or DTYPE_OF_PRECISION[self.precision]
+        reduce = self.reduce_dtype or DTYPE_OF_PRECISION[self.precision]
         return {
             "param": param,
             "compute": param,
-            "reduce": self.reduce_dtype or DTYPE_OF_PRECISION[self.precision],
+            "reduce": reduce,
+            "accumulate": self._dtype_of_sums(reduce),
             "master": "float32",
             "state": "float32",
         }
+
+    def _dtype_of_sums(self, reduce: str) -> str:
+        """Return the dtype of sums of micro-batches. A window of one has nothing to sum."""
+        if self.gradient_accumulation_steps == 1:
+            return reduce
+        return self.accumulate_dtype or (
+            "float32" if self.gradient_accumulation_steps > LONG_WINDOW else reduce
+        )
 
     def scales_loss(self) -> bool:
         """Whether gradients are float16 somewhere, so that the loss needs a scale."""

@@ -57,7 +57,7 @@ class EngineFacts:
         return self._core.steps_applied
 
     def dtypes(self) -> dict[str, str]:
-        """Effective dtypes by role: param, compute, reduce, master, state."""
+        """Effective dtypes by role: param, compute, reduce, accumulate, master, state."""
         return dict(self._dtypes)
 
     def memory_bytes(self, *, peak: bool = True) -> dict[str, dict[str, int]]:
@@ -135,7 +135,8 @@ class EngineFacts:
 
     def units(self) -> list[dict[str, Any]]:
         """The units, the root first: ``name``, ``is_root``, ``gather_bytes``, ``gradient_bytes`` and ``flats``, their
-        flat buffers (docs/memory.md): ``parameters`` by name, ``param_dtype``, ``reduce_dtype``, ``trainable`` and, in
-        elements, ``numel``, ``padded_numel`` and ``shard_numel``. ``is_awaited_early``: whether forwards wait for its
-        updates at their beginning, since something once used its parameters before its module was called."""
+        flat buffers (docs/memory.md): ``parameters`` by name, ``param_dtype``, ``reduce_dtype`` (as gradients are
+        reduced: at stages 0 and 1 and on one rank that is ``accumulate_dtype``), ``accumulate_dtype``, ``trainable``
+        and, in elements, ``numel``, ``padded_numel`` and ``shard_numel``. ``is_awaited_early``: whether forwards wait
+        for its updates at their beginning, since something once used its parameters before its module was called."""
         return self._core.units()

@@ -104,8 +104,8 @@ def core_arguments(
 ) -> list[ParameterArgument]:
     """The core's ParameterArgument of every floating-point parameter, in the model's order.
 
-    ``dtypes`` by role: param, reduce. Raises ConfigError for a parameter that needs a gradient and is in no group, and
-    for one that no engine can hold.
+    ``dtypes`` by role: param, reduce, accumulate. Raises ConfigError for a parameter that needs a gradient and is in no
+    group, and for one that no engine can hold.
     """
     from zerobench import _core
 
@@ -131,6 +131,7 @@ def core_arguments(
                 torch.empty_like(parameter) if parameter.is_meta else parameter,
                 param_dtype=dtypes["param"],
                 reduce_dtype=dtypes["reduce"],
+                accumulate_dtype=dtypes["accumulate"],
                 trainable=trainable,
                 param_group=group_of.get(id(parameter), 0),
                 unit=unit_of[name],

@@ -226,7 +226,11 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "
 def dtype_text(row: Row) -> str | None:
     if row.dtypes is None:
         return None
-    roles: list[str] = [
-        getattr(row.dtypes, role) for role in ("param", "compute", "reduce", "master", "state")
-    ]
-    return "/".join(_SHORT.get(role, role) for role in roles)
+    found = row.dtypes
+    param, compute, reduce, master, state = (
+        _SHORT.get(dtype, dtype)
+        for dtype in (found.param, found.compute, found.reduce, found.master, found.state)
+    )
+    if found.accumulate not in (None, found.reduce):
+        reduce += f"+{_SHORT.get(found.accumulate, found.accumulate)}"
+    return f"{param}/{compute}/{reduce}/{master}/{state}"

@@ -38,6 +38,7 @@ class RowDtypes(ResultModel):
     reduce: str
     master: str
     state: str
+    accumulate: str | None = None  # of zerobench's rows; peers keep theirs
 
 
 class Deviation(ResultModel):
