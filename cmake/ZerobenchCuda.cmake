@@ -148,6 +148,10 @@ set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 file(GLOB ZEROBENCH_CUDA_SOURCES CONFIGURE_DEPENDS
   csrc/kernels/*.cu csrc/optim/*.cu csrc/kernels/cuda_*.cpp csrc/comm/cuda_*.cpp csrc/comm/nccl_*.cpp
   csrc/bindings/cuda_*.cpp)
+# CMake 3.31 and later would group these, too; each kernel is parsed for every architecture, and they share few headers.
+set(cuda_kernels ${ZEROBENCH_CUDA_SOURCES})
+list(FILTER cuda_kernels INCLUDE REGEX "\\.cu$")
+set_source_files_properties(${cuda_kernels} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 Python_add_library(_cuda MODULE WITH_SOABI ${ZEROBENCH_CUDA_SOURCES})
 zerobench_python_module(_cuda)
 # -fmad=false for the same reason as -ffp-contract=off (docs/decisions/adam.md).
