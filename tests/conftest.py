@@ -85,6 +85,8 @@ def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    # The first group of a process decides whether torch 2.9 records collectives, and another test may make it.
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
