@@ -114,8 +114,8 @@ void Peers::stop(std::string_view why, std::uint32_t stop_num) noexcept {
   const std::lock_guard lock(stop_mutex_);
   own_->stopped_at.store(0, std::memory_order_seq_cst);
   const std::size_t length = std::min(why.size(), kStopBytes - 1);
-  for (std::size_t i = 0; i < length; ++i) own_->why[i].store(why[i], std::memory_order_relaxed);
-  own_->why[length].store('\0', std::memory_order_relaxed);
+  for (std::size_t i = 0; i < length; ++i) own_->why[i].store(why[i], std::memory_order_release);
+  own_->why[length].store('\0', std::memory_order_release);
   own_->stop_num.store(stop_num, std::memory_order_relaxed);
   own_->stopped_at.store(Clock::now().time_since_epoch().count(), std::memory_order_seq_cst);
 }
@@ -134,11 +134,10 @@ std::optional<std::string> Peers::given_up(int rank) {
   if (block.stop_num.load(std::memory_order_seq_cst) <= own_->stop_num.load(std::memory_order_seq_cst)) return {};
   std::string why;
   for (const std::atomic<char>& letter : block.why) {
-    const char read = letter.load(std::memory_order_relaxed);
+    const char read = letter.load(std::memory_order_seq_cst);
     if (read == '\0') break;
     why += read;
   }
-  std::atomic_thread_fence(std::memory_order_seq_cst);
   if (block.stopped_at.load(std::memory_order_seq_cst) != stopped_at) return {};  // it goes on
   return why;
 }
