@@ -67,13 +67,7 @@ class Configuration(BaseModel):
         """Configurations with the same text must end with equal parameters, bit for bit (docs/metrics.md, checksum)."""
         if self.strategy not in OURS or self.settings.grad_accum != 1:
             return None
-        engine = parse_config(
-            {
-                "precision": self.settings.precision,
-                "gradient_accumulation_steps": self.settings.grad_accum,
-                **self._of_the_bits(),
-            }
-        )
+        engine = parse_config({"precision": self.settings.precision, **self._of_the_bits()})
         # By which gradients round.
         loss_scale = engine.loss_scale.model_dump() if engine.scales_loss() else None
         return _digest(
@@ -91,8 +85,7 @@ class Configuration(BaseModel):
     def _of_the_bits(self) -> dict[str, Any]:
         """What a file may set that a row's bits depend on and its settings do not tell."""
         keys = (
-            "precision", "param_dtype", "reduce_dtype", "accumulate_dtype", "units", "cast_forward_inputs",
-            "communicator", "loss_scale",
+            "precision", "param_dtype", "reduce_dtype", "units", "cast_forward_inputs", "communicator", "loss_scale",
         )  # fmt: skip
         return {key: self.options[key] for key in keys if key in self.options}
 
