@@ -82,9 +82,9 @@ class Work {
 };
 using WorkPtr = std::shared_ptr<Work>;
 
-// What a rank that stopped has to go on before its peers give it up.
+// Time that a rank which stopped has to go on before its peers give it up.
 inline constexpr std::chrono::milliseconds kReturnTime{600};
-// Of a rank that does not go on, such as one whose process ends.
+// The stop number of a rank that never goes on, such as one whose process ends.
 inline constexpr std::uint32_t kStopsForGood = UINT32_MAX;
 
 enum class Collective : std::uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kExchange, kBarrier };

@@ -186,7 +186,6 @@ void Engine::begin_backward(bool last, std::span<const AdamHyperparameters> grou
 // No hook asks for the root's parameters; an earlier backward may have resharded them.
 void Engine::use_root_in_backward() {
   for (std::size_t index = 0; index < units_.size(); ++index) {
-    // No hook asks for the root's parameters; an earlier backward may have resharded them.
     if (units_[index].is_root || units_[index].goes_with_root) gathers_->use(index);
   }
 }

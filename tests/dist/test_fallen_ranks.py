@@ -37,7 +37,7 @@ PLACES = [(tier, stage) for tier, stages in TIERS.items() for stage in stages]
 
 
 class Planted(Exception):
-    """What the rank at fault raises."""
+    """Return the error of the rank at fault."""
 
 
 def start(rank, tier, stage, folder):
@@ -83,7 +83,7 @@ def await_file(path):
 
 
 def heard(engine, rank, folder, name):
-    """What a rank that trains on raises, and how long behind the fault."""
+    """Return the error of a rank that trains on, and the seconds from the fault to it."""
     try:
         train(engine, rank, done=2, steps=50)
     except errors.CommunicationError as error:

@@ -152,7 +152,7 @@ def distill_with_engines(rank: ranks.Rank, path: str) -> dict[tuple[Any, ...], d
 
 
 def distill_plainly(order: str) -> list[dict[str, Any]]:
-    """What each rank finds, with one student that both ranks' losses train."""
+    """Return each rank's findings, with one student that both ranks' losses train."""
     student, teacher = student_net(), teacher_net()
     results: list[dict[str, Any]] = [{"losses": [], "outputs": []} for _ in range(WORLD_SIZE)]
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
@@ -197,7 +197,7 @@ REWARDS = (*(("device", stage) for stage in range(4)), ("host", 3), ("nvme", 3))
 
 
 class Writer(nn.Module):
-    """What is trained by a reward."""
+    """A generator that a reward model trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Writer(nn.Module):
 
 
 def input_gradients(reward: Any, rank: int) -> dict[str, torch.Tensor]:
-    """By several ways of taking them."""
+    """Return gradients of the inputs, taken in several ways."""
     found = {}
 
     def fresh(micro: int) -> torch.Tensor:

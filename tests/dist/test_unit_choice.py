@@ -1,4 +1,4 @@
-"""What units that were found by structure cost at stage 3, and when a large one is told."""
+"""Gather slots of units that were found by structure, and the notice of a large unit."""
 
 from __future__ import annotations
 

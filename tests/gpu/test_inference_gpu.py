@@ -47,7 +47,7 @@ def frozen() -> torch.nn.Module:
 
 
 def teach(rank: ranks.Rank, path: str) -> dict[str, list[float]]:
-    """What a frozen model says and what of it reaches its inputs, beside a student of the same kind that trains."""
+    """Return a frozen model's outputs and the gradients of its inputs, with a student of the same kind that trains."""
     device = prepare(rank)
     connected = {"communicator": "auto" if rank.world_size <= GPU_NUM else "peer"}
     found = {}

@@ -190,9 +190,8 @@ class ModuleHooks:
         """End a forward that Ctrl-C ended; does nothing outside one."""
         self._running = None
         self._watch.abandon()
-        with contextlib.suppress(
-            Exception
-        ):  # the interrupt is what to report, or the next call finds it, too
+        # The interrupt is the error to report; the next call finds one of the core, too.
+        with contextlib.suppress(Exception):
             self._core.abandon_forward()
 
     def _watch_age(self, given: Any, output: Any) -> None:

@@ -23,9 +23,7 @@ class LeftOut:
     """
 
     first_steps: ClassVar[int] = 10
-    steps_a_look: ClassVar[int] = (
-        100  # for parameters that came later: listing them takes about a millisecond
-    )
+    steps_a_look: ClassVar[int] = 100  # for late parameters: listing them takes about a millisecond
 
     def __init__(self, known: KnownParameters, notices: Notices) -> None:
         self._known = known

@@ -30,7 +30,7 @@ class UnitModules:
         return [index for index, module in enumerate(self.modules) if index and isinstance(module, kinds)]
 
     def cures(self) -> list[str]:
-        """What to set where a forward uses a unit without calling it, by unit; "" where that is the default."""
+        """Return, by unit, the setting to change where a forward uses the unit without calling it; "" for no advice."""
         lone = set(self.lone())
         others = sorted({type(m).__name__ for i, m in enumerate(self.modules) if i and i not in lone})
         cure = f'set "units": {json.dumps(others)} in the configuration, which gathers it with the rest of the model'

@@ -46,9 +46,7 @@ class Dtypes:
     reduce: str  # what gradients are summed in across ranks
     master: str  # what the optimizer updates
     state: str  # exp_avg and exp_avg_sq
-    accumulate: str | None = (
-        None  # what micro-batches are summed in; None where that is the strategy's own affair
-    )
+    accumulate: str | None = None  # what micro-batches are summed in; None where a peer decides it
 
 
 @dataclass(frozen=True, kw_only=True)
