@@ -68,6 +68,7 @@ def test_the_help_of_pinned_says_how_few_repeats_it_takes(command) -> None:
     assert len(lines) == 2 and all("at least 6" in line for line in lines)
 
 
+@pytest.mark.long  # a dozen processes that import torch, as the test above
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is all there is")
 def test_pinned_uses_all_cores_where_openmp_binds_threads(command, monkeypatch) -> None:
     monkeypatch.setenv("OMP_PROC_BIND", "true")
