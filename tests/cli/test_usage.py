@@ -241,6 +241,14 @@ def test_info_says_once_and_in_words_why_there_is_no_cuda_module(command) -> Non
     assert '"cuda_reason"' in command.run("info", "--json", timeout_s=60).stdout
 
 
+def test_doctor_exits_by_its_findings_and_gives_the_verdict_first(command) -> None:
+    result = command.run("doctor", "--json", ".", timeout_s=60)
+    found = json.loads(result.stdout)
+    assert list(found) == ["verdict", "findings"]
+    levels = {finding["level"] for finding in found["findings"]}
+    assert result.returncode == bool(levels - {"note"}), result.stderr
+
+
 def test_the_environment_in_facts_is_an_allowed_list(command) -> None:
     os_environment = {**command.environment(), "SECRET_TOKEN": "hush", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(

@@ -57,6 +57,7 @@ PYTHON_ORDER = [
     "bench.launch",
     "bench",
     "micro",
+    "doctor",
     "cli",
     "__main__",
 ]

@@ -86,16 +86,9 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, the way result files carry it.")] = False,
 ) -> None:
     """Facts about the machine and the installation."""
-    from zerobench.host.gpus import driver_present, visible_gpus
-    from zerobench.host.machine import build_facts, gpu_module_facts, machine_facts, version_facts
-    from zerobench.host.storage import storage_facts
+    from zerobench.host.inventory import collect_facts
 
-    seen = visible_gpus()
-    facts = {"machine": machine_facts(seen.gpus), "versions": version_facts(gpus=True)}
-    facts["machine"]["cuda_module"] = gpu_module_facts(build_facts(), has_driver=driver_present())
-    facts["machine"]["storage"] = storage_facts()
-    if seen.reason:
-        facts["machine"]["no_gpus"] = seen.reason
+    facts = collect_facts()
     if as_json:
         print(json.dumps(facts, indent=1))
         return
@@ -104,6 +97,33 @@ def info(
     console = plain_console()
     for line in fact_lines(facts):
         console.print(line, soft_wrap=True, highlight=False)
+
+
+@app.command()
+def doctor(
+    path: Annotated[
+        Path | None, typer.Argument(help="A folder for swapped state. Its disk is examined too.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON: the verdict, then the findings.")] = False,
+) -> None:
+    """Find what stops or slows training on this machine, what it costs and how to mend it.
+
+    The exit code is 1 if there is an error or a warning, else 0."""
+    from zerobench.doctor.examine import examine
+    from zerobench.doctor.show import as_document, finding_lines
+    from zerobench.host.inventory import collect_facts
+    from zerobench.host.storage import check_directories
+
+    check_directories([] if path is None else [path])
+    findings = examine(collect_facts(path))
+    if as_json:
+        print(json.dumps(as_document(findings), indent=1))
+    else:
+        console = plain_console()
+        for line in finding_lines(findings):
+            console.print(line, soft_wrap=True, highlight=False)
+    if any(finding.level != "note" for finding in findings):
+        raise typer.Exit(1)
 
 
 def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:

@@ -76,6 +76,11 @@ class Nvml:
             "ecc": on(first(self._ask("nvmlDeviceGetEccMode", handle))),
             "mig": on(first(self._ask("nvmlDeviceGetMigMode", handle))),
             "nvlinks_active": self._active_links(handle),
+            "pcie_width": self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+            "pcie_width_max": self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
+            # The link's own generation falls while it is idle, so that of now is left out.
+            "pcie_generation_max": self._ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            "pcie_generation_of_gpu": self._ask("nvmlDeviceGetGpuMaxPcieLinkGeneration", handle),
         }
 
     def sample(self, uuid: str) -> dict[str, Any] | None:
