@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import Command
@@ -318,3 +319,15 @@ def test_files_of_the_working_folder_do_not_shadow_modules(command) -> None:
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_export_prints_the_document_and_notes_apart(command) -> None:
+    sample = Path(__file__).parents[1] / "unit/golden/results_sample.json"
+    result = command.run("export", str(sample), "--to", "torchrun", timeout_s=60)
+    assert result.returncode == 0 and result.stdout.endswith("train.py\n"), result.stderr
+    assert result.stderr.startswith("note: row ")
+    written = command.run("export", str(sample), "--to", "zerobench", "--output", "config.json", timeout_s=60)
+    assert written.returncode == 0 and written.stdout == "", written.stderr
+    assert json.loads((command.folder / "config.json").read_text())["precision"]
+    again = command.run("export", str(sample), "--to", "zerobench", "--output", "config.json", timeout_s=60)
+    assert again.returncode == 2 and "config.json exists" in again.stderr

@@ -58,6 +58,7 @@ PYTHON_ORDER = [
     "bench",
     "micro",
     "doctor",
+    "export",
     "cli",
     "__main__",
 ]

@@ -18,6 +18,7 @@ import typer
 from zerobench import __version__
 from zerobench.cli.compare import COMPARE_HELP, compare
 from zerobench.errors import ConfigError, DataError, Error
+from zerobench.export.targets import TARGETS
 from zerobench.host import interrupts
 from zerobench.host.consoles import drop_stdout, forget_unknown_size, plain_console
 from zerobench.results.settings import OPTIONS, flag_of
@@ -124,6 +125,32 @@ def doctor(
             console.print(line, soft_wrap=True, highlight=False)
     if any(finding.level != "note" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    results: Annotated[
+        str,
+        typer.Argument(
+            metavar="RESULTS[#ROW]",
+            help="A results.json or the folder that holds one, and the name of a row. Default: the fastest row.",
+        ),
+    ],
+    to: Annotated[str, typer.Option("--to", help=f"The tool: {', '.join(TARGETS)}.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Write this new file. Default: standard output.")
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            help="Change this DeepSpeed file in place; the old one is kept as FILE.bak, and the change is printed."
+        ),
+    ] = None,
+) -> None:
+    """Write a row as a configuration or a launch line of the tool that you train with."""
+    from zerobench.cli.export import run_export
+
+    run_export(results, to=to, output=output, into=into)
 
 
 def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
