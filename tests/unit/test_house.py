@@ -59,6 +59,7 @@ PYTHON_ORDER = [
     "micro",
     "doctor",
     "export",
+    "hosts",
     "cli",
     "__main__",
 ]

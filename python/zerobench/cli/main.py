@@ -21,6 +21,7 @@ from zerobench.errors import ConfigError, DataError, Error
 from zerobench.export.targets import TARGETS
 from zerobench.host import interrupts
 from zerobench.host.consoles import drop_stdout, forget_unknown_size, plain_console
+from zerobench.hosts.job_files import WRITERS
 from zerobench.results.settings import OPTIONS, flag_of
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer brings under its own name
@@ -151,6 +152,30 @@ def export(
     from zerobench.cli.export import run_export
 
     run_export(results, to=to, output=output, into=into)
+
+
+@app.command()
+def launch(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="What every host runs; stands after --.")
+    ],
+    hostfile: Annotated[
+        Path, typer.Option(help="A line `host slots=N` for each host, as DeepSpeed reads it.")
+    ],
+    ssh: Annotated[
+        bool, typer.Option("--ssh", help="Start the lines over ssh, in this folder's path.")
+    ] = False,
+    write: Annotated[
+        str | None, typer.Option(help=f"Print a job file instead: {', '.join(WRITERS)}.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Where ranks meet, on the first host.")] = 29500,
+    gpu: Annotated[str, typer.Option(help="The kind of GPU that a job file asks for, such as H100.")] = "",
+    image: Annotated[str, typer.Option(help="The container image of --write kubeflow.")] = "",
+) -> None:
+    """Print the torchrun line of each host, start them over ssh, or write a job file of a cluster."""
+    from zerobench.cli.launch import run_launch
+
+    run_launch(command, hostfile=hostfile, ssh=ssh, write=write, port=port, gpu=gpu, image=image)
 
 
 def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
