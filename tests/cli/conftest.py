@@ -19,7 +19,7 @@ import pytest
 TESTS = Path(__file__).parent.parent
 SMALL = [
     "--num-layers", "2", "--hidden-size", "32", "--batch-size", "2", "--seq-length", "32", "--num-steps", "2",
-    "--warmup-steps", "1",
+    "--warmup-steps", "1", "--rounds", "0",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration, make_plan
 from zerobench.host.gpus import Gpu
 
-SMALL = {"data": "synthetic", "strategies": ("zero0", "ddp"), "seq_length": (64,)}
+SMALL = {"data": "synthetic", "strategies": ("zero0", "ddp"), "seq_length": (64,), "rounds": 0}
 GPUS = tuple(
     Gpu(index=index, name="NVIDIA H200", uuid=str(index), total_bytes=140 << 30, compute_capability=(9, 0))
     for index in range(4)

@@ -105,6 +105,7 @@ def test_settings_are_resolved() -> None:
         ({"world_size": (0,)}, "--world-size 0"),
         ({"num_steps": 0}, "--num-steps 0"),
         ({"warmup_steps": -1}, "--warmup-steps -1"),
+        ({"rounds": -1}, "--rounds -1"),
         ({"repeats": 0}, "--repeats 0"),
         ({"timeout_s": 0}, "--timeout 0"),
         ({"timeout_s": 0.0001}, "--timeout 0.0001 is impossible: use 0.001 to 1000000 seconds"),

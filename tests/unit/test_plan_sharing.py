@@ -41,7 +41,7 @@ OTHER_BITS = {"compile": "block", "checkpointing": True}
 NOTHING = {
     "model": "same by another name", "parameter_count": 1, "offload": "cpu_optimizer", "offload_ratio": 0.5,
     "nvme_paths": ["/disk"], "host_memory_gib": 1.0, "optimizer_in_backward": True, "device_memory_gib": 1.0,
-    "bind": "numa", "num_steps": 7, "warmup_steps": 7, "repeats": 7, "config_file": "file.json",
+    "bind": "numa", "num_steps": 7, "warmup_steps": 7, "repeats": 7, "rounds": 7, "config_file": "file.json",
     # Of the model, of this version, of the whole plan, and of an option that is looked at itself.
     "attention": "sdpa", "dropout": 0.1, "verify_steps": 7, "threads_per_rank": 7, "communicator": "gloo",
 }  # fmt: skip

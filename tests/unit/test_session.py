@@ -6,6 +6,7 @@ import io
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,79 @@ def test_ranks_train_on_the_bytes_that_the_comparison_began_with(tmp_path) -> No
     for job in launcher.jobs:
         with pytest.raises(DataError, match="does not hold the bytes that the comparison began with"):
             worker.open_batches(job, worker.strategy_settings(job, place()), job.model)
+
+
+def given(**options):
+    """Return a plan under a launcher that started the ranks, where rows cannot stay alive."""
+    return plan(strategies=("zero0", "zero1", "zero2"), rounds=15, host_ranks=2, **options)
+
+
+def test_rows_that_cannot_be_alive_together_are_measured_in_interleaved_passes(tmp_path) -> None:
+    chosen = given()
+    session = Session(chosen, host=HOST, output=OutputFolder(tmp_path))
+    with Answering(partial(ended_well, step_times_ms=[100.0, 50.0])) as launcher:
+        session.run(schedule(chosen), execution(chosen, launcher), quiet_display())
+        passes = launcher.jobs[4:]  # after the reference and three rows alone
+    assert [job.strategy for job in passes] == ["zero0", "zero1", "zero2"] * 3
+    assert {(job.verify, job.measure, job.profile_steps, job.validation_batches) for job in passes} == {
+        (False, True, 0, 0)
+    }
+    assert {job.settings.num_steps for job in passes} == {10}
+    for row in session.results.rows:
+        assert row.turns is not None and row.step_time_ms is not None
+        assert (row.turns.how, row.turns.windows_ms) == ("passes", [[75.0]] * 3)
+        assert row.step_time_ms.samples == [75.0] * 3
+        assert row.settings.num_steps != 10  # what was asked for
+    assert session.results.complete
+
+
+def test_rows_that_do_not_fit_into_memory_together_are_measured_in_passes(tmp_path) -> None:
+    chosen = plan(strategies=("zero0", "zero1"), rounds=15)
+    available = HOST.memory_available_bytes()
+
+    def answer(job) -> Outcome:
+        nonlocal available
+        available = 1 << 30  # a row of two ranks that needs less than one such took more than half of it
+        return ended_well(job, peak_host_bytes=300 << 20)
+
+    host = replace(HOST, memory_available_bytes=lambda: available)
+    session = Session(chosen, host=host, output=OutputFolder(tmp_path))
+    with Answering(answer) as launcher:
+        session.run(schedule(chosen), execution(chosen, launcher, host=host), quiet_display())
+    assert [row.turns and row.turns.how for row in session.results.rows] == ["passes", "passes"]
+
+
+def test_more_repeats_are_more_passes_and_none_alone(tmp_path) -> None:
+    chosen = given(repeats=4)
+    session = Session(chosen, host=HOST, output=OutputFolder(tmp_path))
+    with Answering(ended_well) as launcher:
+        session.run(schedule(chosen), execution(chosen, launcher), quiet_display())
+        assert len(launcher.jobs) == 4 + 3 * 4
+
+
+def test_a_row_that_fails_in_a_pass_loses_its_figures_and_the_others_go_on(tmp_path) -> None:
+    chosen, seen = given(), []
+
+    def answer(job) -> Outcome:
+        seen.append(job.strategy)
+        if seen.count("zero1") == 3 and job.strategy == "zero1":  # alone, then in two passes
+            return Outcome(status="oom", error="no memory", oom_tier="host")
+        return ended_well(job)
+
+    session = Session(chosen, host=HOST, output=OutputFolder(tmp_path))
+    with Answering(answer) as launcher:
+        session.run(schedule(chosen), execution(chosen, launcher), quiet_display())
+    zero0, zero1, zero2 = session.results.rows
+    assert (zero1.status, zero1.error, zero1.oom_tier) == ("oom", "pass 2: no memory", "host")
+    assert zero1.turns is zero1.step_time_ms is None and seen.count("zero1") == 3
+    for row in (zero0, zero2):
+        assert row.status == "ok" and row.turns is not None and len(row.turns.windows_ms) == 3
+
+
+def test_a_row_that_has_no_other_is_measured_alone(tmp_path) -> None:
+    chosen = plan(strategies=("zero0",), rounds=15, repeats=2)
+    session = Session(chosen, host=HOST, output=OutputFolder(tmp_path))
+    with Answering(ended_well) as launcher:
+        session.run(schedule(chosen), execution(chosen, launcher), quiet_display())
+        assert len(launcher.jobs) == 3  # the reference, and the row twice
+    assert session.results.rows[0].turns is None

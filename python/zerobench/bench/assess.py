@@ -22,7 +22,7 @@ from zerobench.bench.protocol.tolerances import (
     tolerances,
 )
 from zerobench.results.rows import tokens_per_step
-from zerobench.results.schema import Deviation, Results, Row, Transfers
+from zerobench.results.schema import Deviation, Results, Row, Transfers, Turns
 from zerobench.results.stats import summarise
 from zerobench.strategies.catalogue import FLOOR, OURS, REFERENCE
 
@@ -193,11 +193,10 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     """Figures of the measured window over all ranks; a further repeat adds its samples and raises the peaks."""
     samples = step_times_of_all([window.step_times_ms for window in windows])
     earlier = row.step_time_ms.samples if row.step_time_ms else []
-    row.step_time_ms = summarise([*earlier, *samples])
+    apply_times(row, [*earlier, *samples])
+    assert row.step_time_ms is not None
     settings = row.settings
     step_s = row.step_time_ms.median / 1e3
-    row.samples_per_s = settings.world_size * settings.batch_size * settings.grad_accum / step_s
-    row.tokens_per_s = row.samples_per_s * settings.seq_length
     memories = [window.memory for window in windows]
     row.peak_device_bytes = largest([row.peak_device_bytes, *(memory.peak_bytes for memory in memories)])
     for name in ("torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes"):
@@ -240,6 +239,23 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     for name in ("binding", "update_cpus"):
         known = [value for window in windows if (value := getattr(window, name)) is not None]
         setattr(row, name, known or None)
+
+
+def apply_times(row: Row, samples: Sequence[float]) -> None:
+    """Fill in the step time and the rates that follow from it."""
+    row.step_time_ms = summarise(samples)
+    settings = row.settings
+    step_s = row.step_time_ms.median / 1e3
+    row.samples_per_s = settings.world_size * settings.batch_size * settings.grad_accum / step_s
+    row.tokens_per_s = row.samples_per_s * settings.seq_length
+
+
+def apply_turns(row: Row, turns: Turns) -> None:
+    """Give the row the step time of its windows. Memory, phases, energy and losses stay those of the row alone."""
+    row.turns = turns
+    apply_times(row, [window for run in turns.windows_ms for window in run])
+    if row.transfers is not None and row.step_time_ms is not None:
+        row.transfers.achieved_gb_s = achieved_gb_s(row.transfers, step_s=row.step_time_ms.median / 1e3)
 
 
 def apply_energy(row: Row, windows: Sequence[Window]) -> None:
@@ -334,7 +350,8 @@ def settle_checksums(rows: Sequence[Row]) -> None:
 
 
 _FIGURES = (
-    "step_time_ms", "rank_step_times_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb", "relative",
+    "step_time_ms", "turns", "rank_step_times_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb",
+    "relative", "relative_low", "relative_high",
     "relative_uncertainty", "speedup", "memory_change_pct", "baseline", "loss", "validation_loss", "memory_bytes",
     "peak_device_bytes", "activation_bytes", "activation_and_shard_bytes", "memory_explained_pct",
     "allocated_device_bytes",

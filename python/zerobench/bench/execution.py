@@ -11,27 +11,32 @@ from typing import NamedTuple
 from zerobench.bench.assess import (
     ReferenceRun,
     apply_outcome,
+    apply_turns,
     apply_windows,
     by_rank,
     clear_figures,
     fault_of,
     first_row,
     largest,
+    step_times_of_all,
 )
 from zerobench.bench.jobs import JobMaker, rank_memory_bytes
 from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.launch.ranks import ProgressCallback
+from zerobench.bench.launch.sibling import SiblingLauncher
 from zerobench.bench.mfu import utilisation
 from zerobench.bench.plan.fit import TooLarge, why_too_large
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration
 from zerobench.bench.protocol.job import Job, Window
+from zerobench.bench.room import Room
 from zerobench.bench.sampler import Sampler, summarise
 from zerobench.bench.schedule import Group, Step
 from zerobench.bench.surroundings import Surroundings
+from zerobench.bench.turns import Contender
 from zerobench.errors import Error
-from zerobench.results.schema import Row
+from zerobench.results.schema import Row, Turns
 from zerobench.strategies.catalogue import REFERENCE
 
 Track = Callable[[str], AbstractContextManager[ProgressCallback]]
@@ -63,7 +68,7 @@ class Execution:
             data_digest=data_digest,
             memory_available_bytes=host.memory_available_bytes,
         )
-        self._options = options
+        self.options = options
         self._host = host
         self._launcher = launcher
         self._sampler = sampler
@@ -104,6 +109,42 @@ class Execution:
         apply_windows(row, windows)
         self.add_machine_figures(row, windows)
 
+    def seats(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows that can be alive together, by what each of them used alone. None can whose ranks a launcher
+        on several hosts started."""
+        if self.options.host_ranks is not None:
+            return []
+        devices = [gpu.total_bytes for gpu in self.options.gpus]
+        room = Room(device_bytes=min(devices, default=None), host_bytes=self._host.memory_available_bytes())
+        return room.seats(rows)
+
+    def contender(self, step: Step, row: Row, *, steps_per_window: int, log: Path) -> Contender:
+        """Return ``row`` as one that takes turns, not started yet."""
+        job = self.jobs.in_turn(step, row, steps_per_window=steps_per_window)
+        return Contender(job, SiblingLauncher(self._launcher), log=log)
+
+    def measure_window(
+        self, step: Step, *, steps_per_window: int, log: Path, on_progress: ProgressCallback
+    ) -> tuple[Outcome, float | None]:
+        """Measure one window in fresh processes. Return the outcome and the mean time of a step in milliseconds, None
+        where the run did not end well."""
+        job = self.jobs.window(step, steps_per_window=steps_per_window)
+        outcome = self._launcher.run(job, log=log, on_progress=on_progress)
+        windows = [report.window for report in by_rank(outcome.reports) if report.window]
+        if outcome.status == "ok" and (fault := fault_of(windows)):
+            outcome = replace(outcome, status="failed", error=fault)
+        if outcome.status != "ok":
+            return outcome, None
+        times_ms = step_times_of_all([window.step_times_ms for window in windows])
+        return outcome, sum(times_ms) / len(times_ms)
+
+    def apply(self, row: Row, turns: Turns) -> None:
+        """Give ``row`` the times of its windows, in place of those that it had alone."""
+        apply_turns(row, turns)
+        used = self.options.gpus[: row.settings.world_size]
+        if row.mfu is not None:
+            row.mfu = utilisation(row, used[0].name)
+
     def reference_of(self, step: Step, *, log: Path, track: Track) -> ReferenceRun:
         """Return the reference of the step's group, which runs once. It has fewer layers where all of them do not
         fit."""
@@ -117,7 +158,7 @@ class Execution:
                     if outcome.status != "oom" or model["num_layers"] == 1:
                         break
                     model = {**model, "num_layers": model["num_layers"] // 2}
-            is_asked_for = self._options.verify_layers == model["num_layers"]
+            is_asked_for = self.options.verify_layers == model["num_layers"]
             why = "as --verify-layers asks" if is_asked_for else None
             self._references[group] = reference_run(job, outcome, why_fewer_layers=why)
         return self._references[group]
@@ -133,7 +174,7 @@ class Execution:
         if not windows:
             return
         begin_s, end_s = min(w.began_s for w in windows), max(w.ended_s for w in windows)
-        used = self._options.gpus[: row.settings.world_size]
+        used = self.options.gpus[: row.settings.world_size]
         seen = summarise(self._sampler.between(begin_s, end_s), begin_s=begin_s, gpu_num=len(used))
         if row.sampled is None:
             row.sampled = seen
@@ -150,9 +191,9 @@ class Execution:
         too_large = why_too_large(
             configuration,
             memory_available_bytes=self._host.memory_available_bytes(),
-            rank_memory_bytes=rank_memory_bytes(self._options),
-            gpus=self._options.gpus,
-            host_ranks=self._options.host_ranks,
+            rank_memory_bytes=rank_memory_bytes(self.options),
+            gpus=self.options.gpus,
+            host_ranks=self.options.host_ranks,
         )
         if too_large is None and (reason := self._host.why_not_lockable(configuration)):
             return TooLarge(reason, "host")

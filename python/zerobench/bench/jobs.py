@@ -13,6 +13,7 @@ from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration
 from zerobench.bench.protocol.job import Job
 from zerobench.bench.schedule import Step
+from zerobench.results.schema import Row
 from zerobench.results.settings import Settings, reference_values
 from zerobench.results.sizes import GIB
 from zerobench.strategies.catalogue import AUTOCAST_REFERENCE, FLOOR, REFERENCE
@@ -45,6 +46,21 @@ class JobMaker:
     def measurement(self, step: Step) -> Job:
         """Return a job that measures and does not verify."""
         return self._row(step, None, verify=False, measure=True)
+
+    def in_turn(self, step: Step, row: Row, *, steps_per_window: int) -> Job:
+        """Return the job of a row that stays alive and takes turns. Other rows lie beside it on the device, so a share
+        of offloaded state that was found alone is given to it."""
+        job = self._row(step, None, verify=False, measure=False)
+        settings = job.settings
+        if settings.offload_ratio == "auto" and row.transfers and row.transfers.offload_ratio is not None:
+            settings = settings.model_copy(update={"offload_ratio": row.transfers.offload_ratio})
+        return job.model_copy(update={"settings": settings, "steps_per_window": steps_per_window})
+
+    def window(self, step: Step, *, steps_per_window: int) -> Job:
+        """Return a job that measures one window in fresh processes, and nothing after it."""
+        job = self.measurement(step)
+        settings = job.settings.model_copy(update={"num_steps": steps_per_window})
+        return job.model_copy(update={"settings": settings, "profile_steps": 0, "validation_batches": 0})
 
     def reference(self, step: Step, model: dict[str, Any]) -> Job:
         """Return the job of one process that trains ``model`` on the global batches of the step's group."""

@@ -48,7 +48,7 @@ class ProgressDisplay:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("starting", total=num_tasks)
-        self._done = 0
+        self._total, self._done = num_tasks, 0
 
     def __enter__(self) -> ProgressDisplay:
         self._bar.start()
@@ -72,6 +72,11 @@ class ProgressDisplay:
         yield on_progress
         self.skip()
 
+    def add(self, num_tasks: int) -> None:
+        """Count more runs than were known at the beginning."""
+        self._total += num_tasks
+        self._bar.update(self._task, total=self._total)
+
     def skip(self) -> None:
         self._done += 1
         self._bar.update(self._task, completed=self._done)
@@ -81,6 +86,8 @@ class ProgressDisplay:
         text = f"{row.name}: {row.status}"
         if row.step_time_ms is not None:
             text += f", {row.step_time_ms.median:.2f} ms a step"
+        if row.turns is not None:
+            text += f" {'in turn' if row.turns.how == 'in turn' else 'in passes'}"
         if row.error:
             text += f": {row.error}"
         self._console.print(text, soft_wrap=True, highlight=False)

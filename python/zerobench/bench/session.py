@@ -19,6 +19,7 @@ from zerobench.bench.sampler import Sampler, shared_warning
 from zerobench.bench.schedule import Step
 from zerobench.bench.show import show_written
 from zerobench.bench.surroundings import Surroundings
+from zerobench.bench.turn_runs import TurnRuns
 from zerobench.host import interrupts
 from zerobench.report import finish_rows
 from zerobench.results.rows import repeats_text
@@ -69,14 +70,18 @@ class Session:
             time.sleep(0.05)
 
     def run(self, steps: Sequence[Step], execution: Execution, display: ProgressDisplay) -> None:
-        """Take the steps in order; save after each."""
-        for step in steps:
-            if step.repeat == 0:
-                self._rows.append(self._first(step, execution, display))
-                if step.ends_group:
-                    execution.drop_reference(step.group)
-            else:
-                self._repeat(step, execution, display)
+        """Take the steps in order; save after each. Rows that can be compared with others then take turns, and are
+        not repeated alone."""
+        firsts = [step for step in steps if step.repeat == 0]
+        for step in firsts:
+            self._rows.append(self._first(step, execution, display))
+            if step.ends_group:
+                execution.drop_reference(step.group)
+            self._save()
+        if self._plan.options.rounds:
+            self._take_turns(firsts, execution, display)
+        for step in steps[len(firsts) :]:
+            self._repeat(step, execution, display)
             self._save()
         self.results.complete = True
         self.write()
@@ -121,11 +126,17 @@ class Session:
         display.note(row)
         return row
 
+    def _take_turns(self, steps: Sequence[Step], execution: Execution, display: ProgressDisplay) -> None:
+        """Measure the rows that are ok together."""
+        ok = [step for step in steps if self.results.rows[step.index].status == "ok"]
+        runs = TurnRuns(execution, output=self._output, display=display, save=self._save)
+        runs.measure(ok, [self._rows[step.index] for step in ok])
+
     def _repeat(self, step: Step, execution: Execution, display: ProgressDisplay) -> None:
-        if self.results.rows[step.index].status != "ok":
+        row = self._rows[step.index]
+        if self.results.rows[step.index].status != "ok" or row.turns is not None:
             display.skip()
             return
-        row = self._rows[step.index]
         execution.measure_again(step, row, log=self._output.log(row.name), track=display.task)
 
     def _save(self) -> None:

@@ -75,13 +75,22 @@ def _fastest_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
     assert best is not None
     if len(rows) == 1:
         return f"{labels[id(best)]} is the only row that is correct and comparable: {_time_text(best)}."
+    apart = [row for row in rows if _is_apart(row, best)]
+    if apart:
+        names = join_words([labels[id(row)] for row in apart])
+        kept = [row for row in rows if row not in apart]
+        verb = "was" if len(apart) == 1 else "were"
+        return f"{_fastest_text(kept, labels)} {names} {verb} measured in passes, too few to rank."
     tied = _tied_with(best, rows)
     if _noise_unknown(best, rows):
         fewest = min(len(row.step_time_ms.samples) for row in rows if row.step_time_ms is not None)
-        steps = "1 measured step tells" if fewest == 1 else f"{fewest} measured steps tell"
+        what, cure = "measured step", "--num-steps"
+        if best.turns is not None:
+            what, cure = "window", "--rounds" if best.turns.how == "in turn" else "--repeats"
+        steps = f"1 {what} tells" if fewest == 1 else f"{fewest} {what}s tell"
         return (
             f"{labels[id(best)]} took the least time of {len(rows)} correct rows, {_time_text(best)}; {steps} too "
-            f"little of the noise to call it the fastest: measure {FEWEST_SAMPLES} or more (--num-steps)."
+            f"little of the noise to call it the fastest: measure {FEWEST_SAMPLES} or more ({cure})."
         )
     if not tied:
         return f"{labels[id(best)]} is the fastest of {len(rows)} correct rows: {_time_text(best)}."
@@ -92,9 +101,15 @@ def _fastest_text(rows: Sequence[Row], labels: dict[int, str]) -> str:
         error_pct = 100.0 * max(noise(row) or 0.0 for row in tied)
         return (
             f"Too noisy to rank: {names} may each be the fastest of {len(rows)} correct rows, {rates} with errors "
-            f"of up to {error_pct:.0f} %; measure more steps (--num-steps), on a quieter machine."
+            f"of up to {error_pct:.0f} %; measure more {_more_text(best)}, on a quieter machine."
         )
     return f"{names} tie as the fastest of {len(rows)} correct rows, {rates}: their differences are below the noise."
+
+
+def _more_text(best: Row) -> str:
+    if best.turns is None:
+        return "steps (--num-steps)"
+    return "rounds (--rounds)" if best.turns.how == "in turn" else "runs (--repeats)"
 
 
 def _tied_with(best: Row, rows: Sequence[Row]) -> list[Row]:
@@ -103,7 +118,13 @@ def _tied_with(best: Row, rows: Sequence[Row]) -> list[Row]:
 
 def _noise_unknown(best: Row, rows: Sequence[Row]) -> bool:
     """With too few steps to tell noise from difference."""
-    return any(noise(row) is None for row in rows if row is not best)
+    return any(noise(row) is None for row in rows if row is not best and not _is_apart(row, best))
+
+
+def _is_apart(row: Row, best: Row) -> bool:
+    """Whether the row was measured in too few passes to be ranked with rows that took turns."""
+    in_turn = best.turns is not None and best.turns.how == "in turn"
+    return in_turn and row.turns is not None and row.turns.how == "passes" and noise(row) is None
 
 
 def _too_noisy(tied: Sequence[Row]) -> bool:
@@ -310,4 +331,7 @@ def _basis_text(rows: Sequence[Row]) -> str:
     spreads = [100.0 * time.mad / time.median for time in times if len(time.samples) >= FEWEST_SAMPLES]
     spread = f", MAD {median(spreads):.1f} % of the median" if spreads else ""
     rows_text = f"{len(rows)} row{'s' if len(rows) != 1 else ''}"
-    return f"Based on {rows_text}: {', '.join(parts)}; {steps} measured step{'s' if most != 1 else ''} a row{spread}."
+    what = "measured step" if any(row.turns is None for row in rows) else "window"
+    return (
+        f"Based on {rows_text}: {', '.join(parts)}; {steps} {what}{'s' if most != 1 else ''} a row{spread}."
+    )

@@ -202,8 +202,35 @@ def _checksum_notes(rows: Sequence[Row], *, is_marked: bool) -> list[str]:
     return notes
 
 
+def _turns_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    """How rows were measured together, a line a way."""
+    notes = []
+    for how, words in (("in turn", "in turn"), ("passes", "in passes, fresh runs of one window each")):
+        found = [
+            (row.turns, label)
+            for row, label in zip(rows, labels, strict=True)
+            if row.status == "ok" and row.turns is not None and row.turns.how == how
+        ]
+        if not found:
+            continue
+        names = "all rows" if len(found) == len(rows) else join_words([label for _, label in found])
+        runs = _range([len(turns.windows_ms) for turns, _ in found], "run")
+        steps = _range([turns.steps_per_window for turns, _ in found], "step")
+        rounds = _range([len(turns.windows_ms[0]) for turns, _ in found], "round")
+        counted = f"{rounds} x {steps}, {runs}" if how == "in turn" else f"{runs} x {steps}"
+        notes.append(f"Measured {words}: {names}; {counted}.")
+    return notes
+
+
+def _range(values: Sequence[int], word: str) -> str:
+    """Such as "10 to 47 steps"."""
+    low, high = min(values), max(values)
+    return f"{low if low == high else f'{low} to {high}'} {word}{'s' if high != 1 else ''}"
+
+
 def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequence[str]) -> list[str]:
-    notes = _checksum_notes(rows, is_marked="update deviation" not in left_out)
+    notes = _turns_notes(rows, labels)
+    notes += _checksum_notes(rows, is_marked="update deviation" not in left_out)
     notes += _fewer_layers_notes(rows, labels)
     notes += _all_experts_notes(rows, labels)
     apart = [
@@ -298,8 +325,9 @@ def _outlier_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
     ]
     if not flagged:
         return ""
+    what = "windows" if any(row.turns is not None for row in rows) else "steps"
     return (
-        f"Outlying steps (kept): {_by_row(flagged)}. Something else may have run: repeat on a quiet machine."
+        f"Outlying {what} (kept): {_by_row(flagged)}. Something else may have run: repeat on a quiet machine."
     )
 
 
@@ -323,8 +351,8 @@ def _end_text(windows: Sequence[Sequence[float]]) -> str:
 
 
 def _windows(row: Row) -> list[list[float]]:
-    """Step times by repeat."""
-    if row.status != "ok" or row.step_time_ms is None:
+    """Step times by repeat; none of a row that took turns, whose windows see the machine drift over minutes."""
+    if row.status != "ok" or row.step_time_ms is None or row.turns is not None:
         return []
     samples, step_num = row.step_time_ms.samples, row.settings.num_steps
     return [samples[begin : begin + step_num] for begin in range(0, len(samples), step_num)]

@@ -7,9 +7,11 @@ from itertools import pairwise
 
 from zerobench.results.rows import (
     GB,
+    NOISE_SIGMAS,
     by_workload,
     fastest,
     is_ranked,
+    ratio_in_turn,
     saw_all_state,
     step_rate,
     tokens_per_step,
@@ -87,7 +89,8 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
     for rows in by_workload(results.rows):
         best, wanted = fastest(rows), _baseline_strategy(rows, baseline)
         for row in rows:
-            row.relative = row.relative_uncertainty = row.speedup = row.memory_change_pct = None
+            row.relative = row.relative_uncertainty = row.relative_low = row.relative_high = None
+            row.speedup = row.memory_change_pct = None
             row.tokens_per_s_per_peak_gb = row.of_compute_only = row.baseline = None
             row.memory_explained_pct = row.offload_practicality = None
             rate = step_rate(row)
@@ -121,8 +124,7 @@ def _share_of_floor(row: Row, floor: Row | None) -> float | None:
     """How much of the step is the model's own forward and backward: the floor's step time over this row's."""
     if floor is None or row.strategy == FLOOR:
         return None
-    assert row.step_time_ms is not None and floor.step_time_ms is not None
-    return floor.step_time_ms.median / row.step_time_ms.median
+    return time_ratio(floor, row)
 
 
 def _memory_explained_pct(row: Row, floor: Row | None) -> float | None:
@@ -211,8 +213,17 @@ def _practicality(row: Row, rows: Sequence[Row]) -> float | None:
     plain = plain_twin(row, rows) if row.settings.offload != "none" else None
     if plain is None:
         return None
-    assert plain.step_time_ms is not None and row.step_time_ms is not None
-    return plain.step_time_ms.median / row.step_time_ms.median
+    return time_ratio(plain, row)
+
+
+def time_ratio(row: Row, other: Row) -> float:
+    """Return the row's step time over the other's: of rows that took turns the median of the ratios within rounds, else
+    the ratio of the medians."""
+    paired = ratio_in_turn(row, other)
+    if paired is not None:
+        return paired.value
+    assert row.step_time_ms is not None and other.step_time_ms is not None
+    return row.step_time_ms.median / other.step_time_ms.median
 
 
 def _fill_relative(row: Row, best: Row) -> None:
@@ -220,9 +231,14 @@ def _fill_relative(row: Row, best: Row) -> None:
     if row is best:
         row.relative = 1.0
         return
-    row_rate, best_rate = step_rate(row), step_rate(best)
-    assert row_rate is not None and best_rate is not None
-    row.relative = best_rate / row_rate
+    tokens = tokens_per_step(best) / tokens_per_step(row)
+    row.relative = time_ratio(row, best) * tokens
+    paired = ratio_in_turn(row, best)
+    if paired is not None:
+        if paired.low is not None and paired.high is not None:
+            row.relative_low, row.relative_high = paired.low * tokens, paired.high * tokens
+            row.relative_uncertainty = (row.relative_high - row.relative_low) / (2 * NOISE_SIGMAS)
+        return
     error = ratio_error(row.step_time_ms.samples, best.step_time_ms.samples)
     if error is not None:
         of_times = row.step_time_ms.median / best.step_time_ms.median
@@ -232,9 +248,7 @@ def _fill_relative(row: Row, best: Row) -> None:
 def _fill_against_baseline(row: Row, base: Row | None) -> None:
     if base is None:
         return
-    row_rate, base_rate = step_rate(row), step_rate(base)
-    assert row_rate is not None and base_rate is not None
     row.baseline = base.name
-    row.speedup = row_rate / base_rate
+    row.speedup = time_ratio(base, row) * (tokens_per_step(row) / tokens_per_step(base))
     if row.peak_device_bytes and base.peak_device_bytes and saw_all_state(row) and saw_all_state(base):
         row.memory_change_pct = 100.0 * (row.peak_device_bytes / base.peak_device_bytes - 1.0)

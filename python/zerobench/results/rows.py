@@ -8,7 +8,7 @@ from typing import Any
 
 from zerobench.results.schema import Row
 from zerobench.results.settings import SETTINGS, Changes, Settings, settings_that_change
-from zerobench.results.stats import ratio_error
+from zerobench.results.stats import Ratio, median_of_ratios, ratio_error
 from zerobench.strategies.catalogue import FLOOR
 
 GB = 1e9
@@ -76,15 +76,35 @@ def is_ranked(row: Row) -> bool:
 def repeats_text(rows: Sequence[Row]) -> str:
     """Such as "3", or "1 to 2 of 3" where ok rows have fewer than were asked for: a comparison cut short."""
     asked = rows[0].settings.repeats
-    done = {
-        len(row.step_time_ms.samples) // row.settings.num_steps
-        for row in rows
-        if row.status == "ok" and row.step_time_ms is not None
-    }
+    done = {run_num(row) for row in rows if row.status == "ok" and row.step_time_ms is not None}
     if done <= {asked}:
         return str(asked)
     least, most = min(done), max(done)
     return f"{least if least == most else f'{least} to {most}'} of {asked}"
+
+
+def run_num(row: Row) -> int:
+    """Return in how many runs a measured row was measured, of those that were asked for."""
+    assert row.step_time_ms is not None
+    if row.turns is not None:
+        return min(len(row.turns.windows_ms), row.settings.repeats)
+    return len(row.step_time_ms.samples) // row.settings.num_steps
+
+
+def ratio_in_turn(row: Row, other: Row) -> Ratio | None:
+    """Return the row's step time over the other's: the median over rounds of the ratio within a round, with its
+    interval. None where the two did not take turns with each other."""
+    mine, others = row.turns, other.turns
+    if mine is None or others is None or row is other:
+        return None
+    if mine.how != "in turn" or (mine.how, mine.group) != (others.how, others.group):
+        return None
+    rounds = [
+        pair
+        for runs in zip(mine.windows_ms, others.windows_ms, strict=False)
+        for pair in zip(*runs, strict=False)
+    ]
+    return median_of_ratios([a for a, _ in rounds], [b for _, b in rounds]) if rounds else None
 
 
 def saw_all_state(row: Row) -> bool:
@@ -112,16 +132,24 @@ def noise(row: Row) -> float | None:
 
 
 def ties_with_fastest(row: Row) -> bool:
-    """Whether the measured difference to the fastest row is below the noise. In logarithms, where a factor counts the
-    same up and down: an error as large as the ratio itself does not reach every ratio."""
+    """Whether the measured difference to the fastest row is below the noise: the interval of the ratio contains 1, or
+    reaches below. Without an interval in logarithms, where a factor counts the same up and down: an error as large as
+    the ratio itself does not reach every ratio."""
     if row.relative is None:
         return False
+    if row.relative_low is not None:
+        return row.relative_low <= 1
     return math.log(row.relative) <= NOISE_SIGMAS * (noise(row) or 0.0)
 
 
 def exceeds_noise(ratio: float, row: Row, other: Row) -> bool:
     """Whether a ratio of the two rows' times or rates is further from 1 than the noise of both; not with too few steps
-    to tell."""
+    to tell. Of rows that took turns, the interval of their times' ratio tells."""
+    paired = ratio_in_turn(row, other)
+    if paired is not None:
+        if paired.low is None or paired.high is None:
+            return False
+        return abs(math.log(ratio)) > math.log(max(paired.high / paired.value, paired.value / paired.low))
     assert row.step_time_ms is not None and other.step_time_ms is not None
     error = ratio_error(row.step_time_ms.samples, other.step_time_ms.samples)
     if error is None:

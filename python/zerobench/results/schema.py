@@ -20,7 +20,8 @@ ZeroOrMore = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StepTime(ResultModel):
-    """Optimizer step times over the measured window, from the last rank's end of a step to the last of the next."""
+    """Optimizer step times over the measured window, from the last rank's end of a step to the last of the next; or
+    mean step times of windows, where the row took turns."""
 
     median: AboveZero
     mad: ZeroOrMore
@@ -30,6 +31,16 @@ class StepTime(ResultModel):
     outliers: list[int] = Field(
         default_factory=list, description="indices into samples; flagged, never dropped"
     )
+
+
+class Turns(ResultModel):
+    """Windows of a row that was measured while other rows were alive, or in passes with them."""
+
+    how: Literal["in turn", "passes"]
+    group: str  # rows with equal text took turns with each other, or were in the same passes
+    steps_per_window: Annotated[int, Field(ge=1)]
+    # Mean time of a step in each window: by run, then by round; of passes one window a run.
+    windows_ms: list[list[AboveZero]]
 
 
 class RowDtypes(ResultModel):
@@ -125,7 +136,8 @@ class Row(ResultModel):
     oom_tier: str | None = None  # "device" or "host", where the status is oom
     settings: Settings
     dtypes: RowDtypes | None = None
-    step_time_ms: StepTime | None = None
+    step_time_ms: StepTime | None = None  # of steps, or of windows where the row has turns
+    turns: Turns | None = None  # None where the row was measured alone only
     rank_step_times_ms: list[AboveZero] | None = None  # medians by rank, each by its own clock
     tokens_per_s: ZeroOrMore | None = None
     samples_per_s: float | None = None
@@ -135,6 +147,9 @@ class Row(ResultModel):
     of_compute_only: float | None = None
     relative: AboveZero | None = None  # step time over the fastest comparable ok row's, per token
     relative_uncertainty: ZeroOrMore | None = None
+    # Its 95 % interval, of rows that took turns with the fastest.
+    relative_low: AboveZero | None = None
+    relative_high: AboveZero | None = None
     speedup: float | None = None  # tokens/s over the baseline's
     memory_change_pct: float | None = None  # peak device bytes against the baseline's
     baseline: str | None = None

@@ -312,6 +312,14 @@ class Settings(ResultModel):
             help="Measure everything this often, interleaved, in fresh processes.",
         ),
     )] = 1
+    rounds: Annotated[int, Setting(
+        changes=Changes.NOTHING, off=15, quiet=True,
+        option=Option(
+            convert=int, default=15, help_at=275,
+            help="Rounds in which the rows that fit into memory together take turns, a window of some ten steps each; "
+            "0 measures each row alone only.",
+        ),
+    )] = 0
     verify_steps: Annotated[int, Setting(changes=Changes.NOTHING, word="verified steps")] = 0
     seed: Annotated[int, Setting(
         changes=Changes.RESULT,

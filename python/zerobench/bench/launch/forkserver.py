@@ -4,6 +4,9 @@ It only imports, neither the native core nor a user's own modules, and runs no t
 one OpenMP region hangs. Ranks set their own threads and load everything else themselves. One job at a time; the command
 and this server talk JSON over a SOCK_SEQPACKET socket. Ranks live in one process group that is killed when their job
 ends, and both the server and the ranks die with their parent, so nothing outlives the command, however it ends.
+
+A server forks siblings of itself on request: each is a server with a socket and a job of its own, so that jobs can be
+alive at the same time.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class ForkServer:
     def __init__(self, control: socket.socket) -> None:
         self.control = control
         self.ranks: dict[int, int] = {}  # pid: rank
+        self.siblings: set[int] = set()  # pids
         self.group: int | None = None  # the process group, kept alive by its unreaped leader
         self.job_pids: list[int] = []
         self.swap_paths: list[str] = []  # of the job
@@ -67,6 +71,8 @@ class ForkServer:
         elif request["op"] == "end":
             self.end()
             self.control.send(json.dumps({"ended": True}).encode())
+        elif request["op"] == "sibling":
+            self.fork_sibling(*fds)
         else:
             raise ValueError(f"unknown request {request['op']!r}")
 
@@ -89,7 +95,19 @@ class ForkServer:
             os.close(fd)
         self.control.send(json.dumps({"pids": pids}).encode())
 
+    def fork_sibling(self, control_fd: int) -> None:
+        """Fork a server for the socket ``control_fd``, which says itself that it is ready."""
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            run_sibling(control_fd, server=server)
+        self.siblings.add(pid)
+        os.close(control_fd)
+
     def report_exits(self) -> None:
+        for pid in list(self.siblings):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                self.siblings.remove(pid)
         for pid in list(self.ranks):
             # Not reaped before the job's end: the leader's zombie keeps the process group's id from being reused.
             info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -107,7 +125,7 @@ class ForkServer:
             os.killpg(self.group, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while True:
-                os.waitpid(-1, 0)
+                os.waitpid(-self.group, 0)
         for path in dict.fromkeys(self.swap_paths):
             remove_left(path, pids=self.job_pids)
         self.ranks.clear()
@@ -116,6 +134,20 @@ class ForkServer:
     def shut_down(self) -> None:
         self.end()
         os._exit(0)
+
+
+def run_sibling(control_fd: int, *, server: int) -> None:
+    """Serve as another fork server in a forked child; never return."""
+    try:
+        signal.set_wakeup_fd(-1)
+        die_with_parent(signal.SIGTERM)
+        if os.getppid() != server:
+            os._exit(1)
+        control_fd = os.dup2(control_fd, 3, inheritable=False)
+        os.closerange(4, 1 << 16)  # the other server's own socket and pipes
+        ForkServer(socket.socket(fileno=control_fd)).serve()
+    finally:
+        os._exit(1)
 
 
 def run_child(

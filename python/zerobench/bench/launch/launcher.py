@@ -1,8 +1,9 @@
 """Runs a job in fresh processes and tells what became of it. Imports no torch.
 
-Ranks are forked by a fork server (forkserver.py) and answer over a pipe each, in JSON lines: progress, then a report,
-an error or the reason to be skipped. Logs are for people and are never parsed. A job always ends: with every report,
-or a grace after the first failure, or when no rank has made progress for the timeout.
+Ranks are forked by a fork server (forkserver.py) and answer over a socket each, in JSON lines: progress, then a report,
+an error or the reason to be skipped. Ranks that take turns read orders from it (seat.py). Logs are for people and are
+never parsed. A job always ends: with every report, or a grace after the first failure, or when no rank has made
+progress for the timeout.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from zerobench.bench.launch.environments import environment_of, local_environments
 from zerobench.bench.launch.outcome import Outcome, failed_at_s, judge, oom_kill_num
 from zerobench.bench.launch.ranks import ProgressCallback, RankState, last_sign_s, read_pipe, where
+from zerobench.bench.launch.seat import Seat
 from zerobench.bench.protocol.job import Job
 from zerobench.bench.protocol.messages import MESSAGE_LIMIT_BYTES
 from zerobench.errors import ConfigError, Error
@@ -37,6 +39,9 @@ WATCHDOG_MARGIN_S = 3.0  # communicators, which can name the rank at fault, come
 EXIT_GRACE_S = 15.0
 SERVER_START_S = 120.0
 ANSWER_S = 60.0  # of the server, also to kill and reap a whole job
+_WAITING_S = (
+    5.0  # how seldom the thread of a job looks up while its ranks wait, so that it takes no time of others
+)
 
 
 class ServerGone(Error):
@@ -85,18 +90,22 @@ class Launcher:
                 self._server.wait()
             self._server = None
 
+    def request_sibling(self, control: socket.socket) -> None:
+        """Have the server fork a server for the other end of ``control``; no job of this launcher may run."""
+        self._connect()
+        self._send({"op": "sibling"}, [control.fileno()])
+
     def _connect(self) -> socket.socket:
         """The socket of a running server; starts one when there is none."""
         if self._control is not None and self._server is not None and self._server.poll() is None:
             return self._control
         self._stop_server()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stderr_path = self.scratch / "forkserver.stderr"
         environment = {
             **child_environment(),
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch may ask for GPUs without initialising CUDA before a fork
         }
-        with theirs, stderr_path.open("wb") as stderr:
+        with theirs, self._server_log.open("wb") as stderr:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "zerobench.bench.launch.forkserver", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -117,9 +126,13 @@ class Launcher:
             raise Error("the fork server did not say that it is ready: this is a bug of zerobench")
         return ours
 
+    @property
+    def _server_log(self) -> Path:
+        return self.scratch / "forkserver.stderr"
+
     def _receive(self) -> dict[str, Any]:
         """The server's next message."""
-        assert self._control is not None and self._server is not None
+        assert self._control is not None
         try:
             message = self._control.recv(MESSAGE_LIMIT_BYTES)
         except (TimeoutError, ConnectionError):
@@ -136,7 +149,7 @@ class Launcher:
             raise self._gone() from None
 
     def _gone(self) -> ServerGone:
-        text = (self.scratch / "forkserver.stderr").read_text(errors="replace").strip()
+        text = self._server_log.read_text(errors="replace").strip()
         last = text.splitlines()[-1] if text else "it wrote nothing"
         self._stop_server()
         return ServerGone(f"the process that starts the ranks ended or does not answer ({last})")
@@ -149,23 +162,26 @@ class Launcher:
         on_progress: ProgressCallback | None = None,
         environments: Sequence[Mapping[str, str]] | None = None,
         aborted: Callable[[], bool] | None = None,
+        seat: Seat | None = None,
     ) -> Outcome:
         """Run ``job`` and wait for its end. By default all its ranks are this host's; under torchrun or srun this
         launcher starts only the ranks that ``environments`` describe, and ``aborted`` tells that others' failed.
+        ``seat`` is where a job that takes turns gets its orders: time that it waits for them counts for no timeout.
 
         Raises Error where the folder of temporary files has gone, in which the ranks find nothing either."""
         try:
             outcome = self._run(
-                job, log, on_progress, environments or local_environments(job.num_ranks), aborted
+                job, log, on_progress, environments or local_environments(job.num_ranks), aborted, seat
             )
         except FileNotFoundError:
-            self._expect_scratch()
+            self.expect_scratch()
             raise
         if outcome.status == "failed":
-            self._expect_scratch()
+            self.expect_scratch()
         return outcome
 
-    def _expect_scratch(self) -> None:
+    def expect_scratch(self) -> None:
+        """Raise Error where the folder of temporary files has gone."""
         if not self.scratch.is_dir():
             raise Error(
                 f"the folder of temporary files, {self.scratch}, was removed while it was in use: keep it until the "
@@ -179,6 +195,7 @@ class Launcher:
         on_progress: ProgressCallback | None,
         environments: Sequence[Mapping[str, str]],
         aborted: Callable[[], bool] | None,
+        seat: Seat | None,
     ) -> Outcome:
         for environment in environments:
             (self.scratch / f"stack.{environment['RANK']}").write_bytes(b"")
@@ -187,12 +204,16 @@ class Launcher:
             ranks = self._fork(job, environments, log)
         except ServerGone:  # before it said that a rank runs: what it forked dies with it
             ranks = self._fork(job, environments, log)
+        if seat is not None:
+            seat.open({state.rank: state.pipe for state in ranks.values()})
         try:
-            self._wait(ranks, job, on_progress, aborted)
-            stalled = self._stalled(ranks, job)
+            self._wait(ranks, job, on_progress, aborted, seat)
+            stalled = self._stalled(ranks, job, seat)
         except ServerGone as error:
             return Outcome(status="failed", error=str(error), failed_at_s=time.time())
         finally:
+            if seat is not None:
+                seat.close()
             self._end(ranks)
         was_oom_killed = oom_kill_num() > kills_before
         outcome = judge(
@@ -216,23 +237,24 @@ class Launcher:
             log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise cannot_be_written(log, error) from None
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in environments]
+        pairs = [socket.socketpair() for _ in environments]
         try:
             control.settimeout(ANSWER_S)
-            self._send(request, [log_fd, *(write for _, write in pipes)])
+            self._send(request, [log_fd, *(theirs.fileno() for _, theirs in pairs)])
             pids = self._receive()["pids"]
         except BaseException:
-            for read, _ in pipes:
-                os.close(read)
+            for ours, _ in pairs:
+                ours.close()
             raise
         finally:
-            for fd in (log_fd, *(write for _, write in pipes)):
-                os.close(fd)
+            os.close(log_fd)
+            for _, theirs in pairs:
+                theirs.close()
         states = {}
-        for environment, (read, _), pid in zip(environments, pipes, pids, strict=True):
-            os.set_blocking(read, False)
+        for environment, (ours, _), pid in zip(environments, pairs, pids, strict=True):
+            ours.setblocking(False)
             rank = int(environment["RANK"])
-            states[rank] = RankState(rank=rank, pid=pid, pipe=read)
+            states[rank] = RankState(rank=rank, pid=pid, pipe=ours.detach())
         return states
 
     def _wait(
@@ -241,6 +263,7 @@ class Launcher:
         job: Job,
         on_progress: ProgressCallback | None,
         aborted: Callable[[], bool] | None,
+        seat: Seat | None,
     ) -> None:
         """Until every rank ended, or a grace after the first failure, or the watchdog's time without progress."""
         assert self._control is not None
@@ -250,10 +273,11 @@ class Launcher:
             for state in ranks.values():
                 selector.register(state.pipe, selectors.EVENT_READ, state)
             while not all(state.ended for state in ranks.values()):
-                for key, _ in selector.select(timeout=0.1):
+                is_waiting = seat is not None and seat.is_waiting and deadline is None
+                for key, _ in selector.select(timeout=_WAITING_S if is_waiting else 0.1):
                     if key.data is None:
                         self._note_exit(ranks)
-                    elif not read_pipe(key.data, on_progress):
+                    elif not read_pipe(key.data, on_progress, seat.answer if seat is not None else None):
                         selector.unregister(key.data.pipe)
                 now = time.monotonic()
                 if deadline is None:
@@ -261,7 +285,7 @@ class Launcher:
                         deadline = now + GRACE_S
                     elif all(state.spoke for state in ranks.values()):
                         deadline = now + EXIT_GRACE_S
-                    elif now - last_sign_s(ranks) > job.timeout_s + WATCHDOG_MARGIN_S:
+                    elif now - busy_since_s(ranks, seat) > job.timeout_s + WATCHDOG_MARGIN_S:
                         return
                 elif now > deadline:
                     return
@@ -272,13 +296,13 @@ class Launcher:
         state.exit_code, state.exit_signal = event.get("code"), event.get("signal")
         state.exit_s = time.time()
 
-    def _stalled(self, ranks: dict[int, RankState], job: Job) -> dict[int, str]:
+    def _stalled(self, ranks: dict[int, RankState], job: Job, seat: Seat | None) -> dict[int, str]:
         """Where each rank sits that neither spoke nor ended, when the failure is one of no progress."""
         silent = [state for state in ranks.values() if not state.spoke and not state.exited]
         first_error_s = min(
             (state.error_s for state in ranks.values() if state.error), default=time.monotonic()
         )
-        if not silent or first_error_s - last_sign_s(ranks) < 0.9 * job.timeout_s:
+        if not silent or first_error_s - busy_since_s(ranks, seat) < 0.9 * job.timeout_s:
             return {}
         for state in silent:
             os.kill(state.pid, signal.SIGUSR1)
@@ -295,3 +319,10 @@ class Launcher:
             self._send({"op": "end"})
             while "ended" not in self._receive():
                 pass  # exits that were on their way
+
+
+def busy_since_s(ranks: Mapping[int, RankState], seat: Seat | None) -> float:
+    """Return from when on no progress counts: the last sign of a rank or the last order, or now where all wait."""
+    if seat is None:
+        return last_sign_s(ranks)
+    return time.monotonic() if seat.is_waiting else max(last_sign_s(ranks), seat.ordered_s)

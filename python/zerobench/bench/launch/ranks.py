@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerobench.bench.protocol.job import Progress, RankError, Report, Skipped
+from zerobench.bench.protocol.job import Progress, RankError, Report, Skipped, Turn
 
 ProgressCallback = Callable[[int, Progress], None]
+TurnCallback = Callable[[int, Turn], None]
 
 
 @dataclass(kw_only=True)
@@ -23,7 +24,7 @@ class RankState:
 
     rank: int
     pid: int
-    pipe: int
+    pipe: int  # a socket: the rank's messages, and orders to it
     buffer: bytes = b""
     progress: Progress | None = None
     last_sign_s: float = field(default_factory=time.monotonic)
@@ -53,28 +54,41 @@ class RankState:
         return self.error is not None or (self.ended and not self.spoke)
 
 
-def read_pipe(state: RankState, on_progress: ProgressCallback | None) -> bool:
+def read_pipe(
+    state: RankState, on_progress: ProgressCallback | None, on_turn: TurnCallback | None = None
+) -> bool:
     """Take in what a rank wrote; False at the end of its pipe."""
     try:
         chunk = os.read(state.pipe, 1 << 16)
     except BlockingIOError:
         return True
+    except ConnectionResetError:  # it ended before it read an order
+        chunk = b""
     if not chunk:
         state.open = False
         return False
     *lines, state.buffer = (state.buffer + chunk).split(b"\n")
     for line in lines:
-        take_message(state, json.loads(line), on_progress)
+        take_message(state, json.loads(line), on_progress, on_turn)
     return True
 
 
-def take_message(state: RankState, message: dict[str, Any], on_progress: ProgressCallback | None) -> None:
+def take_message(
+    state: RankState,
+    message: dict[str, Any],
+    on_progress: ProgressCallback | None,
+    on_turn: TurnCallback | None,
+) -> None:
     kind, body = message["kind"], message["body"]
     if kind == "progress":
         state.last_sign_s = time.monotonic()
         state.progress = Progress.model_validate(body)
         if on_progress is not None:
             on_progress(state.rank, state.progress)
+    elif kind == "turn":
+        state.last_sign_s = time.monotonic()
+        if on_turn is not None:
+            on_turn(state.rank, Turn.model_validate(body))
     elif kind == "report":
         state.report = Report.model_validate(body)
     elif kind == "skipped":

@@ -119,6 +119,8 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         raise ConfigError(f"--seed {options.seed} is impossible: use one from {_MIN_SEED} to {_MAX_SEED}")
     if options.warmup_steps < 0:
         raise ConfigError(f"--warmup-steps {options.warmup_steps} is impossible: use zero or more")
+    if options.rounds < 0:
+        raise ConfigError(f"--rounds {options.rounds} is impossible: use zero or more")
     for name in options.strategies:
         catalogue.check(name)
         if catalogue.is_place(name):

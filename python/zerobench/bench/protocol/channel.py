@@ -1,7 +1,8 @@
-"""The pipe by which a rank tells the command how it fares, and what an error is called there."""
+"""The socket by which a rank tells the command how it fares and gets orders, and what an error is called there."""
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from typing import Literal
@@ -9,8 +10,8 @@ from typing import Literal
 import torch
 from pydantic import BaseModel
 
-from zerobench.bench.protocol.job import Progress, RankError
-from zerobench.bench.protocol.messages import send
+from zerobench.bench.protocol.job import Progress, RankError, Turn
+from zerobench.bench.protocol.messages import END, send
 from zerobench.errors import CommunicationError, OutOfMemoryError
 from zerobench.host.machine import memory_available_bytes
 from zerobench.host.processes import vm_data_bytes
@@ -22,7 +23,7 @@ _STACK_BYTES_WITHOUT_LIMIT = 2 << 20  # glibc's, of a thread
 
 
 class Channel:
-    """The pipe to the command."""
+    """The socket to the command."""
 
     def __init__(self, fd: int, *, device: str, rank_memory_bytes: int | None = None) -> None:
         self._fd = fd
@@ -51,6 +52,11 @@ class Channel:
             return
         self.phase, self._next_tick_s = phase, now + TICK_INTERVAL_S
         self.send("progress", Progress(phase=phase, step=step))
+
+    def wait_for_turn(self, step_ms: float | None) -> bytes:
+        """Report the window that was trained, and return the next order. Waiting uses no core."""
+        self.send("turn", Turn(step_ms=step_ms))
+        return os.read(self._fd, 1) or END  # nothing: the command has gone
 
 
 def describe_error(

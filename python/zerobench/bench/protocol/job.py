@@ -36,6 +36,8 @@ class Job(_Message):
     rank_memory_bytes: int | None = None
     data_digest: str | None = None  # of the bytes that every rank must find
     options: dict[str, Any] = Field(default_factory=dict)
+    # Asks for turns, in place of both passes: ranks train a window of so many steps at each order.
+    steps_per_window: int | None = None
 
 
 class Progress(_Message):
@@ -60,6 +62,12 @@ class Skipped(_Message):
     """The strategy says that it cannot run these settings."""
 
     reason: str
+
+
+class Turn(_Message):
+    """A rank waits for the next order."""
+
+    step_ms: float | None = None  # mean time of a step in the window that it trained; None before the first
 
 
 class TensorDeviation(_Message):

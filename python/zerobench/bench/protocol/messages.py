@@ -8,9 +8,10 @@ from typing import Any
 from zerobench.host.processes import write_line
 
 MESSAGE_LIMIT_BYTES = 1 << 17
-
-
 FD_LIMIT = 250  # of one SCM_RIGHTS message
+
+
+TRAIN, END = b"t", b"e"  # orders to a rank that takes turns, a byte each
 
 
 def send(report_fd: int, kind: str, body: Mapping[str, Any]) -> None:

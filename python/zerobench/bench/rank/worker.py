@@ -21,7 +21,7 @@ from zerobench.bench.protocol.channel import Channel
 from zerobench.bench.protocol.job import Job, Report, Skipped, Window, WindowTransfers
 from zerobench.bench.protocol.place import MachinePlace
 from zerobench.bench.protocol.tolerances import VERIFY_STEPS, tolerance_precision
-from zerobench.bench.rank import measure, verify
+from zerobench.bench.rank import measure, turns, verify
 from zerobench.bench.rank.binding import Binding, bind_rank
 from zerobench.bench.rank.limits import DeviceLimit, judge_host
 from zerobench.bench.rank.meters import Meter, open_meter
@@ -97,6 +97,9 @@ def run_job(job: Job, place: Place, channel: Channel) -> Report | Skipped:
         return Skipped(reason=reason)
     report = None
     verify_port, measure_port = place.ports
+    if job.steps_per_window is not None:
+        os.environ["MASTER_PORT"] = measure_port
+        return in_turn(job, strategy_class, place, channel, meter, steps_per_window=job.steps_per_window)
     if job.verify:
         os.environ["MASTER_PORT"] = verify_port
         report = verified(job, strategy_class, place, channel, meter)
@@ -320,3 +323,33 @@ def measured(
         except (Error, OSError) as error:
             window.transfers.limit_note = getattr(error, "strerror", None) or str(error)
     return window, dtypes
+
+
+def in_turn(
+    job: Job,
+    strategy_class: type[Strategy],
+    place: Place,
+    channel: Channel,
+    meter: Meter,
+    *,
+    steps_per_window: int,
+) -> Report:
+    """Train windows as the measured pass does, while other rows wait."""
+    settings = strategy_settings(job, place)
+    _, of_step = open_batches(job, settings, job.model)
+    warmup_steps = job.settings.warmup_steps
+    steps = meter.place([of_step(step) for step in range(warmup_steps + job.settings.num_steps)])
+    build = model_factory(job.model, job.settings.seed)
+    with open_strategy(strategy_class, settings, build, channel, meter) as (strategy, limit):
+        channel.tick("warm-up", 0)
+        turns.take_turns(
+            strategy,
+            meter=meter,
+            steps=steps,
+            warmup_steps=warmup_steps,
+            steps_per_window=steps_per_window,
+            channel=channel,
+            built=limit.count_outside,
+        )
+        dtypes = row_dtypes(strategy, job)
+    return Report(dtypes=dtypes)
