@@ -105,6 +105,7 @@ def gpus() -> Results:
             other_limit_pct=0.0,
             shared_gpus=[1] if row.strategy == "zero1" else [],
         )
+        row.busy = "other processes used GPU 1" if row.strategy == "zero1" else None
         row.energy_per_step_j = 0.6124 * row.settings.world_size * row.step_time_ms.mean
         row.tokens_per_j = 1024 * row.settings.world_size / row.energy_per_step_j
         row.mfu = Mfu(

@@ -341,8 +341,7 @@ _FIGURES = (
     "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes", "device_used_peak_bytes",
     "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
     "compiled_graphs", "skipped_steps", "transfers", "offload_practicality", "energy_per_step_j", "tokens_per_j",
-    "sampled", "mfu",
-    "of_compute_only",
+    "sampled", "mfu", "of_compute_only", "busy",
 )  # fmt: skip
 
 

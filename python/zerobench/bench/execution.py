@@ -18,6 +18,7 @@ from zerobench.bench.assess import (
     first_row,
     largest,
 )
+from zerobench.bench.busy import use_by_others, why_busy
 from zerobench.bench.jobs import JobMaker, rank_memory_bytes
 from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.launch.outcome import Outcome
@@ -134,7 +135,12 @@ class Execution:
             return
         begin_s, end_s = min(w.began_s for w in windows), max(w.ended_s for w in windows)
         used = self._options.gpus[: row.settings.world_size]
-        seen = summarise(self._sampler.between(begin_s, end_s), begin_s=begin_s, gpu_num=len(used))
+        around = self._sampler.around(begin_s, end_s)
+        within = [sample for sample in around if begin_s <= sample["time_s"] <= end_s]
+        others = use_by_others(around, begin_s=begin_s, end_s=end_s)
+        seen = summarise(within, begin_s=begin_s, gpu_num=len(used), others=others)
+        nearest = seen or summarise(around[-1:], begin_s=begin_s, gpu_num=len(used))
+        row.busy = row.busy or why_busy(others, nearest.shared_gpus if nearest else None)
         if row.sampled is None:
             row.sampled = seen
             row.device_utilisation_pct = seen.gpu_utilisation_pct if seen else None

@@ -126,10 +126,16 @@ def _step_cells(rows: Sequence[Row | None]) -> list[str]:
         f" ± {time.mad:.{decimals}f}" if time is not None and len(time.samples) > 1 else "" for time in times
     ]
     width = max(map(len, spreads), default=0)
+    marks = _marks([row is not None and row.busy is not None for row in rows], "‡")
     return [
-        ABSENT if time is None else f"{time.median:.{decimals}f}{_right(spread, width)}"
-        for time, spread in zip(times, spreads, strict=True)
+        ABSENT if time is None else f"{time.median:.{decimals}f}{_right(spread, width)}{mark}"
+        for time, spread, mark in zip(times, spreads, marks, strict=True)
     ]
+
+
+def _marks(marked: Sequence[bool], mark: str) -> list[str]:
+    """The mark or as many blanks, where any row has it."""
+    return [(f" {mark}" if one else "  ") if any(marked) else "" for one in marked]
 
 
 def _right(spread: str, width: int) -> str:

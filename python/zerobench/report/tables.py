@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _FOLDED_WIDTH = 6  # below it names of rows are no names any more
-_ASCII = str.maketrans({"±": "+-", "·": "|", "≠": "!=", "†": "*"})
+_ASCII = str.maketrans({"±": "+-", "·": "|", "≠": "!=", "†": "*", "‡": "#"})
 _STATUS_STYLES = {"ok": "green", "wrong": "bold red", "oom": "yellow", "failed": "red", "skipped": "dim"}
 
 

@@ -95,6 +95,7 @@ class Sampled(ResultModel):
     thermal_limit_pct: float | None = None
     other_limit_pct: float | None = None
     cpu_pct: float | None = None  # of all cores of the host
+    other_cpu_pct: float | None = None  # of the command's cores, by processes that are not its own
     host_used_peak_bytes: int | None = None
     shared_gpus: list[int] | None = None  # that another process used too
 
@@ -139,6 +140,7 @@ class Row(ResultModel):
     memory_change_pct: float | None = None  # peak device bytes against the baseline's
     baseline: str | None = None
     comparable: bool = True  # False when dtypes differ from the majority's: shown, not ranked
+    busy: str | None = None  # what other processes used while it was measured, where that is too much
     loss: list[float] | None = None  # one a step, mean over ranks, measured window
     validation_loss: float | None = None
     checksum: str | None = None  # of the full parameters after verification
@@ -184,6 +186,6 @@ class Results(ResultModel):
     versions: dict[str, str]
     command: str
     complete: bool = False  # False while configurations are missing (running or interrupted)
-    # What to know when reading the figures: a busy machine, ...
+    # What to know when reading the figures: a GPU in use before the first row, ...
     warnings: list[str] = Field(default_factory=list)
     rows: list[Row] = Field(default_factory=list)
