@@ -56,6 +56,16 @@ def row_num(command: Command) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def running(process: subprocess.Popen) -> Iterator[None]:
+    """Ends the process with the block, whatever ends that."""
+    with process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 def test_a_planted_busy_process_marks_the_rows_that_it_disturbs(two_cores, command) -> None:
     quiet = Quiet()
     time.sleep(1.0)
@@ -64,15 +74,13 @@ def test_a_planted_busy_process_marks_the_rows_that_it_disturbs(two_cores, comma
         "compare", *SMALL, "--device", "cpu", "--strategies", "single,zero0,zero1,ddp", "--num-steps", "20",
         "--output-dir", "out",
     )  # fmt: skip
-    until(process, lambda: row_num(command) == 1, else_="the first row did not come")
-    quiet.expect()
-    with subprocess.Popen([sys.executable, "-c", THIRD_OF_A_CORE]) as planted:
-        try:
+    with running(process):
+        until(process, lambda: row_num(command) == 1, else_="the first row did not come")
+        quiet.expect()
+        with running(subprocess.Popen([sys.executable, "-c", THIRD_OF_A_CORE])):
             until(process, lambda: row_num(command) == 3, else_="the third row did not come")
-        finally:
-            planted.kill()
-    quiet.expect()
-    _, stderr = process.communicate(timeout=120)
+        quiet.expect()
+        _, stderr = process.communicate(timeout=120)
     quiet.expect()
     rows = command.rows()
     assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(rows, "ok"), stderr

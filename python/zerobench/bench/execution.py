@@ -35,6 +35,8 @@ from zerobench.errors import Error
 from zerobench.results.schema import Row
 from zerobench.strategies.catalogue import REFERENCE
 
+UTILISATION_S = 2.0  # of a window, in which the driver's counter has enough readings
+
 Track = Callable[[str], AbstractContextManager[ProgressCallback]]
 """Shows the progress of a run under its name."""
 
@@ -143,12 +145,15 @@ class Execution:
         row.busy = row.busy or why_busy(others, nearest.shared_gpus if nearest else None)
         if row.sampled is None:
             row.sampled = seen
-            row.device_utilisation_pct = seen.gpu_utilisation_pct if seen else None
+            if seen is not None and end_s - begin_s >= UTILISATION_S:
+                row.device_utilisation_pct = seen.gpu_utilisation_pct
         elif seen is not None and seen.shared_gpus is not None:
             # Its memory may be in the peaks, which are of all repeats.
             row.sampled.shared_gpus = sorted({*(row.sampled.shared_gpus or ()), *seen.shared_gpus})
         peaks = [row.device_used_peak_bytes, seen.gpu_used_peak_bytes if seen else None]
         row.device_used_peak_bytes = largest(peaks)
+        if used and row.peak_device_bytes is not None:
+            row.peak_device_pct = 100.0 * row.peak_device_bytes / min(gpu.total_bytes for gpu in used)
         if len({gpu.name for gpu in used}) == 1:
             row.mfu = utilisation(row, used[0].name)
 

@@ -284,9 +284,9 @@ def _below_floor_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
     if not faster:
         return ""
     busy = [
-        row.device_utilisation_pct
+        row.device_busy_pct
         for row in rows
-        if row.strategy == FLOOR and row.status == "ok" and row.device_utilisation_pct is not None
+        if row.strategy == FLOOR and row.status == "ok" and row.device_busy_pct is not None
     ]
     when = f" (its GPU was busy {min(busy):.0f} % of the time)" if busy else ""
     return (

@@ -131,6 +131,7 @@ class Row(ResultModel):
     tokens_per_s: ZeroOrMore | None = None
     samples_per_s: float | None = None
     tokens_per_s_per_peak_gb: float | None = None
+    scaling_efficiency: float | None = None  # tokens/s of a rank over that of the same row on fewest ranks
     mfu: Mfu | None = None
     # Step time of the model's forward and backward alone over this row's.
     of_compute_only: float | None = None
@@ -150,6 +151,7 @@ class Row(ResultModel):
     activation_bytes: int | None = None
     activation_and_shard_bytes: int | None = None  # the same with the shards of gradients that live by then
     peak_device_bytes: Annotated[int, Field(ge=0)] | None = None  # largest over ranks
+    peak_device_pct: float | None = None  # of the GPU's memory
     # Of that peak: the categories on the device, and the floor's activations.
     memory_explained_pct: float | None = None
     allocated_device_bytes: int | None = None  # at the end
@@ -158,7 +160,8 @@ class Row(ResultModel):
     # On the device and outside torch's allocator, without the bare context.
     outside_torch_bytes: int | None = None
     device_used_peak_bytes: int | None = None
-    device_utilisation_pct: float | None = None
+    device_busy_pct: float | None = None  # of the profiled pass; mean over ranks
+    device_utilisation_pct: float | None = None  # of the window, by the driver's counter
     peak_host_bytes: int | None = None
     phases_ms: dict[str, float] | None = None
     compiled_graphs: float | None = None  # executed per step
