@@ -127,6 +127,7 @@ def test_gpu_rows_carry_times_phases_and_utilisation(one_gpu) -> None:
         assert phases.keys() >= {"forward", "backward", "exposed_communication", "host_bound"} | optimizer
         assert all(value >= 0 for value in phases.values())
         assert phases["forward"] > 0 and phases["backward"] > 0
+        assert 0 < row["device_busy_pct"] <= 100 and 0 < row["peak_device_pct"] < 100
         # A profiled step is longer than a timed one, and of its order.
         assert 0.3 < sum(phases.values()) / row["step_time_ms"]["median"] < 10
         assert (row["mfu"] is not None) == (peak_tflops(name, "bfloat16") is not None)
@@ -339,7 +340,7 @@ def test_a_profiled_step_is_split_by_its_kernels(meter) -> None:
         [dataset.micro_batches(step, rank=0, world_size=1, batch_size=16, grad_accum=2) for step in range(5)]
     )
     strategy.step(steps[0])
-    phases = meter.profile(strategy, steps[1:], lambda phase, step: None)
+    phases, busy_pct = meter.profile(strategy, steps[1:], lambda phase, step: None)
     timed = strategy.profiled_step(steps[0])
     strategy.close()
     assert phases.keys() == {"forward", "backward", "optimizer", "exposed_communication", "host_bound"}
@@ -348,3 +349,4 @@ def test_a_profiled_step_is_split_by_its_kernels(meter) -> None:
     # What ran and what did not add up to the step, whose phases the step's own events timed too.
     assert sum(phases.values()) == pytest.approx(sum(timed.values()), rel=0.5)
     assert phases["forward"] + phases["backward"] > 0.3 * sum(phases.values())
+    assert busy_pct == pytest.approx(100 * (1 - phases["host_bound"] / sum(phases.values())), abs=10)

@@ -105,6 +105,8 @@ def gpus() -> Results:
             other_limit_pct=0.0,
             shared_gpus=[1] if row.strategy == "zero1" else [],
         )
+        row.busy = "other processes used GPU 1" if row.strategy == "zero1" else None
+        row.device_busy_pct, row.device_utilisation_pct, row.peak_device_pct = 97.6, 99.0, 31.4
         row.energy_per_step_j = 0.6124 * row.settings.world_size * row.step_time_ms.mean
         row.tokens_per_j = 1024 * row.settings.world_size / row.energy_per_step_j
         row.mfu = Mfu(
@@ -121,7 +123,8 @@ def gpus() -> Results:
 
 
 GOLDEN_TABLES = {
-    "table_gpus_220.txt": (gpus, 220),
+    "table_gpus_400.txt": (gpus, 400),
+    "table_gpus_222.txt": (gpus, 222),
     "table_gpus_190.txt": (gpus, 190),
     "table_gpus_100.txt": (gpus, 100),
     "table_sample_80.txt": (sample, 80),

@@ -19,6 +19,7 @@ from comparison_samples import (
     quiet_display,
     verified,
 )
+from plan_samples import GPUS
 
 from zerobench.bench.assess import apply_outcome, first_row
 from zerobench.bench.launch.environments import environment_of
@@ -210,7 +211,9 @@ def test_a_measured_row_gets_what_the_machine_did_meanwhile(answering) -> None:
     assert row.status == "ok" and row.compiled_graphs == 2.0
     assert (row.peak_device_bytes, row.outside_torch_bytes, row.torch_reserved_peak_bytes) == (300, 50, 260)
     assert row.sampled is not None and row.sampled.sample_num == 2
-    assert (row.device_utilisation_pct, row.device_used_peak_bytes) == (95, 1900)
+    assert row.sampled.gpu_utilisation_pct == 95 and row.device_used_peak_bytes == 1900
+    assert row.device_utilisation_pct is None  # a second is too short for the driver's counter
+    assert row.peak_device_pct == 100 * 300 / GPUS[0].total_bytes
     assert row.energy_per_step_j == 13.0
     assert row.tokens_per_j == 2 * row.settings.batch_size * 64 / 13.0
     assert row.sampled.power_cap_pct == 0.0
@@ -229,3 +232,47 @@ def test_a_measured_row_gets_what_the_machine_did_meanwhile(answering) -> None:
     found.add_machine_figures(alone, windows)
     assert alone.device_used_peak_bytes == 900  # of the one GPU that it ran on
     assert alone.energy_per_step_j == 5.0
+
+
+def test_the_drivers_counter_is_told_of_windows_of_two_seconds(answering) -> None:
+    chosen, launcher = plan(**TWO_GPUS), answering()
+    row = first_row(chosen.configurations[2], status="ok")
+    (launcher.scratch / "samples.jsonl").write_text(sample(100.5) + sample(101.5, utilisation_pct=85))
+    execution(chosen, launcher).add_machine_figures(row, [make_window(began_s=100.0, ended_s=102.0)])
+    assert row.device_utilisation_pct == 92.5
+
+
+def reading(time_s: float, others_s: float, **second) -> str:
+    times = {"others_s": others_s, "own_s": 0.0, "cpu_num": 4}
+    return f"{json.dumps({**json.loads(sample(time_s, **second)), 'cpu_times': times})}\n"
+
+
+def marks(answering, *lines: str, windows: tuple[float, ...] = (100.0,)) -> list[str | None]:
+    """Return a row's mark after each of its windows of one second."""
+    chosen, launcher = plan(**TWO_GPUS), answering()
+    found, row = execution(chosen, launcher), first_row(chosen.configurations[2], status="ok")
+    (launcher.scratch / "samples.jsonl").write_text("".join(lines))
+    marked = []
+    for began_s in windows:
+        found.add_machine_figures(row, [make_window(began_s=began_s, ended_s=began_s + 1.0)])
+        marked.append(row.busy)
+    return marked
+
+
+def test_a_row_is_marked_by_what_others_used_around_its_window(answering) -> None:
+    quiet, busy = (reading(99.5, 0.0), reading(101.5, 0.5)), (reading(99.5, 0.0), reading(101.5, 1.0))
+    assert marks(answering, reading(90.5, -9.0), *quiet, reading(103.0, 9.0)) == [None]
+    assert marks(answering, *busy) == ["other processes used 0.5 of 4 cores"]
+    assert marks(answering) == [None]
+
+
+def test_a_row_is_marked_by_a_gpu_that_another_process_used(answering) -> None:
+    assert marks(answering, reading(100.5, 0.0, shared=True)) == ["other processes used GPU 1"]
+    # In a window too short for a sample, by the next one.
+    assert marks(answering, reading(101.2, 0.0, shared=True)) == ["other processes used GPU 1"]
+
+
+def test_a_mark_of_one_repeat_stays(answering) -> None:
+    readings = [reading(99.5, 0.0), reading(101.5, 1.0), reading(199.5, 1.0), reading(201.5, 1.0)]
+    found = marks(answering, *readings, windows=(100.0, 200.0))
+    assert found == ["other processes used 0.5 of 4 cores"] * 2

@@ -18,7 +18,7 @@ from zerobench.bench import assess
 from zerobench.bench.protocol.job import DeviceMemory, Window, WindowTransfers
 from zerobench.bench.rank import measure
 from zerobench.bench.rank.intervals import Activity
-from zerobench.bench.rank.meters import CpuMeter, Meter, split_steps
+from zerobench.bench.rank.meters import CpuMeter, Meter, read_profile
 from zerobench.bench.rank.worker import Channel
 from zerobench.results.schema import Row, Settings
 from zerobench.strategies.single import SingleStrategy
@@ -119,9 +119,10 @@ def test_energy_is_counted_over_whole_steps(strategy, warmup_num, energy_j) -> N
 
 
 def test_phases_come_from_a_pass_of_their_own(strategy, meter) -> None:
-    phases = meter.profile(strategy, batches(3), lambda phase, step: None)
-    assert {"forward", "backward", "optimizer"} <= phases.keys()
-    assert all(value >= 0 for value in phases.values())
+    profile = meter.profile(strategy, batches(3), lambda phase, step: None)
+    assert {"forward", "backward", "optimizer"} <= profile.phases_ms.keys()
+    assert all(value >= 0 for value in profile.phases_ms.values())
+    assert profile.busy_pct is None  # a CPU rank's device is the rank itself
 
 
 def test_the_host_peak_counts_from_its_reset() -> None:
@@ -310,13 +311,18 @@ def test_profiled_steps_are_split_from_their_head_start_on() -> None:
         ]
     for begin in (100_000, 400_000):  # in the first step and the last
         activities.append(Activity(name="gemm", begin=begin + 7_000, end=begin + 10_000))
-    phases = split_steps(activities, [{"forward": 4.0, "backward": 6.0}] * 4)
-    assert phases == {"forward": 4.0, "backward": 3.0, "exposed_communication": 2.0, "host_bound": 1.0}
+    profile = read_profile(activities, [{"forward": 4.0, "backward": 6.0}] * 4)
+    phases = {"forward": 4.0, "backward": 3.0, "exposed_communication": 2.0, "host_bound": 1.0}
+    assert profile.phases_ms == phases
+    assert profile.busy_pct == 90.0
 
 
 def test_a_profile_without_kernels_leaves_the_phases_as_timed() -> None:
-    assert split_steps([], [{"forward": 9.0}, {"forward": 4.0}, {"forward": 5.0}]) == {"forward": 4.5}
-    assert split_steps([], []) == {}
+    assert read_profile([], [{"forward": 9.0}, {"forward": 4.0}, {"forward": 5.0}]) == (
+        {"forward": 4.5},
+        None,
+    )
+    assert read_profile([], []) == ({}, None)
 
 
 def empty_row() -> Row:
@@ -346,6 +352,23 @@ def test_ranks_that_take_turns_at_being_late_are_as_fast_as_ranks_that_do_not() 
     assert sum(assess.step_times_of_all(turns)) == 8 * 25.0  # and not 8 x 29
     assert assess.step_times_of_all([[25.0] * 8, [25.0] * 8]) == [25.0] * 8
     assert assess.step_times_of_all([[10.0] * 3, [12.0] * 3]) == [12.0] * 3
+
+
+def test_a_copy_beside_a_kernel_keeps_the_device_busy_once() -> None:
+    activities = [
+        spin(0, 100),
+        Activity(name="gemm", begin=50, end=1_100),
+        Activity(name="Memcpy HtoD", begin=600, end=2_100),
+        Activity(name="gemm", begin=3_600, end=9_000),  # from 3.5 ms on, and longer than the step
+    ]
+    profile = read_profile(activities, [{"forward": 1.0, "backward": 3.0}], offloads=True)
+    assert profile.busy_pct == 62.5
+
+
+def test_a_device_is_as_busy_as_ranks_are_on_average() -> None:
+    row = empty_row()
+    assess.apply_windows(row, [make_window(device_busy_pct=80.0), make_window(device_busy_pct=90.0)])
+    assert row.device_busy_pct == 85.0
 
 
 def test_memory_is_the_largest_rank_and_phases_are_the_mean() -> None:

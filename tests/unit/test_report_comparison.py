@@ -215,6 +215,17 @@ def test_the_baseline_at_the_nearest_settings_is_taken() -> None:
     assert against(at_once, accumulated) == f"ddp {accumulated}"  # as many tokens
 
 
+def test_scaling_is_against_the_same_row_on_the_fewest_ranks() -> None:
+    row = sample_rows()["zero1"]
+    wider, widest, other = (row.model_copy(deep=True) for _ in range(3))
+    for found, ranks, strategy in ((wider, 4, "zero1"), (widest, 8, "zero1"), (other, 8, "zero2")):
+        found.name, found.settings.world_size, found.strategy = f"{strategy}_{ranks}", ranks, strategy
+    assert widest.step_time_ms is not None
+    widest.step_time_ms = summarise([2 * time_ms for time_ms in widest.step_time_ms.samples])
+    finished([row, wider, widest, other])
+    assert [found.scaling_efficiency for found in (row, wider, widest, other)] == [None, 1.0, 0.5, None]
+
+
 def test_one_rank_is_not_held_against_several_numbers_of_ranks() -> None:
     rows = sample_rows()
     single, two, four = rows["single"], rows["ddp"], sample_rows()["ddp"]

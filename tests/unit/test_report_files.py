@@ -26,6 +26,7 @@ from zerobench.report import (
     write_csv,
     write_plots,
 )
+from zerobench.report.phases import phases_change_pct
 from zerobench.results.files import replace_file
 from zerobench.results.schema import SCHEMA_VERSION, Results
 
@@ -140,6 +141,31 @@ def test_frame_is_flat() -> None:
     assert frame["tokens_per_s"].dtype == float
     assert "source" not in frame.columns
     assert frame.attrs["results"][str(SAMPLE)]["versions"]["torch"] == "2.13.0"
+
+
+def test_frame_has_phases_in_per_cent_and_against_the_baselines() -> None:
+    frame = load(SAMPLE).set_index("strategy")
+    rows = {row.strategy: row for row in sample().rows}
+    phases, of_ddp = rows["zero3"].phases_ms, rows["ddp"].phases_ms
+    assert phases is not None and of_ddp is not None and rows["zero3"].baseline == rows["ddp"].name
+    shares = frame.loc["zero3", [f"phases_pct.{phase}" for phase in phases]]
+    assert sum(shares) == pytest.approx(100.0)
+    assert shares["phases_pct.forward"] == pytest.approx(100 * phases["forward"] / sum(phases.values()))
+    change = frame["phases_change_pct.forward"]
+    assert change["zero3"] == pytest.approx(100 * (phases["forward"] / of_ddp["forward"] - 1))
+    assert change["ddp"] == 0.0
+
+
+def test_phases_are_held_against_the_baselines_per_token_of_a_rank() -> None:
+    rows = {row.strategy: row for row in sample().rows}
+    row, base = rows["zero3"], rows["ddp"]
+    row.settings.grad_accum = 2 * base.settings.grad_accum
+    row.settings.world_size = 4 * base.settings.world_size
+    row.phases_ms = {"forward": 30.0, "optimizer": 3.0, "host_bound": 2.0}
+    base.phases_ms = {"forward": 10.0, "optimizer": 0.05}  # the optimizer's share is noise
+    assert phases_change_pct(row, [row, base]) == {"forward": pytest.approx(50.0)}
+    row.baseline = None
+    assert phases_change_pct(row, [row, base]) == {}
 
 
 def test_frame_of_rows_without_measurements_has_the_same_columns(tmp_path: Path) -> None:

@@ -336,9 +336,9 @@ def test_a_floor_that_its_host_made_slow_is_said_to_be_none() -> None:
     zero0 = next(row for row in results.rows if row.strategy == "zero0")
     assert floor.step_time_ms is not None and zero0.step_time_ms is not None
     floor.step_time_ms.median = 1.03 * zero0.step_time_ms.median
-    floor.device_utilisation_pct = 37.5
+    floor.device_busy_pct = 37.5
     busier = floor.model_copy(deep=True)
-    busier.name, busier.settings.batch_size, busier.device_utilisation_pct = "busier", 3, 90.0
+    busier.name, busier.settings.batch_size, busier.device_busy_pct = "busier", 3, 90.0
     results.rows.append(busier)
     finish_rows(results)
     text = next(text for text, _ in note_lines(results, []) if "took less time than" in text)

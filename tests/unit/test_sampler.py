@@ -207,7 +207,7 @@ class FewProcesses(Nvml):
 
 def test_processes_are_listed_once_a_second() -> None:
     nvml = FewProcesses()
-    processes = sampler.ProcessList(nvml, ["a", "b"], command=os.getppid())
+    processes = sampler.ProcessList(nvml, ["a", "b"], whose={os.getpid(): True}.get)
     found = [processes.entries() for _ in range(100)]
     assert nvml.asked == 2
     assert found[0] == found[-1] == {

@@ -234,6 +234,8 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
         )
         if phase in phases
     }
+    busy = [window.device_busy_pct for window in windows if window.device_busy_pct is not None]
+    row.device_busy_pct = fmean(busy) if busy else None
     settings.threads_per_rank = windows[0].threads
     settings.communicator = windows[0].communicator
     for name in ("binding", "update_cpus"):
@@ -356,10 +358,10 @@ _FIGURES = (
     "peak_device_bytes", "activation_bytes", "activation_and_shard_bytes", "memory_explained_pct",
     "allocated_device_bytes",
     "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes", "device_used_peak_bytes",
+    "device_busy_pct", "peak_device_pct", "scaling_efficiency",
     "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
     "compiled_graphs", "skipped_steps", "transfers", "offload_practicality", "energy_per_step_j", "tokens_per_j",
-    "sampled", "mfu",
-    "of_compute_only",
+    "sampled", "mfu", "of_compute_only", "busy",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from zerobench.bench.assess import (
     largest,
     step_times_of_all,
 )
+from zerobench.bench.busy import use_by_others, why_busy
 from zerobench.bench.jobs import JobMaker, rank_memory_bytes
 from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.launch.outcome import Outcome
@@ -38,6 +39,8 @@ from zerobench.bench.turns import Contender
 from zerobench.errors import Error
 from zerobench.results.schema import Row, Turns
 from zerobench.strategies.catalogue import REFERENCE
+
+UTILISATION_S = 2.0  # of a window, in which the driver's counter has enough readings
 
 Track = Callable[[str], AbstractContextManager[ProgressCallback]]
 """Shows the progress of a run under its name."""
@@ -175,15 +178,23 @@ class Execution:
             return
         begin_s, end_s = min(w.began_s for w in windows), max(w.ended_s for w in windows)
         used = self.options.gpus[: row.settings.world_size]
-        seen = summarise(self._sampler.between(begin_s, end_s), begin_s=begin_s, gpu_num=len(used))
+        around = self._sampler.around(begin_s, end_s)
+        within = [sample for sample in around if begin_s <= sample["time_s"] <= end_s]
+        others = use_by_others(around, begin_s=begin_s, end_s=end_s)
+        seen = summarise(within, begin_s=begin_s, gpu_num=len(used), others=others)
+        nearest = seen or summarise(around[-1:], begin_s=begin_s, gpu_num=len(used))
+        row.busy = row.busy or why_busy(others, nearest.shared_gpus if nearest else None)
         if row.sampled is None:
             row.sampled = seen
-            row.device_utilisation_pct = seen.gpu_utilisation_pct if seen else None
+            if seen is not None and end_s - begin_s >= UTILISATION_S:
+                row.device_utilisation_pct = seen.gpu_utilisation_pct
         elif seen is not None and seen.shared_gpus is not None:
             # Its memory may be in the peaks, which are of all repeats.
             row.sampled.shared_gpus = sorted({*(row.sampled.shared_gpus or ()), *seen.shared_gpus})
         peaks = [row.device_used_peak_bytes, seen.gpu_used_peak_bytes if seen else None]
         row.device_used_peak_bytes = largest(peaks)
+        if used and row.peak_device_bytes is not None:
+            row.peak_device_pct = 100.0 * row.peak_device_bytes / min(gpu.total_bytes for gpu in used)
         if len({gpu.name for gpu in used}) == 1:
             row.mfu = utilisation(row, used[0].name)
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from zerobench.bench.busy import OtherUse
+from zerobench.host.cpu_use import CpuUse
 from zerobench.host.machine import memory_used_bytes
 from zerobench.host.nvml import Nvml
 from zerobench.host.processes import child_environment, die_with_parent, name_process
@@ -28,6 +30,7 @@ from zerobench.results.sizes import GIB
 GPU_INTERVAL_S = 0.25
 PROCESSES_INTERVAL_S = 1.0
 HOST_INTERVAL_S = 0.5
+REACH_S = 10.0  # before a window, in which there is a reading of CPU times however late the sampler is
 DRIVER_PERIOD_S = 0.2  # the driver's utilisation covers about this long before it is read
 POWER_PERIOD_S = 1.0  # and its power, from Ampere on (but for A100)
 BUSY_PCT = 10
@@ -72,13 +75,26 @@ class Sampler:
                         samples.append(sample)
         return samples
 
+    def around(self, begin_s: float, end_s: float) -> list[Sample]:
+        """Samples of a window, and those before and after it that hold CPU times. Waits a moment for the latter."""
+        deadline_s = time.monotonic() + 4 * HOST_INTERVAL_S
+        while True:
+            samples = self.between(begin_s - REACH_S, float("inf"))
+            is_over = any(sample["time_s"] >= end_s and sample.get("cpu_times") for sample in samples)
+            is_running = self._process is not None and self._process.poll() is None
+            if is_over or not is_running or time.monotonic() > deadline_s:
+                return samples
+            time.sleep(0.05)
+
     def first(self) -> Sample | None:
         """What was before anything of this command ran, once it is there."""
         found = self.between(0.0, float("inf"))
         return found[0] if found else None
 
 
-def summarise(samples: Sequence[Sample], *, begin_s: float, gpu_num: int) -> Sampled | None:
+def summarise(
+    samples: Sequence[Sample], *, begin_s: float, gpu_num: int, others: OtherUse | None = None
+) -> Sampled | None:
     """A row's figures over its first ``gpu_num`` GPUs, from the samples of its measured window."""
     if not samples:
         return None
@@ -107,6 +123,7 @@ def summarise(samples: Sequence[Sample], *, begin_s: float, gpu_num: int) -> Sam
         other_limit_pct=_limited_pct(gpus, "other"),
         # A reading is since the sample before it; the first one's began before the window.
         cpu_pct=_over(fmean, samples[1:], "cpu_pct"),
+        other_cpu_pct=None if others is None else others.pct,
         host_used_peak_bytes=_over(max, samples, "host_used_bytes"),
         shared_gpus=shared if any(entry["shared"] is not None for entry in gpus) else None,
     )
@@ -153,10 +170,10 @@ def is_shared(pids: Sequence[int] | None, whose: Callable[[int], bool | None]) -
 class ProcessList:
     """Who is on the GPUs, asked for once a second and remembered in between."""
 
-    def __init__(self, nvml: Nvml, uuids: Sequence[str], *, command: int) -> None:
+    def __init__(self, nvml: Nvml, uuids: Sequence[str], *, whose: Callable[[int], bool | None]) -> None:
         self._nvml = nvml
         self._uuids = uuids
-        self._command = command
+        self._whose = whose
         self._next_s = 0.0
         self._found: dict[str, dict[str, Any]] = {}
 
@@ -167,42 +184,48 @@ class ProcessList:
             self._next_s = now_s + PROCESSES_INTERVAL_S
             for uuid in self._uuids:
                 pids = self._nvml.processes(uuid)
-                shared = is_shared(pids, lambda pid: _is_descendant(pid, self._command))
-                self._found[uuid] = {"pids": pids, "shared": shared}
+                self._found[uuid] = {"pids": pids, "shared": is_shared(pids, self._whose)}
         return self._found
 
 
-def take_sample(nvml: Nvml, processes: ProcessList, uuids: Sequence[str]) -> Sample:
+class CpuReadings:
+    """CPU time of others, read twice a second, since it takes a look at every process."""
+
+    def __init__(self, command: int) -> None:
+        self.use = CpuUse(command)
+        self._next_s = 0.0
+
+    def due(self) -> Sample | None:
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return None
+        self._next_s = now_s + 0.9 * HOST_INTERVAL_S
+        try:
+            return self.use.read()._asdict()
+        except OSError:  # a kernel that does not show them
+            return None
+
+
+def take_sample(nvml: Nvml, processes: ProcessList, cpus: CpuReadings, uuids: Sequence[str]) -> Sample:
+    read_s, cpu_times = time.time(), cpus.due()  # before GPUs' processes, which it tells apart
     on_gpus = processes.entries()
     gpus: list[dict[str, Any] | None] = []
     for uuid in uuids:
         entry = nvml.sample(uuid)
         gpus.append(None if entry is None else {**entry, **on_gpus[uuid]})
     return {
-        "time_s": round(time.time(), 3),
+        "time_s": round(read_s, 3),
         "cpu_pct": _cpu_pct(),
+        "cpu_times": cpu_times,
         "host_used_bytes": memory_used_bytes(),
         "gpus": gpus,
     }
 
 
-def _is_descendant(pid: int, of: int) -> bool | None:
-    try:
-        import psutil  # type: ignore[import-untyped]
-    except ImportError:
-        return None
-    try:
-        return any(parent.pid == of for parent in psutil.Process(pid).parents())
-    except psutil.NoSuchProcess:
-        return None
-    except psutil.AccessDenied:
-        return False
-
-
 def _cpu_pct() -> float | None:
     """Of all cores of the host since the last call."""
     try:
-        import psutil
+        import psutil  # type: ignore[import-untyped]
     except ImportError:
         return None
     return float(psutil.cpu_percent())
@@ -216,12 +239,13 @@ def main() -> None:
     os.nice(5)
     nvml = Nvml()
     _cpu_pct()  # from now on
-    processes = ProcessList(nvml, uuids, command=command)
+    cpus = CpuReadings(command)
+    processes = ProcessList(nvml, uuids, whose=cpus.use.is_own)
     interval_s = GPU_INTERVAL_S if uuids and nvml.problem is None else HOST_INTERVAL_S
     with Path(path).open("a") as file:
         while os.getppid() == command:
             start_s = time.monotonic()
-            file.write(json.dumps(take_sample(nvml, processes, uuids)) + "\n")
+            file.write(json.dumps(take_sample(nvml, processes, cpus, uuids)) + "\n")
             file.flush()
             time.sleep(max(interval_s - (time.monotonic() - start_s), 0.01))
 

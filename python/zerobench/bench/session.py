@@ -55,7 +55,7 @@ class Session:
             machine={**host.machine, "details": details},
             versions=host.versions,
             command=host.command,
-            warnings=[*plan.warnings, *([host.busy] if host.busy else [])],
+            warnings=[*plan.warnings],
         )
 
     def warn_of_sharing(self, sampler: Sampler) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from zerobench.bench.disk_notes import why_not_lockable
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration
-from zerobench.host.machine import busy_warning, machine_facts, memory_available_bytes, version_facts
+from zerobench.host.machine import machine_facts, memory_available_bytes, version_facts
 from zerobench.host.storage import lockable_bytes
 
 
@@ -23,7 +23,6 @@ class Surroundings:
     versions: dict[str, str]
     command: str
     memory_available_bytes: Callable[[], int]
-    busy: str | None = None  # a warning, where other work runs
     why_not_lockable: Callable[[Configuration], str | None] = lambda _: None
 
 
@@ -32,7 +31,6 @@ def read_surroundings(options: CompareOptions) -> Surroundings:
         return why_not_lockable(configuration, lockable_bytes=lockable_bytes(), host_ranks=options.host_ranks)
 
     return Surroundings(
-        busy=busy_warning(),
         machine=machine_facts(options.gpus),
         versions=version_facts(gpus=bool(options.gpus)),
         command=shlex.join(sys.argv),

@@ -6,12 +6,14 @@ import importlib
 import os
 import platform
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from zerobench.host.cgroups import HOST_FILES, HostFiles, MemoryLimit, cpu_quota, memory_limits
+from zerobench.host.cpu_use import CpuUse
 from zerobench.host.gpus import Gpu
 from zerobench.host.numa import ranges_text
 from zerobench.host.nvml import Nvml
@@ -30,7 +32,8 @@ _ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "av
               "avx512_fp16", "amx_bf16", "asimd", "asimdhp", "bf16", "sve")  # fmt: skip
 _PACKAGES = ("torch", "numpy", "pydantic")
 _GPU_PACKAGES = ("triton", "transformers", "deepspeed", "megatron-fsdp", "flash-attn")
-BUSY_LOAD_PER_CORE = 0.5
+BUSY_SHARE = 0.1  # of the cores' time
+BUSY_LOOK_S = 0.5
 
 
 def cpus_usable() -> int:
@@ -65,12 +68,14 @@ def _smallest_limit(files: HostFiles) -> MemoryLimit | None:
 
 
 def busy_warning() -> str | None:
-    """A sentence when other work seems to run: timings will suffer."""
-    load, cpus = os.getloadavg()[0], cpus_usable()
-    if load <= BUSY_LOAD_PER_CORE * cpus:
+    """A sentence when other work runs: timings will suffer. Call it while this process has none of its own."""
+    use, before = CpuUse(os.getpid()), time.monotonic()
+    time.sleep(BUSY_LOOK_S)
+    found, passed_s = use.read(), time.monotonic() - before
+    if found.others_s <= BUSY_SHARE * found.cpu_num * passed_s:
         return None
     return (
-        f"the machine is busy (load average {load:.1f} on {cpus} cores): "
+        f"the machine is busy (other processes use {found.others_s / passed_s:.1f} of {found.cpu_num} cores): "
         "timings will vary; stop other work or add --repeats"
     )
 

@@ -15,6 +15,7 @@ from zerobench.results.rows import (
     fastest,
     has_peak,
     is_ranked,
+    may_be_ranked,
     noise,
     row_labels,
     setting_text,
@@ -41,6 +42,8 @@ def advise(results: Results) -> list[str]:
     """Sentences about ok and comparable rows only; several workloads get one text each."""
     workloads = [rows for rows in by_workload(results.rows) if fastest(rows) is not None]
     if not workloads:
+        if any(row.status == "ok" and row.comparable and not may_be_ranked(row) for row in results.rows):
+            return ["Nothing to recommend: the machine was busy. Measure again once nothing else runs on it."]
         return ["Nothing to recommend: no row is both correct and comparable."]
     texts = [_advise_on(rows) for rows in workloads]
     if len(workloads) == 1:

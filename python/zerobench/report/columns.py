@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from zerobench.report.column import (
+    ABSENT,
+    ALWAYS,
+    LAST,
+    Column,
+    bytes_cell,
+    cells_of,
+    change_cell,
+    decimals_for,
+)
+from zerobench.report.use_columns import energy_columns, phase_columns, use_columns
 from zerobench.results.rows import (
     checksum_marks,
     dtype_text,
@@ -19,32 +29,6 @@ from zerobench.results.rows import (
 from zerobench.results.schema import Row
 from zerobench.results.sizes import memory_unit, rate_text
 from zerobench.strategies.catalogue import FLOOR
-
-ABSENT = "-"
-ALWAYS = 100  # shown though empty
-LAST = 99  # the same, until even folded names leave no room
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """One column: two header rows (what, unit), a cell per row, and when it goes. Lower `keep` goes first."""
-
-    title: str
-    unit: str
-    cells: list[str]
-    keep: int
-    group: str = ""  # columns that come and go together
-    left: bool = False
-    folds: bool = True  # text that may break where even the last columns do not fit
-
-    def lines(self, plain: Callable[[str], str]) -> list[str]:
-        """Header rows and cells, numbers aligned right (rich strips the blanks that stand for a missing ± part)."""
-        texts = [plain(text) for text in (self.title, self.unit, *self.cells)]
-        width = 0 if self.left else max(len(text) for text in texts)
-        return [text.rjust(width) for text in texts]
-
-    def empty(self) -> bool:
-        return all(cell == ABSENT for cell in self.cells)
 
 
 def table_columns(rows: Sequence[Row]) -> list[Column]:
@@ -64,33 +48,38 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         Column(
             title="tokens",
             unit="per s",
-            cells=_cells(shown, _tokens_cell),
+            cells=cells_of(shown, _tokens_cell),
             keep=ALWAYS if sizes_differ else 80,
         ),
-        Column(title="relative", unit="1 = fastest", cells=_cells(shown, _relative_cell), keep=90),
-        Column(title="of", unit=FLOOR, cells=_cells(shown, _floor_cell), keep=85),
-        Column(title="MFU", unit="%", cells=_cells(shown, _mfu_cell), keep=65),
-        Column(title="speedup", unit=f"vs {base}", cells=_cells(shown, _speedup_cell), keep=50),
+        Column(title="relative", unit="1 = fastest", cells=cells_of(shown, _relative_cell), keep=90),
+        Column(title="of", unit=FLOOR, cells=cells_of(shown, _floor_cell), keep=85),
+        Column(title="MFU", unit="%", cells=cells_of(shown, _mfu_cell), keep=65),
+        Column(title="speedup", unit=f"vs {base}", cells=cells_of(shown, _speedup_cell), keep=50),
         Column(
             title="peak",
             unit=unit,
-            cells=_cells(shown, lambda row: _bytes_cell(row.peak_device_bytes, unit_bytes)),
+            cells=cells_of(shown, lambda row: bytes_cell(row.peak_device_bytes, unit_bytes)),
             keep=LAST,
         ),
-        Column(title="memory", unit=f"vs {base}", cells=_cells(shown, _change_cell), keep=60),
-        Column(title="of the row", unit="not offloaded", cells=_cells(shown, _practicality_cell), keep=75),
-        Column(title="off device", unit="of the state", cells=_cells(shown, _share_cell), keep=56),
+        Column(
+            title="memory",
+            unit=f"vs {base}",
+            cells=cells_of(shown, lambda row: change_cell(row.memory_change_pct)),
+            keep=60,
+        ),
+        Column(title="of the row", unit="not offloaded", cells=cells_of(shown, _practicality_cell), keep=75),
+        Column(title="off device", unit="of the state", cells=cells_of(shown, _share_cell), keep=56),
         *_tier_columns(shown),
         *_transfer_columns(shown),
         *_host_columns(shown),
         _traffic_column(shown),
-        Column(title="power", unit="W/GPU", cells=_cells(shown, _power_cell), keep=25),
-        *_energy_columns(shown),
-        Column(title="graphs", unit="a step", cells=_cells(shown, _graphs_cell), keep=40),
+        Column(title="power", unit="W/GPU", cells=cells_of(shown, _power_cell), keep=25),
+        *energy_columns(shown),
+        Column(title="graphs", unit="a step", cells=cells_of(shown, _graphs_cell), keep=40),
         Column(title="update", unit="deviation", cells=_deviation_cells(rows), keep=70),
         Column(title="dtypes", unit="p/c/r/m/s", cells=_dtype_cells(rows), keep=30, left=True),
     ]
-    return columns + _phase_columns(shown)
+    return [*columns, *phase_columns(shown), *use_columns(shown, base)]
 
 
 def _name_columns(rows: Sequence[Row]) -> list[Column]:
@@ -110,26 +99,23 @@ def _name_columns(rows: Sequence[Row]) -> list[Column]:
     return columns
 
 
-def _cells(rows: Sequence[Row | None], text: Callable[[Row], str | None]) -> list[str]:
-    return [(text(row) if row is not None else None) or ABSENT for row in rows]
-
-
-def _decimals(values: Sequence[float]) -> int:
-    smallest = min((value for value in values if value > 0), default=1.0)
-    return 0 if smallest >= 1000 else 1 if smallest >= 10 else 2 if smallest >= 1 else 3
-
-
 def _step_cells(rows: Sequence[Row | None]) -> list[str]:
     times = [row.step_time_ms if row is not None else None for row in rows]
-    decimals = _decimals([time.median for time in times if time is not None])
+    decimals = decimals_for([time.median for time in times if time is not None])
     spreads = [
         f" ± {time.mad:.{decimals}f}" if time is not None and len(time.samples) > 1 else "" for time in times
     ]
     width = max(map(len, spreads), default=0)
+    marks = _marks([row is not None and row.busy is not None for row in rows], "‡")
     return [
-        ABSENT if time is None else f"{time.median:.{decimals}f}{_right(spread, width)}"
-        for time, spread in zip(times, spreads, strict=True)
+        ABSENT if time is None else f"{time.median:.{decimals}f}{_right(spread, width)}{mark}"
+        for time, spread, mark in zip(times, spreads, marks, strict=True)
     ]
+
+
+def _marks(marked: Sequence[bool], mark: str) -> list[str]:
+    """The mark or as many blanks, where any row has it."""
+    return [(f" {mark}" if one else "  ") if any(marked) else "" for one in marked]
 
 
 def _right(spread: str, width: int) -> str:
@@ -152,12 +138,6 @@ def _relative_cell(row: Row) -> str | None:
 
 def _speedup_cell(row: Row) -> str | None:
     return None if row.speedup is None else f"{row.speedup:.2f}x"
-
-
-def _change_cell(row: Row) -> str | None:
-    if row.memory_change_pct is None:
-        return None
-    return f"{row.memory_change_pct:+.0f} %" if abs(row.memory_change_pct) >= 0.5 else "0 %"
 
 
 def _floor_cell(row: Row) -> str | None:
@@ -185,7 +165,7 @@ def _tier_columns(rows: Sequence[Row | None]) -> list[Column]:
             for row in rows
         ]
         unit, unit_bytes = memory_unit(held)
-        cells = [_bytes_cell(value, unit_bytes) or ABSENT for value in held]
+        cells = [bytes_cell(value, unit_bytes) or ABSENT for value in held]
         columns.append(Column(title=word, unit=unit, cells=cells, keep=55))
     return columns
 
@@ -201,7 +181,7 @@ def _transfer_columns(rows: Sequence[Row | None]) -> list[Column]:
     ):
         moved = [getattr(row.transfers, name) if row is not None and row.transfers else None for row in rows]
         unit, unit_bytes = memory_unit(moved)
-        cells = [_bytes_cell(value, unit_bytes) or ABSENT for value in moved]
+        cells = [bytes_cell(value, unit_bytes) or ABSENT for value in moved]
         columns.append(Column(title=word, unit=f"{unit}/step", cells=cells, keep=22, group="transfers"))
     return columns
 
@@ -212,18 +192,18 @@ def _host_columns(rows: Sequence[Row | None]) -> list[Column]:
     columns = []
     for word, held in (
         ("pinned", [row.transfers.pinned_bytes if row and row.transfers else None for row in offloaded]),
-        ("process", [row.peak_host_bytes if row else None for row in offloaded]),
+        ("process", [row.peak_host_bytes if row and any(offloaded) else None for row in rows]),
     ):
         unit, unit_bytes = memory_unit(held)
-        cells = [_bytes_cell(value, unit_bytes) or ABSENT for value in held]
+        cells = [bytes_cell(value, unit_bytes) or ABSENT for value in held]
         columns.append(Column(title=word, unit=unit, cells=cells, keep=21, group="host"))
     over = Column(
-        title="over", unit="asked", cells=_cells(offloaded, _pinned_excess_cell), keep=21, group="host"
+        title="over", unit="asked", cells=cells_of(offloaded, _pinned_excess_cell), keep=21, group="host"
     )
     columns.insert(1, over)
     for word, text in (("of link", _link_cell), ("of disk", _disk_cell)):
         columns.append(
-            Column(title=word, unit="limit", cells=_cells(offloaded, text), keep=23, group="limits")
+            Column(title=word, unit="limit", cells=cells_of(offloaded, text), keep=23, group="limits")
         )
     return columns
 
@@ -269,34 +249,13 @@ def _traffic_column(rows: Sequence[Row | None]) -> Column:
     moved = [row.communication_bytes if row is not None else None for row in rows]
     unit, unit_bytes = memory_unit(moved)
     cells = (
-        [_bytes_cell(value, unit_bytes) or ABSENT for value in moved] if any(moved) else [ABSENT] * len(rows)
+        [bytes_cell(value, unit_bytes) or ABSENT for value in moved] if any(moved) else [ABSENT] * len(rows)
     )
     return Column(title="moved", unit=f"{unit}/step", cells=cells, keep=19)
 
 
-def _energy_columns(rows: Sequence[Row | None]) -> list[Column]:
-    """What a step takes of all GPUs together, and how long their power cap held the clocks down."""
-    columns = []
-    for title, unit, name in (("energy", "J/step", "energy_per_step_j"), ("tokens", "per J", "tokens_per_j")):
-        values = [getattr(row, name) if row is not None else None for row in rows]
-        decimals = _decimals([value for value in values if value is not None])
-        cells = [ABSENT if value is None else f"{value:,.{decimals}f}" for value in values]
-        columns.append(Column(title=title, unit=unit, cells=cells, keep=18, group="energy"))
-    share = Column(title="at power", unit="cap", cells=_cells(rows, _power_cap_cell), keep=18, group="energy")
-    return [*columns, share]
-
-
-def _power_cap_cell(row: Row) -> str | None:
-    share = row.sampled.power_cap_pct if row.sampled is not None else None
-    return None if share is None else f"{share:.0f} %"
-
-
 def _graphs_cell(row: Row) -> str | None:
     return None if row.compiled_graphs is None else f"{row.compiled_graphs:g}"
-
-
-def _bytes_cell(value: int | None, unit_bytes: int) -> str | None:
-    return None if value is None else f"{value / unit_bytes:,.1f}"
 
 
 def _baseline_word(rows: Sequence[Row]) -> str:
@@ -326,34 +285,3 @@ def _dtype_cells(rows: Sequence[Row]) -> list[str]:
     if len({text for text in texts if text}) < 2:
         return [ABSENT] * len(rows)
     return [text or ABSENT for text in texts]
-
-
-PHASE_WORDS = {
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optim.",
-    "exposed_communication": "comm.",
-    "host_bound": "host",
-    "exposed_offload": "offload",
-    "exposed_io": "I/O",
-}
-
-
-def _phase_columns(rows: Sequence[Row | None]) -> list[Column]:
-    phases = dict.fromkeys(phase for row in rows if row is not None for phase in row.phases_ms or {})
-    ordered = sorted(
-        phases, key=lambda phase: (list(PHASE_WORDS).index(phase) if phase in PHASE_WORDS else 99, phase)
-    )
-    values = [value for row in rows if row is not None for value in (row.phases_ms or {}).values()]
-    decimals = min(1, _decimals(values))
-    columns = []
-    for phase in ordered:
-        cells = [
-            ABSENT
-            if row is None or row.phases_ms is None or phase not in row.phases_ms
-            else f"{row.phases_ms[phase]:.{decimals}f}"
-            for row in rows
-        ]
-        word = PHASE_WORDS.get(phase, phase.replace("_", " "))
-        columns.append(Column(title=word, unit="ms", cells=cells, keep=20, group="phases"))
-    return columns

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
 from zerobench.errors import DataError
+from zerobench.report.phases import phases_change_pct, phases_pct
 from zerobench.results.files import AnyPath, read_results, replace_file
 from zerobench.results.schema import Results, Row
 
@@ -24,6 +25,17 @@ def flat_row(row: Row) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     _flatten_model(row, type(row), "", flat)
     return flat
+
+
+def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """All rows, each with what the report derives from it and its baseline."""
+    flats = []
+    for row in rows:
+        flat = flat_row(row)
+        _flatten_value(phases_pct(row), "phases_pct", flat)
+        _flatten_value(phases_change_pct(row, rows), "phases_change_pct", flat)
+        flats.append(flat)
+    return flats
 
 
 def _flatten_model(model: BaseModel | None, kind: type[BaseModel], prefix: str, flat: dict[str, Any]) -> None:
@@ -88,7 +100,7 @@ def load(path: AnyPath | Iterable[AnyPath], *more: AnyPath) -> pandas.DataFrame:
         results = read_results(item)
         about[str(item)] = results.model_dump(exclude={"rows"})
         source = {"source": str(item)} if len(paths) > 1 else {}
-        records += [{**source, **flat_row(row)} for row in results.rows]
+        records += [{**source, **flat} for flat in flat_rows(results.rows)]
     columns = list(dict.fromkeys(key for record in records for key in record))
     if not records:
         columns = _columns_without_rows()
@@ -107,7 +119,7 @@ def _columns_without_rows() -> list[str]:
 def write_csv(results: Results, path: AnyPath) -> None:
     """The summary of every row: the frame's columns without raw lists. An empty cell is a value that is not there. The
     file is replaced as a whole. Raises OSError."""
-    flats = [flat_row(row) for row in results.rows]
+    flats = flat_rows(results.rows)
     raw = _list_columns(Row) | {
         key for flat in flats for key, value in flat.items() if isinstance(value, list)
     }

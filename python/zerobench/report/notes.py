@@ -14,6 +14,7 @@ from zerobench.results.rows import (
     dtype_text,
     exceeds_noise,
     is_ranked,
+    may_be_ranked,
     row_labels,
     saw_all_state,
     workload,
@@ -45,7 +46,7 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
             notes.append((f"{label}: {status}: {' '.join(reason.split())}", style))
     notes += [(warning, "yellow") for warning in results.warnings]
     read_first = (
-        *_shared_notes(rows, labels),
+        *_busy_notes(rows, labels),
         *_clock_notes(rows, labels),
         *_idle_disk_notes(rows, labels),
         *_skipped_notes(rows, labels),
@@ -63,12 +64,20 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
     return notes
 
 
-def _shared_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
-    by_gpus: dict[str, list[str]] = {}
-    for row, label in zip(rows, labels, strict=True):
-        if row.sampled is not None and row.sampled.shared_gpus:
-            by_gpus.setdefault(join_words([str(gpu) for gpu in row.sampled.shared_gpus]), []).append(label)
-    return [f"Another process used GPU {gpus} during {join_words(names)}." for gpus, names in by_gpus.items()]
+def _busy_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    notes = []
+    for is_ranked_so, what in (
+        (False, "so shown but not ranked"),
+        (True, "and ranked all the same, since rows took turns"),
+    ):
+        names = [
+            f"{label} ({row.busy})"
+            for row, label in zip(rows, labels, strict=True)
+            if row.status == "ok" and row.busy is not None and may_be_ranked(row) == is_ranked_so
+        ]
+        if names:
+            notes.append(f"‡ measured on a busy machine, {what}: {'; '.join(names)}.")
+    return notes
 
 
 def _clock_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
@@ -268,9 +277,14 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequenc
     if ranked and not any(row.baseline for row in rows):
         default = " or ".join(DEFAULT_BASELINES)
         notes.append(
-            f"No baseline row is ok and comparable (by default {default}): no speedup and no memory change."
+            f"No baseline row is {_usable_text(rows)} (by default {default}): no speedup and no memory change."
         )
     return notes
+
+
+def _usable_text(rows: Sequence[Row]) -> str:
+    """What a baseline row has to be."""
+    return "ok and comparable" if all(map(may_be_ranked, rows)) else "ok, comparable and free of ‡"
 
 
 def _baselines_text(rows: Sequence[Row]) -> str:
@@ -297,9 +311,9 @@ def _below_floor_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
     if not faster:
         return ""
     busy = [
-        row.device_utilisation_pct
+        row.device_busy_pct
         for row in rows
-        if row.strategy == FLOOR and row.status == "ok" and row.device_utilisation_pct is not None
+        if row.strategy == FLOOR and row.status == "ok" and row.device_busy_pct is not None
     ]
     when = f" (its GPU was busy {min(busy):.0f} % of the time)" if busy else ""
     return (

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from zerobench.report.style import GRID, INK, MUTED, as_is, head, shortened, style_axes, subtitle
-from zerobench.results.rows import by_workload, has_peak, row_labels, step_rate
+from zerobench.results.rows import by_workload, has_peak, may_be_ranked, row_labels, step_rate
 from zerobench.results.schema import Results, Row
 from zerobench.results.sizes import memory_unit
 from zerobench.strategies.catalogue import FLOOR
@@ -95,7 +95,7 @@ def speed_memory_figure(results: Results) -> Figure | None:
                 labels[id(row)],
                 (row.peak_device_bytes or 0) / unit_bytes,
                 step_rate(row) or 0.0,
-                row.comparable,
+                row.comparable and may_be_ranked(row),
             )
             for row in rows
         ]
@@ -148,7 +148,7 @@ def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
     for name, chosen, colour, face, marker in (
         ("on the Pareto front", front, FRONT_COLOUR, FRONT_COLOUR, "o"),
         ("matched or beaten in speed and memory by another row", others, OTHER_COLOUR, OTHER_COLOUR, "o"),
-        ("other dtypes, not ranked", apart, MUTED, "white", "D"),
+        ("other dtypes or a busy machine, not ranked", apart, MUTED, "white", "D"),
     ):
         if chosen:
             axes.scatter(

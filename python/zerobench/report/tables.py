@@ -6,7 +6,8 @@ import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from zerobench.report.columns import ABSENT, ALWAYS, LAST, Column, table_columns
+from zerobench.report.column import ABSENT, ALWAYS, LAST, Column
+from zerobench.report.columns import table_columns
 from zerobench.report.notes import note_lines
 from zerobench.report.words import header_lines
 from zerobench.results.rows import by_workload, fastest, is_ranked
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _FOLDED_WIDTH = 6  # below it names of rows are no names any more
-_ASCII = str.maketrans({"±": "+-", "·": "|", "≠": "!=", "†": "*"})
+_ASCII = str.maketrans({"±": "+-", "·": "|", "≠": "!=", "†": "*", "‡": "#"})
 _STATUS_STYLES = {"ok": "green", "wrong": "bold red", "oom": "yellow", "failed": "red", "skipped": "dim"}
 
 

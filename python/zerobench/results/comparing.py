@@ -17,7 +17,7 @@ from zerobench.results.rows import (
     tokens_per_step,
 )
 from zerobench.results.schema import Results, Row
-from zerobench.results.settings import Changes, settings_that_change
+from zerobench.results.settings import SETTINGS, Changes, settings_that_change
 from zerobench.results.stats import ratio_error
 from zerobench.strategies.catalogue import DEFAULT_BASELINES, FLOOR, OURS, known_facts
 
@@ -28,6 +28,12 @@ FLOOR_POINT = settings_that_change(Changes.FLOOR)
 # Settings that an offloaded row shares with the row that it is held against: all but where state is and when it is
 # updated, which only offloaded rows may be able to choose.
 PLAIN_POINT = settings_that_change(Changes.FLOOR | Changes.STEP)
+# Settings that a row shares with itself on fewer ranks.
+SCALING_POINT = tuple(
+    key
+    for key, setting in SETTINGS.items()
+    if key != "world_size" and setting.changes and not setting.known_after_run and not setting.follows
+)
 
 
 def _baseline_strategy(rows: Sequence[Row], baseline: str | None) -> str | None:
@@ -82,8 +88,8 @@ def same_point(row: Row, other: Row) -> bool:
 
 def finish_rows(results: Results, baseline: str | None = None) -> None:
     """Fills the columns that compare rows: relative and its uncertainty, speedup, memory change, baseline, the share of
-    the floor, how much of the memory is explained, and tokens/s per GB of peak. Only ok rows count. `baseline` names a
-    strategy or a row; by default ddp, else ddp_master, else single.
+    the floor, how much of the memory is explained, tokens/s per GB of peak, and scaling with ranks. Only ok rows count.
+    `baseline` names a strategy or a row; by default ddp, else ddp_master, else single.
 
     May be called after every row; what it fills depends on the set of rows alone, not on their order."""
     for rows in by_workload(results.rows):
@@ -92,7 +98,7 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
             row.relative = row.relative_uncertainty = row.relative_low = row.relative_high = None
             row.speedup = row.memory_change_pct = None
             row.tokens_per_s_per_peak_gb = row.of_compute_only = row.baseline = None
-            row.memory_explained_pct = row.offload_practicality = None
+            row.memory_explained_pct = row.offload_practicality = row.scaling_efficiency = None
             rate = step_rate(row)
             if row.status != "ok" or rate is None:
                 continue
@@ -106,6 +112,7 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
                 continue
             _fill_relative(row, best)
             _fill_against_baseline(row, _find_baseline(row, rows, wanted))
+            row.scaling_efficiency = _scaling_efficiency(row, rows)
 
 
 def floor_of(row: Row, rows: Sequence[Row]) -> Row | None:
@@ -224,6 +231,24 @@ def time_ratio(row: Row, other: Row) -> float:
         return paired.value
     assert row.step_time_ms is not None and other.step_time_ms is not None
     return row.step_time_ms.median / other.step_time_ms.median
+
+
+def _scaling_efficiency(row: Row, rows: Sequence[Row]) -> float | None:
+    """Tokens/s of a rank over that of the same row on the fewest ranks, where these are fewer than its own."""
+    fewer = [
+        other
+        for other in rows
+        if is_ranked(other)
+        and other.strategy == row.strategy
+        and other.settings.world_size < row.settings.world_size
+        and all(getattr(other.settings, key) == getattr(row.settings, key) for key in SCALING_POINT)
+    ]
+    fewest = min(fewer, key=lambda other: (other.settings.world_size, other.name), default=None)
+    if fewest is None:
+        return None
+    row_rate, fewest_rate = step_rate(row), step_rate(fewest)
+    assert row_rate is not None and fewest_rate is not None
+    return (row_rate / row.settings.world_size) / (fewest_rate / fewest.settings.world_size)
 
 
 def _fill_relative(row: Row, best: Row) -> None:

@@ -68,9 +68,15 @@ def step_rate(row: Row) -> float | None:
     return tokens_per_step(row) / (row.step_time_ms.median / 1e3)
 
 
+def may_be_ranked(row: Row) -> bool:
+    """Whether a busy machine leaves the row's times comparable: where rows took turns, it slowed all of them alike."""
+    return row.busy is None or (row.turns is not None and row.turns.how == "in turn")
+
+
 def is_ranked(row: Row) -> bool:
-    """Right, comparable and measured: may be called fastest and be recommended."""
-    return row.status == "ok" and row.comparable and row.strategy != FLOOR and step_rate(row) is not None
+    """Right, comparable, measured and undisturbed: may be called fastest and be recommended."""
+    is_right = row.status == "ok" and row.comparable and row.strategy != FLOOR
+    return is_right and step_rate(row) is not None and may_be_ranked(row)
 
 
 def repeats_text(rows: Sequence[Row]) -> str:

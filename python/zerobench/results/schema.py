@@ -106,6 +106,7 @@ class Sampled(ResultModel):
     thermal_limit_pct: float | None = None
     other_limit_pct: float | None = None
     cpu_pct: float | None = None  # of all cores of the host
+    other_cpu_pct: float | None = None  # of the command's cores, by processes that are not its own
     host_used_peak_bytes: int | None = None
     shared_gpus: list[int] | None = None  # that another process used too
 
@@ -142,6 +143,7 @@ class Row(ResultModel):
     tokens_per_s: ZeroOrMore | None = None
     samples_per_s: float | None = None
     tokens_per_s_per_peak_gb: float | None = None
+    scaling_efficiency: float | None = None  # tokens/s of a rank over that of the same row on fewest ranks
     mfu: Mfu | None = None
     # Step time of the model's forward and backward alone over this row's.
     of_compute_only: float | None = None
@@ -154,6 +156,7 @@ class Row(ResultModel):
     memory_change_pct: float | None = None  # peak device bytes against the baseline's
     baseline: str | None = None
     comparable: bool = True  # False when dtypes differ from the majority's: shown, not ranked
+    busy: str | None = None  # what other processes used while it was measured, where that is too much
     loss: list[float] | None = None  # one a step, mean over ranks, measured window
     validation_loss: float | None = None
     checksum: str | None = None  # of the full parameters after verification
@@ -163,6 +166,7 @@ class Row(ResultModel):
     activation_bytes: int | None = None
     activation_and_shard_bytes: int | None = None  # the same with the shards of gradients that live by then
     peak_device_bytes: Annotated[int, Field(ge=0)] | None = None  # largest over ranks
+    peak_device_pct: float | None = None  # of the GPU's memory
     # Of that peak: the categories on the device, and the floor's activations.
     memory_explained_pct: float | None = None
     allocated_device_bytes: int | None = None  # at the end
@@ -171,7 +175,8 @@ class Row(ResultModel):
     # On the device and outside torch's allocator, without the bare context.
     outside_torch_bytes: int | None = None
     device_used_peak_bytes: int | None = None
-    device_utilisation_pct: float | None = None
+    device_busy_pct: float | None = None  # of the profiled pass; mean over ranks
+    device_utilisation_pct: float | None = None  # of the window, by the driver's counter
     peak_host_bytes: int | None = None
     phases_ms: dict[str, float] | None = None
     compiled_graphs: float | None = None  # executed per step
@@ -199,6 +204,6 @@ class Results(ResultModel):
     versions: dict[str, str]
     command: str
     complete: bool = False  # False while configurations are missing (running or interrupted)
-    # What to know when reading the figures: a busy machine, ...
+    # What to know when reading the figures: a GPU in use before the first row, ...
     warnings: list[str] = Field(default_factory=list)
     rows: list[Row] = Field(default_factory=list)

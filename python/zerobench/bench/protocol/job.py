@@ -139,6 +139,7 @@ class Window(_Message):
     activation_bytes: int | None = None
     activation_and_shard_bytes: int | None = None
     phases_ms: dict[str, float]
+    device_busy_pct: float | None = None  # of the profiled steps
     transfers: WindowTransfers | None = None
     energy_per_step_j: float | None = None  # of this rank's GPU
     compiled_graphs: float | None = None  # per step

@@ -89,6 +89,11 @@ def length_within(intervals: Iterable[Interval], begin: float, end: float) -> fl
     return sum(max(min(last, end) - max(first, begin), 0.0) for first, last in intervals)
 
 
+def busy_share(activities: Iterable[Activity], begin: float, end: float) -> float:
+    """How much of [begin, end] any of the activities ran in, from 0 to 1."""
+    return length_within(merged((a.begin, a.end) for a in activities), begin, end) / (end - begin)
+
+
 def part_for_files(phases: dict[str, float], files_ms: float | None) -> dict[str, float]:
     """What of the waits for offloaded state were waits for files: as long as the host was blocked for them at most."""
     if files_ms is None or EXPOSED_OFFLOAD not in phases:

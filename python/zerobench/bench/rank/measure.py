@@ -67,7 +67,7 @@ def measure(
     )
     tick("validation", 0)
     validation_loss = strategy.evaluate(validation) if validation else None
-    phases_ms = meter.profile(strategy, profile, tick)
+    profiled = meter.profile(strategy, profile, tick)
     return Window(
         step_times_ms=step_times_ms,
         losses=[float(loss) for loss in losses],
@@ -82,7 +82,8 @@ def measure(
         memory_bytes=memory_bytes,
         activation_bytes=activation_bytes,
         activation_and_shard_bytes=activation_and_shard_bytes,
-        phases_ms=phases_ms,
+        phases_ms=profiled.phases_ms,
+        device_busy_pct=profiled.busy_pct,
         transfers=transfers,
         energy_per_step_j=energy_per_step_j,
         compiled_graphs=compiled_graphs,

@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zerobench import _native
 from zerobench.bench.protocol.job import DeviceMemory
-from zerobench.bench.rank.intervals import Activity, Lap, part_for_files, split
+from zerobench.bench.rank.intervals import Activity, Lap, busy_share, part_for_files, split
 from zerobench.errors import ConfigError
 from zerobench.host.nvml import Nvml
 from zerobench.strategies.base import Batch, Strategy
@@ -25,6 +25,13 @@ Steps = Sequence[Sequence[Batch]]
 _HEAD_START_CYCLES = 400_000  # some 0.2 ms on the device, in which the host begins to enqueue a profiled step
 _HEAD_START_KERNEL = "spin_kernel"
 _SETTLE_READINGS, _SETTLE_INTERVAL_S = 40, 0.05
+
+
+class Profile(NamedTuple):
+    """What a pass of profiled steps tells of a step."""
+
+    phases_ms: dict[str, float]  # the median over steps
+    busy_pct: float | None = None  # of the step, with a kernel or a copy on the device
 
 
 class Meter(ABC):
@@ -61,8 +68,8 @@ class Meter(ABC):
         return None
 
     @abstractmethod
-    def profile(self, strategy: Strategy, steps: Steps, tick: Tick) -> dict[str, float]:
-        """Milliseconds by phase, the median over ``steps``."""
+    def profile(self, strategy: Strategy, steps: Steps, tick: Tick) -> Profile:
+        """Train ``steps`` with clocks of their own."""
 
 
 class CpuMeter(Meter):
@@ -96,12 +103,12 @@ class CpuMeter(Meter):
             allocated_bytes=self._core.process_usage_bytes(),
         )
 
-    def profile(self, strategy: Strategy, steps: Steps, tick: Tick) -> dict[str, float]:
+    def profile(self, strategy: Strategy, steps: Steps, tick: Tick) -> Profile:
         found = []
         for index, batches in enumerate(steps):
             found.append(strategy.profiled_step(batches))
             tick("profile", index + 1)
-        return median_phases(found)
+        return Profile(median_phases(found))
 
 
 class CudaMeter(Meter):
@@ -183,10 +190,10 @@ class CudaMeter(Meter):
             last = now
         return last
 
-    def profile(self, strategy: Strategy, steps: Steps, tick: Tick) -> dict[str, float]:
+    def profile(self, strategy: Strategy, steps: Steps, tick: Tick) -> Profile:
         """The first step is left out where there are others: the profiler itself begins in it."""
         if not steps:
-            return {}
+            return Profile({})
         found = []
         with device_profiler() as profiler:
             for index, batches in enumerate(steps):
@@ -195,7 +202,7 @@ class CudaMeter(Meter):
                 tick("profile", index + 1)
             torch.cuda.synchronize()
         offloads = strategy.settings.offload != "none"
-        return split_steps(device_activities(profiler), found, offloads=offloads)
+        return read_profile(device_activities(profiler), found, offloads=offloads)
 
 
 def device_profiler() -> torch.profiler.profile:
@@ -215,25 +222,35 @@ def device_activities(profiler: Any) -> list[Activity]:
     ]
 
 
-def split_steps(
+def read_profile(
     activities: Sequence[Activity], steps: Sequence[Mapping[str, float]], *, offloads: bool = False
-) -> dict[str, float]:
-    """Milliseconds by phase, the median over steps but the first, of steps that each followed a head start kernel and
-    timed their own laps. Where the profile saw none of them, phases are as the steps timed them, waits included."""
+) -> Profile:
+    """The medians over steps but the first, of steps that each followed a head start kernel and timed their own laps.
+    Where the profile saw none of them, phases are as the steps timed them, waits included."""
     starts = sorted(a.end for a in activities if _HEAD_START_KERNEL in a.name)
     if len(starts) != len(steps):
-        return median_phases(steps[1:] or steps)
+        return Profile(median_phases(steps[1:] or steps))
     work = [activity for activity in activities if _HEAD_START_KERNEL not in activity.name]
-    found = []
+    found, busy = [], []
     for begin, phases in zip(starts, steps, strict=True):
-        laps = []
-        for phase, elapsed_ms in getattr(phases, "laps_ms", phases.items()):
-            laps.append(Lap(phase=phase, begin=begin, end=begin + elapsed_ms * 1e3))
-            begin = laps[-1].end
+        laps = laps_from(begin, phases)
         inside = [a for a in work if laps and a.end > laps[0].begin and a.begin < laps[-1].end]
         times_ms = {phase: time_us / 1e3 for phase, time_us in split(inside, laps, offloads=offloads).items()}
         found.append(part_for_files(times_ms, getattr(phases, "files_ms", None)))
-    return median_phases(found[1:] or found)
+        if laps and laps[-1].end > begin:
+            busy.append(busy_share(inside, begin, laps[-1].end))
+    busy_pct = 100.0 * median(busy[1:] or busy) if busy else None
+    return Profile(median_phases(found[1:] or found), busy_pct)
+
+
+def laps_from(begin: float, phases: Mapping[str, float]) -> list[Lap]:
+    """A step's laps on the profile's clock, which counts microseconds."""
+    laps: list[Lap] = []
+    for phase, elapsed_ms in getattr(phases, "laps_ms", phases.items()):
+        end = begin + elapsed_ms * 1e3
+        laps.append(Lap(phase=phase, begin=begin, end=end))
+        begin = end
+    return laps
 
 
 def median_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
