@@ -67,7 +67,7 @@ def _unseeded_model(config: ModelConfig) -> nn.Module:
 
 
 def _whole_model(config: ModelConfig, seed: int) -> nn.Module:
-    """Make it as its own code does, from torch's seeded generators."""
+    """Make it as its own code does, from torch's seeded generators, and load its weights where it has some."""
     import torch
 
     if isinstance(config, PlaceConfig):
@@ -75,7 +75,13 @@ def _whole_model(config: ModelConfig, seed: int) -> nn.Module:
 
         return place_model(config, seed)
     torch.manual_seed(seed)
-    return _unseeded_model(config)
+    model = _unseeded_model(config)
+    if (weights := _weights(config)) is not None:
+        from zerobench.models.checkpoint import Checkpoint
+
+        with torch.no_grad():
+            Checkpoint(weights).load_into(model, dict(model.named_parameters()))
+    return model
 
 
 def _weights(config: ModelConfig) -> str | None:

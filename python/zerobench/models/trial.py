@@ -55,8 +55,6 @@ def tried(config: MeasuredConfig, *, seq_length: int, checkpointing: bool = Fals
     try:
         model = build(small, _SEED, device="cpu")
     except ConfigError:  # its values cannot be drawn part by part
-        if config.weights != RANDOM_WEIGHTS:
-            raise
         config, small = (each.model_copy(update={"whole": True}) for each in (config, small))
         model = build(small, _SEED, device="cpu")
     train_once(small, model, seq_length=seq_length, checkpointing=checkpointing)

@@ -23,7 +23,7 @@ from zerobench.bench.protocol.tolerances import VERIFY_STEPS
 from zerobench.engine.config import parse as parse_config
 from zerobench.errors import ConfigError, did_you_mean
 from zerobench.host.machine import cpus_usable
-from zerobench.results.settings import SETTINGS, Changes, Settings, axes, settings_that_change
+from zerobench.results.settings import SETTINGS, Changes, Settings, axes, flag_of, settings_that_change
 from zerobench.strategies.base import NVME_OFFLOADS, OptimizerSettings
 from zerobench.strategies.catalogue import FLOOR, OURS, REFERENCE, Facts
 
@@ -284,6 +284,9 @@ def tf32_of(options: CompareOptions, precision: str) -> bool | None:
 def check_data(options: CompareOptions, settings: Sequence[Settings]) -> None:
     """Open the data once for each shape that will be asked of it."""
     shapes = {(s.seq_length, s.model_config_resolved["vocab_size"]) for s in settings}
+    for key in ("text_field", "tokens"):
+        if not any(vocab_size for _, vocab_size in shapes) and getattr(options, key) is not None:
+            raise ConfigError(f"{flag_of(key)} has no effect: no model here takes tokens. Remove the option.")
     for seq_length, vocab_size in sorted(shape for shape in shapes if shape[1] is not None):
         data.open_data(
             options.data,
