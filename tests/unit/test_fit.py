@@ -143,8 +143,8 @@ def test_what_is_gathered_of_a_row_is_on_rank_0_three_times() -> None:
 def test_weights_of_all_layers_are_not_loaded_into_fewer() -> None:
     row = configuration(model=("hf:gpt2",))
     config = models.from_dict(row.model).model_copy(update={"weights": "/a/checkpoint"})
-    assert fit.with_layers(config, config.num_layers) is config
-    fewer = fit.with_layers(config, 3)
+    assert config.with_layers(config.num_layers) is config
+    fewer = config.with_layers(3)
     assert (fewer.num_layers, fewer.weights) == (3, RANDOM_WEIGHTS)
 
 

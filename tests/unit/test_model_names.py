@@ -235,7 +235,6 @@ def test_a_local_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("published", "words"),
     [
-        ({"model_type": "mamba"}, ["'mamba'", "llama"]),
         ({"model_type": "llama", "hidden_size": 64}, ["lacks num_hidden_layers, num_attention_heads"]),
         (PUBLISHED["llama"]["config"] | {"quantization_config": {"bits": 4}}, ["quantization_config"]),
         (PUBLISHED["Qwen/Qwen2.5-7B"]["config"] | {"use_sliding_window": True}, ["use_sliding_window True"]),

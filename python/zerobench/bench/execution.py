@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from zerobench import models
 from zerobench.bench.assess import (
     ReferenceRun,
     apply_outcome,
@@ -158,9 +159,10 @@ class Execution:
                 while True:
                     job = self.jobs.reference(step, model)
                     outcome = self._launcher.run(job, log=log, on_progress=on_progress)
-                    if outcome.status != "oom" or model["num_layers"] == 1:
+                    config = models.from_dict(model)
+                    if outcome.status != "oom" or config.num_layers == config.least_layers:
                         break
-                    model = {**model, "num_layers": model["num_layers"] // 2}
+                    model = config.with_layers(config.num_layers // 2).model_dump()
             is_asked_for = self.options.verify_layers == model["num_layers"]
             why = "as --verify-layers asks" if is_asked_for else None
             self._references[group] = reference_run(job, outcome, why_fewer_layers=why)

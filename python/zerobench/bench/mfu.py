@@ -31,19 +31,21 @@ def peak_tflops(device_name: str, compute_dtype: str) -> float | None:
 
 
 def likely_compute_s(settings: Settings, device_name: str) -> float | None:
-    """Forward and backward of a step at half of the GPU's peak; None where that is not known."""
+    """Forward and backward of a step at half of the GPU's peak; None where that or the model's FLOPs are unknown."""
     peak = _peaks().get(device_name, {}).get("tf32" if settings.tf32 else settings.precision)
     if peak is None:
         return None
     config = models.from_dict(settings.model_config_resolved)
     tokens = settings.batch_size * settings.seq_length * settings.grad_accum
+    flops = models.flops_per_token(config, settings.seq_length)
+    if flops is None:
+        return None
     passes = 4 / 3 if settings.checkpointing else 1.0  # backward costs two forwards, and recomputes one
-    flops = passes * tokens * models.flops_per_token(config, settings.seq_length)
-    return flops / (_LIKELY_SHARE * peak * 1e12)
+    return passes * tokens * flops / (_LIKELY_SHARE * peak * 1e12)
 
 
 def utilisation(row: Row, device_name: str) -> Mfu | None:
-    """Of a measured row, or None where its GPU's peak is not known."""
+    """Return the utilisation of a measured row, or None where its GPU's peak or its model's FLOPs are unknown."""
     if row.tokens_per_s is None or row.dtypes is None:
         return None
     peak = peak_tflops(device_name, row.dtypes.compute)
@@ -51,6 +53,8 @@ def utilisation(row: Row, device_name: str) -> Mfu | None:
         return None
     config = models.from_dict(row.settings.model_config_resolved)
     flops = models.flops_per_token(config, row.settings.seq_length)
+    if flops is None:
+        return None
     achieved = flops * row.tokens_per_s / row.settings.world_size / 1e12
     return Mfu(
         pct=100.0 * achieved / peak,

@@ -44,7 +44,9 @@ def run_comparison(
                 notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
             with ProgressDisplay(notes, task_num(steps)) as display:
                 session.write()  # by which a folder of data leaves out the folder of results
-                digest = data.digest_of(plan.options.data)
+                digest = data.digest_of(
+                    plan.options.data, text_field=plan.options.text_field, tokens=plan.options.tokens
+                )
                 execution = Execution(
                     plan.options, host=host, launcher=launcher, sampler=sampler, data_digest=digest
                 )

@@ -94,7 +94,7 @@ def options_of(
     if chosen:
         asked["strategies"] = tuple(chosen)
     expect_working_folder()
-    if any(":" in strategy for strategy in chosen):
+    if any(":" in name for name in (*chosen, *asked.get("model", ()))):
         add_working_folder()
     return CompareOptions(
         host_ranks=started.machine.num_ranks if started else None,
@@ -154,6 +154,6 @@ def expect_working_folder() -> None:
 
 
 def add_working_folder() -> None:
-    """A strategy of one's own may lie in the working folder, also when the console script was called."""
+    """A strategy or model of one's own may lie in the working folder, also when the console script was called."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())

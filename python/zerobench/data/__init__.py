@@ -1,5 +1,26 @@
-"""Deterministic token streams, the same for every strategy. Importing this imports no torch."""
+"""Deterministic batches, the same for every strategy. Importing this imports no torch."""
 
-from zerobench.data.datasets import ByteDataset, Dataset, SyntheticDataset, digest_of, open_data
+from zerobench.data.datasets import (
+    ByteDataset,
+    Dataset,
+    IdDataset,
+    SyntheticDataset,
+    TokenDataset,
+    digest_of,
+    open_data,
+)
+from zerobench.data.made import BatchRequest, MadeDataset
+from zerobench.data.sources import ID_WIDTHS
 
-__all__ = ["ByteDataset", "Dataset", "SyntheticDataset", "digest_of", "open_data"]
+__all__ = [
+    "ID_WIDTHS",
+    "BatchRequest",
+    "ByteDataset",
+    "Dataset",
+    "IdDataset",
+    "MadeDataset",
+    "SyntheticDataset",
+    "TokenDataset",
+    "digest_of",
+    "open_data",
+]

@@ -26,11 +26,18 @@ class Checkpoint:
         self._files = self._index()  # file by tensor name
         self._open = cache(self._open_file)
 
+    def expect_names(self, model: nn.Module) -> None:
+        """Raise ConfigError for a parameter of the model that the checkpoint lacks. Reads no values."""
+        aliases = self._aliases(model)
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        for name, parameter in model.named_parameters():
+            spelled = (key for alias in aliases[id(parameter)] for key in self._spellings(alias, prefix))
+            if next(spelled, None) is None and not self._is_fused(name):
+                raise self._lacks(name)
+
     def load_into(self, model: nn.Module, names: Iterable[str]) -> None:
         """Copy the checkpoint's values, in the parameters' dtypes. Raises ConfigError for what it lacks."""
-        aliases: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).append(name)
+        aliases = self._aliases(model)
         parameters = dict(model.named_parameters())
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         for name in names:
@@ -48,6 +55,14 @@ class Checkpoint:
             for other in found[1:]:
                 self._expect_tied(found[0], values, other)
             parameter.copy_(values)
+
+    @staticmethod
+    def _aliases(model: nn.Module) -> dict[int, list[str]]:
+        """Names of each parameter, several of a tied one, by its id."""
+        aliases: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
+        return aliases
 
     def read(self, name: str) -> torch.Tensor:
         if name not in self._files:
@@ -111,10 +126,14 @@ class Checkpoint:
                 if written in self._files:
                     yield written
 
+    def _is_fused(self, name: str) -> bool:
+        match = _FUSED_EXPERTS.fullmatch(name)
+        return match is not None and f"{match['layer']}.block_sparse_moe.experts.0.w1.weight" in self._files
+
     def _fused(self, name: str, shape: torch.Size) -> torch.Tensor | None:
         """Mixtral's experts, which transformers 5 keeps in one tensor and checkpoints in one each."""
         match = _FUSED_EXPERTS.fullmatch(name)
-        if match is None or f"{match['layer']}.block_sparse_moe.experts.0.w1.weight" not in self._files:
+        if match is None or not self._is_fused(name):
             return None
         experts = [f"{match['layer']}.block_sparse_moe.experts.{expert}" for expert in range(shape[0])]
         if match["kind"] == "down_proj":

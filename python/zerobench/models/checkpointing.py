@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zerobench.errors import ConfigError
@@ -16,15 +17,22 @@ def enable_checkpointing(model: nn.Module) -> None:
     """Keep each block's input only, and compute the block again in backward. Raises ConfigError for a model without
     transformers' ``gradient_checkpointing_enable``, which ours have too."""
     enable = getattr(model, "activation_checkpointing_enable", None)  # transformers from 5.2x on
-    if enable is not None:
-        enable(activation_checkpointing_kwargs=_arguments(model))
-        return
-    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ConfigError(
             f"{type(model).__name__} has no gradient_checkpointing_enable: leave out --checkpointing"
         )
-    if "gradient_checkpointing_kwargs" in inspect.signature(enable).parameters:
+    try:
+        _enable(enable, model)
+    except ValueError as error:  # transformers', of a model without
+        raise ConfigError(f"{' '.join(str(error).split())}: leave out --checkpointing") from error
+
+
+def _enable(enable: Callable[..., object], model: nn.Module) -> None:
+    if "activation_checkpointing_kwargs" in inspect.signature(enable).parameters:
+        enable(activation_checkpointing_kwargs=_arguments(model))
+    elif "gradient_checkpointing_kwargs" in inspect.signature(enable).parameters:
         enable(gradient_checkpointing_kwargs=_arguments(model))
     else:
         enable(use_reentrant=False)

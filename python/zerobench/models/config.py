@@ -15,35 +15,68 @@ NULLABLE_FIELDS = ("sliding_window",)
 
 
 class ModelConfig(BaseModel):
-    """Sizes of a model; those of sequences and of the vocabulary are in tokens. ``from_dict`` reads a dumped one."""
+    """Facts of a model that a comparison reads. Sizes of sequences and of the vocabulary are in tokens. ``from_dict``
+    reads a dumped one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str = "custom"
     num_layers: int = Field(gt=0)
+    max_seq_length: int | None = Field(default=None, gt=0)  # None: any
+    vocab_size: int | None = Field(default=None, gt=0)  # None: it takes no tokens
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)  # above zero, strategies draw different masks
+
+    @property
+    def least_layers(self) -> int:
+        """Fewest layers that ``with_layers`` can leave."""
+        return 1
+
+    @property
+    def begins_whole(self) -> bool:
+        """Whether every rank makes the whole model before any strategy divides it."""
+        return False
+
+    def with_layers(self: T, layers: int) -> T:
+        """Return the same model with another number of layers."""
+        return self if layers == self.num_layers else self.model_copy(update=self._changes_for(layers))
+
+    def _changes_for(self, layers: int) -> dict[str, Any]:
+        """Return the fields that another number of layers changes."""
+        return {"num_layers": layers}
+
+    def seq_length_of(self, asked: int) -> int:
+        """Return the tokens of a sample where sequences of ``asked`` tokens were asked for."""
+        return asked
+
+    def check_seq_length(self, seq_length: int) -> None:
+        """Raise ConfigError unless sequences of ``seq_length`` tokens can be trained (two to predict one)."""
+        if seq_length < 2 or (self.max_seq_length is not None and seq_length > self.max_seq_length):
+            allowed = (
+                f"is outside 2 to {self.max_seq_length} (max_seq_length of model {self.name!r}): choose another "
+                "seq_length or override max_seq_length"
+                if self.max_seq_length is not None
+                else "is too short: use at least 2"
+            )
+            raise ConfigError(f"seq_length {seq_length} {allowed}")
+
+
+class SizedConfig(ModelConfig):
+    """A model whose every size is known, so that its parameters and FLOPs are too."""
+
     hidden_size: int = Field(gt=0)
     num_heads: int = Field(gt=0)
     max_seq_length: int = Field(gt=0)
     vocab_size: int = Field(gt=0)
     tied_embeddings: bool = True  # token embedding and output projection share one weight
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)  # above zero, strategies draw different masks
 
     @model_validator(mode="after")
-    def _heads_divide_hidden(self) -> ModelConfig:
+    def _heads_divide_hidden(self) -> SizedConfig:
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}: "
                 f"use a multiple of {self.num_heads} or another num_heads"
             )
         return self
-
-    def check_seq_length(self, seq_length: int) -> None:
-        """Raise ConfigError unless sequences of ``seq_length`` tokens can be trained (two to predict one)."""
-        if not 2 <= seq_length <= self.max_seq_length:
-            raise ConfigError(
-                f"seq_length {seq_length} is outside 2 to {self.max_seq_length} (max_seq_length of model "
-                f"{self.name!r}): choose another seq_length or override max_seq_length"
-            )
 
 
 def make(kind: type[T], name: str, fields: Mapping[str, Any]) -> T:

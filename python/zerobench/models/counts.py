@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zerobench.models.config import ModelConfig
+from zerobench.errors import ConfigError
+from zerobench.models.config import ModelConfig, SizedConfig
 from zerobench.models.hf_config import HFConfig
+from zerobench.models.measured import MeasuredConfig
 from zerobench.models.presets import PresetConfig
 
 
@@ -36,11 +38,25 @@ class Tally:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Exact number of parameters, a tied weight counted once."""
-    return tally(config).parameters
+    """Return the number of parameters, a tied weight counted once. Exact, but for a measured model (``examine``) with
+    another number of layers than it was measured with. Raises ConfigError for a model that was not measured."""
+    if not isinstance(config, MeasuredConfig):
+        return tally(config).parameters
+    if config.parameters is None:
+        raise ConfigError(
+            f"the parameters of model {config.name!r} are not counted yet: pass it to zerobench.models.examine first"
+        )
+    return config.parameters
 
 
-def flops_per_token(config: ModelConfig, seq_length: int) -> float:
+def logits_numel(config: ModelConfig, seq_length: int) -> int:
+    """Return how many logits a sample of ``seq_length`` tokens has; 0 where that is unknown."""
+    if isinstance(config, MeasuredConfig) and not config.predicts_tokens:
+        return 0
+    return seq_length * (config.vocab_size or 0)
+
+
+def flops_per_token(config: ModelConfig, seq_length: int) -> float | None:
     """Floating-point operations of forward and backward per token of a sequence of ``seq_length``.
 
     3 x (2 x M + 4 x L x A x S): a multiplication and an addition for each of the M weight matrix elements that a token
@@ -48,8 +64,11 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     products of attention, queries with keys and scores with values, A = heads x head size wide over S positions;
     backward costs twice the forward. As in PaLM (arXiv 2204.02311, appendix B) attention counts every position, not
     only those that a causal mask leaves; a sliding window bounds S. Recomputation (gradient checkpointing), norms,
-    activations, embeddings' lookups, the softmax and the optimizer do not count.
+    activations, embeddings' lookups, the softmax and the optimizer do not count. None for a model whose sizes are
+    unknown.
     """
+    if not isinstance(config, SizedConfig):
+        return None
     positions = seq_length
     attention_width = config.hidden_size
     if isinstance(config, HFConfig):
@@ -67,7 +86,7 @@ def tally(config: ModelConfig) -> Tally:
     return _TALLIES[config.architecture](config)
 
 
-def _gpt(config: ModelConfig, ffn_size: int) -> Tally:
+def _gpt(config: SizedConfig, ffn_size: int) -> Tally:
     h = config.hidden_size
     block = _biased_block(h, ffn_size)
     total = Tally()
@@ -90,7 +109,7 @@ def _biased_block(h: int, ffn_size: int) -> Tally:
     return block
 
 
-def _head(total: Tally, config: ModelConfig, width: int) -> None:
+def _head(total: Tally, config: SizedConfig, width: int) -> None:
     """The projection onto the vocabulary, whose weight may be the embedding's."""
     total.linear(width, config.vocab_size)
     if config.tied_embeddings:

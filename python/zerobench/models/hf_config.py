@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from zerobench.errors import ConfigError
-from zerobench.models.config import ModelConfig, checked_overrides, make
+from zerobench.models.config import SizedConfig, checked_overrides, make
 
 RANDOM_WEIGHTS = "random"
 
@@ -125,7 +125,7 @@ _GROUPED_NUMEL = 8  # of two bytes: torch's grouped products take rows in multip
 _REQUIRED = ("num_layers", "hidden_size", "num_heads", "max_seq_length", "vocab_size")
 
 
-class HFConfig(ModelConfig):
+class HFConfig(SizedConfig):
     """A model that transformers builds. Every size is resolved; ``other`` is handed to its configuration class."""
 
     architecture: Literal["gpt2", "llama", "mistral", "mixtral", "qwen2", "opt", "bert"]
@@ -174,6 +174,10 @@ class HFConfig(ModelConfig):
                     "experts needs: use one that is"
                 )
 
+    def _changes_for(self, layers: int) -> dict[str, Any]:
+        """Loaded weights are for all layers, so fewer begin at random."""
+        return {"num_layers": layers, "weights": RANDOM_WEIGHTS}
+
     def hf_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the architecture's configuration class."""
         kind = ARCHITECTURES[self.architecture]
@@ -184,6 +188,19 @@ class HFConfig(ModelConfig):
         return {**self.other, **arguments, **fixed, "attn_implementation": self.attention}
 
 
+def is_known(published: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of an architecture, and of that class of it, whose sizes are listed here."""
+    kind = (
+        ARCHITECTURES.get(published["model_type"]) if isinstance(published.get("model_type"), str) else None
+    )
+    classes = published.get("architectures")
+    if kind is None or not classes:
+        return kind is not None
+    base = kind.config_class.removesuffix("Config")
+    # A folder of the base model, or of BERT's two tasks of pretraining, is built with the head that is trained here.
+    return classes[0] in (kind.model_class, f"{base}Model", f"{base}ForPreTraining")
+
+
 def overridable(architecture: str) -> list[str]:
     """Fields that may be given instead of the published ones."""
     return [*ARCHITECTURES[architecture].keys, "dropout", "attention", "weights"]
@@ -192,18 +209,14 @@ def overridable(architecture: str) -> list[str]:
 def from_published(
     name: str, published: Mapping[str, Any], *, overrides: Mapping[str, Any] | None, weights: str
 ) -> HFConfig:
-    """The configuration that a config.json describes, with ``overrides`` of our fields, as ``models.resolve`` has them.
+    """The configuration that a config.json of a known architecture describes, with ``overrides`` of our fields, as
+    ``models.resolve`` has them.
 
     A size that follows from others in the file (head size, feed-forward of four times the width, as many key and value
     heads as heads) follows here too. Other sizes than published come with random weights unless ``weights`` is
     overridden. Raises ConfigError.
     """
-    architecture = published.get("model_type")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise ConfigError(
-            f"model {name!r} has architecture {architecture!r}, which zerobench does not build: "
-            f"use one of {', '.join(ARCHITECTURES)}"
-        )
+    architecture = published["model_type"]
     for key, harmless in _UNSUPPORTED.items():
         if published.get(key) not in (None, harmless):
             raise ConfigError(f"model {name!r} has {key} {published[key]!r}, which zerobench does not build")

@@ -7,6 +7,10 @@
   (``openai-community/gpt2``) transformers' GPT-2, and neither ever stands in for the other.
 - ``llama-1.3b``, ``llama``: the shapes of the peer benchmark, built by transformers.
 - a path that begins with ``/``, ``./``, ``../`` or ``~``: a folder with a config.json and, perhaps, weights.
+- ``package.module:function``: what a user's own function makes.
+
+Of a folder, an architecture that this package knows is an HFConfig, with all its sizes; any other is a FolderConfig,
+which only building it tells about (``examine``).
 
 Imports neither torch nor transformers.
 """
@@ -23,9 +27,11 @@ from typing import Any
 
 from zerobench.engine.config import read_json
 from zerobench.errors import ConfigError, did_you_mean
-from zerobench.host import packages
+from zerobench.host import imports, packages
 from zerobench.models.config import ModelConfig, suggest
-from zerobench.models.hf_config import RANDOM_WEIGHTS, HFConfig, from_published
+from zerobench.models.folder_config import FolderConfig, from_folder
+from zerobench.models.hf_config import RANDOM_WEIGHTS, HFConfig, from_published, is_known
+from zerobench.models.place_config import PlaceConfig, from_place
 from zerobench.models.presets import PresetConfig, preset_names, resolve_preset
 from zerobench.models.weight_files import checked_weights, has_weights, is_whole
 
@@ -69,16 +75,23 @@ def find(
         return from_published(name, known[name]["config"], overrides=given, weights=weights)
     if cached is not None:
         return _of_folder(name, cached, given)
+    if imports.is_place(name) and not name.startswith("hf:"):
+        return from_place(name, given)
     raise ConfigError(f"{_refusal(name, list(known))}{_local_hint(name)}")
 
 
 def from_dict(values: Mapping[str, Any]) -> ModelConfig:
     """Return the configuration that ``model_dump`` gave ``values``. Raises pydantic's ValidationError."""
-    kind = HFConfig if "architecture" in values else PresetConfig
+    kinds: dict[str, type[ModelConfig]] = {
+        "architecture": HFConfig,
+        "published": FolderConfig,
+        "place": PlaceConfig,
+    }
+    kind = next((kind for key, kind in kinds.items() if key in values), PresetConfig)
     return kind.model_validate(values)
 
 
-def _of_folder(name: str, folder: Path, overrides: Mapping[str, Any]) -> HFConfig:
+def _of_folder(name: str, folder: Path, overrides: Mapping[str, Any]) -> HFConfig | FolderConfig:
     path = folder / "config.json"
     try:
         published = read_json(path, may_repeat_keys=True)
@@ -87,7 +100,8 @@ def _of_folder(name: str, folder: Path, overrides: Mapping[str, Any]) -> HFConfi
     if not isinstance(published, dict):
         raise ConfigError(f"model {name!r}: {path} holds no JSON object: give a model's config.json")
     weights = str(folder) if has_weights(folder) else RANDOM_WEIGHTS
-    config = from_published(name, published, overrides=overrides, weights=weights)
+    read = from_published if is_known(published) else from_folder
+    config = read(name, published, overrides=overrides, weights=weights)
     if config.weights == str(folder):
         checked_weights(folder)
     return config
@@ -133,13 +147,13 @@ def check_packages(
     major_version: Callable[[str], int] = packages.major_version,
 ) -> None:
     """Raise ConfigError in one sentence where a package that the model needs is missing."""
-    if not isinstance(config, HFConfig):
+    if not isinstance(config, HFConfig | FolderConfig):
         return
     if not is_installed("transformers"):
         raise ConfigError(
             f"model {config.name!r} needs transformers: pip install '.[hf]' in zerobench's checkout"
         )
-    if config.architecture == "mixtral" and major_version("transformers") < 5:
+    if getattr(config, "architecture", None) == "mixtral" and major_version("transformers") < 5:
         raise ConfigError(
             f"model {config.name!r}: before transformers 5 each expert is a module of its own, and one that no token "
             "reaches has no gradient, which DDP and FSDP do not take: pip install -U transformers"

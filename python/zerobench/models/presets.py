@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import Field
 
-from zerobench.models.config import ModelConfig, checked_overrides, make
+from zerobench.models.config import SizedConfig, checked_overrides, make
 
 
-class PresetConfig(ModelConfig):
+class PresetConfig(SizedConfig):
     """Shape of a decoder-only transformer: pre-norm, learned positions, biases, as GPT-2; attention is torch's sdpa."""
 
     ffn_multiplier: int = Field(default=4, gt=0)  # width of the feed-forward layer over hidden_size

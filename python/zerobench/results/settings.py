@@ -147,8 +147,8 @@ class Settings(ResultModel):
         option=Option(
             takes=Takes.LIST, convert=name, on_cpu="tiny", on_gpus="gpt2", help_at=20, grid_at=1,
             help="Presets (tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt-64m, and gpt-512m, which has the shape of "
-            "gpt2-medium), llama-1.3b, llama, names of the Hugging Face hub (facebook/opt-1.3b, hf:gpt2), or a folder "
-            "with a config.json. Default: tiny, on GPUs gpt2.",
+            "gpt2-medium), llama-1.3b, llama, names of the Hugging Face hub (facebook/opt-1.3b, hf:gpt2), a folder "
+            "with a config.json, or package.module:function of your own. Default: tiny, on GPUs gpt2.",
         ),
     )]
     model_config_resolved: Annotated[dict[str, Any], Setting(changes=Changes.RESULT, quiet=True)] = Field(
@@ -329,10 +329,24 @@ class Settings(ResultModel):
         changes=Changes.WORKLOAD | Changes.RESULT,
         option=Option(
             default="stdlib", help_at=320,
-            help="A text file, a folder (hidden files and folders of results are left out), stdlib (the interpreter's "
-            "own Python sources) or synthetic. It must stay as it is while the comparison runs.",
+            help="A file of text, JSON lines or Parquet, a folder of them (hidden files and folders of results are "
+            "left out), stdlib (the interpreter's own Python sources) or synthetic. It must stay as it is while the "
+            "comparison runs.",
         ),
     )] = "stdlib"
+    text_field: Annotated[str | None, Setting(
+        changes=Changes.WORKLOAD | Changes.RESULT, word="text field", off=None,
+        option=Option(
+            help_at=322, help="Field of JSON lines and Parquet that holds the text. Default: text.",
+        ),
+    )] = None
+    tokens: Annotated[str | None, Setting(
+        changes=Changes.WORKLOAD | Changes.RESULT, word="token ids", off=None,
+        option=Option(
+            help_at=324,
+            help="u16 or u32: the file of --data holds token ids of this width, little-endian, without a header.",
+        ),
+    )] = None
     communicator: Annotated[str | None, Setting(
         changes=Changes.RATE, is_as_asked=False, known_after_run=True,
         option=Option(

@@ -6,11 +6,9 @@ named by the place of its class, ``package.module:ClassName``.
 
 from __future__ import annotations
 
-import importlib
-import traceback
-
 from zerobench._native import import_torch
 from zerobench.errors import ConfigError
+from zerobench.host import imports
 from zerobench.strategies.base import Strategy
 from zerobench.strategies.catalogue import CATALOGUE, Facts, available, check
 
@@ -20,19 +18,11 @@ __all__ = ["Strategy", "available", "facts", "get"]
 def get(name: str) -> type[Strategy]:
     """The class of a built-in strategy or of ``package.module:ClassName``; imports its module, and torch."""
     check(name)
-    module_name, _, class_name = (CATALOGUE[name].place if name in CATALOGUE else name).partition(":")
+    place = CATALOGUE[name].place if name in CATALOGUE else name
     import_torch()
-    try:
-        found = getattr(importlib.import_module(module_name), class_name, None)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"strategy {name!r}: no module named {error.name!r}: install it or set PYTHONPATH to its folder"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"strategy {name!r}: {module_name} cannot be imported: {_told(error)}: put that right"
-        ) from error
+    found = imports.load(place, what=f"strategy {name!r}")
     if not (isinstance(found, type) and issubclass(found, Strategy)):
+        module_name, _, class_name = place.partition(":")
         raise ConfigError(f"strategy {name!r}: {module_name} has no Strategy class named {class_name!r}")
     return found
 
@@ -47,12 +37,3 @@ def facts(name: str) -> Facts:
             f"strategy {name!r}: facts is a {type(declared).__name__}: make it a zerobench.strategies.catalogue.Facts"
         )
     return declared
-
-
-def _told(error: BaseException) -> str:
-    """The error in a line, with the place that it comes from."""
-    what = " ".join(f"{type(error).__name__}: {error}".split())
-    if isinstance(error, SyntaxError):
-        return what  # which names file and line
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{what} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else what

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 Batch = Mapping[str, "torch.Tensor"]
-"""Keyword arguments of the model's forward: ``input_ids`` and ``labels``, both (batch_size, seq_length) int64."""
+"""Keyword arguments of the model's forward, such as ``input_ids`` and ``labels``, both (batch_size, seq_length) int64.
+``models.open_batches`` makes those of a model."""
 
 
 class ModelFactory(Protocol):

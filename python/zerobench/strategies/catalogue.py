@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zerobench.errors import ConfigError, did_you_mean
+from zerobench.host import imports
 
 Part = Literal["parameters", "gradients", "optimizer_state"]
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer_state")
@@ -238,15 +239,9 @@ def known_facts(name: str) -> Facts:
     return CATALOGUE.get(name, OWN)
 
 
-def is_place(name: str) -> bool:
-    """Whether ``name`` has the form ``package.module:ClassName``."""
-    module_name, colon, class_name = name.partition(":")
-    return bool(colon) and class_name.isidentifier() and all(p.isidentifier() for p in module_name.split("."))
-
-
 def check(name: str) -> None:
     """Raise ConfigError unless ``name`` is built in or has the form of a place. Imports nothing."""
-    if name in CATALOGUE or is_place(name):
+    if name in CATALOGUE or imports.is_place(name):
         return
     hint = did_you_mean(name.lower(), CATALOGUE, cutoff=0.5)
     raise ConfigError(

@@ -11,7 +11,6 @@ from zerobench import models
 from zerobench.bench.plan.plan import Configuration
 from zerobench.engine.config import parse as parse_config
 from zerobench.host.gpus import Gpu
-from zerobench.models.hf_config import RANDOM_WEIGHTS
 from zerobench.results.sizes import GIB, KIB, MIB
 from zerobench.strategies.catalogue import FLOOR, OURS, PARTS
 
@@ -86,9 +85,9 @@ def logits_bytes(configuration: Configuration) -> int:
     if not configuration.facts.whole_logits:
         return 0
     settings = configuration.settings
-    vocab_size = models.from_dict(configuration.model).vocab_size
+    logits_numel = models.logits_numel(models.from_dict(configuration.model), settings.seq_length)
     itemsize = 4 if settings.precision == "fp32" else 2
-    return settings.batch_size * settings.seq_length * vocab_size * itemsize
+    return settings.batch_size * logits_numel * itemsize
 
 
 def why_too_large(
@@ -107,8 +106,10 @@ def why_too_large(
     ranks_text = "one rank" if host_ranks == 1 else f"{host_ranks} ranks"
     smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None) if on_gpus else None
     if smallest is not None:
-        whole_bytes = 4 * models.parameter_count(models.from_dict(configuration.model))
-        if configuration.facts.begins_whole and whole_bytes > smallest.total_bytes:
+        config = models.from_dict(configuration.model)
+        whole_bytes = 4 * models.parameter_count(config)
+        begins_whole = configuration.facts.begins_whole or config.begins_whole
+        if begins_whole and whole_bytes > smallest.total_bytes:
             return TooLarge(
                 f"{configuration.strategy} begins with the whole fp32 model on each rank, which needs "
                 f"{whole_bytes / GIB:.2f} GiB, and GPU {smallest.index} has {smallest.total_bytes / GIB:.2f}: "
@@ -177,11 +178,13 @@ def verification_model(
     ``rounded_tokens``: of a step in a precision in which experts are mistaken; where each would get few of them, every
     token goes to all."""
     config = models.from_dict(dict(model)).model_copy(update={"dropout": 0.0})
-    if isinstance(config, models.HFConfig) and rounded_tokens is not None and config.num_experts:
+    kinds = (models.HFConfig, models.FolderConfig)
+    if isinstance(config, kinds) and config.num_experts and rounded_tokens is not None:
         tokens_each = rounded_tokens * config.experts_per_token / config.num_experts
         if tokens_each < _MANY_TOKENS_OF_AN_EXPERT:
             config = config.model_copy(update={"experts_per_token": config.num_experts})
-    config = with_layers(config, min(layers or config.num_layers, config.num_layers))
+    fewest = config.least_layers
+    config = config.with_layers(max(fewest, min(layers or config.num_layers, config.num_layers)))
     limits = (memory_available_bytes, rank_memory_bytes)
     host_bytes = min(limit for limit in limits if limit is not None)
     offloaded_bytes_each = _OFFLOADED_HOST_BYTES if offloads else 0
@@ -198,16 +201,6 @@ def verification_model(
         on_device = count * _REFERENCE_DEVICE_BYTES <= _FILLED * device_bytes
         return on_device and count * host_bytes_each <= host_bytes
 
-    while config.num_layers > 1 and not fits(config):
-        config = with_layers(config, config.num_layers // 2)
+    while config.num_layers > fewest and not fits(config):
+        config = config.with_layers(max(fewest, config.num_layers // 2))
     return config.model_dump()
-
-
-def with_layers(config: models.ModelConfig, layers: int) -> models.ModelConfig:
-    """The same model with ``layers`` layers; loaded weights are for all of them, so fewer begin at random."""
-    if layers == config.num_layers:
-        return config
-    update: dict[str, Any] = {"num_layers": layers}
-    if isinstance(config, models.HFConfig):
-        update["weights"] = RANDOM_WEIGHTS
-    return config.model_copy(update=update)

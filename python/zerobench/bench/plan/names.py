@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,8 @@ def base_name(strategy: str, settings: Settings, extra: dict[str, Any], *, sever
     if several_models:
         config = settings.model_config_resolved
         model = re.sub(r"[^\w.-]", "-", settings.model.rpartition("/")[2])
-        parts += [model, f"l{config['num_layers']}", f"h{config['hidden_size']}"]
+        parts += [model] if "place" in config else [model, f"l{config['num_layers']}"]
+        parts += [f"h{config['hidden_size']}"] if config.get("hidden_size") else []
     if settings.config_file is None and "communicator" in extra:
         parts.append(extra["communicator"])
     if settings.config_file is not None:
@@ -100,6 +101,13 @@ def rerun_values(configuration: Configuration, options: CompareOptions) -> dict[
 def own_fields(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """What of a model's configuration was not as its name has it, and may be said."""
     resolved = models.find(name)
-    known = overridable(resolved.architecture) if isinstance(resolved, models.HFConfig) else config.keys()
     defaults = resolved.model_dump()
-    return {key: value for key, value in config.items() if key in known and value != defaults[key]}
+    known: Iterable[str] = config
+    if isinstance(resolved, models.HFConfig):
+        known = overridable(resolved.architecture)
+    elif isinstance(resolved, models.FolderConfig):
+        config, defaults = ({**values, **values["published"]} for values in (config, defaults))
+        known = [*resolved.published, "dropout", "attention", "weights"]
+    elif isinstance(resolved, models.PlaceConfig):
+        known = ("dropout",)
+    return {key: value for key, value in config.items() if key in known and value != defaults.get(key)}

@@ -11,8 +11,10 @@ from typing import Any
 
 from zerobench import strategies
 from zerobench.bench.protocol.tolerances import TOLERANCES
+from zerobench.data import ID_WIDTHS
 from zerobench.engine.config import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from zerobench.errors import ConfigError
+from zerobench.host import imports
 from zerobench.host.gpus import Gpu
 from zerobench.host.io_settings import ENGINES
 from zerobench.results.setting_values import comma_list, split
@@ -123,7 +125,7 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         raise ConfigError(f"--rounds {options.rounds} is impossible: use zero or more")
     for name in options.strategies:
         catalogue.check(name)
-        if catalogue.is_place(name):
+        if imports.is_place(name):
             # A place of one's own is wrong more often than a name. Costs the import of torch.
             strategies.get(name)
     known: dict[str, tuple[Sequence[str], Sequence[str]]] = {
@@ -133,6 +135,7 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         "--bind": ([options.bind], BINDINGS),
         f"--communicator on {options.device}": (options.communicator, COMMUNICATORS[options.device]),
         "--io-engine": ([options.io_engine] if options.io_engine else [], ENGINES),
+        "--tokens": ([options.tokens] if options.tokens else [], list(ID_WIDTHS)),
         "--attention": ([options.attention] if options.attention else [], ATTENTIONS),
     }
     for what, (asked, choices) in known.items():

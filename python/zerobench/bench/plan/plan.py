@@ -23,7 +23,7 @@ from zerobench.bench.protocol.tolerances import VERIFY_STEPS
 from zerobench.engine.config import parse as parse_config
 from zerobench.errors import ConfigError, did_you_mean
 from zerobench.host.machine import cpus_usable
-from zerobench.results.settings import SETTINGS, Changes, Settings, axes, settings_that_change
+from zerobench.results.settings import SETTINGS, Changes, Settings, axes, flag_of, settings_that_change
 from zerobench.strategies.base import NVME_OFFLOADS, OptimizerSettings
 from zerobench.strategies.catalogue import FLOOR, OURS, REFERENCE, Facts
 
@@ -253,18 +253,27 @@ def resolve_settings(
         "nvme_paths": options.nvme_paths,
         **decided,
     }
+    point["seq_length"] = model.seq_length_of(point["seq_length"])
     model.check_seq_length(point["seq_length"])
+    model = models.examine(model, seq_length=point["seq_length"], checkpointing=point["checkpointing"])
     return Settings(
         **point | placement(options, strategy, point),
         model=model.name,
         model_config_resolved=model.model_dump(),
         parameter_count=models.parameter_count(model),
-        attention=getattr(model, "attention", OWN_ATTENTION),
+        attention=attention_of(model),
         dropout=model.dropout,
         tf32=tf32_of(options, point["precision"]),
         verify_steps=VERIFY_STEPS,
         threads_per_rank=max(1, cpus_usable() // ranks_on_cores(options, point["world_size"])),
     )
+
+
+def attention_of(model: models.ModelConfig) -> str | None:
+    """Return how the model computes attention, or None where that is its own function's affair."""
+    if isinstance(model, models.PlaceConfig):
+        return None
+    return getattr(model, "attention", OWN_ATTENTION)
 
 
 def tf32_of(options: CompareOptions, precision: str) -> bool | None:
@@ -274,10 +283,19 @@ def tf32_of(options: CompareOptions, precision: str) -> bool | None:
 
 def check_data(options: CompareOptions, settings: Sequence[Settings]) -> None:
     """Open the data once for each shape that will be asked of it."""
-    for seq_length, vocab_size in sorted(
-        {(s.seq_length, s.model_config_resolved["vocab_size"]) for s in settings}
-    ):
-        data.open_data(options.data, seed=options.seed, seq_length=seq_length, vocab_size=vocab_size)
+    shapes = {(s.seq_length, s.model_config_resolved["vocab_size"]) for s in settings}
+    for key in ("text_field", "tokens"):
+        if not any(vocab_size for _, vocab_size in shapes) and getattr(options, key) is not None:
+            raise ConfigError(f"{flag_of(key)} has no effect: no model here takes tokens. Remove the option.")
+    for seq_length, vocab_size in sorted(shape for shape in shapes if shape[1] is not None):
+        data.open_data(
+            options.data,
+            seed=options.seed,
+            seq_length=seq_length,
+            vocab_size=vocab_size,
+            text_field=options.text_field,
+            tokens=options.tokens,
+        )
 
 
 def check_baseline(options: CompareOptions, configurations: Sequence[Configuration]) -> None:

@@ -153,13 +153,22 @@ def gather_evidence(
 def evaluate(
     strategy: Strategy, batch: Batch, masters: Tensors
 ) -> tuple[float | None, WorstRead | None, str | None]:
-    """The batch's loss, whether that forward read ``masters``, and the loss's dtype. Collective."""
+    """The batch's loss, whether that forward read ``masters``, and the loss's dtype. Collective. All None for a model
+    that evaluates with statistics of the batches it trained on: each rank has its own, and no reference has them."""
     module = strategy.module()
+    if module is not None and keeps_statistics(module):
+        return None, None, None
     with nullcontext() if module is None else watched(module, masters) as reads:
         loss = strategy.evaluate([batch])
     if reads is None or reads.loss_dtype is None:
         return loss, None, None
     return loss, reads.worst(), str(reads.loss_dtype).removeprefix("torch.")
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a batch norm of the module keeps running statistics."""
+    norms = (inner for inner in module.modules() if isinstance(inner, nn.modules.batchnorm._NormBase))
+    return any(norm.track_running_stats for norm in norms)
 
 
 def evaluate_parameters(

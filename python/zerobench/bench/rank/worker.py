@@ -198,11 +198,13 @@ def open_batches(
     job: Job, settings: StrategySettings, model: Mapping[str, Any]
 ) -> tuple[data.Dataset, Callable[[int], Sequence[Batch]]]:
     """The data, and this rank's micro-batches of a step."""
-    dataset = data.open_data(
+    dataset = models.open_batches(
+        models.from_dict(model),
         job.settings.data,
         seed=job.settings.seed,
         seq_length=settings.seq_length,
-        vocab_size=models.from_dict(model).vocab_size,
+        text_field=job.settings.text_field,
+        tokens=job.settings.tokens,
         expected_digest=job.data_digest,
     )
     of_step = partial(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerobench import models
-from zerobench.bench.plan.fit import with_layers
 from zerobench.bench.swap.frames import LINE_NUMEL, PAGE_BYTES, STATE_BYTES, Frames, Swapping, round_up
 from zerobench.host.io_settings import IoChoice, io_choice
 from zerobench.results.sizes import GIB
@@ -154,5 +153,5 @@ def unit_numels(configuration: Configuration) -> list[int]:
     """Of the root and each block, about."""
     config = models.from_dict(configuration.model)
     count, layers = models.parameter_count(config), config.num_layers
-    block = models.parameter_count(with_layers(config, layers + 1)) - count
-    return [max(count - layers * block, 1), *[block] * layers]
+    block = models.parameter_count(config.with_layers(layers + 1)) - count
+    return [max(count - layers * block, 1), *[block] * (layers if block else 0)]
