@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from faulty import PlainDataParallel
@@ -67,6 +68,59 @@ class Stalls(Troubled):
 class Stopped(Troubled):
     def trouble(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class InTurn(PlainDataParallel):
+    """Trains well alone; the trouble begins on rank 1 in the second window of a row that takes turns."""
+
+    name = "in-turn"
+
+    def build(self, model_factory) -> None:
+        super().build(model_factory)
+        self._settle_num = 0
+
+    def settle(self) -> None:
+        """Called once before the measured window of a row alone; in turn before the first window and after each."""
+        super().settle()
+        self._settle_num += 1
+
+    def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
+        if self._settle_num == 2 and self.settings.rank == 1:
+            self.trouble()
+        return super().step(micro_batches, norm=norm)
+
+    def trouble(self) -> None:
+        raise NotImplementedError
+
+
+class KilledInTurn(InTurn):
+    trouble = Killed.trouble
+
+
+class RaisesInTurn(InTurn):
+    def trouble(self) -> None:
+        raise ValueError("cursed")
+
+
+class StallsInTurn(InTurn):
+    def trouble(self) -> None:
+        time.sleep(100_000)
+
+
+class LongTurn(InTurn):
+    """Notes its process in a file of the working folder, and stays in its window."""
+
+    def trouble(self) -> None:
+        Path("long-turn.part").write_text(f"{os.getpid()}")
+        Path("long-turn.part").rename("long-turn")
+        time.sleep(100_000)
+
+
+class FitsAlone(InTurn):
+    """Finds no memory while other rows are alive."""
+
+    def trouble(self) -> None:
+        raise MemoryError
 
 
 class Diverges(PlainDataParallel):

@@ -40,6 +40,8 @@ SMALL = [
     "128",
     "--precision",
     "bf16",
+    "--rounds",
+    "0",
 ]
 GIB = 1 << 30
 MIB = 1 << 20
@@ -209,6 +211,26 @@ def test_fp32_rows_say_in_what_they_multiply(tmp_path) -> None:
     assert row["status"] == "ok", row["error"]
     assert row["settings"]["tf32"] is True and row["dtypes"]["compute"] == "tf32"
     assert "TF32 on" in " ".join(result.stdout.split())
+
+
+def test_rows_take_turns_on_a_gpu_and_what_they_use_is_that_of_the_row_alone(tmp_path) -> None:
+    # --rounds is given twice: the last one counts.
+    shape = ("--world-size", "1", "--strategies", "compute_only,zero1,ddp", "--num-steps", "20")
+    folders = [tmp_path / "alone", tmp_path / "turns"]
+    for folder in folders:
+        folder.mkdir()
+    (_, alone), (result, turns) = (
+        compare(folder, *shape, "--rounds", rounds)
+        for folder, rounds in zip(folders, ("0", "6"), strict=True)
+    )
+    assert result.returncode == 0, result.stderr
+    for strategy, row in by_strategy(turns).items():
+        assert row["turns"]["how"] == "in turn" and [len(run) for run in row["turns"]["windows_ms"]] == [6]
+        lonely = by_strategy(alone)[strategy]
+        assert row["peak_device_bytes"] == pytest.approx(lonely["peak_device_bytes"], rel=0.02)
+        assert row["phases_ms"].keys() == lonely["phases_ms"].keys()
+        assert (row["energy_per_step_j"] is None) == (lonely["energy_per_step_j"] is None)
+    assert by_strategy(turns)["zero1"]["of_compute_only"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

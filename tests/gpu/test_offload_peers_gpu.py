@@ -23,6 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 SMALL = [
     "--model", "tiny", "--num-layers", "4", "--hidden-size", "256", "--model-option", "num_heads=4",
     "--batch-size", "8", "--seq-length", "128", "--precision", "bf16", "--num-steps", "6", "--warmup-steps", "2",
+    "--rounds", "0",
 ]  # fmt: skip
 DEEPSPEED = ["deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_super"]
 PEERS = ["fsdp2", *DEEPSPEED]

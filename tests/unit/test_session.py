@@ -205,6 +205,22 @@ def test_rows_that_cannot_be_alive_together_are_measured_in_interleaved_passes(t
     assert session.results.complete
 
 
+def test_rows_that_do_not_fit_into_memory_together_are_measured_in_passes(tmp_path) -> None:
+    chosen = plan(strategies=("zero0", "zero1"), rounds=15)
+    available = HOST.memory_available_bytes()
+
+    def answer(job) -> Outcome:
+        nonlocal available
+        available = 1 << 30  # a row of two ranks that needs less than one such took more than half of it
+        return ended_well(job, peak_host_bytes=300 << 20)
+
+    host = replace(HOST, memory_available_bytes=lambda: available)
+    session = Session(chosen, host=host, output=OutputFolder(tmp_path))
+    with Answering(answer) as launcher:
+        session.run(schedule(chosen), execution(chosen, launcher, host=host), quiet_display())
+    assert [row.turns and row.turns.how for row in session.results.rows] == ["passes", "passes"]
+
+
 def test_more_repeats_are_more_passes_and_none_alone(tmp_path) -> None:
     chosen = given(repeats=4)
     session = Session(chosen, host=HOST, output=OutputFolder(tmp_path))

@@ -101,7 +101,7 @@ class TurnRuns:
 
     def _measure_group(self, group: Group) -> None:
         for run in range(1, self._options.repeats + 1):
-            if group.seated:
+            if len(group.seated) > 1:
                 self._before()
                 self._display.add(1)
                 with self._display.task(f"{len(group.seated)} rows in turn") as on_progress:
@@ -161,7 +161,7 @@ class TurnRuns:
             group.move_to_passes([member])
             return
         member.fail(where, outcome)
-        group.seated.remove(member)
+        group.seated = [other for other in group.seated if other is not member]
         self._display.note(member.row)
 
     def _measure_pass(self, member: Member, number: int) -> None:

@@ -174,13 +174,14 @@ class Launcher:
                 job, log, on_progress, environments or local_environments(job.num_ranks), aborted, seat
             )
         except FileNotFoundError:
-            self._expect_scratch()
+            self.expect_scratch()
             raise
         if outcome.status == "failed":
-            self._expect_scratch()
+            self.expect_scratch()
         return outcome
 
-    def _expect_scratch(self) -> None:
+    def expect_scratch(self) -> None:
+        """Raise Error where the folder of temporary files has gone."""
         if not self.scratch.is_dir():
             raise Error(
                 f"the folder of temporary files, {self.scratch}, was removed while it was in use: keep it until the "

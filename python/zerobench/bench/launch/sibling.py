@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zerobench.bench.launch.launcher import SERVER_START_S, Launcher, ServerGone
 from zerobench.bench.protocol.messages import MESSAGE_LIMIT_BYTES
+from zerobench.errors import Error
 
 _END_S = 10.0  # in which the server kills and reaps what runs
 
@@ -25,7 +26,14 @@ class SiblingLauncher(Launcher):
         self._control = None
         self._pid = 0
         self._is_aborted = False
-        self._folder = Path(tempfile.mkdtemp(prefix="sibling-", dir=first.scratch))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="sibling-", dir=first.scratch))
+        except OSError as error:
+            first.expect_scratch()
+            raise Error(
+                f"there is no place for temporary files in {first.scratch} ({error.strerror}): free some space, or "
+                "name another folder by TMPDIR"
+            ) from None
 
     @property
     def scratch(self) -> Path:
