@@ -15,23 +15,28 @@ from zerobench.report import table_text, write_csv, write_plots
 from zerobench.results.files import cannot_be_written, write_atomically
 from zerobench.results.schema import Results
 
+MEASURED = "measured.json"
+"""Rows as their own runs left them, before they are judged against each other: what --resume goes on from."""
+
 
 class OutputFolder:
     """results.json, results.csv, summary.txt, plots/ and logs/ under one path, locked while this lives."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, resumed: bool = False) -> None:
+        """Make a new folder, or take one that holds results where ``resumed``."""
         chosen = path if path is not None else Path("results")
         try:
             if path is None:
                 chosen = make_default_folder()
             chosen.mkdir(parents=True, exist_ok=True)
             self._lock(chosen)
-            if os.path.lexists(chosen / "results.json"):
+            if os.path.lexists(chosen / "results.json") and not resumed:
                 raise ConfigError(
                     f"{chosen} already holds results: give another --output-dir, "
                     f"or look at them with `zerobench show {chosen}`"
                 )
-            check_new(chosen)
+            if not resumed:
+                check_new(chosen)
             (chosen / "logs").mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=chosen) as probe:
                 probe.write(b"\0" * 4096)
@@ -70,7 +75,13 @@ class OutputFolder:
         return path
 
     def write_results(self, results: Results) -> None:
-        path = self.path / "results.json"
+        self._write_json("results.json", results)
+
+    def write_measured(self, results: Results) -> None:
+        self._write_json(MEASURED, results)
+
+    def _write_json(self, name: str, results: Results) -> None:
+        path = self.path / name
         try:
             write_atomically(path, results.model_dump_json(indent=1).encode() + b"\n")
         except OSError as error:
@@ -107,7 +118,7 @@ def make_default_folder(parent: Path = Path()) -> Path:
 
 def check_new(folder: Path) -> None:
     """ConfigError where somebody's files have names of those to be written."""
-    for name in ("results.csv", "summary.txt", "samples.jsonl", "plots", "logs"):
+    for name in ("results.csv", "summary.txt", "samples.jsonl", MEASURED, "plots", "logs"):
         path = folder / name
         is_empty = name in ("plots", "logs") and path.is_dir() and not any(path.iterdir())
         if os.path.lexists(path) and not is_empty:

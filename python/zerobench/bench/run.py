@@ -12,6 +12,7 @@ from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.output import OutputFolder
 from zerobench.bench.plan.plan import Plan
 from zerobench.bench.progress import ProgressDisplay
+from zerobench.bench.resume import earlier_rows
 from zerobench.bench.sampler import Sampler
 from zerobench.bench.schedule import schedule, task_num
 from zerobench.bench.session import Session
@@ -24,13 +25,15 @@ def run_comparison(
     plan: Plan,
     *,
     output_dir: Path | None,
+    resume: Path | None = None,
     host: Surroundings,
     launcher: Launcher,
     console: Console,
     notes: Console,
 ) -> int:
-    """Run every configuration and report; return the exit code. ``notes`` takes progress and warnings."""
-    output = OutputFolder(output_dir)
+    """Run every configuration and report; return the exit code. ``notes`` takes progress and warnings. ``resume``: a
+    folder of earlier results to go on with."""
+    output = OutputFolder(resume or output_dir, resumed=resume is not None)
     session, steps = Session(plan, host=host, output=output), schedule(plan)
     gpus = plan.options.gpus
     # On GPUs the samples stay beside the results.
@@ -43,10 +46,14 @@ def run_comparison(
             for warning in session.results.warnings:
                 notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
             with ProgressDisplay(notes, task_num(steps)) as display:
-                session.write()  # by which a folder of data leaves out the folder of results
+                if resume is None:
+                    session.write()  # by which a folder of data leaves out the folder of results
                 digest = data.digest_of(
                     plan.options.data, text_field=plan.options.text_field, tokens=plan.options.tokens
                 )
+                session.results.data_digest = digest
+                if resume is not None:
+                    session.go_on_from(*earlier_rows(resume, plan, host=host, data_digest=digest))
                 execution = Execution(
                     plan.options, host=host, launcher=launcher, sampler=sampler, data_digest=digest
                 )

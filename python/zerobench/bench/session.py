@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from zerobench.bench.output import OutputFolder
 from zerobench.bench.plan.names import rerun_command
 from zerobench.bench.plan.plan import Plan
 from zerobench.bench.progress import ProgressDisplay
+from zerobench.bench.resume import is_measured
 from zerobench.bench.sampler import Sampler, shared_warning
 from zerobench.bench.schedule import Step
 from zerobench.bench.show import show_written
@@ -34,6 +35,10 @@ def judge(results: Results, baseline: str | None) -> None:
     finish_rows(results, baseline)
 
 
+class OutOfTime(Exception):
+    """Nothing new begins: the time of --max-minutes is over."""
+
+
 class Session:
     """The rows so far, as their own runs left them, and the results, which hold judged copies."""
 
@@ -48,7 +53,10 @@ class Session:
         self._plan = plan
         self._output = output
         self._judge = judge
+        self._began_s = time.monotonic()
         self._rows: list[Row] = []
+        self._earlier: dict[int, Row] = {}  # by index of the configuration
+        self._stopped_after_minutes: float | None = None
         details = {**host.machine["details"], "rank_environment": device_environment(plan.options.device)}
         self.results = Results(
             created=now_text(),
@@ -69,9 +77,23 @@ class Session:
                 return
             time.sleep(0.05)
 
+    def go_on_from(self, earlier: Results, rows: Mapping[int, Row]) -> None:
+        """Keep the rows of an earlier comparison, by the index of their configuration, in place of running them."""
+        self._earlier = dict(rows)
+        self.results.created = earlier.created
+        self.results.warnings = list(dict.fromkeys([*earlier.warnings, *self.results.warnings]))
+
     def run(self, steps: Sequence[Step], execution: Execution, display: ProgressDisplay) -> None:
         """Take the steps in order; save after each. Rows that can be compared with others then take turns, and are
-        not repeated alone."""
+        not repeated alone. Begin nothing after ``--max-minutes``."""
+        try:
+            self._run(steps, execution, display)
+            self.results.complete = True
+        except OutOfTime:
+            self._stopped_after_minutes = self._plan.options.max_minutes
+        self.write()
+
+    def _run(self, steps: Sequence[Step], execution: Execution, display: ProgressDisplay) -> None:
         firsts = [step for step in steps if step.repeat == 0]
         for step in firsts:
             self._rows.append(self._first(step, execution, display))
@@ -83,11 +105,15 @@ class Session:
         for step in steps[len(firsts) :]:
             self._repeat(step, execution, display)
             self._save()
-        self.results.complete = True
-        self.write()
+
+    def _expect_time(self) -> None:
+        limit = self._plan.options.max_minutes
+        if limit is not None and time.monotonic() - self._began_s > 60 * limit:
+            raise OutOfTime
 
     def write(self) -> None:
-        """Write results.json as the results are now."""
+        """Write the rows as their own runs left them, then results.json: what that shows can be resumed."""
+        self._output.write_measured(self.results.model_copy(update={"rows": self._rows}))
         self._output.write_results(self.results)
 
     def end(self, *, interrupted: bool, console: Console, notes: Console) -> int:
@@ -103,17 +129,24 @@ class Session:
             interrupted = True
         finally:
             show_written(self.results, self._output.path, console)
-        if not interrupted:
+        minutes = self._stopped_after_minutes
+        if not interrupted and minutes is None:
             return exit_code(self.results.rows)
+        why = "interrupted" if interrupted else f"stopped after {minutes:g} minutes"
         notes.print(
-            f"interrupted: {kept_text(self.results.rows, len(self._plan.configurations))}; "
-            f"see them again with `zerobench show {self._output.path}`",
+            f"{why}: {kept_text(self.results.rows, len(self._plan.configurations))}; "
+            f"see them again with `zerobench show {self._output.path}`, and go on with the same options and "
+            f"`--resume {self._output.path}`",
             style="yellow",
             soft_wrap=True,
         )
-        return interrupts.exit_code()
+        return interrupts.exit_code() if interrupted else exit_code(self.results.rows)
 
     def _first(self, step: Step, execution: Execution, display: ProgressDisplay) -> Row:
+        if step.index in self._earlier:
+            display.skip()
+            return self._earlier[step.index]
+        self._expect_time()
         name = step.configuration.name
         rerun = rerun_command(step.configuration, self._plan.options)
         log = self._output.start_log(name, rerun=rerun)
@@ -127,16 +160,29 @@ class Session:
         return row
 
     def _take_turns(self, steps: Sequence[Step], execution: Execution, display: ProgressDisplay) -> None:
-        """Measure the rows that are ok together."""
-        ok = [step for step in steps if self.results.rows[step.index].status == "ok"]
-        runs = TurnRuns(execution, output=self._output, display=display, save=self._save)
+        """Measure the rows that are ok together, without those whose turns are of an earlier comparison."""
+        ok = [
+            step
+            for step in steps
+            if self.results.rows[step.index].status == "ok" and self._rows[step.index].turns is None
+        ]
+        runs = TurnRuns(
+            execution,
+            output=self._output,
+            display=display,
+            save=self._save,
+            before=self._expect_time,
+            name=f", resumed {now_text()}" if self._earlier else "",
+        )
         runs.measure(ok, [self._rows[step.index] for step in ok])
 
     def _repeat(self, step: Step, execution: Execution, display: ProgressDisplay) -> None:
         row = self._rows[step.index]
-        if self.results.rows[step.index].status != "ok" or row.turns is not None:
+        is_done = step.index in self._earlier and is_measured(row, repeat=step.repeat)
+        if self.results.rows[step.index].status != "ok" or row.turns is not None or is_done:
             display.skip()
             return
+        self._expect_time()
         execution.measure_again(step, row, log=self._output.log(row.name), track=display.task)
 
     def _save(self) -> None:

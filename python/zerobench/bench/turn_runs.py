@@ -58,7 +58,8 @@ class Group:
 
 
 class TurnRuns:
-    """Measures rows again, together. ``save`` is called whenever rows have changed."""
+    """Measures rows again, together. ``save`` is called whenever rows have changed, and ``before`` before each run of
+    processes: what it raises ends the measurements, and rows keep what they have. ``name``: how names of groups end."""
 
     def __init__(
         self,
@@ -67,12 +68,16 @@ class TurnRuns:
         output: OutputFolder,
         display: ProgressDisplay,
         save: Callable[[], None],
+        before: Callable[[], None] = lambda: None,
+        name: str = "",
     ) -> None:
         self._execution = execution
         self._options = execution.options
         self._output = output
         self._display = display
         self._save = save
+        self._before = before
+        self._name = name
 
     def measure(self, steps: Sequence[Step], rows: Sequence[Row]) -> None:
         """Measure ``rows``, each of the step in its place. Rows that have no other to be compared with stay as they
@@ -84,7 +89,9 @@ class TurnRuns:
         }
         for number, found in zip(count(1), by_workload([row for row in rows if id(row) in members])):
             if len(found) > 1:
-                self._measure_group(self._group(f"workload {number}", [members[id(row)] for row in found]))
+                self._measure_group(
+                    self._group(f"workload {number}{self._name}", [members[id(row)] for row in found])
+                )
 
     def _group(self, name: str, members: Sequence[Member]) -> Group:
         seats = {id(row) for row in self._execution.seats([member.row for member in members])}
@@ -95,17 +102,21 @@ class TurnRuns:
     def _measure_group(self, group: Group) -> None:
         for run in range(1, self._options.repeats + 1):
             if len(group.seated) > 1:
+                self._before()
                 self._display.add(1)
                 with self._display.task(f"{len(group.seated)} rows in turn") as on_progress:
                     self._run_in_turn(group, run, lambda what: on_progress(0, Progress(phase=what, step=0)))
                 self._record(group.seated, "in turn", group)
         passes = max(FEWEST_PASSES, self._options.repeats)
         self._display.add(passes * len(group.in_passes))
-        for number in range(1, passes + 1):
-            for member in group.in_passes:
-                self._measure_pass(member, number)
-        if group.in_passes:
-            self._record(group.in_passes, "passes", group)
+        try:
+            for number in range(1, passes + 1):
+                for member in group.in_passes:
+                    self._before()
+                    self._measure_pass(member, number)
+        finally:
+            if group.in_passes:
+                self._record(group.in_passes, "passes", group)
 
     def _run_in_turn(self, group: Group, run: int, tell: Callable[[str], None]) -> None:
         """Have the seated rows take turns in fresh processes."""

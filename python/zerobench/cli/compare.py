@@ -59,6 +59,7 @@ def compare(context: typer.Context, **given: Any) -> None:
         run(
             plan,
             output_dir=options.output_dir,
+            resume=options.resume,
             host=read_surroundings(options),
             launcher=launcher,
             console=plain_console(),

@@ -203,6 +203,7 @@ class Results(ResultModel):
     machine: dict[str, Any]
     versions: dict[str, str]
     command: str
+    data_digest: str | None = None  # of the bytes that rows trained on
     complete: bool = False  # False while configurations are missing (running or interrupted)
     # What to know when reading the figures: a GPU in use before the first row, ...
     warnings: list[str] = Field(default_factory=list)

@@ -90,6 +90,8 @@ class Option:
     above_zero: bool = False
     is_of_model: bool = False
     """Whether it is a field of the model, which ``--model-option`` gives in the command that runs a row again."""
+    is_of_comparison: bool = False
+    """Whether it is about the comparison as a whole, so that the command that runs a row again leaves it out."""
     must_reach: bool = False
     """Giving a value that no row has is an error."""
 
@@ -387,6 +389,7 @@ class Options:
     )]
     stages: Annotated[str, Option(
         takes=Takes.WORDS, convert=stage_name, default="", metavar="STAGE...", help_at=70,
+        is_of_comparison=True,
         help="Short for strategies zero0 to zero3: --stages 0,3. Joins --strategies. Commas or spaces separate them.",
     )]
     io_engine: Annotated[str | None, Option(
@@ -411,7 +414,7 @@ class Options:
         help="Verify the model with this many layers at most; rows say so. Default: all that fit.",
     )]
     baseline: Annotated[str | None, Option(
-        help_at=370,
+        help_at=370, is_of_comparison=True,
         help="Strategy or row that speedup and memory change refer to. Default: the first of ddp, ddp_master and "
         "single that has a row which is ok and comparable.",
     )]
@@ -420,8 +423,17 @@ class Options:
         help="Configurations of zerobench or DeepSpeed, one row a file, instead of --strategies and --stages. "
         "What a file leaves open, the options decide; what it sets, they may not contradict.",
     )]
+    max_minutes: Annotated[float | None, Option(
+        convert=float, help_at=382, above_zero=True, is_of_comparison=True,
+        help="Start nothing new after so many minutes; --resume goes on later.",
+    )]
+    resume: Annotated[str | None, Option(
+        convert=Path, metavar="FOLDER", help_at=384, is_of_comparison=True,
+        help="Go on with the comparison in this folder: run the rows of the grid that it lacks, and keep the others.",
+    )]
     output_dir: Annotated[str | None, Option(
-        convert=Path, metavar="FOLDER", help_at=390, help="Where results go. Default: a new results/compare_<time>.",
+        convert=Path, metavar="FOLDER", help_at=390, is_of_comparison=True,
+        help="Where results go. Default: a new results/compare_<time>.",
     )]
 # fmt: on
 

@@ -88,13 +88,12 @@ def rerun_values(configuration: Configuration, options: CompareOptions) -> dict[
     return {
         **values,
         "model_option": own_fields(settings.model, configuration.model),
-        **{key: None for key, option in OPTIONS.items() if option.is_of_model},
+        **{key: None for key, option in OPTIONS.items() if option.is_of_model or option.is_of_comparison},
         "config": [] if settings.config_file is None else [settings.config_file],
         "strategies": configuration.strategy if settings.config_file is None else None,
         "communicator": own.get("communicator") if is_ours else None,
         "io_engine": (own.get("offload_optimizer") or {}).get("io_engine"),
         "lr": None if learning_rate == OPTIONS["lr"].default else learning_rate,
-        **dict.fromkeys(("stages", "baseline", "output_dir")),  # of the comparison that the row was part of
     }
 
 

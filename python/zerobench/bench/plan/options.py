@@ -142,6 +142,8 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         for choice in asked:
             if choice not in choices:
                 raise ConfigError(f"unknown {what} {choice!r}: use one of {', '.join(choices)}")
+    if options.resume is not None and options.output_dir is not None:
+        raise ConfigError("--resume goes on in the folder that it names: leave --output-dir out")
     check_offload(options)
     check_device(options, given_world_size=given_world_size)
     if given_world_size is not None and list(options.world_size) != [given_world_size]:

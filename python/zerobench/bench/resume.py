@@ -1,0 +1,91 @@
+"""Rows of an earlier comparison that a grid can go on from. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerobench.bench.output import MEASURED
+from zerobench.bench.plan.plan import Configuration, Plan
+from zerobench.bench.surroundings import Surroundings
+from zerobench.errors import ConfigError
+from zerobench.results.files import read_results
+from zerobench.results.rows import setting_text, setting_word
+from zerobench.results.schema import Results, Row
+from zerobench.results.settings import SETTINGS
+
+# What a run fills in, or decides where "auto" was asked for.
+_OF_THE_RUN = ("communicator", "verify_steps", "parameter_count")
+# How often rows are measured; a row can be measured more often than before.
+_HOW_OFTEN = ("repeats",)
+
+
+def earlier_rows(
+    folder: Path, plan: Plan, *, host: Surroundings, data_digest: str | None
+) -> tuple[Results, dict[int, Row]]:
+    """Return the earlier results, with rows as their own runs left them, and the rows of this plan's configurations by
+    their index. Raises ConfigError where versions, machine, seed or data differ, or a row was measured another way."""
+    earlier = read_measured(folder)
+    expect_same(folder, "versions", earlier.versions, host.versions)
+    expect_same(folder, "machine", machine_identity(earlier.machine), machine_identity(host.machine))
+    if earlier.data_digest != data_digest:
+        raise ConfigError(
+            f"{folder} was measured with other data (digest {earlier.data_digest}, now {data_digest}): give the same "
+            "--data as it was then, or another --output-dir"
+        )
+    by_name = {row.name: row for row in earlier.rows}
+    found = {}
+    for index, configuration in enumerate(plan.configurations):
+        row = by_name.get(configuration.name)
+        if row is not None:
+            expect_same_settings(folder, configuration, row)
+            found[index] = row
+    return earlier, found
+
+
+def read_measured(folder: Path) -> Results:
+    if not (folder / MEASURED).is_file():
+        raise ConfigError(
+            f"{folder / MEASURED} does not exist, so there is nothing to resume: give the folder of an interrupted "
+            "comparison"
+        )
+    return read_results(folder / MEASURED)
+
+
+def expect_same(folder: Path, what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for key in {**then, **now}:
+        if then.get(key) != now.get(key):
+            raise ConfigError(
+                f"{folder} was measured with other {what} ({key} {then.get(key)}, now {now.get(key)}): its rows cannot "
+                "be compared with new ones; give another --output-dir"
+            )
+
+
+def machine_identity(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a machine's facts makes it another one."""
+    details = machine.get("details", {})
+    return {
+        "host": details.get("host"),
+        "cpu": machine.get("cpu"),
+        "cores": machine.get("cores"),
+        "GPUs": [gpu.get("uuid") for gpu in machine.get("gpus", [])],
+    }
+
+
+def expect_same_settings(folder: Path, configuration: Configuration, row: Row) -> None:
+    then, now = row.settings.model_dump(), configuration.settings.model_dump()
+    for key, setting in SETTINGS.items():
+        is_open = setting.known_after_run or key in (*_OF_THE_RUN, *_HOW_OFTEN) or now[key] == "auto"
+        if not is_open and then[key] != now[key]:
+            raise ConfigError(
+                f"row {row.name} in {folder} was measured with {setting_word(key)} {setting_text(then[key])}, and now "
+                f"it would have {setting_text(now[key])}: give the same options as then, or another --output-dir"
+            )
+
+
+def is_measured(row: Row, *, repeat: int) -> bool:
+    """Return whether a row of an earlier run has this repeat, counted from 0."""
+    if row.status != "ok" or row.step_time_ms is None:
+        return True
+    return len(row.step_time_ms.samples) >= (repeat + 1) * row.settings.num_steps
