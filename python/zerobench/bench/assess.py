@@ -22,7 +22,8 @@ from zerobench.bench.protocol.tolerances import (
     tolerances,
 )
 from zerobench.results.rows import tokens_per_step
-from zerobench.results.schema import Deviation, Results, Row, Transfers, Turns
+from zerobench.results.runs import add_run, set_runs
+from zerobench.results.schema import Deviation, Results, Row, Run, Transfers, Turns
 from zerobench.results.stats import summarise
 from zerobench.strategies.catalogue import FLOOR, OURS, REFERENCE
 
@@ -198,6 +199,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     settings = row.settings
     step_s = row.step_time_ms.median / 1e3
     memories = [window.memory for window in windows]
+    add_run(row, run_of(row, windows, step_ms=median(samples)))
     row.peak_device_bytes = largest([row.peak_device_bytes, *(memory.peak_bytes for memory in memories)])
     for name in ("torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes"):
         setattr(row, name, largest([getattr(row, name), *(getattr(memory, name) for memory in memories)]))
@@ -252,20 +254,38 @@ def apply_times(row: Row, samples: Sequence[float]) -> None:
     row.tokens_per_s = row.samples_per_s * settings.seq_length
 
 
+def run_of(row: Row, windows: Sequence[Window], *, step_ms: float) -> Run:
+    """Return the figures of one run, given the windows of its ranks and its median step time."""
+    busy = [window.device_busy_pct for window in windows if window.device_busy_pct is not None]
+    return Run(
+        step_time_ms=step_ms,
+        tokens_per_s=tokens_per_step(row) / (step_ms / 1e3),
+        peak_device_bytes=largest([window.memory.peak_bytes for window in windows]),
+        device_busy_pct=fmean(busy) if busy else None,
+        energy_per_step_j=energy_per_step_j(windows),
+    )
+
+
 def apply_turns(row: Row, turns: Turns) -> None:
     """Give the row the step time of its windows. Memory, phases, energy and losses stay those of the row alone."""
     row.turns = turns
     apply_times(row, [window for run in turns.windows_ms for window in run])
+    set_runs(row, [run_of(row, [], step_ms=median(run)) for run in turns.windows_ms if run])
     if row.transfers is not None and row.step_time_ms is not None:
         row.transfers.achieved_gb_s = achieved_gb_s(row.transfers, step_s=row.step_time_ms.median / 1e3)
 
 
+def energy_per_step_j(windows: Sequence[Window]) -> float | None:
+    """Return the energy of a step over all ranks, or None unless each of them knows its own."""
+    known = [window.energy_per_step_j for window in windows if window.energy_per_step_j is not None]
+    return sum(known) or None if len(known) == len(windows) else None
+
+
 def apply_energy(row: Row, windows: Sequence[Window]) -> None:
     """Of all ranks, where each of them knows its own."""
-    known = [window.energy_per_step_j for window in windows if window.energy_per_step_j is not None]
-    if len(known) < len(windows) or not sum(known):
+    row.energy_per_step_j = energy_per_step_j(windows)
+    if row.energy_per_step_j is None:
         return
-    row.energy_per_step_j = sum(known)
     row.tokens_per_j = tokens_per_step(row) / row.energy_per_step_j
 
 
@@ -352,8 +372,8 @@ def settle_checksums(rows: Sequence[Row]) -> None:
 
 
 _FIGURES = (
-    "step_time_ms", "turns", "rank_step_times_ms", "tokens_per_s", "samples_per_s", "tokens_per_s_per_peak_gb",
-    "relative", "relative_low", "relative_high",
+    "step_time_ms", "turns", "runs", "over_runs", "rank_step_times_ms", "tokens_per_s", "samples_per_s",
+    "tokens_per_s_per_peak_gb", "relative", "relative_low", "relative_high",
     "relative_uncertainty", "speedup", "memory_change_pct", "baseline", "loss", "validation_loss", "memory_bytes",
     "peak_device_bytes", "activation_bytes", "activation_and_shard_bytes", "memory_explained_pct",
     "allocated_device_bytes",

@@ -45,7 +45,7 @@ def schedule(plan: Plan) -> list[Step]:
             needs_reference=repeat == 0 and groups[name].is_compared and configuration.strategy != FLOOR,
             ends_group=repeat == 0 and last[name] == index,
         )
-        for repeat in range(plan.options.repeats)
+        for repeat in range(1 if plan.options.repeats == "auto" else plan.options.repeats)
         for index, (name, configuration) in enumerate(zip(names, plan.configurations, strict=True))
     ]
 

@@ -195,7 +195,7 @@ class Session:
 
 
 def kept_text(rows: Sequence[Row], total: int) -> str:
-    if not rows or rows[0].settings.repeats == 1:
+    if not rows or rows[0].settings.repeats in (1, "auto"):
         return f"{len(rows)} of {total} rows are complete and kept"
     return f"{len(rows)} of {total} rows are kept, with {repeats_text(rows)} repeats of those that are ok"
 

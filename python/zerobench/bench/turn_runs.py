@@ -15,10 +15,13 @@ from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.protocol.job import Progress
 from zerobench.bench.schedule import Step
 from zerobench.bench.turns import Contender, take_turns, window_steps
-from zerobench.results.rows import by_workload
+from zerobench.results.rows import by_workload, ratio_in_turn, step_rate
 from zerobench.results.schema import Row, Turns
+from zerobench.results.stats import FEWEST_SAMPLES
+from zerobench.strategies.catalogue import FLOOR
 
 FEWEST_PASSES = 3
+MOST_RUNS = 20  # of --repeats auto
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,6 +58,18 @@ class Group:
         for member in gone:
             member.runs_ms = []
         self.in_passes += gone
+
+
+def are_told_apart(rows: Sequence[Row], precision: float) -> bool:
+    """Return whether the ratio of the two fastest rows has an interval whose larger half is at most ``precision`` of
+    it; also where there are not two rows."""
+    rates = sorted(((step_rate(row) or 0.0, row.name, row) for row in rows if row.turns), reverse=True)
+    if len(rates) < 2:
+        return True
+    ratio = ratio_in_turn(rates[1][2], rates[0][2])
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return False
+    return max(ratio.high / ratio.value, ratio.value / ratio.low) - 1 <= precision
 
 
 class TurnRuns:
@@ -100,14 +115,16 @@ class TurnRuns:
         return group
 
     def _measure_group(self, group: Group) -> None:
-        for run in range(1, self._options.repeats + 1):
-            if len(group.seated) > 1:
-                self._before()
-                self._display.add(1)
-                with self._display.task(f"{len(group.seated)} rows in turn") as on_progress:
-                    self._run_in_turn(group, run, lambda what: on_progress(0, Progress(phase=what, step=0)))
-                self._record(group.seated, "in turn", group)
-        passes = max(FEWEST_PASSES, self._options.repeats)
+        run = 0
+        while len(group.seated) > 1 and not self._is_enough(group, run):
+            run += 1
+            self._before()
+            self._display.add(1)
+            with self._display.task(f"{len(group.seated)} rows in turn") as on_progress:
+                self._run_in_turn(group, run, lambda what: on_progress(0, Progress(phase=what, step=0)))
+            self._record(group.seated, "in turn", group)
+        asked = self._options.repeats
+        passes = max(FEWEST_PASSES, FEWEST_SAMPLES if asked == "auto" else asked)
         self._display.add(passes * len(group.in_passes))
         try:
             for number in range(1, passes + 1):
@@ -117,6 +134,14 @@ class TurnRuns:
         finally:
             if group.in_passes:
                 self._record(group.in_passes, "passes", group)
+
+    def _is_enough(self, group: Group, runs: int) -> bool:
+        """Return whether the rows in turn need no further run."""
+        asked = self._options.repeats
+        if asked != "auto":
+            return runs >= asked
+        rows = [member.row for member in group.seated if member.row.strategy != FLOOR]
+        return runs >= MOST_RUNS or (runs > 0 and are_told_apart(rows, self._options.ratio_precision))
 
     def _run_in_turn(self, group: Group, run: int, tell: Callable[[str], None]) -> None:
         """Have the seated rows take turns in fresh processes."""

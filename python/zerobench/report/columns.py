@@ -44,7 +44,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         Column(
             title="status", unit="", cells=[row.status for row in rows], keep=ALWAYS, left=True, folds=False
         ),
-        Column(title="step", unit="ms ± MAD", cells=_step_cells(shown), keep=ALWAYS),
+        Column(title="step", unit=_step_unit(shown), cells=_step_cells(shown), keep=ALWAYS),
         Column(
             title="tokens",
             unit="per s",
@@ -99,18 +99,36 @@ def _name_columns(rows: Sequence[Row]) -> list[Column]:
     return columns
 
 
+def _step_unit(rows: Sequence[Row | None]) -> str:
+    return "ms ± std of runs" if _have_runs(rows) else "ms ± MAD"
+
+
+def _have_runs(rows: Sequence[Row | None]) -> bool:
+    """Whether every row that has a step time was measured in several runs."""
+    timed = [row for row in rows if row is not None and row.step_time_ms is not None]
+    return bool(timed) and all(row.over_runs for row in timed)
+
+
 def _step_cells(rows: Sequence[Row | None]) -> list[str]:
-    times = [row.step_time_ms if row is not None else None for row in rows]
-    decimals = decimals_for([time.median for time in times if time is not None])
-    spreads = [
-        f" ± {time.mad:.{decimals}f}" if time is not None and len(time.samples) > 1 else "" for time in times
-    ]
+    """The median over steps with its MAD, or the median of runs with their standard deviation."""
+    found = [_step_figures(row, of_runs=_have_runs(rows)) for row in rows]
+    decimals = decimals_for([figures[0] for figures in found if figures is not None])
+    spreads = ["" if one is None or one[1] is None else f" ± {one[1]:.{decimals}f}" for one in found]
     width = max(map(len, spreads), default=0)
     marks = _marks([row is not None and row.busy is not None for row in rows], "‡")
     return [
-        ABSENT if time is None else f"{time.median:.{decimals}f}{_right(spread, width)}{mark}"
-        for time, spread, mark in zip(times, spreads, marks, strict=True)
+        ABSENT if one is None else f"{one[0]:.{decimals}f}{_right(spread, width)}{mark}"
+        for one, spread, mark in zip(found, spreads, marks, strict=True)
     ]
+
+
+def _step_figures(row: Row | None, *, of_runs: bool) -> tuple[float, float | None] | None:
+    time = row.step_time_ms if row is not None else None
+    if row is None or time is None:
+        return None
+    if of_runs and row.over_runs:
+        return row.over_runs["step_time_ms"].median, row.over_runs["step_time_ms"].std
+    return time.median, time.mad if len(time.samples) > 1 else None
 
 
 def _marks(marked: Sequence[bool], mark: str) -> list[str]:

@@ -86,14 +86,16 @@ def repeats_text(rows: Sequence[Row]) -> str:
     if done <= {asked}:
         return str(asked)
     least, most = min(done), max(done)
-    return f"{least if least == most else f'{least} to {most}'} of {asked}"
+    found = f"{least if least == most else f'{least} to {most}'}"
+    return f"{found} (auto)" if asked == "auto" else f"{found} of {asked}"
 
 
 def run_num(row: Row) -> int:
     """Return in how many runs a measured row was measured, of those that were asked for."""
     assert row.step_time_ms is not None
     if row.turns is not None:
-        return min(len(row.turns.windows_ms), row.settings.repeats)
+        asked, found = row.settings.repeats, len(row.turns.windows_ms)
+        return found if asked == "auto" else min(found, asked)
     return len(row.step_time_ms.samples) // row.settings.num_steps
 
 

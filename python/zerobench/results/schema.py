@@ -43,6 +43,23 @@ class Turns(ResultModel):
     windows_ms: list[list[AboveZero]]
 
 
+class Run(ResultModel):
+    """Figures of one run, in processes of its own. What a run did not measure is null."""
+
+    step_time_ms: AboveZero  # median over its steps, or over its windows
+    tokens_per_s: ZeroOrMore
+    peak_device_bytes: int | None = None
+    device_busy_pct: float | None = None
+    energy_per_step_j: float | None = None
+
+
+class Spread(ResultModel):
+    """Of a figure over runs."""
+
+    median: float
+    std: ZeroOrMore  # sample standard deviation
+
+
 class RowDtypes(ResultModel):
     param: str
     compute: str
@@ -139,6 +156,8 @@ class Row(ResultModel):
     dtypes: RowDtypes | None = None
     step_time_ms: StepTime | None = None  # of steps, or of windows where the row has turns
     turns: Turns | None = None  # None where the row was measured alone only
+    runs: list[Run] | None = None
+    over_runs: dict[str, Spread] | None = None  # by the figures of runs, where there are several
     rank_step_times_ms: list[AboveZero] | None = None  # medians by rank, each by its own clock
     tokens_per_s: ZeroOrMore | None = None
     samples_per_s: float | None = None

@@ -33,6 +33,27 @@ def share(text: str) -> float | Literal["auto"]:
     return "auto" if text.lower() == "auto" else float(text)
 
 
+def run_num(text: str) -> int | Literal["auto"]:
+    if text.lower() == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--repeats {text} is impossible: use a whole number above zero, or auto")
+    return int(text)
+
+
+def precision(text: str) -> float:
+    """Return a share from a percentage such as "1%", or from a number."""
+    try:
+        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1:
+        raise ConfigError(
+            f"--ratio-precision {text} is impossible: use a share of a ratio, such as 1% or 0.01"
+        )
+    return found
+
+
 def on_or_off(text: str) -> bool:
     return {"on": True, "off": False}[text.lower()]
 

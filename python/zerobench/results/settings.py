@@ -16,7 +16,15 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zerobench.results.setting_values import clip_norm, name, on_or_off, share, stage_name
+from zerobench.results.setting_values import (
+    clip_norm,
+    name,
+    on_or_off,
+    precision,
+    run_num,
+    share,
+    stage_name,
+)
 
 Number = Annotated[int, Field(ge=1)]
 
@@ -307,11 +315,12 @@ class Settings(ResultModel):
             help="Steps before the measured ones. Default: 5, on GPUs 20.",
         ),
     )] = 5
-    repeats: Annotated[Number, Setting(
+    repeats: Annotated[Number | Literal["auto"], Setting(
         changes=Changes.NOTHING, off=1,
         option=Option(
-            convert=int, default=1, help_at=270, above_zero=True,
-            help="Measure everything this often, interleaved, in fresh processes.",
+            convert=run_num, default="1", help_at=270,
+            help="Measure everything this often, interleaved, in fresh processes. auto: until --ratio-precision is "
+            "met, 20 times at most.",
         ),
     )] = 1
     rounds: Annotated[int, Setting(
@@ -422,6 +431,10 @@ class Options:
         takes=Takes.REPEATED, convert=Path, metavar="FILE...", help_at=380,
         help="Configurations of zerobench or DeepSpeed, one row a file, instead of --strategies and --stages. "
         "What a file leaves open, the options decide; what it sets, they may not contradict.",
+    )]
+    ratio_precision: Annotated[float, Option(
+        convert=precision, default="1%", help_at=276,
+        help="Of --repeats auto: half the width of the 95 % interval of the two fastest rows' ratio, as a share of it.",
     )]
     max_minutes: Annotated[float | None, Option(
         convert=float, help_at=382, above_zero=True, is_of_comparison=True,

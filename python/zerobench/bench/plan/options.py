@@ -17,7 +17,7 @@ from zerobench.errors import ConfigError
 from zerobench.host import imports
 from zerobench.host.gpus import Gpu
 from zerobench.host.io_settings import ENGINES
-from zerobench.results.setting_values import comma_list, split
+from zerobench.results.setting_values import comma_list, run_num, split
 from zerobench.results.settings import OPTIONS, Option, Takes, flag_of
 from zerobench.strategies import catalogue
 from zerobench.strategies.base import COMPILE_MODES, NVME_OFFLOADS, OFFLOADS
@@ -121,6 +121,11 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         raise ConfigError(f"--seed {options.seed} is impossible: use one from {_MIN_SEED} to {_MAX_SEED}")
     if options.warmup_steps < 0:
         raise ConfigError(f"--warmup-steps {options.warmup_steps} is impossible: use zero or more")
+    run_num(str(options.repeats))
+    if options.repeats == "auto" and not options.rounds:
+        raise ConfigError(
+            "--repeats auto rests on rows that take turns: leave --rounds 0 out, or give a number"
+        )
     if options.rounds < 0:
         raise ConfigError(f"--rounds {options.rounds} is impossible: use zero or more")
     for name in options.strategies:
