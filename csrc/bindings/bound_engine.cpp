@@ -181,7 +181,7 @@ bool BoundEngine::settle_parameters() {
 
 void BoundEngine::begin_backward(bool last, const std::vector<AdamHyperparameters>& groups) {
   // A plain loss.backward() may have left an error that nobody asked for.
-  if (hooks_) static_cast<void>(hooks_->take_error());
+  static_cast<void>(take_hook_error());
   take_guards();
   try {
     get().begin_backward(last, groups);
@@ -274,8 +274,7 @@ at::Tensor BoundEngine::floats_at(float* values, at::IntArrayRef sizes) const {
 }
 
 void BoundEngine::rethrow_hook_error() {
-  if (!hooks_) return;
-  if (const std::exception_ptr error = hooks_->take_error()) std::rethrow_exception(error);
+  if (const std::exception_ptr error = take_hook_error()) std::rethrow_exception(error);
 }
 
 std::map<std::string, at::Tensor> BoundEngine::full_state(const std::string& kind, bool rank0_only) const {

@@ -43,6 +43,7 @@ struct StartedCollective {
 class CollectiveHistory {
  public:
   void add(const StartedCollective& started) noexcept;
+  std::uint64_t num() const noexcept { return recent_.num; }  // added so far
   // control.exchange(mine, all, label) that compares the ranks' histories too. Throws CommunicationError on all of them
   // when they differ.
   void exchange(Communicator& control, std::span<const std::byte> mine, std::span<std::byte> all,

@@ -87,6 +87,14 @@ inline constexpr std::chrono::milliseconds kReturnTime{600};
 // The stop number of a rank that never goes on, such as one whose process ends.
 inline constexpr std::uint32_t kStopsForGood = UINT32_MAX;
 
+// A rank that has not put an operation into its lane.
+struct AbsentPeer {
+  int rank = 0;
+  // Stands between the rank and the operation in an error ("left during", "raised ValueError (...) and did not come
+  // to"). Empty where the rank may still put the operation in.
+  std::string how;
+};
+
 enum class Collective : std::uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kExchange, kBarrier };
 inline constexpr std::size_t kCollectiveNum = 6;
 std::string_view collective_name(Collective collective) noexcept;
@@ -212,6 +220,15 @@ class Communicator {
   }
   // This rank takes part again.
   virtual void go_on(std::uint32_t stop_num) noexcept { static_cast<void>(stop_num); }
+  // Of a communicator that controls a lane: tells the peers how many operations that wait for peers this rank has put
+  // into the lane so far. Nothing where a kind cannot tell.
+  virtual void tell_put_in(std::uint64_t num) noexcept { static_cast<void>(num); }
+  // Returns a peer that has put in fewer than `num`, one that will never put in more before one that may. None where a
+  // kind cannot tell. From any thread.
+  virtual std::optional<AbsentPeer> absent_peer(std::uint64_t num) {
+    static_cast<void>(num);
+    return std::nullopt;
+  }
   // The original cause, once this communicator is poisoned; by a peer too, where a kind can tell. From any thread.
   virtual std::optional<CommunicationError> poisoned() const noexcept = 0;
 

@@ -245,7 +245,6 @@ class LaneCommunicator final : public Communicator {
   void abort(std::string_view reason) noexcept override {
     if (watched_->give_up(reason)) wake();
   }
-  // Peers that wait for it on the host raise.
   void stop(std::string_view why, std::uint32_t stop_num) noexcept override { watched_->control->stop(why, stop_num); }
   void go_on(std::uint32_t stop_num) noexcept override { watched_->control->go_on(stop_num); }
   // A peer that gave up says so over the control communicator before its lane is let go. What that lane then does looks
@@ -276,8 +275,12 @@ class LaneCommunicator final : public Communicator {
   WorkPtr start(StartedCollective started, const LaneCall& call) {
     check();
     started.place = watched_->transport->place_of(call);
-    if (!call.is_settled) history_.add(started);
-    if (watchdog_) watched_->log.start(started.name);  // nobody else takes it out again
+    std::optional<std::uint64_t> number;
+    if (!call.is_settled) {
+      history_.add(started);
+      number = history_.num();
+    }
+    if (watchdog_) watched_->log.start(started.name, number);  // nobody else takes it out again
     if (calls_.empty()) first_name_ = started.name;
     calls_.push_back(call);
     std::shared_ptr<Ticket> ticket = group_;
@@ -296,6 +299,7 @@ class LaneCommunicator final : public Communicator {
       ticket.mark = watched_->device->mark(lane_);
     });
     ticket.is_put_in = true;
+    watched_->control->tell_put_in(history_.num());
     if (watchdog_) watched_->log.put_in(ticket.mark);
   }
 

@@ -4,9 +4,9 @@
 
 namespace zb {
 
-void OperationLog::start(const OperationName& name) {
+void OperationLog::start(const OperationName& name, std::optional<std::uint64_t> number) {
   const std::lock_guard lock(mutex_);
-  entries_.push_back({name, Clock::now(), nullptr, false});
+  entries_.push_back({name, number, Clock::now(), nullptr, false});
 }
 
 void OperationLog::put_in(const MarkPtr& mark) {
@@ -26,7 +26,7 @@ std::optional<OperationLog::Unfinished> OperationLog::oldest(Device& device) {
       front = entries_.front();
     }
     // Outside of the lock: the caller's thread must not wait for the device behind this one.
-    if (!front.is_put_in || !device.has_passed(front.mark)) return Unfinished{front.name, front.since};
+    if (!front.is_put_in || !device.has_passed(front.mark)) return Unfinished{front.name, front.number, front.since};
     const std::lock_guard lock(mutex_);
     entries_.pop_front();
     if (!entries_.empty()) entries_.front().since = std::max(entries_.front().since, Clock::now());

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <deque>
 #include <mutex>
 #include <optional>
@@ -20,12 +21,14 @@ class OperationLog {
  public:
   using Clock = std::chrono::steady_clock;
 
-  void start(const OperationName& name);
+  // `number` counts the operations that wait for peers, from 1; none for one that waits for nobody.
+  void start(const OperationName& name, std::optional<std::uint64_t> number);
   // All that were started before this are in the lane now, before `mark`.
   void put_in(const MarkPtr& mark);
 
   struct Unfinished {
     OperationName name;
+    std::optional<std::uint64_t> number;
     Clock::time_point since;  // when it was started or the one before it ended, whichever was later
   };
   // The oldest operation that has not passed.
@@ -34,6 +37,7 @@ class OperationLog {
  private:
   struct Entry {
     OperationName name;
+    std::optional<std::uint64_t> number;
     Clock::time_point since;
     MarkPtr mark;
     bool is_put_in = false;

@@ -145,6 +145,8 @@ class ShmCommunicator final : public Communicator {
 
   void stop(std::string_view why, std::uint32_t stop_num) noexcept override { queue_->peers().stop(why, stop_num); }
   void go_on(std::uint32_t stop_num) noexcept override { queue_->peers().go_on(stop_num); }
+  void tell_put_in(std::uint64_t num) noexcept override { queue_->peers().tell_put_in(num); }
+  std::optional<AbsentPeer> absent_peer(std::uint64_t num) override { return queue_->peers().absent_peer(num); }
 
  private:
   std::size_t ranks() const noexcept { return static_cast<std::size_t>(world_size()); }

@@ -19,7 +19,7 @@
 
 namespace zb::shm {
 
-inline constexpr std::uint32_t kProtocolVersion = 2;
+inline constexpr std::uint32_t kProtocolVersion = 3;
 inline constexpr std::uint64_t kRingDepth = 256;
 inline constexpr std::size_t kLabelBytes = 48;
 inline constexpr std::size_t kInlineBytes = 32;
@@ -72,6 +72,7 @@ struct RankBlock {
   alignas(64) std::atomic<std::int64_t> stopped_at;
   std::atomic<std::uint32_t> stop_num;
   std::array<std::atomic<char>, kStopBytes> why;
+  std::atomic<std::uint64_t> put_in_num;  // Communicator::tell_put_in
   alignas(64) std::array<Descriptor, kRingDepth> ring;
   // Of the exchanges that a rank has started at most two are unfinished, and it has finished none that a peer has not
   // started, so when one starts, all ranks have finished the one four before.

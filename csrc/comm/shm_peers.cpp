@@ -142,6 +142,28 @@ std::optional<std::string> Peers::given_up(int rank) {
   return why;
 }
 
+std::optional<std::string> Peers::how_lost(int rank) {
+  if (has_left(rank)) return "left during";
+  if (is_dead(rank)) return "died during";
+  std::optional<std::string> why = given_up(rank);
+  if (why) *why += " and did not come to";
+  return why;
+}
+
+void Peers::tell_put_in(std::uint64_t num) noexcept { own_->put_in_num.store(num, std::memory_order_release); }
+
+std::optional<AbsentPeer> Peers::absent_peer(std::uint64_t num) {
+  std::optional<AbsentPeer> absent;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_) continue;
+    std::optional<std::string> how = how_lost(peer);  // asked first: what it put in before it went counts
+    if (of(peer).put_in_num.load(std::memory_order_acquire) >= num) continue;
+    if (how) return AbsentPeer{peer, std::move(*how)};
+    if (!absent) absent = AbsentPeer{peer, ""};
+  }
+  return absent;
+}
+
 bool Peers::is_own_process() const noexcept { return made_by_.is_current(); }
 
 Peers::Ticket Peers::announce(std::uint32_t interest) noexcept {

@@ -63,8 +63,12 @@ class Peers {
   // Communicator::stop and go_on of this rank. Callable from any thread.
   void stop(std::string_view why, std::uint32_t stop_num) noexcept;
   void go_on(std::uint32_t stop_num) noexcept;
-  // Why a rank that stopped, and this one did not, is not to be waited for any more.
-  std::optional<std::string> given_up(int rank);
+  // AbsentPeer::how of a rank that has left, is dead, or stopped and did not go on; none while it may still come.
+  // Callable from any thread.
+  std::optional<std::string> how_lost(int rank);
+  // Communicator::tell_put_in and absent_peer.
+  void tell_put_in(std::uint64_t num) noexcept;
+  std::optional<AbsentPeer> absent_peer(std::uint64_t num);
   // False in a forked child, which must not speak for its parent.
   bool is_own_process() const noexcept;
 
@@ -80,6 +84,8 @@ class Peers {
   FileDescriptor distribute(const FileDescriptor& of_rank0, std::uint64_t id);
 
  private:
+  // Why a rank that stopped, and this one did not, is not to be waited for any more.
+  std::optional<std::string> given_up(int rank);
   void wake_all() noexcept;
 
   int rank_;

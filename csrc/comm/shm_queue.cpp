@@ -232,19 +232,11 @@ bool Queue::check_awaited(const Goal& goal, Clock::time_point last_progress) {
     if (peer == peers_->rank() || !awaits(goal, peer)) continue;
     const std::string who = rank_text(peer);
     const std::string self = rank_text(peers_->rank());
-    const bool has_left = peers_->has_left(peer);
-    if (has_left || peers_->is_dead(peer)) {
+    if (const std::optional<std::string> how = peers_->how_lost(peer)) {
       // What it published before it went counts, so look again.
       if (try_reach(goal)) return true;
       if (!awaits(goal, peer)) return false;
-      peers_->fail(peer, who + (has_left ? " left during " : " died during ") + describe_wait(goal) + " (noticed by " +
-                             self + ")");
-    }
-    if (const std::optional<std::string> why = peers_->given_up(peer)) {
-      if (try_reach(goal)) return true;
-      if (!awaits(goal, peer)) return false;
-      peers_->fail(peer,
-                   who + " " + *why + " and did not come to " + describe_wait(goal) + " (noticed by " + self + ")");
+      peers_->fail(peer, who + " " + *how + " " + describe_wait(goal) + " (noticed by " + self + ")");
     }
     if (is_late) {
       peers_->fail(peer,

@@ -18,6 +18,7 @@ constexpr std::chrono::milliseconds kDeathGrace{500};
 // A dead peer's connections break before its process counts as ended, which waits for the driver: to name it is better.
 constexpr std::chrono::milliseconds kFailureGrace{5000};
 constexpr std::chrono::seconds kCloseGrace{10};
+constexpr std::string_view kDied = "died during";
 constexpr std::string_view kNoMemory = "no host memory is left to say what failed";
 
 }  // namespace
@@ -46,15 +47,16 @@ bool WatchedLane::give_up(std::string_view reason) noexcept {
   return true;
 }
 
-void WatchedLane::poison_for_dead(int dead, const std::string& operation) noexcept {
-  poison_with(dead,
-              [&] { return rank_text(dead) + " died during " + operation + " (noticed by " + rank_text(rank) + ")"; });
+void WatchedLane::poison_for_lost(int peer, std::string_view how, const std::string& operation) noexcept {
+  poison_with(peer, [&] {
+    return rank_text(peer) + " " + std::string(how) + " " + operation + " (noticed by " + rank_text(rank) + ")";
+  });
 }
 
 void WatchedLane::poison_for_failure(const std::string& operation, const std::string& failure) noexcept {
   const Clock::time_point deadline = Clock::now() + kFailureGrace;
   while (!cause->is_set() && !processes.is_empty() && Clock::now() < deadline) {
-    if (const auto dead = processes.dead()) return poison_for_dead(*dead, operation);
+    if (const auto dead = processes.dead()) return poison_for_lost(*dead, kDied, operation);
     if (const auto theirs = control->poisoned()) return poison(theirs->what(), theirs->rank());
     std::this_thread::sleep_for(kTurn);
   }
@@ -75,9 +77,8 @@ class Watchdog::Round {
       lane_.poison(cause->what(), cause->rank());
     } else if (failure) {
       lane_.poison_for_failure(during(oldest), *failure);
-    } else if (oldest && now - oldest->since >= lane_.timeout) {
-      lane_.poison(rank_text(lane_.rank) + " waited " + seconds_text(lane_.timeout) + " for " + oldest->name.text(),
-                   -1);
+    } else if (oldest) {
+      look_for_absent(*oldest, now - oldest->since);
     }
   }
 
@@ -93,8 +94,23 @@ class Watchdog::Round {
     if (!death_seen_) death_seen_ = now;
     const bool is_stuck = oldest && now - std::max(*death_seen_, oldest->since) >= kDeathGrace;
     if (!is_stuck && !has_failed) return false;
-    lane_.poison_for_dead(*dead, during(oldest));
+    lane_.poison_for_lost(*dead, kDied, during(oldest));
     return true;
+  }
+
+  // A peer that will never put the operation in, or one that has not by the timeout.
+  void look_for_absent(const OperationLog::Unfinished& oldest, Clock::duration waited) {
+    const bool is_late = waited >= lane_.timeout;
+    if (waited < kReturnTime && !is_late) return;
+    std::optional<AbsentPeer> absent;
+    if (oldest.number) absent = lane_.control->absent_peer(*oldest.number);
+    if (absent && !absent->how.empty()) {
+      lane_.poison_for_lost(absent->rank, absent->how, oldest.name.text());
+    } else if (is_late) {
+      lane_.poison(rank_text(lane_.rank) + " waited " + seconds_text(lane_.timeout) + " for " +
+                       (absent ? rank_text(absent->rank) + " in " : "") + oldest.name.text(),
+                   absent ? absent->rank : -1);
+    }
   }
 
   WatchedLane& lane_;

@@ -1,9 +1,10 @@
 // The thread that looks after a communicator's lane: whether its operations end, and whether the peers live.
 //
 // Several times a second it asks for errors of the transport, for dead processes, for the control communicator's cause
-// (a peer's), and for an operation that has not ended within the timeout. The first of these poisons the communicator
-// on this rank and, over the control communicator, on its peers; then the transport is aborted, so that kernels end and
-// whoever waits for the device comes back. It also ends the transport, since that may block, and closing must not.
+// (a peer's), for a peer that stopped or left before it put in the operation that the lane waits for, and for an
+// operation that has not ended within the timeout. The first of these poisons the communicator on this rank and, over
+// the control communicator, on its peers; then the transport is aborted, so that kernels end and whoever waits for the
+// device comes back. It also ends the transport, since that may block, and closing must not.
 #pragma once
 
 #include <chrono>
@@ -38,7 +39,8 @@ struct WatchedLane {
   void poison(const std::string& reason, int fault_rank) noexcept;
   // This rank gives up. False where an earlier cause stays.
   bool give_up(std::string_view reason) noexcept;
-  void poison_for_dead(int dead, const std::string& operation) noexcept;
+  // A peer that will never come to the operation.
+  void poison_for_lost(int peer, std::string_view how, const std::string& operation) noexcept;
   // The transport said that an operation failed. Waits a while for a dead peer that would explain it.
   void poison_for_failure(const std::string& operation, const std::string& failure) noexcept;
 

@@ -33,9 +33,100 @@ TEST(LaneFaults, AStalledOperationEndsAtTheTimeoutOnAllRanks) {
     const Region full = region(*comm, 8);
     if (rank == 0) comm->start_all_gather(gather_of(full, 0, 4, "h.3"));
     const std::string text = raised_by(*comm);
-    EXPECT_TRUE(contains(text, "rank 0 waited 0.40 s for all_gather of 'h.3'")) << text;
+    EXPECT_TRUE(contains(text, "rank 0 waited 0.40 s for rank 1 in all_gather of 'h.3'")) << text;
     EXPECT_EQ(contains(text, "rank 0 aborted"), rank == 1) << text;
+    EXPECT_TRUE(rank == 1 || comm->poisoned()->rank() == 1);
   });
+}
+
+// What rank 0 of `world_size` raises, whose lane waits in an all_gather while `others` do what they do.
+std::string raised_while(int world_size, const std::function<void(Communicator&)>& others) {
+  std::string text;
+  run_ranks(world_size, [&](int rank, std::unique_ptr<Communicator> control) {
+    const auto comm = stuck(std::move(control), 60s);
+    const Region full = region(*comm, 64);
+    if (rank != 0) {
+      others(*comm);
+      return;
+    }
+    comm->start_all_gather(gather_of(full, 0, 4, "h.3"));
+    text = raised_by(*comm);
+    EXPECT_EQ(comm->poisoned()->rank(), world_size - 1);
+  });
+  return text;
+}
+
+TEST(LaneFaults, APeerThatStoppedIsNamedLongBeforeTheTimeout) {
+  const std::string text = raised_while(2, [](Communicator& comm) {
+    comm.stop("raised Planted", 1);
+    EXPECT_TRUE(contains(raised_by(comm), "rank 0 aborted: rank 1 raised Planted"));
+  });
+  EXPECT_EQ(text, "rank 1 raised Planted and did not come to all_gather of 'h.3' (noticed by rank 0)");
+}
+
+TEST(LaneFaults, APeerThatStoppedIsNamedRatherThanOneThatIsSilent) {
+  const std::string text = raised_while(3, [](Communicator& comm) {
+    if (comm.rank() == 2) comm.stop("raised Planted", 1);
+    static_cast<void>(raised_by(comm));
+  });
+  EXPECT_EQ(text, "rank 2 raised Planted and did not come to all_gather of 'h.3' (noticed by rank 0)");
+}
+
+TEST(LaneFaults, APeerThatLeftIsNamedLongBeforeTheTimeout) {
+  EXPECT_EQ(raised_while(2, [](Communicator&) {}), "rank 1 left during all_gather of 'h.3' (noticed by rank 0)");
+}
+
+// Nobody gives up while rank 0's lane waits in `waiting` and rank 1 does `other`, and rank 0 ends it.
+void expect_patience(const std::function<void(Communicator&, const Region&)>& waiting,
+                     const std::function<void(Communicator&, const Region&)>& other) {
+  run_ranks(2, [&](int rank, std::unique_ptr<Communicator> control) {
+    const auto comm = stuck(std::move(control), 60s);
+    const Region full = region(*comm, 8);
+    (rank == 0 ? waiting : other)(*comm, full);
+    if (rank == 0) {
+      std::this_thread::sleep_for(3 * kReturnTime);
+      comm->abort("it has waited");
+    }
+    EXPECT_TRUE(contains(raised_by(*comm), "rank 0 aborted: it has waited"));
+  });
+}
+
+void start_gather(Communicator& comm, const Region& full) {
+  comm.start_all_gather(gather_of(full, comm.rank(), 4, "h.3"));
+}
+
+TEST(LaneFaults, APeerThatStoppedAfterItPutTheOperationInIsWaitedFor) {
+  expect_patience(start_gather, [](Communicator& comm, const Region& full) {
+    start_gather(comm, full);
+    comm.stop("raised Planted", 1);
+  });
+}
+
+TEST(LaneFaults, APeerThatGoesOnIsWaitedFor) {
+  expect_patience(start_gather, [](Communicator& comm, const Region&) {
+    comm.stop("raised Planted", 1);
+    comm.go_on(1);
+  });
+}
+
+TEST(LaneFaults, RanksThatStoppedAlikeWaitForEachOther) {
+  const auto stop = [](Communicator& comm, const Region&) { comm.stop("raised Planted", 1); };
+  expect_patience(
+      [&](Communicator& comm, const Region& full) {
+        stop(comm, full);
+        start_gather(comm, full);
+      },
+      stop);
+}
+
+TEST(LaneFaults, AGatherOfSettledSourcesWaitsForNoPeer) {
+  expect_patience(
+      [](Communicator& comm, const Region& full) {
+        AllGather gather = gather_of(full, 0, 4, "h.3");
+        gather.is_settled = true;
+        comm.start_all_gather(gather);
+      },
+      [](Communicator& comm, const Region&) { comm.stop("raised Planted", 1); });
 }
 
 TEST(LaneFaults, AnErrorOfTheTransportNamesTheOperation) {

@@ -110,10 +110,9 @@ void Engine::close_forward(std::size_t unit) {
 void Engine::pre_backward(std::size_t unit) {
   enter([&] {
     ZB_EXPECT_STATE(reduces_->in_backward() || in_input_backward(),
-                    "backward reached unit '" + units_[unit].name +
-                        "' outside engine.backward(); call engine.backward(loss), not loss.backward(). At stage 3 "
-                        "neither torch.autograd.grad nor another engine's backward can pass through this model: "
-                        "stages 0 to 2 allow both");
+                    foreign_backward_text("unit '" + units_[unit].name + "'") +
+                        ". At stage 3 neither torch.autograd.grad nor another model's backward can pass through this "
+                        "model: use stage 0, 1 or 2 for that");
     expect_not_updated(units_[unit]);
     gathers_->use(unit);
     start_backward_range(units_[unit]);

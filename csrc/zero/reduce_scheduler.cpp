@@ -8,6 +8,15 @@
 
 namespace zb {
 
+std::string foreign_backward_text(const std::string& place) {
+  return "this backward reached " + place +
+         " of an engine that did not start it, and each engine takes gradients in its own backward only. Call "
+         "engine.backward(loss), not loss.backward(). To train two models by one loss (two towers, actor and critic), "
+         "make one engine for both: give zerobench.initialize a module that holds both models and calls them in its "
+         "forward. To train one model through the other (a generator through its discriminator), call "
+         "requires_grad_(False) on the other before its forward and requires_grad_(True) after this backward";
+}
+
 ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Ledger* ledger, std::vector<Unit>& units,
                                  std::vector<Parameter>& parameters, CommunicationClock& clock,
                                  const ReduceOptions& options, ReduceEvents events)
@@ -102,12 +111,7 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
                              std::shared_ptr<const void> owner) {
   Parameter& parameter = parameters_[index];
   Unit& unit = units_[parameter.unit];
-  ZB_EXPECT_STATE(in_backward_,
-                  "a gradient of '" + parameter.name +
-                      "' arrived outside this engine's own backward(); call engine.backward(loss), not "
-                      "loss.backward(). Where another model trains through this one (a generator through its "
-                      "discriminator), call requires_grad_(False) on this one before that forward, and "
-                      "requires_grad_(True) when that backward has returned");
+  ZB_EXPECT_STATE(in_backward_, foreign_backward_text("parameter '" + parameter.name + "'"));
   if (unit.gradient_state == GradientState::kReducing || unit.gradient_state == GradientState::kReduced) {
     expectations_.refute(unit);
     throw StateError("a further gradient of '" + parameter.name + "' arrived after unit '" + unit.name +

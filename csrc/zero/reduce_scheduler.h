@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -46,6 +47,9 @@ struct ReduceOptions {
   // Squares are summed behind a backward, all in one piece of work, instead of unit by unit.
   bool sums_together = false;
 };
+
+// The error of a backward that reaches `place` of an engine whose own backward does not run.
+std::string foreign_backward_text(const std::string& place);
 
 class ReduceScheduler {
  public:

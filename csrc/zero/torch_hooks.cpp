@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "comm/c10d_dtype.h"
@@ -40,6 +41,15 @@ struct UsedGradient {
 std::shared_ptr<const void> owner_of(at::Tensor gradient, const std::shared_ptr<const TorchMemory>& memory) {
   if (memory) return std::make_shared<UsedGradient>(std::move(gradient), memory);
   return std::make_shared<at::Tensor>(std::move(gradient));
+}
+
+// The first that nobody has taken. Autograd has a thread for each device.
+std::mutex hook_error_mutex;
+std::exception_ptr hook_error;
+
+void keep_hook_error(std::exception_ptr error) noexcept {
+  const std::lock_guard lock(hook_error_mutex);
+  if (!hook_error) hook_error = std::move(error);
 }
 
 // Before autograd accumulates into a parameter's `.grad`: leaves it undefined ([Note: gradient guards] in
@@ -107,13 +117,10 @@ class TorchGradientHooks final : public GradientHooks {
                hooks_[unit].begin(), hooks_[unit].end(), [](const Hook& hook) { return use_num(hook) > hook.use_num; });
   }
 
-  std::exception_ptr take_error() noexcept override { return std::exchange(shared_->error, nullptr); }
-
  private:
   struct Shared {
     std::shared_ptr<Engine> engine;
     std::shared_ptr<const TorchMemory> memory;
-    std::exception_ptr error;
 
     void arrived(const at::Tensor& parameter, std::size_t index) {
       at::Tensor& held = parameter.mutable_grad();
@@ -131,7 +138,7 @@ class TorchGradientHooks final : public GradientHooks {
         engine->gradient_arrived(index, data, dtype, torch::autograd::get_current_graph_task_id(),
                                  owner_of(std::move(dense), memory));
       } catch (...) {
-        if (!error) error = std::current_exception();
+        keep_hook_error(std::current_exception());
         throw;
       }
     }
@@ -152,6 +159,11 @@ class TorchGradientHooks final : public GradientHooks {
 };
 
 }  // namespace
+
+std::exception_ptr take_hook_error() noexcept {
+  const std::lock_guard lock(hook_error_mutex);
+  return std::exchange(hook_error, nullptr);
+}
 
 std::unique_ptr<GradientHooks> make_gradient_hooks(std::shared_ptr<Engine> engine,
                                                    std::shared_ptr<const TorchMemory> memory,

@@ -20,8 +20,6 @@ class GradientHooks {
   virtual ~GradientHooks() = default;
   // Takes the hooks off. Also done by the destructor.
   virtual void remove() noexcept = 0;
-  // The exception that a hook threw in the last backward, with its type; autograd passes on only the text.
-  virtual std::exception_ptr take_error() noexcept = 0;
 
   // A forward begins.
   virtual void begin_forward() = 0;
@@ -29,6 +27,10 @@ class GradientHooks {
   // count, which live on for as long as somebody holds their loss.
   virtual bool is_used(std::size_t unit) const = 0;
 };
+
+// Takes the first exception that a hook of any engine threw since the last call, with its type: autograd passes on only
+// the text, to the engine whose backward runs.
+std::exception_ptr take_hook_error() noexcept;
 
 // Hooks parameter i of `tensors` as engine parameter `indices[i]`. The engine must outlive the hooks. `memory` follows
 // the stream that the engine computes in; null where there are no streams. `guards` are those of `tensors`.

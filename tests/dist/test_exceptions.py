@@ -165,7 +165,7 @@ def plain_backward(rank, stage):
     with training(rank, stage) as engine:
         one_step(engine, rank, 0)
         with pytest.raises(
-            (RuntimeError, errors.StateError), match=r"call engine\.backward\(loss\), not loss\.backward"
+            (RuntimeError, errors.StateError), match=r"Call engine\.backward\(loss\), not loss\.backward"
         ):
             engine(**zoo.points(1, rank.rank)).backward()
         assert all(parameter.grad is None for parameter in engine.module.parameters())

@@ -5,27 +5,31 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import fallen_ranks
 import pytest
 import ranks
-import small_models
 import zoo
+from fallen_ranks import (
+    ON_HOST,
+    SOON_S,
+    VICTIM,
+    Planted,
+    await_file,
+    end_process,
+    heard,
+    note_time,
+    plant,
+    raise_planted,
+    train,
+)
 
-import zerobench
-from zerobench import errors
 from zerobench.engine import departures
 
-CASE = zoo.Case(small_models.Chain, steps=6)
-VICTIM = 1  # of three ranks
-TIMEOUT_S = 120.0
-SOON_S = 2.0  # and what a loaded machine takes on top
-GRACE_S = 10.0
-ON_HOST = {"device": "cpu", "chunk_numel": 128}
+GRACE_S = 10.0  # what a loaded machine takes on top of SOON_S
 TIERS = {
     "device": (0, 1, 2, 3),
     "optimizer on the host": (1, 2, 3),
@@ -36,67 +40,18 @@ TIERS = {
 PLACES = [(tier, stage) for tier, stages in TIERS.items() for stage in stages]
 
 
-class Planted(Exception):
-    """Return the error of the rank at fault."""
-
-
 def start(rank, tier, stage, folder):
-    config = zoo.optimizer_config(CASE)
+    config = {}
     if tier != "device":
         in_files = zoo.SWAP | {"nvme_path": folder}
         config["offload_optimizer"] = in_files if tier.endswith("files") else ON_HOST
     if tier.startswith("parameters"):
         config["offload_param"] = {"device": "nvme" if tier.endswith("files") else "cpu"}
-    return zerobench.initialize(
-        zoo.make(CASE), config=rank.config(stage=stage, timeout_s=TIMEOUT_S, **config)
-    )
-
-
-def train(engine, rank, *, done, steps):
-    for step in range(done, steps):
-        zoo.run_plan(engine, CASE, step, rank.rank, [])
-
-
-def raise_planted(*_):
-    raise Planted("planted")
+    return fallen_ranks.start(rank, stage=stage, **config)
 
 
 def lack_memory(*_):
     bytearray(1 << 50)
-
-
-def plant(engine, where, fault):
-    """The next step of this rank comes to ``fault`` there; return what takes it away again."""
-    if where == "forward":
-        return engine.module.blocks[1].register_forward_pre_hook(fault).remove
-    if where == "backward":
-        return engine.module.blocks[1].up.weight.register_hook(fault).remove
-    engine.optimizer.hyperparameters = fault
-    return lambda: delattr(engine.optimizer, "hyperparameters")
-
-
-def await_file(path):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} did not come"
-        time.sleep(0.01)
-
-
-def heard(engine, rank, folder, name):
-    """Return the error of a rank that trains on, and the seconds from the fault to it."""
-    try:
-        train(engine, rank, done=2, steps=50)
-    except errors.CommunicationError as error:
-        now = time.monotonic()
-        (Path(folder) / f"{name} {rank.rank}").touch()
-        fell = float((Path(folder) / f"{name} fell").read_text())
-        return {"error": str(error), "rank": error.rank, "after_s": now - fell}
-    raise AssertionError("went on without the other rank")
-
-
-def note_time(folder, name):
-    (Path(folder) / "being written").write_text(str(time.monotonic()))
-    (Path(folder) / "being written").rename(Path(folder) / f"{name} fell")
 
 
 EXCEPTIONS = [
@@ -142,9 +97,7 @@ def fall_with_the_process(rank, tier, stage, kind, folder):
         return heard(engine, rank, folder, kind)
     engine.backward(engine(**zoo.points(2, rank.rank)))
     note_time(folder, kind)
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    ctypes.pythonapi.Py_Exit(1)  # as a script's process ends, which those of multiprocessing do not
+    end_process(kind)
     return None
 
 

@@ -96,10 +96,31 @@ def stall(rank: ranks.Rank, kind: str) -> dict[str, Any]:
 @every_kind
 def test_a_rank_that_does_not_come_ends_the_others_at_the_timeout(kind: str) -> None:
     waiting, sleeping = ranks.run(stall, kind, world_size=2, timeout_s=120.0)
-    said = "rank 0 waited 5.00 s for all_gather of 'python'"
+    said = "rank 0 waited 5.00 s for rank 1 in all_gather of 'python'"
     assert waiting["text"] == said
     assert 5.0 <= waiting["took_s"] < 5.0 + SLACK_S
     assert sleeping["text"] == f"rank 0 aborted: {said}"
+
+
+def leave(rank: ranks.Rank) -> dict[str, Any]:
+    at = Connected(rank, kind="peer")
+    full, shard_bytes = warm(at)
+    at.comm.barrier()
+    begin = time.monotonic()
+    if rank.rank == 1:
+        at.comm.close()
+        return {}
+    at.gather(full, shard_bytes).wait()
+    return ends(at, begin)
+
+
+def test_a_rank_that_leaves_is_named_by_one_whose_device_waits() -> None:
+    waiting, _ = ranks.run(leave, world_size=2, timeout_s=120.0)
+    assert waiting["text"] in [
+        f"rank 1 {how} during all_gather of 'python' (noticed by rank 0)"
+        for how in ("left", "died")  # its process ends soon after
+    ]
+    assert waiting["took_s"] < SLACK_S  # far below the timeout of 60 s
 
 
 def mismatch(rank: ranks.Rank, kind: str) -> dict[str, Any]:

@@ -50,7 +50,6 @@ from zerobench.engine.parameters import (
     param_groups,
 )
 from zerobench.engine.rank_cpus import rank_cpus
-from zerobench.engine.shared_loss import error_of_another_engine
 from zerobench.engine.swap_watch import SwapWatch
 from zerobench.engine.trainable_model import expect_trainable, hold, release
 from zerobench.engine.units import find_units, large_unit_notice
@@ -754,8 +753,6 @@ class Engine(EngineFacts, EngineWindow):
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"while leaving the backward: {abort_error}")
         self._core.rethrow_hook_error()
-        if (refusal := error_of_another_engine(error)) is not None:
-            raise refusal from error
 
 
 def _nothing() -> None:
