@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from page_samples import HOSTILE, forty, hostile, scaled
 from report_samples import SAMPLE, gpus, grid, mixed, sample
 
-from zerobench.errors import DataError
+from zerobench.cli.report import report
+from zerobench.errors import ConfigError, DataError
 from zerobench.page.grid_charts import grid_charts, scaling_charts
 from zerobench.page.row_charts import course_charts, row_charts
 from zerobench.page.write import data_block, page_text
@@ -129,7 +131,7 @@ def test_long_series_are_thinned() -> None:
     results = sample()
     results.rows[0].loss = [1.0] * 100_000
     (chart,) = [chart for chart in course_charts(results.rows[:1]) if chart.title == "Loss curves"]
-    assert 200 <= len(chart.values) <= 400
+    assert 100 <= len(chart.values) <= 200
 
 
 def test_results_without_rows_have_a_page() -> None:
@@ -205,6 +207,27 @@ def test_infinite_figures_are_left_out_of_charts() -> None:
     content["rows"][1]["phases_ms"]["forward"] = float("inf")
     content["rows"][2]["energy_per_step_j"] = float("inf")
     page_text([("a folder", Results.model_validate(content))])  # data_block() raises for one
+
+
+def test_the_page_stands_next_to_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(SAMPLE, tmp_path / "results.json")
+    report([tmp_path])
+    page = tmp_path / "report.html"
+    assert capsys.readouterr().out.strip() == str(page)
+    assert f'<h1 id="s1-title">{tmp_path.name}</h1>' in page.read_text(encoding="utf-8")
+
+
+def test_a_result_file_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    shutil.copy(SAMPLE, path)
+    with pytest.raises(ConfigError, match=r"must end in \.html"):
+        report([path], output=path)
+    assert path.read_bytes() == SAMPLE.read_bytes()
+
+
+def test_a_page_that_cannot_be_written_names_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        report([SAMPLE], output=tmp_path / "no such folder" / "page.html")
 
 
 def deep(levels: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_TABLE_VALUES = 200  # more of them stand in the result file alone
-MOST_POINTS = 400  # of one row in one chart: what is longer is thinned
+MOST_POINTS = 200  # of one row in one chart: what is longer is thinned
 
 Values = list[dict[str, Any]]
 
@@ -42,17 +42,17 @@ def _cell(value: Any) -> str:
 
 
 def number(value: float | None) -> float | None:
-    """Return the value if a chart can hold it."""
-    return float(value) if value is not None and math.isfinite(value) else None
+    """Return the value to six digits, or None if a chart cannot hold it."""
+    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
 def thinned(values: Sequence[float]) -> list[tuple[int, float]]:
     """Return numbered values, counted from 1: all of them, or evenly spaced ones if they are too many."""
     stride = math.ceil(len(values) / MOST_POINTS) or 1
     return [
-        (index + 1, float(values[index]))
+        (index + 1, value)
         for index in range(0, len(values), stride)
-        if math.isfinite(values[index])
+        if (value := number(values[index])) is not None
     ]
 
 

@@ -27,6 +27,7 @@ _NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?")
 class Cell:
     text: str
     sort: str = ""  # a number, if the cell begins with one
+    right: bool = False  # in a column with numbers
 
 
 @dataclass(frozen=True)
@@ -108,16 +109,18 @@ def _groups(rows: Sequence[Row]) -> list[Group]:
 def _table(columns: Sequence[Column]) -> Table:
     """Every column that has a cell, without the blanks that align them in a terminal."""
     kept = [column for column in columns if not column.empty()]
-    cells = [[_cell(text) for text in column.cells] for column in kept]
+    cells = [_cells(column) for column in kept]
     return Table(
         [(column.title, column.unit) for column in kept], [list(line) for line in zip(*cells, strict=True)]
     )
 
 
-def _cell(text: str) -> Cell:
-    text = " ".join(text.split())
-    found = None if text == ABSENT else _NUMBER.match(text)
-    return Cell(text, found.group().replace(",", "") if found else "")
+def _cells(column: Column) -> list[Cell]:
+    texts = [" ".join(text.split()) for text in column.cells]
+    found = [None if text == ABSENT else _NUMBER.match(text) for text in texts]
+    numbers = [match.group().replace(",", "") if match else "" for match in found]
+    right = any(numbers) and not column.left
+    return [Cell(text, number, right) for text, number in zip(texts, numbers, strict=True)]
 
 
 def _details(label: str, row: Row) -> RowDetails:
