@@ -49,6 +49,7 @@ PYTHON_ORDER = [
     "strategies.deepspeed",
     "results",
     "report",
+    "page",
     "__init__",  # the package itself, whose names are imported from above when they are first used
     "bench.protocol",
     "bench.plan",
@@ -68,9 +69,10 @@ PYTHON_ONLY = {
     "errors": set(),
     "results": {"errors", "strategies.catalogue", "results"},
     "report": {"errors", "strategies.catalogue", "results", "report"},
+    "page": {"errors", "results", "report", "page"},
 }
 AT_THE_ROOT = {"__init__", "__main__", "_native", "errors"}
-WITHOUT_TORCH = ["results", "report"]
+WITHOUT_TORCH = ["results", "report", "page"]
 LIGHT_IMPORTS = ["", "cli.main", *WITHOUT_TORCH]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)

@@ -17,6 +17,7 @@ import typer
 
 from zerobench import __version__
 from zerobench.cli.compare import COMPARE_HELP, compare
+from zerobench.cli.report import report
 from zerobench.errors import ConfigError, DataError, Error
 from zerobench.export.targets import TARGETS
 from zerobench.host import interrupts
@@ -57,6 +58,7 @@ def root(
 
 
 app.command(help=COMPARE_HELP)(compare)
+app.command()(report)
 
 
 @app.command()

@@ -83,18 +83,18 @@ def _save(figure: Figure, path: Path) -> None:
 def step_time_figure(results: Results) -> Figure | None:
     """Bars as long as the median step time, split as the profiled pass splits a step."""
     rows = results.rows
-    if not any(_measured(row) for row in rows):
+    if not any(is_measured(row) for row in rows):
         return None
-    bars = [_phase_segments(row) if _measured(row) else [] for row in rows]
+    bars = [phase_segments(row) if is_measured(row) else [] for row in rows]
     ends = [
-        f"{row.step_time_ms.median:,.{_decimals(rows)}f}" if _measured(row) and row.step_time_ms else ""
+        f"{row.step_time_ms.median:,.{_decimals(rows)}f}" if is_measured(row) and row.step_time_ms else ""
         for row in rows
     ]
     figure, (axes,) = bar_figure(rows, 1)
     spreads = [row.step_time_ms.mad if row.step_time_ms is not None else 0.0 for row in rows]
     draw_bars(axes, rows, bars, ends, _colours(PHASE_COLOURS, bars), overhang=spreads)
     for index, row in enumerate(rows):
-        if _measured(row) and row.step_time_ms is not None:
+        if is_measured(row) and row.step_time_ms is not None:
             axes.errorbar(
                 row.step_time_ms.median,
                 index,
@@ -104,7 +104,7 @@ def step_time_figure(results: Results) -> Figure | None:
                 elinewidth=1,
             )
     axes.set_xlabel("step time, ms (median, whiskers: MAD)")
-    split = any(row.phases_ms for row in rows if _measured(row))
+    split = any(row.phases_ms for row in rows if is_measured(row))
     finish(
         figure,
         "Step time by phase" if split else "Step time",
@@ -121,7 +121,7 @@ def _phases_note(rows: Sequence[Row]) -> str:
     return f"{text}."
 
 
-def _measured(row: Row) -> bool:
+def is_measured(row: Row) -> bool:
     return row.status == "ok" and row.step_time_ms is not None
 
 
@@ -130,7 +130,7 @@ def _decimals(rows: Sequence[Row]) -> int:
     return 0 if smallest >= 100 else 1 if smallest >= 10 else 2
 
 
-def _phase_segments(row: Row) -> list[Segment]:
+def phase_segments(row: Row) -> list[Segment]:
     assert row.step_time_ms is not None
     median_ms = row.step_time_ms.median
     phases = {name: value for name, value in (row.phases_ms or {}).items() if value > 0}
@@ -167,7 +167,7 @@ def memory_figure(results: Results) -> Figure | None:
     if not tiers:
         return None
     figure, panels = bar_figure(rows, len(tiers))
-    by_tier = [[_memory_segments(row, tier) for row in rows] for tier in tiers]
+    by_tier = [[memory_segments(row, tier) for row in rows] for tier in tiers]
     colour = _colours(CATEGORY_COLOURS, [bar for bars in by_tier for bar in bars])
     for axes, tier, bars in zip(panels, tiers, by_tier, strict=True):
         unit, unit_bytes = memory_unit(int(sum(length for _, length in bar)) for bar in bars)
@@ -200,7 +200,7 @@ def _mark_peaks(
             label = "_"
 
 
-def _memory_segments(row: Row, tier: str) -> list[Segment]:
+def memory_segments(row: Row, tier: str) -> list[Segment]:
     if row.status != "ok":
         return []
     held = {name: value for name, value in ((row.memory_bytes or {}).get(tier) or {}).items() if value > 0}

@@ -74,7 +74,7 @@ def speed_memory_figure(results: Results) -> Figure | None:
     groups = []
     for workload in by_workload(results.rows):
         labels.update(zip((id(row) for row in workload), row_labels(workload), strict=True))
-        if rows := [row for row in workload if _has_point(row)]:
+        if rows := [row for row in workload if has_point(row)]:
             groups.append(rows)
     if not groups:
         return None
@@ -124,7 +124,7 @@ def speed_memory_figure(results: Results) -> Figure | None:
     return figure
 
 
-def _has_point(row: Row) -> bool:
+def has_point(row: Row) -> bool:
     measured = row.status == "ok" and step_rate(row) is not None and has_peak(row)
     return measured and row.strategy != FLOOR  # which has the rate of one GPU, and trains nothing
 

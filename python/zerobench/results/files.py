@@ -18,6 +18,9 @@ from zerobench.results.stats import FEWEST_SAMPLES
 
 AnyPath = str | os.PathLike[str]
 
+MOST_DIGITS = 40  # of a whole number in a result file
+MOST_LEVELS = 64  # that values of a result file are nested in each other
+
 
 def read_results(path: AnyPath) -> Results:
     """The parsed results.json, given itself or its folder. Raises DataError for what is no result file, or one of a
@@ -32,7 +35,8 @@ def read_results(path: AnyPath) -> Results:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}") from None
     try:
-        content = json.loads(text)
+        content = json.loads(text, parse_int=_bounded_int)
+        _expect_shallow(content)
     except (ValueError, RecursionError) as error:  # numbers of too many digits, nested too deeply
         raise DataError(f"{file} is not a zerobench result file: {error}") from None
     _expect_known_version(file, content)
@@ -44,6 +48,28 @@ def read_results(path: AnyPath) -> Results:
         raise DataError(f"{file} is not a zerobench result file: {place}: {first['msg']}") from None
     _drop_unfounded(results)
     return results
+
+
+def _bounded_int(digits: str) -> int:
+    """Return the number, which must be one that arithmetic with floats can take."""
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, and at most {MOST_DIGITS} are allowed")
+    return int(digits)
+
+
+def _expect_shallow(content: Any) -> None:
+    """Raise ValueError for content that is nested deeper than any result file, which pydantic cannot write again."""
+    level = [content]
+    for _ in range(MOST_LEVELS):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels")
 
 
 def _drop_unfounded(results: Results) -> None:
