@@ -86,6 +86,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         _traffic_column(shown),
         Column(title="power", unit="W/GPU", cells=_cells(shown, _power_cell), keep=25),
         *_energy_columns(shown),
+        *_bubble_columns(shown),
         Column(title="graphs", unit="a step", cells=_cells(shown, _graphs_cell), keep=40),
         Column(title="update", unit="deviation", cells=_deviation_cells(rows), keep=70),
         Column(title="dtypes", unit="p/c/r/m/s", cells=_dtype_cells(rows), keep=30, left=True),
@@ -289,6 +290,16 @@ def _energy_columns(rows: Sequence[Row | None]) -> list[Column]:
 def _power_cap_cell(row: Row) -> str | None:
     share = row.sampled.power_cap_pct if row.sampled is not None else None
     return None if share is None else f"{share:.0f} %"
+
+
+def _bubble_columns(rows: Sequence[Row | None]) -> list[Column]:
+    """Return the idle share of pipelines, measured and by the formula."""
+    columns = []
+    for name, unit in (("bubble_pct", "%"), ("bubble_formula_pct", "% by formula")):
+        values = [getattr(row, name) if row is not None else None for row in rows]
+        cells = [ABSENT if value is None else f"{value:.1f}" for value in values]
+        columns.append(Column(title="bubble", unit=unit, cells=cells, keep=42, group="bubble"))
+    return columns
 
 
 def _graphs_cell(row: Row) -> str | None:

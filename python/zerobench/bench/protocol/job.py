@@ -131,6 +131,9 @@ class Window(_Message):
     activation_bytes: int | None = None
     activation_and_shard_bytes: int | None = None
     phases_ms: dict[str, float]
+    # Of a pipeline's schedule: forward and backward, and all of it.
+    schedule_busy_ms: float | None = None
+    schedule_ms: float | None = None
     transfers: WindowTransfers | None = None
     energy_per_step_j: float | None = None  # of this rank's GPU
     compiled_graphs: float | None = None  # per step
