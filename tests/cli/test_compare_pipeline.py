@@ -48,12 +48,3 @@ def test_the_losses_are_those_of_ddp(pipelines):
     rows = rows_of(command)
     for schedule in ("gpipe", "interleaved"):
         assert rows[schedule]["loss"] == pytest.approx(rows[None]["loss"], rel=1e-4)
-
-
-def test_what_a_pipeline_cannot_run_is_skipped_with_the_reason(shared_command):
-    result = shared_command.run(
-        "compare", *SMALL, "--strategies", "pipeline", "--compile", "whole", "--output-dir", "whole",
-    )  # fmt: skip
-    row = shared_command.rows("whole")["pipeline"]
-    assert row["status"] == "skipped", result.stdout
-    assert "cannot be compiled whole" in row["error"]

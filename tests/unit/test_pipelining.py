@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 from builders import make_settings, make_window
 from plan_samples import configuration, names
+from torch.distributed.pipelining import ScheduleGPipe
 
+from zerobench import strategies
 from zerobench.bench.assess import apply_windows, first_row
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import make_plan
 from zerobench.errors import ConfigError
+from zerobench.strategies.pipeline_stage import ScheduleClock, TimedStage
 from zerobench.strategies.pipelining import bubble_share, cut_layers, why_impossible
 
 
@@ -131,3 +136,50 @@ def test_the_bubble_is_that_of_all_ranks_against_the_longest_schedule():
     )
     assert row.bubble_pct == pytest.approx(25.0)
     assert row.bubble_formula_pct == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("asked", [{"offload": "cpu_optimizer"}, {"optimizer_in_backward": True}])
+def test_state_stays_on_its_device(asked):
+    assert strategies.get("pipeline").unplaced(make_settings(**asked)) is not None
+
+
+class TakesTooMuch(torch.autograd.Function):
+    """Memory runs out in forward, or in backward."""
+
+    @staticmethod
+    def forward(ctx, x, phase):
+        ctx.phase = phase
+        if phase == "forward":
+            raise MemoryError("no room")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError("no room")
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, phase):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.phase = phase
+
+    def forward(self, x):
+        return TakesTooMuch.apply(x * self.weight, self.phase)
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_memory_that_ran_out_in_a_stage_is_known_as_that(group_of_one, phase):
+    device = torch.device("cpu")
+    of_stage = {"input_args": torch.zeros(2), "output_args": torch.zeros(2), "clock": ScheduleClock(device)}
+    stage = TimedStage(Layer(phase), 0, 1, device, **of_stage)
+    schedule = ScheduleGPipe(stage, n_microbatches=1, loss_fn=lambda output, target: output.sum())
+    with pytest.raises(MemoryError, match="no room"):
+        schedule.step(torch.zeros(2), target=torch.zeros(2))

@@ -135,7 +135,14 @@ class TimedStage(PipelineStage):
         return []
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._schedule_clock.run("forward", super().forward_one_chunk, *args, **kwargs)
+        return self._timed("forward", super().forward_one_chunk, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._schedule_clock.run("backward", super().backward_one_chunk, *args, **kwargs)
+        return self._timed("backward", super().backward_one_chunk, *args, **kwargs)
+
+    def _timed(self, phase: str, action: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._schedule_clock.run(phase, action, *args, **kwargs)
+        except RuntimeError as error:
+            # torch raises an error of its own from what went wrong, such as memory that ran out.
+            raise (error.__cause__ or error) from None
