@@ -52,8 +52,8 @@ def cut(model: Transformer, part_num: int) -> list[Part]:
     layer_num = len(model.blocks)
     if layer_num < part_num:
         raise ConfigError(
-            f"{layer_num} layers do not fill a pipeline of {part_num} parts: use a model of more layers, or fewer "
-            "--pipeline-stages"
+            f"num_layers={layer_num} is too few for {part_num} parts of a pipeline, which take a layer each: use "
+            f"--num-layers {part_num} or more, fewer --pipeline-stages, or another --pipeline-schedule than interleaved"
         )
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     head = model.lm_head.weight.numel()
