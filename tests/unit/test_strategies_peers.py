@@ -43,7 +43,7 @@ def on_gpus(**fields):
 def test_every_peer_of_gpus_has_a_name_and_a_stage():
     assert set(strategies.available()) == {
         "single", "zero0", "zero1", "zero2", "zero3", "compute_only",
-        "ddp", "ddp_compress", "ddp_master", "fsdp1", "fsdp2", "fsdp2_keep",
+        "ddp", "ddp_compress", "ddp_master", "pipeline", "fsdp1", "fsdp2", "fsdp2_keep",
         *DEEPSPEED, LEAVES, SUPER, *DEEPCOMPILE, *MEGATRON,
     }  # fmt: skip
     assert [strategies.get(name).stage for name in DEEPSPEED] == [0, 1, 2, 3]

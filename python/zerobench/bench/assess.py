@@ -26,6 +26,7 @@ from zerobench.results.runs import add_run, set_runs
 from zerobench.results.schema import Deviation, Results, Row, Run, Transfers, Turns
 from zerobench.results.stats import summarise
 from zerobench.strategies.catalogue import FLOOR, OURS, REFERENCE
+from zerobench.strategies.pipelining import bubble_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +239,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     }
     busy = [window.device_busy_pct for window in windows if window.device_busy_pct is not None]
     row.device_busy_pct = fmean(busy) if busy else None
+    apply_bubble(row, windows)
     settings.threads_per_rank = windows[0].threads
     settings.communicator = windows[0].communicator
     for name in ("binding", "update_cpus"):
@@ -279,6 +281,20 @@ def energy_per_step_j(windows: Sequence[Window]) -> float | None:
     """Return the energy of a step over all ranks, or None unless each of them knows its own."""
     known = [window.energy_per_step_j for window in windows if window.energy_per_step_j is not None]
     return sum(known) or None if len(known) == len(windows) else None
+
+
+def apply_bubble(row: Row, windows: Sequence[Window]) -> None:
+    """Of all ranks, against the longest of their schedules: a rank that ends early waits for the others."""
+    busy_ms = [window.schedule_busy_ms for window in windows if window.schedule_busy_ms is not None]
+    whole_ms = [window.schedule_ms for window in windows if window.schedule_ms is not None]
+    settings = row.settings
+    if not (busy_ms and whole_ms and settings.pipeline_schedule):
+        return
+    assert settings.pipeline_stages is not None and settings.micro_batches is not None
+    row.bubble_pct = 100 * (1 - fmean(busy_ms) / max(whole_ms))
+    row.bubble_formula_pct = 100 * bubble_share(
+        settings.pipeline_schedule, stages=settings.pipeline_stages, micro_batches=settings.micro_batches
+    )
 
 
 def apply_energy(row: Row, windows: Sequence[Window]) -> None:
@@ -380,7 +396,8 @@ _FIGURES = (
     "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes", "device_used_peak_bytes",
     "device_busy_pct", "peak_device_pct", "scaling_efficiency",
     "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
-    "compiled_graphs", "skipped_steps", "transfers", "offload_practicality", "energy_per_step_j", "tokens_per_j",
+    "compiled_graphs", "skipped_steps", "bubble_pct", "bubble_formula_pct", "transfers", "offload_practicality",
+    "energy_per_step_j", "tokens_per_j",
     "sampled", "mfu", "of_compute_only", "busy",
 )  # fmt: skip
 

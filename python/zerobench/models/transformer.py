@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -109,8 +110,8 @@ class Transformer(nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         self._checkpointing = False
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> CausalLMOutput:
-        """``labels`` is laid out as ``input_ids`` (the shift by one happens here); -100 is left out."""
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the first block's input (batch_size, seq_length, hidden_size)."""
         seq_length = input_ids.shape[1]
         if seq_length > self.config.max_seq_length:
             raise ConfigError(
@@ -118,16 +119,28 @@ class Transformer(nn.Module):
                 "shorten the sequence or override max_seq_length"
             )
         positions = torch.arange(seq_length, device=input_ids.device)
-        x = self.dropout(self.wte(input_ids) + self.wpe(positions))
-        for block in self.blocks:
+        embedded: torch.Tensor = self.dropout(self.wte(input_ids) + self.wpe(positions))
+        return embedded
+
+    def run(self, blocks: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the last of ``blocks``, each checkpointed where that is on."""
+        for block in blocks:
             if self._checkpointing and self.training and torch.is_grad_enabled():
                 x = checkpoint(
                     block, x, use_reentrant=self._use_reentrant, preserve_rng_state=self.config.dropout > 0
                 )
             else:
                 x = block(x)
+        return x
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor | None) -> CausalLMOutput:
+        """Return logits and loss from the last block's output."""
         logits = self.lm_head(self.ln_f(x))
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return CausalLMOutput(loss, logits)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> CausalLMOutput:
+        """``labels`` is laid out as ``input_ids`` (the shift by one happens here); -100 is left out."""
+        return self.loss(self.run(self.blocks, self.embed(input_ids)), labels)

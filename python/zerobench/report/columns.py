@@ -75,6 +75,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         _traffic_column(shown),
         Column(title="power", unit="W/GPU", cells=cells_of(shown, _power_cell), keep=25),
         *energy_columns(shown),
+        *_bubble_columns(shown),
         Column(title="graphs", unit="a step", cells=cells_of(shown, _graphs_cell), keep=40),
         Column(title="update", unit="deviation", cells=_deviation_cells(rows), keep=70),
         Column(title="dtypes", unit="p/c/r/m/s", cells=_dtype_cells(rows), keep=30, left=True),
@@ -270,6 +271,16 @@ def _traffic_column(rows: Sequence[Row | None]) -> Column:
         [bytes_cell(value, unit_bytes) or ABSENT for value in moved] if any(moved) else [ABSENT] * len(rows)
     )
     return Column(title="moved", unit=f"{unit}/step", cells=cells, keep=19)
+
+
+def _bubble_columns(rows: Sequence[Row | None]) -> list[Column]:
+    """Return the idle share of pipelines, measured and by the formula."""
+    columns = []
+    for name, unit in (("bubble_pct", "%"), ("bubble_formula_pct", "% by formula")):
+        values = [getattr(row, name) if row is not None else None for row in rows]
+        cells = [ABSENT if value is None else f"{value:.1f}" for value in values]
+        columns.append(Column(title="bubble", unit=unit, cells=cells, keep=42, group="bubble"))
+    return columns
 
 
 def _graphs_cell(row: Row) -> str | None:

@@ -198,6 +198,9 @@ class Row(ResultModel):
     device_utilisation_pct: float | None = None  # of the window, by the driver's counter
     peak_host_bytes: int | None = None
     phases_ms: dict[str, float] | None = None
+    # Of a pipeline's schedule: the share in which ranks neither go forward nor backward, measured and by the formula.
+    bubble_pct: float | None = None
+    bubble_formula_pct: float | None = None
     compiled_graphs: float | None = None  # executed per step
     # In fp16: whose update overflow skipped, of measured steps and each window's last warm-up.
     skipped_steps: int | None = None

@@ -366,6 +366,31 @@ class Settings(ResultModel):
             "GPUs.",
         ),
     )] = None
+    pipeline_stages: Annotated[int | None, Setting(  # null where the row is no pipeline, as of the next two
+        changes=Changes.RATE, is_as_asked=False, reference=None, word="stages", off=None, suffix="pp{value}",
+        name_at=12,
+        option=Option(
+            takes=Takes.LIST, convert=int, default="2", help_at=212, grid_at=15, above_zero=True, must_reach=True,
+            help="Stages, one a rank, that pipeline cuts the model into. Further ranks hold replicas under DDP.",
+        ),
+    )] = None
+    pipeline_schedule: Annotated[str | None, Setting(
+        changes=Changes.RATE, is_as_asked=False, reference=None, word="schedule", off=None, suffix="{value}",
+        name_at=13,
+        option=Option(
+            takes=Takes.LIST, convert=name, default="1f1b", help_at=214, grid_at=16, must_reach=True,
+            help="Of pipeline: gpipe, 1f1b or interleaved (1F1B with two parts of the model on each rank).",
+        ),
+    )] = None
+    micro_batches: Annotated[int | None, Setting(
+        changes=Changes.RATE, is_as_asked=False, reference=None, word="micro-batches", off=None, suffix="mb{value}",
+        name_at=14,
+        option=Option(
+            takes=Takes.LIST, convert=int, help_at=216, grid_at=17, above_zero=True, must_reach=True,
+            help="Parts that a pipeline cuts its step into, whose sequences stay those of the other rows. Default: "
+            "stages x grad-accum, of batch-size sequences each.",
+        ),
+    )] = None
     threads_per_rank: Annotated[int | None, Setting(
         changes=Changes.RATE, word="torch threads/rank", known_after_run=True,
     )] = None
@@ -390,7 +415,7 @@ class Options:
     )]
     strategies: Annotated[str, Option(
         takes=Takes.WORDS, convert=name, default="", metavar="NAME...", help_at=60, grid_at=100,
-        help="single, compute_only, zero0 to zero3, ddp, ddp_compress, ddp_master, fsdp1, fsdp2, fsdp2_keep, "
+        help="single, compute_only, zero0 to zero3, ddp, ddp_compress, ddp_master, pipeline, fsdp1, fsdp2, fsdp2_keep, "
         "deepspeed0 to deepspeed3, deepspeed3_leaves, deepspeed3_super, deepcompile3 (also with _prefetch, "
         "_selective or _both behind it), mfsdp1 to mfsdp3, or package.module:ClassName of your own. Default: "
         "single, zero0 to zero3, ddp and fsdp2; on GPUs compute_only to fsdp2_keep, and deepspeed0 to "

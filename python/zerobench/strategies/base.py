@@ -100,6 +100,9 @@ class StrategySettings:
     device_memory_bytes: int | None = None  # that this rank may use of its GPU; None: all of it
     optimizer_in_backward: bool = False
     cpus: tuple[int, ...] | None = None  # that this rank is bound to, where it is
+    pipeline_stages: int | None = None  # of a strategy that pipelines, as the next two
+    pipeline_schedule: str | None = None
+    micro_batches: int | None = None  # that a pipeline runs in a step
     # Of a configuration file (--config): zerobench's keys for ours, DeepSpeed's for DeepSpeed.
     options: Mapping[str, object] = field(default_factory=dict)
 
@@ -127,6 +130,15 @@ class Transfers:
     offload_ratio: float | None = None  # share of the optimizer state that is off the device
     io_engine: str | None = None  # what reads and writes files, and how
     chunk_numel: int | None = None  # elements that one stage of the pipeline works on
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleTimes:
+    """Times of a pipeline's schedule on this rank: of forward and backward, and of the whole schedule, which begins at
+    once on all ranks of the pipeline."""
+
+    busy_ms: float
+    whole_ms: float
 
 
 class Strategy(ABC):
@@ -239,6 +251,10 @@ class Strategy(ABC):
         """One step with a clock around its parts: {"forward": ms, "backward": ms, "optimizer": ms} and, where it can be
         told, "exposed_communication" (time in which this rank only waited for or moved data of collectives; it is
         contained in the other phases' wall time and is subtracted from them, so that the phases add up)."""
+
+    def schedule_times(self) -> ScheduleTimes | None:
+        """Return the median times of a pipeline's schedule over the profiled steps, or None where there is none."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

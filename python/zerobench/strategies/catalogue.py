@@ -38,6 +38,8 @@ class Facts:
     """It compiles the whole model, whatever ``--compile`` asks of the other rows."""
     in_backward_unless_clipped: bool = False
     """It updates parameters during backward unless gradients are clipped, whatever the options ask."""
+    pipelines: bool = False
+    """It cuts the model into stages and takes the options of pipelines."""
     nvme_offloads: tuple[str, ...] = _NVME_OFFLOADS
     """The values of ``--offload`` with which it swaps to NVMe."""
     devices: tuple[str, ...] = _BOTH
@@ -170,6 +172,13 @@ _ROWS = (
     _ddp("ddp_compress", "DDPCompressStrategy", autocast=True, default_on=_GPUS),
     # In low precision ddp keeps fp32 parameters and is not comparable: this one has the dtypes of the other rows.
     _ddp("ddp_master", "DDPMasterStrategy", default_on=_GPUS, baseline_rank=1),
+    BuiltIn(
+        name="pipeline",
+        place="zerobench.strategies.pipeline:PipelineStrategy",
+        whole=(),
+        whole_logits=False,  # the last stage alone has any, of a micro-batch of another size
+        pipelines=True,
+    ),
     BuiltIn(
         name="fsdp1",
         place="zerobench.strategies.fsdp1:FSDP1Strategy",

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from zerobench.strategies.base import StrategySettings
 from zerobench.strategies.compiled import repeated_blocks
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.pieces import Pieces
+from zerobench.strategies.sharded_scaler import FusedShardedGradScaler
 from zerobench.strategies.shared import make_grad_scaler, precision_dtype, torch_device
 
 
@@ -51,7 +51,7 @@ class FSDP1Strategy(PeerStrategy):
             )
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
-        return make_grad_scaler(self.settings, _FusedShardedGradScaler)
+        return make_grad_scaler(self.settings, FusedShardedGradScaler)
 
     def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
         # One rank has nothing to save, and no_sync would leave gradients in low precision, which a tied parameter does
@@ -83,16 +83,3 @@ class FSDP1Strategy(PeerStrategy):
             for name, parameter in self._named_parameters().items()
         }
         return Pieces(moments, self._shapes, torch_device(self.settings)).full_fp32()
-
-
-class _FusedShardedGradScaler(ShardedGradScaler):
-    """Ranks agree on an overflow in any shard, and fused Adam takes the answer: torch gives it as a vector of one
-    element, which cannot be subtracted from the optimizer's scalar step counts (torch 2.11)."""
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        super().unscale_(optimizer)
-        found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
-            "found_inf_per_device"
-        ]
-        for device in found:
-            found[device] = found[device].reshape(())

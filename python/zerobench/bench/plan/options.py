@@ -21,6 +21,7 @@ from zerobench.results.setting_values import comma_list, run_num, split
 from zerobench.results.settings import OPTIONS, Option, Takes, flag_of
 from zerobench.strategies import catalogue
 from zerobench.strategies.base import COMPILE_MODES, NVME_OFFLOADS, OFFLOADS
+from zerobench.strategies.pipelining import CHUNKS
 
 BINDINGS = ("none", "numa")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
@@ -137,6 +138,7 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         "--precision": (options.precision, list(TOLERANCES)),
         "--compile": (options.compile, COMPILE_MODES),
         "--offload": (options.offload, OFFLOADS),
+        "--pipeline-schedule": (options.pipeline_schedule, list(CHUNKS)),
         "--bind": ([options.bind], BINDINGS),
         f"--communicator on {options.device}": (options.communicator, COMMUNICATORS[options.device]),
         "--io-engine": ([options.io_engine] if options.io_engine else [], ENGINES),

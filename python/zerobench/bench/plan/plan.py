@@ -24,6 +24,7 @@ from zerobench.engine.config import parse as parse_config
 from zerobench.errors import ConfigError, did_you_mean
 from zerobench.host.machine import cpus_usable
 from zerobench.results.settings import SETTINGS, Changes, Settings, axes, flag_of, settings_that_change
+from zerobench.strategies import pipelining
 from zerobench.strategies.base import NVME_OFFLOADS, OptimizerSettings
 from zerobench.strategies.catalogue import FLOOR, OURS, REFERENCE, Facts
 
@@ -198,6 +199,17 @@ def placement(options: CompareOptions, strategy: str, chosen: Mapping[str, Any])
     }
 
 
+def pipeline_of(strategy: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of pipelines, None for rows that are none. The micro-batches are the other rows' unless
+    asked for."""
+    if not strategies.facts(strategy).pipelines:
+        return dict.fromkeys(pipelining.SETTINGS)
+    asked = {key: chosen[key] for key in pipelining.SETTINGS}
+    if asked["micro_batches"] is None:
+        asked["micro_batches"] = asked["pipeline_stages"] * chosen["grad_accum"]
+    return asked
+
+
 def resolve_model(options: CompareOptions, name: str, sizes: dict[str, int | None]) -> models.ModelConfig:
     """The model with everything that the command line says about it."""
     own_options = {**sizes, "dropout": options.dropout, "attention": options.attention}
@@ -251,13 +263,14 @@ def resolve_settings(
         "optimizer": asdict(OptimizerSettings(lr=options.lr)),
         **{key: chosen[key] for key in ("offload", "offload_ratio", "optimizer_in_backward")},
         "nvme_paths": options.nvme_paths,
+        **{key: chosen[key] for key in pipelining.SETTINGS},
         **decided,
     }
     point["seq_length"] = model.seq_length_of(point["seq_length"])
     model.check_seq_length(point["seq_length"])
     model = models.examine(model, seq_length=point["seq_length"], checkpointing=point["checkpointing"])
     return Settings(
-        **point | placement(options, strategy, point),
+        **point | placement(options, strategy, point) | pipeline_of(strategy, point),
         model=model.name,
         model_config_resolved=model.model_dump(),
         parameter_count=models.parameter_count(model),

@@ -140,6 +140,9 @@ class Window(_Message):
     activation_and_shard_bytes: int | None = None
     phases_ms: dict[str, float]
     device_busy_pct: float | None = None  # of the profiled steps
+    # Of a pipeline's schedule: forward and backward, and all of it.
+    schedule_busy_ms: float | None = None
+    schedule_ms: float | None = None
     transfers: WindowTransfers | None = None
     energy_per_step_j: float | None = None  # of this rank's GPU
     compiled_graphs: float | None = None  # per step

@@ -68,6 +68,7 @@ def measure(
     tick("validation", 0)
     validation_loss = strategy.evaluate(validation) if validation else None
     profiled = meter.profile(strategy, profile, tick)
+    schedule = strategy.schedule_times()
     return Window(
         step_times_ms=step_times_ms,
         losses=[float(loss) for loss in losses],
@@ -84,6 +85,8 @@ def measure(
         activation_and_shard_bytes=activation_and_shard_bytes,
         phases_ms=profiled.phases_ms,
         device_busy_pct=profiled.busy_pct,
+        schedule_busy_ms=schedule and schedule.busy_ms,
+        schedule_ms=schedule and schedule.whole_ms,
         transfers=transfers,
         energy_per_step_j=energy_per_step_j,
         compiled_graphs=compiled_graphs,
