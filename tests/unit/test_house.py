@@ -56,6 +56,7 @@ PYTHON_ORDER = [
     "bench.rank",
     "bench.launch",
     "bench",
+    "recipes",
     "micro",
     "cli",
     "__main__",

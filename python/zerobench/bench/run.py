@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from zerobench.bench.session import Session
 from zerobench.bench.show import show
 from zerobench.bench.surroundings import Surroundings
 from zerobench.host import interrupts
+from zerobench.results.schema import Results
 
 
 def run_comparison(
@@ -28,8 +30,10 @@ def run_comparison(
     launcher: Launcher,
     console: Console,
     notes: Console,
+    conclude: Callable[[Results, Path], None] | None = None,
 ) -> int:
-    """Run every configuration and report; return the exit code. ``notes`` takes progress and warnings."""
+    """Run every configuration and report; return the exit code. ``notes`` takes progress and warnings. ``conclude``
+    gets the results and their folder at the end, also after Ctrl-C."""
     output = OutputFolder(output_dir)
     session, steps = Session(plan, host=host, output=output), schedule(plan)
     gpus = plan.options.gpus
@@ -55,4 +59,7 @@ def run_comparison(
     except Exception:  # of a disk that is full, say: what was measured is shown
         show(session.results, console)
         raise
-    return session.end(interrupted=interrupted, console=console, notes=notes)
+    code = session.end(interrupted=interrupted, console=console, notes=notes)
+    if conclude is not None:
+        conclude(session.results, output.path)
+    return code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -134,22 +134,25 @@ def parameter_of(key: str) -> inspect.Parameter:
     )
 
 
-def give_options(command: Callable[..., None]) -> None:
-    """Have typer see every option of the table as a parameter of ``command``, in the order of ``--help``."""
+def compare_command(command: Callable[..., None], *, first: Sequence[inspect.Parameter] = ()) -> None:
+    """Have typer see every option of the table as a parameter of ``command``, in the order of ``--help``; those of
+    ``first`` come before."""
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *map(parameter_of, OPTIONS)]
+    parameters = [context, *first, *map(parameter_of, OPTIONS)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-give_options(compare)
+compare_command(compare)
 
 
 def named_options(context: typer.Context) -> frozenset[str]:
     """Such as --grad-accum, whether or not with the value that it has anyway."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return frozenset(
-        flag_of(name) for name, source in sources.items() if source and source.name == "COMMANDLINE"
+        flag_of(name)
+        for name, source in sources.items()
+        if name in OPTIONS and source and source.name == "COMMANDLINE"
     )
 
 
