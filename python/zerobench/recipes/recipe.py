@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -33,22 +33,11 @@ class _Part(BaseModel):
 
 
 class Chart(_Part):
-    """A chart: a column of results.csv over a setting. ``loss`` is drawn over steps and takes no setting."""
+    """A chart, with the values that the options of `zerobench chart` take."""
 
     metric: str
-    x: Literal["batch", "seq", "accum", "world_size", "model", "layers", "offload"] = "batch"
-    by: Literal[
-        "strategy",
-        "precision",
-        "compile",
-        "batch",
-        "seq",
-        "accum",
-        "world_size",
-        "model",
-        "layers",
-        "offload",
-    ] = "strategy"
+    x: str = "batch"
+    by: str = "strategy"
 
 
 class Recipe(_Part):
@@ -122,7 +111,8 @@ def text_of(flag: str, value: Any) -> Any:
     except ConfigError as error:
         raise ValueError(str(error)) from None
     except ValueError:
-        raise ValueError(f"{flag} is {value!r}: use a {option.convert.__name__}") from None
+        kind = "whole number" if option.convert is int else "number"
+        raise ValueError(f"{flag} is {value!r}: use a {kind}") from None
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from zerobench.results.comparing import plain_twin
+from zerobench.results.comparing import BASELINE_POINT, plain_twin
 from zerobench.results.rows import by_workload, has_peak, is_ranked, step_rate, tokens_per_step
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import SETTINGS
@@ -16,15 +16,13 @@ from zerobench.strategies.catalogue import FLOOR
 NEAR = 1.10  # saving memory is worth this much time
 NOTABLE_SAVING = 0.05  # of the peak, from which a row is said to need less
 BENDS_BELOW = 0.80  # of the speed of a rank alone
-# What a model's choice decides besides its name.
-_OF_THE_MODEL = ("model_config_resolved", "parameter_count", "attention", "dropout")
 _TOLD_BY_RUN = tuple(key for key, setting in SETTINGS.items() if setting.known_after_run)
 
 
 def series(rows: Iterable[Row], *varying: str) -> list[list[Row]]:
     """Return measured rows in groups of one strategy whose settings differ in nothing but ``varying``."""
     groups: dict[str, list[Row]] = {}
-    left_out = {*varying, *_TOLD_BY_RUN, *(_OF_THE_MODEL if "model" in varying else ())}
+    left_out = {*varying, *_TOLD_BY_RUN}
     for row in rows:
         if row.status == "ok" and row.strategy != FLOOR and step_rate(row) is not None:
             kept = {key: value for key, value in row.settings.model_dump().items() if key not in left_out}
@@ -251,7 +249,7 @@ def _peak(row: Row) -> int:
 
 
 def _does_as_much(row: Row, other: Row) -> bool:
-    keys = ("world_size", "batch_size", "grad_accum", "clip", "checkpointing")
+    keys = ("world_size", "batch_size", "grad_accum", *BASELINE_POINT)
     return all(getattr(row.settings, key) == getattr(other.settings, key) for key in keys)
 
 
