@@ -88,6 +88,15 @@ def test_without_nvme_the_folders_of_the_recipe_are_left_out() -> None:
     assert found.options.nvme_paths == []
 
 
+def test_ranks_that_a_launcher_started_replace_those_of_the_recipe(monkeypatch) -> None:
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("zerobench.bench.launch.given.GivenRank.open_launcher", lambda _: None)
+    found = planned("recipe", "run", "scaling", "--quick")
+    assert {c.settings.world_size for c in found.configurations} == {3}
+
+
 def test_ranks_double_up_to_those_of_the_machine() -> None:
     assert recipes.doubled([1, 2], 8) == [1, 2, 4, 8]
     assert recipes.doubled([1, 2], 6) == [1, 2, 4]

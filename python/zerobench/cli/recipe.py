@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -72,12 +73,16 @@ def run(
     """Run a recipe. Options given here win over the recipe's."""
     from functools import partial
 
+    from zerobench.bench.launch.given import given_ranks
     from zerobench.bench.run import run_comparison
     from zerobench.recipes.conclude import conclude
     from zerobench.recipes.recipe import merged
 
     found = chosen(name, recipe)
-    texts, named = merged(texts_of(found, quick=quick, device=given["device"]), given, named_options(context))
+    asked = texts_of(found, quick=quick, device=given["device"])
+    if given_ranks(os.environ) is not None:  # torchrun or srun decides how many
+        asked.pop("world_size", None)
+    texts, named = merged(asked, given, named_options(context))
     end = partial(conclude, found, console=plain_console())
     start(texts, named=named, run=context.obj or partial(run_comparison, conclude=end))
 
