@@ -18,6 +18,7 @@ from zerobench import models, strategies
 from zerobench.bench.protocol.tolerances import TOLERANCES
 from zerobench.cli import bench_io as io_commands
 from zerobench.cli import main as cli
+from zerobench.cli import recipe
 from zerobench.engine import config
 from zerobench.results import schema as result
 from zerobench.strategies.base import Strategy
@@ -117,14 +118,14 @@ def commands_of(text: str) -> Iterator[list[str]]:
     inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     lines = [*blocks.replace("\\\n", " ").splitlines(), *(" ".join(each.split()) for each in inline)]
     for line in lines:
-        found = re.search(r"(?:^|\s)zerobench ((?:compare|show|info|bench|tune)\b[^|]*)", line)
+        found = re.search(r"(?:^|\s)zerobench ((?:compare|show|info|bench|tune|recipe)\b[^|]*)", line)
         if found:
             yield shlex.split(found[1], comments=True)
 
 
 def parse(words: list[str]) -> None:
     """Raises for a command or an option that there is none of."""
-    apps = {"bench": io_commands.app, "tune": io_commands.tune_app}
+    apps = {"bench": io_commands.app, "tune": io_commands.tune_app, "recipe": recipe.app}
     first, *others = words
     command = typer.main.get_command(apps.get(first, cli.app))
     name = others.pop(0) if first in apps and others else first

@@ -57,6 +57,7 @@ PYTHON_ORDER = [
     "bench.rank",
     "bench.launch",
     "bench",
+    "recipes",
     "micro",
     "doctor",
     "export",

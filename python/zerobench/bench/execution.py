@@ -81,7 +81,10 @@ class Execution:
     def verify_and_measure(self, step: Step, *, log: Path, track: Track) -> FirstRun:
         """Return the row of a configuration that runs for the first time, in fresh processes."""
         row = first_row(step.configuration, status="failed")
-        if too_large := self._why_not_started(step.configuration):
+        if step.configuration.refused:
+            row.status, row.error = "skipped", step.configuration.refused
+            return FirstRun(row, was_started=False)
+        if too_large := why_not_started(step.configuration, options=self.options, host=self._host):
             row.status, row.error, row.oom_tier = "oom", too_large.reason, too_large.tier
             return FirstRun(row, was_started=False)
         reference = self.reference_of(step, log=log, track=track) if step.needs_reference else None
@@ -200,17 +203,21 @@ class Execution:
         if len({gpu.name for gpu in used}) == 1:
             row.mfu = utilisation(row, used[0].name)
 
-    def _why_not_started(self, configuration: Configuration) -> TooLarge | None:
-        too_large = why_too_large(
-            configuration,
-            memory_available_bytes=self._host.memory_available_bytes(),
-            rank_memory_bytes=rank_memory_bytes(self.options),
-            gpus=self.options.gpus,
-            host_ranks=self.options.host_ranks,
-        )
-        if too_large is None and (reason := self._host.why_not_lockable(configuration)):
-            return TooLarge(reason, "host")
-        return too_large
+
+def why_not_started(
+    configuration: Configuration, *, options: CompareOptions, host: Surroundings
+) -> TooLarge | None:
+    """Return why a row is out of memory before anything of it starts, or None."""
+    too_large = why_too_large(
+        configuration,
+        memory_available_bytes=host.memory_available_bytes(),
+        rank_memory_bytes=rank_memory_bytes(options),
+        gpus=options.gpus,
+        host_ranks=options.host_ranks,
+    )
+    if too_large is None and (reason := host.why_not_lockable(configuration)):
+        return TooLarge(reason, "host")
+    return too_large
 
 
 def reference_run(job: Job, outcome: Outcome, *, why_fewer_layers: str | None) -> ReferenceRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from zerobench.bench.session import Session
 from zerobench.bench.show import show
 from zerobench.bench.surroundings import Surroundings
 from zerobench.host import interrupts
+from zerobench.results.schema import Results
 
 
 def run_comparison(
@@ -30,9 +32,11 @@ def run_comparison(
     launcher: Launcher,
     console: Console,
     notes: Console,
+    conclude: Callable[[Results, Path], None] | None = None,
 ) -> int:
     """Run every configuration and report; return the exit code. ``notes`` takes progress and warnings. ``resume``: a
-    folder of earlier results to go on with."""
+    folder of earlier results to go on with. ``conclude`` gets the results and their folder at the end, also after
+    Ctrl-C."""
     output = OutputFolder(resume or output_dir, resumed=resume is not None)
     session, steps = Session(plan, host=host, output=output), schedule(plan)
     gpus = plan.options.gpus
@@ -64,4 +68,7 @@ def run_comparison(
     except Exception:  # of a disk that is full, say: what was measured is shown
         show(session.results, console)
         raise
-    return session.end(interrupted=interrupted, console=console, notes=notes)
+    code = session.end(interrupted=interrupted, console=console, notes=notes)
+    if conclude is not None:
+        conclude(session.results, output.path)
+    return code

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -31,8 +31,17 @@ COMPARE_HELP = (
 
 def compare(context: typer.Context, **given: Any) -> None:
     """Run a comparison. ``given``: texts of the options by name, None where an option was not given."""
+    start(given, named=named_options(context), run=context.obj)
+
+
+def start(
+    given: Mapping[str, Any], *, named: frozenset[str], run: Callable[..., int] | None = None
+) -> NoReturn:
+    """Plan a comparison, run it, and raise the exit code. ``named``: flags that were given. ``run``: does something
+    else with the plan than running it."""
     from zerobench import _native
     from zerobench.bench.disk_notes import disk_warnings, tuned_notes
+    from zerobench.bench.dry_run import dry_run
     from zerobench.bench.launch.given import follow, given_ranks, meet
     from zerobench.bench.launch.launcher import Launcher
     from zerobench.bench.plan.plan import make_plan
@@ -46,7 +55,7 @@ def compare(context: typer.Context, **given: Any) -> None:
         started = meet(started, os.environ)
     if started is not None and started.rank != 0:
         raise typer.Exit(follow(started))
-    options = options_of(given, started, named=named_options(context))
+    options = options_of(given, started, named=named)
     plan = make_plan(options, given_world_size=started.world_size if started else None)
     plan.warnings.extend(tuned_notes(plan.configurations))
     gpu_name = options.gpus[0].name if options.gpus else None
@@ -54,7 +63,7 @@ def compare(context: typer.Context, **given: Any) -> None:
         disk_warnings(plan.configurations, disks=Disks(), host_ranks=options.host_ranks, gpu_name=gpu_name)
     )
     launcher = started.open_launcher() if started else Launcher()
-    run = context.obj or run_comparison  # a caller from Python may do something else with the plan
+    run = dry_run if options.dry_run else run or run_comparison
     raise typer.Exit(
         run(
             plan,
@@ -126,22 +135,25 @@ def parameter_of(key: str) -> inspect.Parameter:
     )
 
 
-def give_options(command: Callable[..., None]) -> None:
-    """Have typer see every option of the table as a parameter of ``command``, in the order of ``--help``."""
+def compare_command(command: Callable[..., None], *, first: Sequence[inspect.Parameter] = ()) -> None:
+    """Have typer see every option of the table as a parameter of ``command``, in the order of ``--help``; those of
+    ``first`` come before."""
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *map(parameter_of, OPTIONS)]
+    parameters = [context, *first, *map(parameter_of, OPTIONS)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-give_options(compare)
+compare_command(compare)
 
 
 def named_options(context: typer.Context) -> frozenset[str]:
     """Such as --grad-accum, whether or not with the value that it has anyway."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return frozenset(
-        flag_of(name) for name, source in sources.items() if source and source.name == "COMMANDLINE"
+        flag_of(name)
+        for name, source in sources.items()
+        if name in OPTIONS and source and source.name == "COMMANDLINE"
     )
 
 

@@ -228,10 +228,11 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it was closed
             stream.reconfigure(errors="replace")  # whatever the locale can write
-    from zerobench.cli import bench, bench_io
+    from zerobench.cli import bench, bench_io, recipe
 
     app.add_typer(bench.app, name="bench")
     app.add_typer(bench_io.tune_app, name="tune")
+    app.add_typer(recipe.app, name="recipe")
     interrupts.interrupt_on_signals()
     expect_text(sys.argv[1:])
     arguments = gather_values(sys.argv[1:]) or ["--help"]

@@ -430,6 +430,11 @@ class Options:
         help_at=160, must_reach=True,
         help="Of zerobench's own rows on NVMe: io_uring or threads. Default: what `tune io` found, else io_uring.",
     )]
+    global_batch: Annotated[int | None, Option(
+        convert=int, help_at=105, above_zero=True,
+        help="Sequences of an optimizer step over all ranks: accumulation follows from --batch-size and ranks. A row "
+        "for which it is not a whole number is skipped.",
+    )]
     lr: Annotated[float, Option(
         convert=float, default=1e-3, help_at=310, above_zero=True, must_reach=True,
         help="Learning rate of AdamW, whose betas are 0.9 and 0.999 and weight decay 0.1; a file of --config may set "
@@ -468,6 +473,11 @@ class Options:
     resume: Annotated[str | None, Option(
         convert=Path, metavar="FOLDER", help_at=384, is_of_comparison=True,
         help="Go on with the comparison in this folder: run the rows of the grid that it lacks, and keep the others.",
+    )]
+    dry_run: Annotated[bool, Option(
+        takes=Takes.SWITCH, help_at=400, is_of_comparison=True,
+        help="Print the rows, what would be skipped and why, and how long it takes where earlier results of this "
+        "machine in results/ or next to --output-dir tell. Run nothing.",
     )]
     output_dir: Annotated[str | None, Option(
         convert=Path, metavar="FOLDER", help_at=390, is_of_comparison=True,

@@ -32,6 +32,15 @@ def ms_text(value: float) -> str:
     return f"{value:.0f} ms" if value >= 1000 else f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
 
 
+def duration_text(seconds: float) -> str:
+    """Return such as "8 s", "3 min" or "2 h 5 min"."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    hours, rest = divmod(minutes, 60)
+    return f"{minutes} min" if not hours else f"{hours} h {rest} min" if rest else f"{hours} h"
+
+
 def rate_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 

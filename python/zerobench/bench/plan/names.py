@@ -94,6 +94,9 @@ def rerun_values(configuration: Configuration, options: CompareOptions) -> dict[
         "communicator": own.get("communicator") if is_ours else None,
         "io_engine": (own.get("offload_optimizer") or {}).get("io_engine"),
         "lr": None if learning_rate == OPTIONS["lr"].default else learning_rate,
+        # Accumulation tells it, but where the row was refused because of it.
+        "global_batch": options.global_batch if configuration.refused else None,
+        "grad_accum": None if configuration.refused and options.global_batch else settings.grad_accum,
     }
 
 

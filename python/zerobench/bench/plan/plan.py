@@ -14,8 +14,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from zerobench import data, models, strategies
+from zerobench.bench.plan import deepspeed_file
 from zerobench.bench.plan.config_files import read_row
-from zerobench.bench.plan.deepspeed_file import check_global_batch
+from zerobench.bench.plan.global_batch import (
+    accumulation,
+    check_any_accepted,
+    check_global_batch,
+    why_refused,
+)
 from zerobench.bench.plan.names import unique_names
 from zerobench.bench.plan.options import OWN_ATTENTION, CompareOptions, check_folders, check_options
 from zerobench.bench.plan.reach import check_reach
@@ -39,6 +45,7 @@ class Configuration(BaseModel):
     stage: int | None
     settings: Settings
     options: dict[str, Any] = {}  # what a zerobench configuration says besides, as from a file
+    refused: str | None = None  # why the row is skipped before anything of it starts
 
     @property
     def facts(self) -> Facts:
@@ -107,6 +114,7 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
 
     ``given_world_size``: torchrun or srun started that many ranks, and all rows but single's use them."""
     check_options(options, given_world_size=given_world_size)
+    check_global_batch(options)
     drafts = from_files(options) if options.config else grid(options)
     if not drafts:
         raise ConfigError("nothing to compare: name at least one strategy")
@@ -125,9 +133,11 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
             stage=strategies.facts(strategy).stage,
             settings=settings,
             options=extra,
+            refused=why_refused(settings, options.global_batch),
         )
         for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
     ]
+    check_any_accepted(configurations)
     check_baseline(options, configurations)
     warnings = warnings_about(configurations, options)
     return Plan(configurations=configurations, options=options, warnings=warnings)
@@ -237,7 +247,7 @@ def from_files(options: CompareOptions) -> list[Draft]:
         )
         for _, settings, chosen in grid(options.with_strategy(strategy), decided=decided):
             if strategy not in OURS:
-                check_global_batch(path, own, settings)
+                deepspeed_file.check_global_batch(path, own, settings)
             extra = with_io_engine(options, strategy, settings, {**chosen, **own})
             draft: Draft = (strategy, settings, extra)
             if draft not in drafts:
@@ -266,6 +276,7 @@ def resolve_settings(
         **{key: chosen[key] for key in pipelining.SETTINGS},
         **decided,
     }
+    point |= accumulation(options.global_batch, point=point, decided=decided)
     point["seq_length"] = model.seq_length_of(point["seq_length"])
     model.check_seq_length(point["seq_length"])
     model = models.examine(model, seq_length=point["seq_length"], checkpointing=point["checkpointing"])

@@ -1,0 +1,133 @@
+"""The command `recipe`: comparisons as data. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zerobench.cli.compare import compare_command, named_options, options_of, start
+from zerobench.errors import ConfigError
+from zerobench.host.consoles import plain_console
+from zerobench.results.settings import OPTIONS
+
+if TYPE_CHECKING:
+    from zerobench.recipes.recipe import Recipe, Texts
+
+app = typer.Typer(
+    help="Comparisons that answer a question: options, charts and sentences.", no_args_is_help=True
+)
+
+Name = Annotated[str | None, typer.Argument(help="A recipe's name, as `recipe list` prints it.")]
+File = Annotated[
+    Path | None,
+    typer.Option("--recipe", metavar="FILE.toml", help="A recipe of your own, instead of a name."),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="The small form: CPU ranks and a small model, done within minutes.")
+]
+
+
+@app.command("list")
+def list_recipes() -> None:
+    """Print the recipes and the question that each answers."""
+    from zerobench.recipes.recipe import find, names
+
+    width = max(map(len, names()))
+    for name in names():
+        plain_console().print(f"{name:{width}}  {find(name).question}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def show(
+    name: Name = None,
+    recipe: File = None,
+    quick: Quick = False,
+    configs: Annotated[
+        Path | None,
+        typer.Option(
+            "--configs",
+            metavar="DIR",
+            help="Write a configuration file for each row that can have one, and print the command that runs it.",
+        ),
+    ] = None,
+) -> None:
+    """Print the question of a recipe and the equivalent compare command."""
+    found = chosen(name, recipe)
+    texts = texts_of(found, quick=quick)
+    console = plain_console()
+    console.print(f"{found.question}\n\n{command_of(texts)}", soft_wrap=True, highlight=False, markup=False)
+    if configs is not None:
+        for command in write_configs(texts, configs):
+            console.print(command, soft_wrap=True, highlight=False, markup=False)
+
+
+def run(
+    context: typer.Context, name: Name = None, *, recipe: File = None, quick: Quick = False, **given: Any
+) -> None:
+    """Run a recipe. Options given here win over the recipe's."""
+    from functools import partial
+
+    from zerobench.bench.launch.given import given_ranks
+    from zerobench.bench.run import run_comparison
+    from zerobench.recipes.conclude import conclude
+    from zerobench.recipes.recipe import merged
+
+    found = chosen(name, recipe)
+    asked = texts_of(found, quick=quick, device=given["device"])
+    if given_ranks(os.environ) is not None:  # torchrun or srun decides how many
+        asked.pop("world_size", None)
+    texts, named = merged(asked, given, named_options(context))
+    end = partial(conclude, found, console=plain_console())
+    start(texts, named=named, run=context.obj or partial(run_comparison, conclude=end))
+
+
+compare_command(run, first=list(inspect.signature(run, eval_str=True).parameters.values())[1:4])
+app.command("run", help=f"{run.__doc__} Exit codes are those of compare.")(run)
+
+
+def chosen(name: str | None, file: Path | None) -> Recipe:
+    """Return the recipe of a name or a file. Raise ConfigError unless exactly one is given."""
+    from zerobench.recipes.recipe import find, names, read
+
+    if (name is None) == (file is None):
+        raise ConfigError(f"name one recipe, or give --recipe FILE.toml: {', '.join(names())}")
+    return read(file) if file is not None else find(name or "")
+
+
+def texts_of(recipe: Recipe, *, quick: bool, device: str = "auto") -> Texts:
+    """Return the recipe's options on this machine."""
+    from zerobench.host.gpus import VisibleGpus, visible_gpus
+    from zerobench.host.machine import cpus_usable
+
+    seen = visible_gpus() if device != "cpu" and not quick else VisibleGpus()
+    return recipe.texts(quick=quick, most_ranks=len(seen.gpus) or cpus_usable())
+
+
+def command_of(texts: Texts) -> str:
+    """Return the command that compares the same."""
+    from zerobench.recipes.recipe import command_words
+
+    return shlex.join([sys.executable, "-m", "zerobench", "compare", *command_words(texts)])
+
+
+def write_configs(texts: Texts, folder: Path) -> list[str]:
+    """Write a configuration file for each row that can have one; return the commands that run them."""
+    from zerobench.bench.plan.plan import make_plan
+    from zerobench.bench.plan.row_files import write_row_files
+    from zerobench.results.settings import flag_of
+
+    defaults = {key: option.default or None for key, option in OPTIONS.items()}
+    options = options_of({**defaults, **texts}, None, named=frozenset(map(flag_of, texts)))
+    plan = make_plan(options)
+    try:
+        return write_row_files(plan, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot receive configuration files ({error.strerror or error}): give another --configs"
+        ) from None

@@ -1,0 +1,1 @@
+"""Recipes: comparisons as data, one TOML file each. Imports no torch."""
