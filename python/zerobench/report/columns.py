@@ -80,6 +80,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         Column(title="memory", unit=f"vs {base}", cells=_cells(shown, _change_cell), keep=60),
         Column(title="of the row", unit="not offloaded", cells=_cells(shown, _practicality_cell), keep=75),
         Column(title="off device", unit="of the state", cells=_cells(shown, _share_cell), keep=56),
+        Column(title="verdict", unit="", cells=[row.verdict or ABSENT for row in rows], keep=45, left=True),
         *_tier_columns(shown),
         *_transfer_columns(shown),
         *_host_columns(shown),
