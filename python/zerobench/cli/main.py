@@ -16,7 +16,7 @@ import typer
 
 from zerobench import __version__
 from zerobench.cli.compare import COMPARE_HELP, compare
-from zerobench.cli.results import show
+from zerobench.cli.results import chart, show
 from zerobench.errors import ConfigError, DataError, Error
 from zerobench.host import interrupts
 from zerobench.host.consoles import drop_stdout, forget_unknown_size, plain_console
@@ -56,6 +56,7 @@ def root(
 
 app.command(help=COMPARE_HELP)(compare)
 app.command()(show)
+app.command()(chart)
 
 
 @app.command()

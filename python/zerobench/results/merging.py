@@ -36,6 +36,8 @@ class Merged(NamedTuple):
     results: Results
     sources: list[str]
     """The paths as they were given."""
+    difference: str = ""
+    """Why it was not merged with the first, as its warnings say; empty for the first."""
 
 
 def read_merged(paths: Sequence[AnyPath]) -> list[Merged]:
@@ -55,9 +57,10 @@ def read_merged(paths: Sequence[AnyPath]) -> list[Merged]:
         Merged(_merge_alike([results for _, results in group]), [source for source, _ in group])
         for group in groups.values()
     ]
-    for other in merged[1:]:
-        other.results.warnings.append(_difference_text(merged[0], other))
-    return merged
+    apart = [other._replace(difference=_difference_text(merged[0], other)) for other in merged[1:]]
+    for other in apart:
+        other.results.warnings.append(other.difference)
+    return [merged[0], *apart]
 
 
 def _expect_different(found: Sequence[tuple[str, Results]]) -> None:
