@@ -49,6 +49,7 @@ PYTHON_ORDER = [
     "strategies.deepspeed",
     "results",
     "report",
+    "recipes",
     "__init__",  # the package itself, whose names are imported from above when they are first used
     "bench.protocol",
     "bench.plan",
@@ -65,9 +66,10 @@ PYTHON_ONLY = {
     "errors": set(),
     "results": {"errors", "strategies.catalogue", "results"},
     "report": {"errors", "strategies.catalogue", "results", "report"},
+    "recipes": {"errors", "strategies.catalogue", "results", "report", "recipes"},
 }
 AT_THE_ROOT = {"__init__", "__main__", "_native", "errors"}
-WITHOUT_TORCH = ["results", "report"]
+WITHOUT_TORCH = ["results", "report", "recipes"]
 LIGHT_IMPORTS = ["", "cli.main", *WITHOUT_TORCH]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
