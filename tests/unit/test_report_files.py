@@ -263,7 +263,7 @@ def test_what_looks_like_markup_in_a_path_or_name_is_shown_as_it_is(tmp_path, ca
     for row in results.rows:
         row.settings.model = "m[/x] :bell:"
     (folder / "results.json").write_text(results.model_dump_json())
-    show(folder)
+    show([folder])
     shown = capsys.readouterr().out
     assert str(folder / "plots" / "memory.png") in shown
     assert "Based on 7 rows: m[/x] :bell: (" in shown
@@ -284,5 +284,5 @@ def test_showing_no_rows_says_so(tmp_path, capsys) -> None:
     results = sample()
     results.rows = []
     (tmp_path / "results.json").write_text(results.model_dump_json())
-    show(tmp_path)
+    show([tmp_path])
     assert "no rows yet" in capsys.readouterr().out

@@ -18,6 +18,7 @@ import typer
 from zerobench import __version__
 from zerobench.cli.compare import COMPARE_HELP, compare
 from zerobench.cli.report import report
+from zerobench.cli.results import chart, show
 from zerobench.errors import ConfigError, DataError, Error
 from zerobench.export.targets import TARGETS
 from zerobench.host import interrupts
@@ -59,30 +60,8 @@ def root(
 
 app.command(help=COMPARE_HELP)(compare)
 app.command()(report)
-
-
-@app.command()
-def show(
-    results: Annotated[Path, typer.Argument(help="A results.json or the folder that holds one.")],
-    plots: Annotated[
-        Path | None, typer.Option(help="Draw the plots into this folder. Default: plots beside results.json.")
-    ] = None,
-) -> None:
-    """The table, the advice and the plots again, from files alone."""
-    from zerobench.bench.show import show as show_results
-    from zerobench.report import read_results, write_plots
-
-    found = read_results(results)
-    show_results(found, plain_console())
-    folder = plots or (results if results.is_dir() else results.parent) / "plots"
-    try:
-        paths = write_plots(found, folder)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot receive plots ({error.strerror or error}): give a folder to write to as --plots"
-        ) from None
-    for path in paths:
-        plain_console().print(str(path), soft_wrap=True, highlight=False)
+app.command()(show)
+app.command()(chart)
 
 
 @app.command()

@@ -1,1 +1,1 @@
-"""Recipes: comparisons as data, one TOML file each. Imports no torch."""
+"""Recipes: comparisons as data, one TOML file each; and figures that others published. Imports no torch."""

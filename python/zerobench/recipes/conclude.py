@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from pathlib import Path
 
 from rich.console import Console
 
 from zerobench.errors import ConfigError
 from zerobench.recipes.recipe import Chart, Recipe
+from zerobench.report.charts import write_charts
 from zerobench.report.conclusions import CONCLUSIONS
+from zerobench.report.losses import write_loss_charts
 from zerobench.results.files import cannot_be_written, write_atomically
+from zerobench.results.merging import read_merged
 from zerobench.results.schema import Results
 
 
@@ -36,16 +37,10 @@ def sentences(recipe: Recipe, results: Results) -> list[str]:
 
 def draw(chart: Chart, folder: Path) -> list[Path]:
     """Draw a chart as `zerobench chart` does and return its files; none where no row has a value for it."""
-    if importlib.util.find_spec("zerobench.report.charts") is None:
-        return []
-    merging = importlib.import_module("zerobench.results.merging")
-    found, target = merging.read_merged([folder]), folder / "charts"
-    if chart.metric == "loss":
-        curves = importlib.import_module("zerobench.report.losses")
-        paths, _ = curves.write_loss_charts(found, target)
-        return list(paths)
-    charts = importlib.import_module("zerobench.report.charts")
+    found, target = read_merged([folder]), folder / "charts"
     try:
-        return list(charts.write_charts(found, target, metric=chart.metric, x=chart.x, by=chart.by))
+        if chart.metric == "loss":
+            return list(write_loss_charts(found, target)[0])
+        return list(write_charts(found, target, metric=chart.metric, x=chart.x, by=chart.by))
     except ConfigError:  # no row has a value
         return []

@@ -69,6 +69,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         ),
         Column(title="of the row", unit="not offloaded", cells=cells_of(shown, _practicality_cell), keep=75),
         Column(title="off device", unit="of the state", cells=cells_of(shown, _share_cell), keep=56),
+        Column(title="verdict", unit="", cells=[row.verdict or ABSENT for row in rows], keep=45, left=True),
         *_tier_columns(shown),
         *_transfer_columns(shown),
         *_host_columns(shown),

@@ -169,7 +169,7 @@ def _far_loss_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     groups: dict[tuple[Any, ...], list[tuple[float, str]]] = {}
     for row, label in zip(rows, labels, strict=True):
         if row.status == "ok" and row.strategy != FLOOR and row.validation_loss is not None:
-            groups.setdefault(_trained(row), []).append((row.validation_loss, label))
+            groups.setdefault(trained(row), []).append((row.validation_loss, label))
     notes = []
     for found in groups.values():
         middle = median(loss for loss, _ in found)
@@ -185,8 +185,8 @@ def _far_loss_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     return notes
 
 
-def _trained(row: Row) -> tuple[Any, ...]:
-    """Rows with the same have seen the same tokens with the same hyperparameters."""
+def trained(row: Row) -> tuple[Any, ...]:
+    """Return what is equal in rows that have seen the same tokens with the same hyperparameters."""
     settings = row.settings
     return (
         *workload(row),

@@ -116,7 +116,7 @@ def _fit(
             column for column in columns if column is least or (least.group and column.group == least.group)
         ]
         columns = [column for column in columns if column not in gone]
-        left_out.append(least.group or f"{least.title} {least.unit}")
+        left_out.append(least.group or f"{least.title} {least.unit}".strip())
 
 
 def _build(

@@ -19,6 +19,7 @@ from zerobench.results.rows import (
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import SETTINGS, Changes, settings_that_change
 from zerobench.results.stats import ratio_error
+from zerobench.results.verdicts import verdicts
 from zerobench.strategies.catalogue import DEFAULT_BASELINES, FLOOR, OURS, known_facts
 
 # Settings in which a row and its baseline must agree, besides batch and world size.
@@ -88,8 +89,8 @@ def same_point(row: Row, other: Row) -> bool:
 
 def finish_rows(results: Results, baseline: str | None = None) -> None:
     """Fills the columns that compare rows: relative and its uncertainty, speedup, memory change, baseline, the share of
-    the floor, how much of the memory is explained, tokens/s per GB of peak, and scaling with ranks. Only ok rows count.
-    `baseline` names a strategy or a row; by default ddp, else ddp_master, else single.
+    the floor, how much of the memory is explained, tokens/s per GB of peak, scaling with ranks, and the verdict. Only
+    ok rows count. `baseline` names a strategy or a row; by default ddp, else ddp_master, else single.
 
     May be called after every row; what it fills depends on the set of rows alone, not on their order."""
     for rows in by_workload(results.rows):
@@ -113,6 +114,8 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
             _fill_relative(row, best)
             _fill_against_baseline(row, _find_baseline(row, rows, wanted))
             row.scaling_efficiency = _scaling_efficiency(row, rows)
+        for row, verdict in zip(rows, verdicts(rows, results.machine), strict=True):
+            row.verdict = verdict
 
 
 def floor_of(row: Row, rows: Sequence[Row]) -> Row | None:

@@ -174,6 +174,7 @@ class Row(ResultModel):
     speedup: float | None = None  # tokens/s over the baseline's
     memory_change_pct: float | None = None  # peak device bytes against the baseline's
     baseline: str | None = None
+    verdict: str | None = None  # whether to take the row, and what for: see results/verdicts.py
     comparable: bool = True  # False when dtypes differ from the majority's: shown, not ranked
     busy: str | None = None  # what other processes used while it was measured, where that is too much
     loss: list[float] | None = None  # one a step, mean over ranks, measured window

@@ -30,9 +30,6 @@ class ModelFactory(Protocol):
     def __call__(self, *, device: str | None = None) -> nn.Module: ...
 
 
-OFFLOADS = ("none", "cpu_optimizer", "cpu_full", "nvme", "nvme_full")
-"""What leaves the device: nothing; optimizer state, to host memory; parameters too; optimizer state, to NVMe;
-parameters too."""
 NVME_OFFLOADS = ("nvme", "nvme_full")
 COMPILE_MODES = ("none", "block", "whole")
 """What torch.compile compiles: nothing, each repeated block, or the model."""

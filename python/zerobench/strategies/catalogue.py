@@ -15,6 +15,9 @@ from zerobench.host import imports
 Part = Literal["parameters", "gradients", "optimizer_state"]
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer_state")
 _WHOLE_AT: dict[int, tuple[Part, ...]] = {0: PARTS, 1: PARTS[:2], 2: PARTS[:1], 3: ()}
+OFFLOADS = ("none", "cpu_optimizer", "cpu_full", "nvme", "nvme_full")
+"""What leaves the device: nothing; optimizer state, to host memory; parameters too; optimizer state, to NVMe;
+parameters too."""
 _NVME_OFFLOADS = ("nvme", "nvme_full")
 _CPU, _GPUS, _BOTH = ("cpu",), ("cuda",), ("cpu", "cuda")
 

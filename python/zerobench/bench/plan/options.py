@@ -20,7 +20,8 @@ from zerobench.host.io_settings import ENGINES
 from zerobench.results.setting_values import comma_list, run_num, split
 from zerobench.results.settings import OPTIONS, Option, Takes, flag_of
 from zerobench.strategies import catalogue
-from zerobench.strategies.base import COMPILE_MODES, NVME_OFFLOADS, OFFLOADS
+from zerobench.strategies.base import COMPILE_MODES, NVME_OFFLOADS
+from zerobench.strategies.catalogue import OFFLOADS
 from zerobench.strategies.pipelining import CHUNKS
 
 BINDINGS = ("none", "numa")
