@@ -7,7 +7,7 @@ from typing import Any
 from zerobench.export.document import Document, json_text
 from zerobench.export.settings import strategy_settings, zero_stage
 from zerobench.results.schema import Results, Row
-from zerobench.strategies.catalogue import CATALOGUE
+from zerobench.strategies.catalogue import CATALOGUE, Tool, tool_of
 from zerobench.strategies.deepspeed.config import adamw_parameters, deepspeed_config
 
 _FOR_MEASURING = ("steps_per_print", "wall_clock_breakdown", "timers")
@@ -39,7 +39,7 @@ def export(_: Results, row: Row) -> Document:
 
 def notes(row: Row) -> list[str]:
     """Return what a row of another engine means for DeepSpeed."""
-    if row.strategy.startswith("deep"):
+    if tool_of(row.strategy) is Tool.DEEPSPEED:
         return []
     return [
         f"row {row.name} was measured with {row.strategy}; this is DeepSpeed at the same division of state, with the "

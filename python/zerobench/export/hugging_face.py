@@ -8,13 +8,13 @@ from zerobench.export import deepspeed
 from zerobench.export.document import Document, yaml_text
 from zerobench.export.settings import zero_stage
 from zerobench.results.schema import Results, Row
+from zerobench.strategies.catalogue import Tool, ours_at, tool_of
 
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-_REPLICATED = ("ddp", "ddp_master", "ddp_compress")
 
 
 def is_fsdp(row: Row) -> bool:
-    return row.strategy.startswith("fsdp")
+    return tool_of(row.strategy) in (Tool.FSDP1, Tool.FSDP2)
 
 
 def accelerate(_: Results, row: Row) -> Document:
@@ -33,7 +33,7 @@ def accelerate(_: Results, row: Row) -> Document:
         return Document(
             text=yaml_text(values | {"distributed_type": "FSDP", "fsdp_config": fsdp_section(row)})
         )
-    if row.strategy in _REPLICATED:
+    if tool_of(row.strategy) is Tool.DDP:
         kind = "MULTI_CPU" if settings.device == "cpu" else "MULTI_GPU"
         return Document(text=yaml_text(values | {"distributed_type": kind}), notes=batch_notes(row))
     section = deepspeed_section(row)
@@ -44,8 +44,8 @@ def accelerate(_: Results, row: Row) -> Document:
 
 
 def fsdp_section(row: Row) -> dict[str, Any]:
-    """Return accelerate's section for FSDP, version 2 for all but fsdp1."""
-    first = row.strategy == "fsdp1"
+    """Return accelerate's section for FSDP, of the version that the row has."""
+    first = tool_of(row.strategy) is Tool.FSDP1
     section: dict[str, Any] = {
         "fsdp_version": 1 if first else 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -55,7 +55,7 @@ def fsdp_section(row: Row) -> dict[str, Any]:
     }
     if first:
         return section | {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True}
-    return section | {"fsdp_reshard_after_forward": row.strategy != "fsdp2_keep"}
+    return section | {"fsdp_reshard_after_forward": zero_stage(row) == 3}
 
 
 def deepspeed_section(row: Row) -> dict[str, Any]:
@@ -120,6 +120,6 @@ def trl_launch(row: Row) -> str:
     if row.settings.world_size == 1:
         return "single_gpu"
     if is_fsdp(row):
-        return "fsdp1" if row.strategy == "fsdp1" else "fsdp2"
+        return tool_of(row.strategy).value
     stage = zero_stage(row)
-    return f"zero{stage}" if stage else "multi_gpu"
+    return ours_at(stage) if stage else "multi_gpu"  # TRL numbers its names as ours are

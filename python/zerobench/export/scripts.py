@@ -9,7 +9,7 @@ from zerobench.errors import DataError
 from zerobench.export.document import Document, json_text
 from zerobench.export.settings import strategy_settings, zero_stage
 from zerobench.results.schema import Results, Row
-from zerobench.strategies.catalogue import OURS
+from zerobench.strategies.catalogue import OURS, Tool, tool_of
 
 _OF_A_RUN = ("timeout_s", "rendezvous", "rank", "world_size", "local_rank", "local_world_size", "cpus")
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -68,7 +68,7 @@ def fsdp2(_: Results, row: Row) -> Document:
         f")\n{clip}"
     )
     notes = ["blocks and model are names of your script"]
-    if not row.strategy.startswith("fsdp"):
+    if tool_of(row.strategy) not in (Tool.FSDP1, Tool.FSDP2):
         notes.append(f"row {row.name} was measured with {row.strategy}, not with FSDP2")
     return Document(text=text, notes=notes)
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from zerobench.errors import ConfigError, did_you_mean
 from zerobench.export.document import Document
 from zerobench.results.schema import Results, Row
+from zerobench.strategies.catalogue import Tool
 
 TARGETS = {
     "deepspeed": "deepspeed:export",
     "accelerate": "hugging_face:accelerate",
-    "fsdp2": "scripts:fsdp2",
+    Tool.FSDP2.value: "scripts:fsdp2",
     "zerobench": "scripts:zerobench",
     "torchrun": "scripts:torchrun",
     "trl": "hugging_face:trl",

@@ -11,7 +11,7 @@ from zerobench.results.rows import by_workload, has_peak, is_ranked, step_rate, 
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import SETTINGS
 from zerobench.results.sizes import bytes_text, join_words, rate_text
-from zerobench.strategies.catalogue import FLOOR
+from zerobench.strategies.catalogue import FLOOR, OURS
 
 NEAR = 1.10  # saving memory is worth this much time
 NOTABLE_SAVING = 0.05  # of the peak, from which a row is said to need less
@@ -99,9 +99,7 @@ def stage_pays(results: Results) -> list[str]:
     found: dict[int, str] = {}
     workloads = sorted(by_workload(results.rows), key=lambda rows: rows[0].settings.parameter_count or 0)
     for rows in workloads:
-        stages = [
-            row for row in rows if row.strategy == f"zero{row.stage}" and row.settings.offload == "none"
-        ]
+        stages = [row for row in rows if row.strategy in OURS and row.settings.offload == "none"]
         for row in stages:
             lower = [other for other in stages if other.stage is not None and other.stage < (row.stage or 0)]
             reason = _why_it_pays(row, lower) if row.stage not in found and lower else None

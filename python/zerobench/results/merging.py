@@ -182,6 +182,7 @@ def _pool(runs: Sequence[Row]) -> Row:
     if pooled.sampled is not None:
         pooled.sampled.shared_gpus = _shared_gpus(measured)
     pooled.comparable = all(row.comparable for row in measured)
+    pooled.busy = next((row.busy for row in measured if row.busy), None)
     if len(measured) > 1:
         _pool_times(pooled, measured)
     return pooled

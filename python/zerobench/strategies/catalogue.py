@@ -7,6 +7,7 @@ A strategy of one's own is not listed here. It declares the same facts on its cl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal
 
 from zerobench.errors import ConfigError, did_you_mean
@@ -76,6 +77,17 @@ OWN = Facts()
 """The facts of a strategy of one's own that declares nothing."""
 
 
+class Tool(Enum):
+    """What trains a row, by the name that exports give it."""
+
+    ZEROBENCH = "zerobench"
+    DDP = "ddp"
+    FSDP1 = "fsdp1"
+    FSDP2 = "fsdp2"
+    DEEPSPEED = "deepspeed"
+    OTHER = "other"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn(Facts):
     """A row of the catalogue. Here the defaults describe a strategy that does nothing unusual."""
@@ -95,6 +107,8 @@ class BuiltIn(Facts):
     """Its place among the default baselines; None where it is none. The lowest rank in the results wins."""
     short_name: str | None = None
     """How names of rows begin; None: with the strategy's name."""
+    tool: Tool = Tool.OTHER
+    """What trains the row."""
     is_ours: bool = False
     """Whether it is zerobench's engine, which takes zerobench's options and swaps with locked memory."""
     is_reference: bool = False
@@ -113,12 +127,14 @@ def _ours(stage: int, *, nvme_offloads: tuple[str, ...]) -> BuiltIn:
         nvme_offloads=nvme_offloads,
         default_on=_BOTH,
         short_name=f"zs{stage}",
+        tool=Tool.ZEROBENCH,
         is_ours=True,
     )
 
 
 def _ddp(name: str, class_name: str, **facts: Any) -> BuiltIn:
-    return BuiltIn(name=name, place=f"zerobench.strategies.ddp:{class_name}", whole=PARTS, **facts)
+    place = f"zerobench.strategies.ddp:{class_name}"
+    return BuiltIn(name=name, place=place, whole=PARTS, tool=Tool.DDP, **facts)
 
 
 def _deepspeed(name: str, place: str, *, stage: int, **facts: Any) -> BuiltIn:
@@ -129,6 +145,7 @@ def _deepspeed(name: str, place: str, *, stage: int, **facts: Any) -> BuiltIn:
         begins_whole=True,
         devices=_GPUS,
         package="deepspeed",
+        tool=Tool.DEEPSPEED,
         **facts,
     )
 
@@ -185,14 +202,25 @@ _ROWS = (
     BuiltIn(
         name="fsdp1",
         place="zerobench.strategies.fsdp1:FSDP1Strategy",
+        tool=Tool.FSDP1,
         stage=3,
         begins_whole=True,
         devices=_GPUS,
         default_on=_GPUS,
     ),
-    BuiltIn(name="fsdp2", place="zerobench.strategies.fsdp2:FSDP2Strategy", stage=3, default_on=_BOTH),
     BuiltIn(
-        name="fsdp2_keep", place="zerobench.strategies.fsdp2:FSDP2KeepStrategy", stage=2, default_on=_GPUS
+        name="fsdp2",
+        place="zerobench.strategies.fsdp2:FSDP2Strategy",
+        stage=3,
+        tool=Tool.FSDP2,
+        default_on=_BOTH,
+    ),
+    BuiltIn(
+        name="fsdp2_keep",
+        place="zerobench.strategies.fsdp2:FSDP2KeepStrategy",
+        stage=2,
+        tool=Tool.FSDP2,
+        default_on=_GPUS,
     ),
     _deepspeed(
         "deepspeed0", "strategy:DeepSpeed0Strategy", stage=0, default_on=_GPUS, deepspeed_file="plain"
@@ -244,6 +272,11 @@ AUTOCAST_REFERENCE = "zerobench.strategies.autocast:AutocastStrategy"
 def available() -> list[str]:
     """Return the names of the built-in strategies."""
     return list(CATALOGUE)
+
+
+def tool_of(name: str) -> Tool:
+    """Return what trains the rows of a strategy."""
+    return CATALOGUE[name].tool if name in CATALOGUE else Tool.OTHER
 
 
 def known_facts(name: str) -> Facts:
