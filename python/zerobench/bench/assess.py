@@ -342,7 +342,7 @@ _FIGURES = (
     "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
     "compiled_graphs", "skipped_steps", "transfers", "offload_practicality", "energy_per_step_j", "tokens_per_j",
     "sampled", "mfu",
-    "of_compute_only",
+    "of_compute_only", "verdict",
 )  # fmt: skip
 
 
