@@ -397,8 +397,7 @@ _FIGURES = (
     "device_busy_pct", "peak_device_pct", "scaling_efficiency",
     "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
     "compiled_graphs", "skipped_steps", "bubble_pct", "bubble_formula_pct", "transfers", "offload_practicality",
-    "energy_per_step_j", "tokens_per_j",
-    "sampled", "mfu", "of_compute_only", "busy",
+    "energy_per_step_j", "tokens_per_j", "sampled", "mfu", "of_compute_only", "busy", "verdict",
 )  # fmt: skip
 
 
