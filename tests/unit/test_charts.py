@@ -17,6 +17,8 @@ from zerobench.report.series import Chart, charts_of, spread_of
 from zerobench.results.merging import Merged
 from zerobench.results.schema import Results, Row
 
+pytestmark = pytest.mark.slow  # draws
+
 
 def merged(results: Results) -> list[Merged]:
     return [Merged(results, ["out"])]

@@ -16,6 +16,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 from zerobench.models.materialise import materialise
 from zerobench.models.trial import tried
 
+pytestmark = pytest.mark.slow  # imports transformers
+
 SEQ_LENGTH = 16
 
 

@@ -15,6 +15,8 @@ from zerobench.results.files import read_results
 from zerobench.results.merging import read_merged
 from zerobench.results.schema import Mfu, Results, Row
 
+pytestmark = pytest.mark.slow  # draws
+
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:

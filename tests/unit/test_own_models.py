@@ -12,6 +12,8 @@ from zerobench import models
 from zerobench.errors import ConfigError, DataError
 from zerobench.models.trial import tried
 
+pytestmark = pytest.mark.slow  # starts processes
+
 SEQ_LENGTH = 16
 
 

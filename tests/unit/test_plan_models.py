@@ -19,6 +19,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 from zerobench.models.trial import tried
 
+pytestmark = pytest.mark.slow  # imports transformers
+
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch) -> None:

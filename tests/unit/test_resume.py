@@ -23,6 +23,8 @@ from zerobench.errors import ConfigError
 from zerobench.results.files import read_results
 from zerobench.results.schema import Results
 
+pytestmark = pytest.mark.slow  # draws
+
 ALL = ("zero0", "zero1", "zero2", "zero3")
 
 

@@ -15,6 +15,8 @@ from zerobench.bench.launch.sibling import SiblingLauncher
 from zerobench.bench.protocol.job import Turn
 from zerobench.bench.protocol.messages import TRAIN
 
+pytestmark = pytest.mark.slow  # starts fork servers
+
 
 @pytest.fixture
 def ranks():
