@@ -7,7 +7,18 @@ import json
 import folders
 import pytest
 
-SMALL = ["--batch-size", "8", "--seq-length", "16", "--num-steps", "2", "--warmup-steps", "1"]
+SMALL = [
+    "--batch-size",
+    "8",
+    "--seq-length",
+    "16",
+    "--num-steps",
+    "2",
+    "--warmup-steps",
+    "1",
+    "--rounds",
+    "0",
+]
 
 
 def by_model(command) -> dict[tuple[str, str], dict]:
