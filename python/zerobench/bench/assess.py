@@ -237,8 +237,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
         )
         if phase in phases
     }
-    busy = [window.device_busy_pct for window in windows if window.device_busy_pct is not None]
-    row.device_busy_pct = fmean(busy) if busy else None
+    row.device_busy_pct = device_busy_pct(windows)
     apply_bubble(row, windows)
     settings.threads_per_rank = windows[0].threads
     settings.communicator = windows[0].communicator
@@ -258,14 +257,19 @@ def apply_times(row: Row, samples: Sequence[float]) -> None:
 
 def run_of(row: Row, windows: Sequence[Window], *, step_ms: float) -> Run:
     """Return the figures of one run, given the windows of its ranks and its median step time."""
-    busy = [window.device_busy_pct for window in windows if window.device_busy_pct is not None]
     return Run(
         step_time_ms=step_ms,
         tokens_per_s=tokens_per_step(row) / (step_ms / 1e3),
         peak_device_bytes=largest([window.memory.peak_bytes for window in windows]),
-        device_busy_pct=fmean(busy) if busy else None,
+        device_busy_pct=device_busy_pct(windows),
         energy_per_step_j=energy_per_step_j(windows),
     )
+
+
+def device_busy_pct(windows: Sequence[Window]) -> float | None:
+    """Return the mean over the ranks that know it, or None."""
+    known = [window.device_busy_pct for window in windows if window.device_busy_pct is not None]
+    return fmean(known) if known else None
 
 
 def apply_turns(row: Row, turns: Turns) -> None:
@@ -284,7 +288,7 @@ def energy_per_step_j(windows: Sequence[Window]) -> float | None:
 
 
 def apply_bubble(row: Row, windows: Sequence[Window]) -> None:
-    """Of all ranks, against the longest of their schedules: a rank that ends early waits for the others."""
+    """Fill in the bubble of all ranks, against the longest schedule: a rank that ends early waits for the others."""
     busy_ms = [window.schedule_busy_ms for window in windows if window.schedule_busy_ms is not None]
     whole_ms = [window.schedule_ms for window in windows if window.schedule_ms is not None]
     settings = row.settings

@@ -15,7 +15,7 @@ from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Plan
 from zerobench.bench.protocol.place import MachinePlace
-from zerobench.bench.resume import read_measured
+from zerobench.bench.resume import machine_identity, read_measured
 from zerobench.bench.schedule import Step, schedule
 from zerobench.bench.surroundings import Surroundings
 from zerobench.errors import Error
@@ -126,7 +126,7 @@ def earlier_seconds(earlier: Sequence[Results], machine: dict[str, Any]) -> dict
     return {
         _key_of_row(row): row.duration_s + turn_seconds(row)
         for results in earlier
-        if _is_same(results.machine, machine)
+        if machine_identity(results.machine) == machine_identity(machine)
         for row in results.rows
         if row.duration_s is not None and row.status not in ("oom", "skipped")
     }
@@ -146,12 +146,3 @@ def _key_of_row(row: Row) -> str:
 
 def _key(strategy: str, settings: dict[str, Any]) -> str:
     return repr((strategy, sorted((k, v) for k, v in settings.items() if k not in _NOT_OF_THE_DURATION)))
-
-
-def _is_same(machine: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two machines have the same processor, cores and GPUs."""
-
-    def parts(facts: dict[str, Any]) -> list[Any]:
-        return [facts.get("cpu"), facts.get("cores"), [gpu.get("name") for gpu in facts.get("gpus") or []]]
-
-    return parts(machine) == parts(other)

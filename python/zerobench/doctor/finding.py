@@ -10,7 +10,6 @@ Facts = Mapping[str, Any]
 """As host/inventory.py collects them. One that could not be had is None or missing, and never a finding."""
 
 Level = Literal["error", "warning", "note"]
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)

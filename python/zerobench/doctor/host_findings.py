@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerobench.doctor.finding import GIB, Facts, Finding
+from zerobench.doctor.finding import Facts, Finding
 from zerobench.host.numa import parse_list
+from zerobench.results.sizes import GIB, MIB
 
 LEAST_OPEN_FILES = 4096
 LEAST_LOCKABLE_BYTES = GIB
@@ -77,7 +78,7 @@ def memory_is_free(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             subject="locked memory",
-            what=f"RLIMIT_MEMLOCK leaves {lockable / 2**20:.0f} MiB.",
+            what=f"RLIMIT_MEMLOCK leaves {lockable / MIB:.0f} MiB.",
             cost="Swap files cannot use io_uring with registered buffers, and rows that need them are not started.",
             cure="`ulimit -l unlimited`, LimitMEMLOCK=infinity, or `docker run --ulimit memlock=-1`.",
         )
@@ -86,7 +87,7 @@ def memory_is_free(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             subject="/dev/shm",
-            what=f"It holds {shared / 2**20:.0f} MiB.",
+            what=f"It holds {shared / MIB:.0f} MiB.",
             cost="NCCL without peer access and data loaders with workers fail when it is full.",
             cure="`docker run --shm-size=8g` or `--ipc=host`.",
         )
