@@ -197,7 +197,7 @@ def test_agrees_with_the_reference(found, reference, world_size, case):
 
 @pytest.mark.parametrize(("world_size", "case"), CASES)
 def test_what_forward_reads_is_what_the_first_owner_updated(found, world_size, case):
-    """Of the tied weight, too, which the last stage updates for itself."""
+    """The tied weight included, which the last stage updates for itself."""
     results = found(world_size, case)
     assert all(result["read"].share == 0 for result in results)
     assert set().union(*(result["read names"] for result in results)) == results[0]["parameters"].keys()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow  # the first page of a process bundles the chartin
 
 
 class Outline(HTMLParser):
-    """What a browser would make of the page: elements, their attributes, and text outside scripts."""
+    """Page as a browser parses it: elements, their attributes, and text outside scripts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

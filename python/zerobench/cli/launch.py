@@ -17,7 +17,7 @@ from zerobench.hosts.torchrun import torchrun_lines
 def run_launch(
     command: Sequence[str], *, hostfile: Path, ssh: bool, write: str | None, port: int, gpu: str, image: str
 ) -> None:
-    """Raise ConfigError for options that contradict each other, before anything is started."""
+    """Print the lines or the job file, or start the hosts. Raise ConfigError for options that contradict each other."""
     if ssh and write is not None:
         raise ConfigError("--ssh starts the hosts and --write prints a job file: give one of them")
     if write is not None and write not in WRITERS:

@@ -26,7 +26,7 @@ class BatchRequest:
     batch_size: int
     seq_length: int
     generator: torch.Generator
-    """Of the CPU, seeded by --seed, ``index`` and ``held_out``: what to draw with."""
+    """CPU generator to draw from, seeded by --seed, ``index`` and ``held_out``."""
     tokens: Callable[[], torch.Tensor]
     """Returns the tokens of --data for this batch, int64 of shape (batch_size, seq_length)."""
 

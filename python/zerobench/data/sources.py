@@ -1,4 +1,4 @@
-"""Where tokens come from: one file (mapped), JSON lines and Parquet, a folder or the standard library (all read)."""
+"""Sources of tokens: one file (mapped), JSON lines and Parquet, a folder or the standard library (all read)."""
 
 from __future__ import annotations
 

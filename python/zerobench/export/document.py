@@ -1,4 +1,4 @@
-"""What an export gives: the text of a file, and what to know about it."""
+"""Text of an exported file, with notes about it."""
 
 from __future__ import annotations
 

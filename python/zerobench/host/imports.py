@@ -1,4 +1,4 @@
-"""What lies at ``package.module:name``, imported for a user who named it. Imports no torch."""
+"""Import the object at ``package.module:name`` that a user named. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained: our own presets, transformers' models and a user's own, by name. Importing this imports no torch."""
+"""Models to train: our own presets, transformers' models and a user's own, by name. Importing this imports no torch."""
 
 from zerobench.models.batches import open_batches
 from zerobench.models.building import build

@@ -1,4 +1,4 @@
-"""What only building a model tells, asked of a fresh process: this one imports no torch and runs nobody's code."""
+"""Build a model in a fresh process and report its facts. This process imports no torch and runs no user code."""
 
 from __future__ import annotations
 

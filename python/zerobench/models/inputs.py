@@ -1,4 +1,4 @@
-"""What forwards in low precision need of their inputs and statistics, whatever the model."""
+"""Convert inputs and keep statistics for forwards in low precision, for any model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a user's function may return instead of a module: a model with batches and a loss of its own. Importing this
-imports no torch."""
+"""A model with batches and a loss of its own, which a user's function can return instead of a module.
+
+Importing this imports no torch."""
 
 from __future__ import annotations
 

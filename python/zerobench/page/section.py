@@ -1,4 +1,4 @@
-"""What the page shows of one result file."""
+"""Contents of the page for one result file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a recipe: its charts and sentences, written into the result folder and printed."""
+"""Write and print the charts and sentences that end a recipe."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Reference(BaseModel):
 
     study: str
     id: str
-    """Of what was measured: its figures share it."""
+    """Identifier of the measured row, which its figures share."""
     model: OptionalText
     strategy: OptionalText
     stage: OptionalInt

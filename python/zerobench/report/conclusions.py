@@ -217,7 +217,7 @@ CONCLUSIONS: dict[str, Callable[[Results], list[str]]] = {
         stage_pays,
     )
 }
-"""What a recipe's ``conclude`` names."""
+"""Functions of conclusions by the name that a recipe's ``conclude`` gives."""
 
 
 def _ladders(results: Results) -> list[list[Row]]:

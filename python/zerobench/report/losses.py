@@ -33,7 +33,7 @@ class LargestDeviation(NamedTuple):
     step: int
     """From 1, among the measured steps."""
     share: float
-    """Of the reference's loss."""
+    """Share of the reference's loss."""
 
 
 def write_loss_charts(

@@ -283,7 +283,7 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequenc
 
 
 def _usable_text(rows: Sequence[Row]) -> str:
-    """What a baseline row has to be."""
+    """Return what a baseline row has to be."""
     return "ok and comparable" if all(map(may_be_ranked, rows)) else "ok, comparable and free of ‡"
 
 

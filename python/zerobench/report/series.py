@@ -1,4 +1,4 @@
-"""What the charts of a column show: which rows stand in which chart and line, and their uncertainty."""
+"""Charts of a column as data: charts, their lines, the rows of each line, and uncertainties."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X_AXES = {
 }
 """Settings that may be the horizontal axis: word for ``--x``, and dotted key."""
 SERIES = {"strategy": "strategy", "precision": "precision", "compile": "compile", **X_AXES}
-"""What may tell lines apart: word for ``--by``, and dotted key."""
+"""Settings that can tell lines apart: dotted keys by their word for ``--by``."""
 
 _MODEL_FIELDS = "model_config_resolved."
 # Columns that are a constant over the step time: their spread is that of the step times.
@@ -53,7 +53,7 @@ class Line:
 
     value: Any
     source: str
-    """Where the results are from, where those of several machines or versions are drawn; else empty."""
+    """Source of the results, if charts hold several machines or versions; else empty."""
     points: list[Point]
     out_of_memory: list[Any]
     """Values of x at which the row ran out of memory."""

@@ -55,7 +55,7 @@ def _columns_by_phase(
 
 
 def energy_columns(rows: Sequence[Row | None]) -> list[Column]:
-    """What a step takes of all GPUs together, and how long their power cap held the clocks down."""
+    """Return the columns of energy per step over all GPUs and of time at the power cap."""
     columns = []
     for title, unit, name in (("energy", "J/step", "energy_per_step_j"), ("tokens", "per J", "tokens_per_j")):
         values = [getattr(row, name) if row is not None else None for row in rows]

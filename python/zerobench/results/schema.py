@@ -54,7 +54,7 @@ class Run(ResultModel):
 
 
 class Spread(ResultModel):
-    """Of a figure over runs."""
+    """Median and standard deviation of a figure over runs."""
 
     median: float
     std: ZeroOrMore  # sample standard deviation

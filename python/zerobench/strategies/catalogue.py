@@ -17,8 +17,8 @@ Part = Literal["parameters", "gradients", "optimizer_state"]
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer_state")
 _WHOLE_AT: dict[int, tuple[Part, ...]] = {0: PARTS, 1: PARTS[:2], 2: PARTS[:1], 3: ()}
 OFFLOADS = ("none", "cpu_optimizer", "cpu_full", "nvme", "nvme_full")
-"""What leaves the device: nothing; optimizer state, to host memory; parameters too; optimizer state, to NVMe;
-parameters too."""
+"""Values of ``--offload``, by what leaves the device: nothing; optimizer state, to host memory; parameters too;
+optimizer state, to NVMe; parameters too."""
 _NVME_OFFLOADS = ("nvme", "nvme_full")
 _CPU, _GPUS, _BOTH = ("cpu",), ("cuda",), ("cpu", "cuda")
 
@@ -78,7 +78,7 @@ OWN = Facts()
 
 
 class Tool(Enum):
-    """What trains a row, by the name that exports give it."""
+    """Tool that trains a row; values are the names in exports."""
 
     ZEROBENCH = "zerobench"
     DDP = "ddp"
@@ -108,7 +108,7 @@ class BuiltIn(Facts):
     short_name: str | None = None
     """How names of rows begin; None: with the strategy's name."""
     tool: Tool = Tool.OTHER
-    """What trains the row."""
+    """Tool that trains the row."""
     is_ours: bool = False
     """Whether it is zerobench's engine, which takes zerobench's options and swaps with locked memory."""
     is_reference: bool = False

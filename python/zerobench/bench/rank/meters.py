@@ -28,7 +28,7 @@ _SETTLE_READINGS, _SETTLE_INTERVAL_S = 40, 0.05
 
 
 class Profile(NamedTuple):
-    """What a pass of profiled steps tells of a step."""
+    """Figures of a step from a pass of profiled steps."""
 
     phases_ms: dict[str, float]  # the median over steps
     busy_pct: float | None = None  # of the step, with a kernel or a copy on the device
