@@ -119,6 +119,22 @@ def test_a_small_difference_that_every_round_shows_is_no_tie_though_the_machine_
     assert advise(results)[0].startswith(f"{fast.strategy} is the fastest of 2 correct rows")
 
 
+def test_the_fastest_row_is_the_one_that_is_faster_within_rounds() -> None:
+    """The machine is three times slower in the last seven rounds, and one row meets two slow moments more."""
+    results = sample()
+    results.rows = [row for row in results.rows if row.strategy in ("zero1", "zero2")]
+    slow, fast = results.rows
+    for row, windows in (
+        (slow, [10.0] * 8 + [30.0] * 7),
+        (fast, [9.7] * 6 + [30.0] * 2 + [29.1] * 7),
+    ):
+        apply_turns(row, Turns(how="in turn", group="g", steps_per_window=10, windows_ms=[windows]))
+    assert slow.step_time_ms.median < fast.step_time_ms.median
+    finish_rows(results)
+    assert fast.relative == 1.0
+    assert slow.relative == pytest.approx(1 / 0.97)
+
+
 def test_rows_whose_interval_contains_one_tie() -> None:
     results, fast, slow = two()
     turned(slow, 10.0)

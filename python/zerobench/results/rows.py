@@ -127,9 +127,30 @@ def has_peak(row: Row) -> bool:
 
 
 def fastest(rows: Sequence[Row]) -> Row | None:
-    """The ranked row with the highest rate; equal ones by name, so that row order does not matter."""
+    """Return the ranked row with the least time per token; equal ones by name, so that row order does not matter.
+
+    Medians choose first. A row that took turns with the chosen one, and is faster within rounds, takes its place: the
+    medians of two rows can rest on different moments of the machine."""
     ranked = [row for row in rows if is_ranked(row)]
-    return min(ranked, key=lambda row: (-(step_rate(row) or 0.0), row.name), default=None)
+    best = min(ranked, key=lambda row: (-(step_rate(row) or 0.0), row.name), default=None)
+    earlier: list[Row] = []  # medians of ratios can go in a circle
+    while best is not None:
+        earlier.append(best)
+        faster = [
+            (ratio, row.name, row)
+            for row in ranked
+            if not any(row is one for one in earlier) and (ratio := _pace_ratio(row, best)) < 1
+        ]
+        if not faster:
+            break
+        best = min(faster)[2]
+    return best
+
+
+def _pace_ratio(row: Row, other: Row) -> float:
+    """Return the row's time per token over the other's within rounds; 1 where they did not take turns."""
+    ratio = ratio_in_turn(row, other)
+    return 1.0 if ratio is None else ratio.value * tokens_per_step(other) / tokens_per_step(row)
 
 
 def noise(row: Row) -> float | None:
