@@ -148,22 +148,17 @@ def test_what_is_no_model_is_refused(model, what):
         zerobench.initialize(model)
 
 
-def test_what_spreads_training_itself_is_refused():
+def test_what_spreads_training_itself_is_refused(own_process_group):
     """Gradients that DistributedDataParallel averages, too, end as others."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        for wrap in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel):
-            for model in (wrap(small_models.Bare()), torch.nn.Sequential(wrap(small_models.Bare()))):
-                with pytest.raises(
-                    ConfigError, match=rf"a {wrap.__name__} spreads training.*\(its \.module\)"
-                ):
-                    zerobench.initialize(model, config={"world_size": 1})
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        model = torch.distributed.fsdp.fully_shard(small_models.Bare(), mesh=mesh)
-        with pytest.raises(ConfigError, match=r"is a DTensor.*before fully_shard"):
-            zerobench.initialize(model, config={"world_size": 1})
-    finally:
-        torch.distributed.destroy_process_group()
+    for wrap in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel):
+        for model in (wrap(small_models.Bare()), torch.nn.Sequential(wrap(small_models.Bare()))):
+            with pytest.raises(ConfigError, match=rf"a {wrap.__name__} spreads training.*\(its \.module\)"):
+                zerobench.initialize(model, config={"world_size": 1})
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model = torch.distributed.fsdp.fully_shard(small_models.Bare(), mesh=mesh)
+    with pytest.raises(ConfigError, match=r"is a DTensor.*before fully_shard"):
+        zerobench.initialize(model, config={"world_size": 1})
 
 
 @pytest.mark.parametrize("stage", [0, 3])

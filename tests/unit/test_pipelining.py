@@ -169,10 +169,8 @@ class Layer(torch.nn.Module):
 
 
 @pytest.fixture
-def group_of_one():
+def group_of_one(own_process_group) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
