@@ -30,7 +30,7 @@ def test_ranks_meet_where_a_way_leads_to_one_of_the_addresses() -> None:
     expect_reached([no_way, None], "two-addresses")
     with pytest.raises(
         CommunicationError,
-        match=r"cannot meet at one-address \(MASTER_ADDR\): Network is unreachable.*`ip link set lo up`",
+        match=r"cannot connect at one-address \(MASTER_ADDR\): Network is unreachable.*`ip link set lo up`",
     ):
         expect_reached([no_way], "one-address")
     for told_by_torch in ([], [OSError(errno.EACCES, "")]):
