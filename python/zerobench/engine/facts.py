@@ -137,6 +137,7 @@ class EngineFacts:
         """The units, the root first: ``name``, ``is_root``, ``gather_bytes``, ``gradient_bytes`` and ``flats``, their
         flat buffers (docs/explain/memory.md): ``parameters`` by name, ``param_dtype``, ``reduce_dtype`` (as gradients
         are reduced: at stages 0 and 1 and on one rank that is ``accumulate_dtype``), ``accumulate_dtype``,
-        ``trainable`` and, in elements, ``numel``, ``padded_numel`` and ``shard_numel``. ``is_awaited_early``: whether forwards wait
-        for its updates at their beginning, since something once used its parameters before its module was called."""
+        ``trainable`` and, in elements, ``numel``, ``padded_numel`` and ``shard_numel``. ``is_awaited_early``: whether
+        forwards wait for its updates at their beginning, since something once used its parameters before its module was
+        called."""
         return self._core.units()
