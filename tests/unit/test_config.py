@@ -23,7 +23,7 @@ def test_defaults():
 
 
 def test_the_documentation_has_every_key_with_its_default():
-    docs = Path(__file__).parents[2] / "docs"
+    docs = Path(__file__).parents[2] / "docs" / "reference"
     ours, _, _ = (docs / "configuration.md").read_text().partition("## Files for compare")
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", ours, re.MULTILINE)
     documented = {key: default for keys, default in rows for key in re.findall(r"`(\w+)`", keys)}
@@ -55,7 +55,7 @@ def test_the_documentation_has_every_key_with_its_default():
             {"optimizer": {"type": "AdamW"}, "bf16": {}, "zero_optimization": {}},
             "'zero_optimization' is a key of DeepSpeed's files",
         ),
-        ({"train_batch_size": 8}, "docs/configuration.md has the keys of zerobench's"),
+        ({"train_batch_size": 8}, "docs/reference/configuration.md has the keys of zerobench's"),
         ({"loss_scale": {"initial": 1}}, "did you mean 'initial_scale'?"),
         ({"loss_scale": {"initial_scale": 0.5}}, "initial_scale 0.5 is below min_scale 1"),
         ({"stage": 4}, "'stage'"),

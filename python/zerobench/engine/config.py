@@ -91,8 +91,8 @@ class LossScaleConfig(_Section):
 
 
 class OffloadOptimizerConfig(_Section):
-    """Optimizer state in pinned host memory or on NVMe, updated by the CPU (docs/offload.md). Keys as in DeepSpeed
-    where they mean the same."""
+    """Optimizer state in pinned host memory or on NVMe, updated by the CPU (docs/reference/offload.md). Keys as in
+    DeepSpeed where they mean the same."""
 
     device: Literal["cpu", "nvme"] = "cpu"
     nvme_path: list[str] = Field(
@@ -199,7 +199,7 @@ class OffloadParamConfig(_Section):
 
 
 class Config(_Section):
-    """Everything that ``zerobench.initialize`` can be told; docs/configuration.md explains each key.
+    """Everything that ``zerobench.initialize`` can be told; docs/reference/configuration.md explains each key.
 
     ``precision`` sets the dtype of parameters, of compute and of reductions at once; ``param_dtype`` and
     ``reduce_dtype`` override it by role, and ``accumulate_dtype`` is that of sums of micro-batches. Master weights and
@@ -490,9 +490,8 @@ def _sentence(error: ValidationError) -> str:
     first, *_ = errors = error.errors()
     for mark in DEEPSPEED_MARKS:
         if any(each["loc"] == (mark,) for each in errors):
-            return (
-                f"'{mark}' is a key of DeepSpeed's files; docs/configuration.md has the keys of zerobench's"
-            )
+            page = "docs/reference/configuration.md"
+            return f"'{mark}' is a key of DeepSpeed's files; {page} has the keys of zerobench's"
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown key '{key}' in the configuration; {_hint(first['loc'])}"

@@ -72,7 +72,7 @@ class EngineFacts:
         return tiers
 
     def communication_bytes(self) -> int:
-        """Bytes this rank moved in collectives since ``reset_counters`` (docs/metrics.md)."""
+        """Bytes this rank moved in collectives since ``reset_counters`` (docs/reference/metrics.md)."""
         return sum(self.communication_by_collective().values())
 
     def communication_by_collective(self) -> dict[str, int]:
@@ -110,8 +110,8 @@ class EngineFacts:
 
     @property
     def offload_chunk_numel(self) -> int | None:
-        """Elements that one stage of the pipeline of offloaded state works on (docs/offload.md); None where nothing is
-        offloaded, and with ``ratio: auto`` until the first step."""
+        """Elements that one stage of the pipeline of offloaded state works on (docs/reference/offload.md); None where
+        nothing is offloaded, and with ``ratio: auto`` until the first step."""
         return self._core.store_chunk_numel or None
 
     @contextlib.contextmanager
@@ -135,8 +135,9 @@ class EngineFacts:
 
     def units(self) -> list[dict[str, Any]]:
         """The units, the root first: ``name``, ``is_root``, ``gather_bytes``, ``gradient_bytes`` and ``flats``, their
-        flat buffers (docs/memory.md): ``parameters`` by name, ``param_dtype``, ``reduce_dtype`` (as gradients are
-        reduced: at stages 0 and 1 and on one rank that is ``accumulate_dtype``), ``accumulate_dtype``, ``trainable``
-        and, in elements, ``numel``, ``padded_numel`` and ``shard_numel``. ``is_awaited_early``: whether forwards wait
-        for its updates at their beginning, since something once used its parameters before its module was called."""
+        flat buffers (docs/explain/memory.md): ``parameters`` by name, ``param_dtype``, ``reduce_dtype`` (as gradients
+        are reduced: at stages 0 and 1 and on one rank that is ``accumulate_dtype``), ``accumulate_dtype``,
+        ``trainable`` and, in elements, ``numel``, ``padded_numel`` and ``shard_numel``. ``is_awaited_early``: whether
+        forwards wait for its updates at their beginning, since something once used its parameters before its module was
+        called."""
         return self._core.units()

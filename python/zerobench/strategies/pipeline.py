@@ -1,7 +1,7 @@
 """torch.distributed.pipelining: the model cut into stages, one rank after the other, alone or in several replicas.
 
 torch's schedules call autograd themselves, so an engine that runs backward itself cannot sit inside a stage.
-docs/decisions/pipeline.md has the design.
+docs/decisions/0006-pipeline-strategy.md has the design.
 """
 
 from __future__ import annotations

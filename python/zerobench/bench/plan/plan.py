@@ -72,7 +72,8 @@ class Configuration(BaseModel):
         return self.facts.autocast and self.settings.precision != "fp32"
 
     def checksum_group(self) -> str | None:
-        """Configurations with the same text must end with equal parameters, bit for bit (docs/metrics.md, checksum)."""
+        """Configurations with the same text must end with equal parameters, bit for bit
+        (docs/reference/metrics.md, checksum)."""
         if self.strategy not in OURS or self.settings.grad_accum != 1:
             return None
         engine = parse_config({"precision": self.settings.precision, **self._of_the_bits()})
