@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from diff_samples import GOLDEN_DIFFS, changed_pair, difference
+from diff_samples import GOLDEN_DIFFS, QUIET, changed_pair, difference, measured_results
 from page_samples import HOSTILE, hostile
 from report_samples import GOLDEN, SAMPLE, gpus, sample
 from typer.testing import CliRunner, Result
@@ -155,6 +155,13 @@ def test_many_facts_are_counted() -> None:
     old, new = sample(), sample()
     new.versions |= {f"package{index}": "1" for index in range(20)}
     assert "differs: 12 more facts" in table_text(difference(old, new))
+
+
+@pytest.mark.parametrize(("slower", "is_told"), [(1.1, True), (1.0, False)])
+def test_rows_that_all_moved_the_same_way_are_told(slower: float, is_told: bool) -> None:
+    old = measured_results(1, machine=QUIET)
+    new = measured_results(2, machine=QUIET, slower=lambda _: slower)
+    assert ("All 20 rows moved the same way" in table_text(difference(old, new))) == is_told
 
 
 # Exit codes

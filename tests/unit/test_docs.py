@@ -119,7 +119,7 @@ def commands_of(text: str) -> Iterator[list[str]]:
     lines = [*blocks.replace("\\\n", " ").splitlines(), *(" ".join(each.split()) for each in inline)]
     for line in lines:
         found = re.search(
-            r"(?:^|\s)zerobench ((?:compare|show|chart|diff|info|bench|tune|recipe)\b[^|]*)", line
+            r"(?:^|\s)zerobench ((?:compare|show|chart|diff|info|bench|tune|recipe)\b[^|>]*)", line
         )
         if found:
             yield shlex.split(found[1], comments=True)

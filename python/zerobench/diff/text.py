@@ -14,12 +14,14 @@ from zerobench.diff.judge import (
     ONE_VALUE,
     Judged,
 )
+from zerobench.diff.metrics import Repeats
 from zerobench.report.column import ABSENT, decimals_for
 from zerobench.results.sizes import join_words, memory_unit
 
 HEADS = ("row", "old", "new", "new/old", "95 % interval", "verdict", "rests on")
 SHOWN_FACTS = 8
 _OF_A_MACHINE = ("cpu", "cores", "gpus", "details.host")
+_FEWEST_TOGETHER = 4  # rows; by chance alone fewer often go one way
 _LONGEST = 160
 _FEWEST_DECIMAL = 0.01  # smaller figures are written with an exponent
 
@@ -136,7 +138,23 @@ def interval_text(judged: Judged) -> str:
 def notes(table: Table) -> list[str]:
     """Return what to know of the intervals of a column, by what the rows rest on."""
     bases = {each.judged.rests_on for each in table.rows}
-    return [text for ending, text in _NOTES.items() if any(basis.endswith(ending) for basis in bases)]
+    found = [text for ending, text in _NOTES.items() if any(basis.endswith(ending) for basis in bases)]
+    ratios = [each.judged.ratio for each in table.rows if each.judged.ratio is not None]
+    if _moved_together(table, ratios):
+        span = f"{_ratio_text(min(ratios))} to {_ratio_text(max(ratios))}"
+        found.append(
+            f"All {len(ratios)} rows moved the same way ({span}): the machine may have changed, or something that all "
+            "rows use."
+        )
+    return found
+
+
+def _moved_together(table: Table, ratios: Sequence[float]) -> bool:
+    """Return whether times of enough rows went one way, and some by more than noise."""
+    are_times = table.metric.repeats is Repeats.AS_TIMES
+    is_one_way = all(ratio > 1 for ratio in ratios) or all(ratio < 1 for ratio in ratios)
+    is_changed = any(each.judged.is_worse or each.judged.is_better for each in table.rows)
+    return are_times and len(ratios) >= _FEWEST_TOGETHER and is_one_way and is_changed
 
 
 def share_text(share: float) -> str:
