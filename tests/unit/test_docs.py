@@ -120,7 +120,9 @@ def commands_of(text: str) -> Iterator[list[str]]:
     inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     lines = [*blocks.replace("\\\n", " ").splitlines(), *(" ".join(each.split()) for each in inline)]
     for line in lines:
-        found = re.search(r"(?:^|\s)zerobench ((?:compare|show|chart|info|bench|tune|recipe)\b[^|]*)", line)
+        found = re.search(
+            r"(?:^|\s)zerobench ((?:compare|show|chart|diff|info|bench|tune|recipe)\b[^|>]*)", line
+        )
         if found:
             yield shlex.split(found[1], comments=True)
 

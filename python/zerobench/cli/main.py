@@ -17,6 +17,7 @@ import typer
 
 from zerobench import __version__
 from zerobench.cli.compare import COMPARE_HELP, compare
+from zerobench.cli.diff import diff
 from zerobench.cli.report import report
 from zerobench.cli.results import chart, show
 from zerobench.errors import ConfigError, DataError, Error
@@ -60,6 +61,7 @@ def root(
 
 app.command(help=COMPARE_HELP)(compare)
 app.command()(report)
+app.command()(diff)
 app.command()(show)
 app.command()(chart)
 

@@ -43,14 +43,17 @@ def run_num(text: str) -> int | Literal["auto"]:
 
 def precision(text: str) -> float:
     """Return a share from a percentage such as "1%", or from a number."""
+    return percentage("--ratio-precision", text, example="a share of a ratio, such as 1% or 0.01")
+
+
+def percentage(option: str, text: str, *, example: str) -> float:
+    """Return a share between 0 and 1 from a percentage or a number. Raise ConfigError that names ``option``."""
     try:
         found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         found = 0.0
     if not 0 < found < 1:
-        raise ConfigError(
-            f"--ratio-precision {text} is not valid: use a share of a ratio, such as 1% or 0.01"
-        )
+        raise ConfigError(f"{option} {text} is not valid: use {example}")
     return found
 
 
