@@ -49,6 +49,7 @@ PYTHON_ORDER = [
     "strategies.deepspeed",
     "results",
     "report",
+    "report.advice",
     "page",
     "__init__",  # the package itself, whose names are imported from above when they are first used
     "bench.protocol",
@@ -70,10 +71,11 @@ PYTHON_ONLY = {
     "errors": set(),
     "results": {"errors", "strategies.catalogue", "results"},
     "report": {"errors", "strategies.catalogue", "results", "report"},
+    "report.advice": {"errors", "strategies.catalogue", "results", "report"},
     "page": {"errors", "results", "report", "page"},
 }
 AT_THE_ROOT = {"__init__", "__main__", "_native", "errors"}
-WITHOUT_TORCH = ["results", "report", "page"]
+WITHOUT_TORCH = ["results", "report", "report.advice", "page"]
 LIGHT_IMPORTS = ["", "cli.main", *WITHOUT_TORCH]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
