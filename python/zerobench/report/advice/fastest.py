@@ -133,8 +133,7 @@ def basis(scene: Scene) -> list[Words]:
             "rows": rows_text,
             "runs": _runs_text(rows),
             "what": ", ".join(parts),
-            "intervals": _intervals_text(rows),
-            "samples": _samples_text(rows),
+            "certainty": "; ".join(filter(None, [_intervals_text(rows), _samples_text(rows)])),
         }
     ]
 
@@ -154,7 +153,7 @@ def _intervals_text(rows: Sequence[Row]) -> str:
             widths.append((row.relative_high - row.relative_low) / (2 * row.relative))
         elif (error := noise(row)) is not None:
             widths.append(NOISE_SIGMAS * error)
-    return f"; ratios to the fastest within {100 * max(widths):.1f} % (95 % intervals)" if widths else ""
+    return f"ratios to the fastest within {100 * max(widths):.1f} % (95 % intervals)" if widths else ""
 
 
 def _samples_text(rows: Sequence[Row]) -> str:

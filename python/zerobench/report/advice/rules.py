@@ -229,7 +229,7 @@ RULES = (
         topic="basis",
         when="Always.",
         find=fastest.basis,
-        sentence="Based on {rows}, {runs}: {what}{intervals}; {samples}.",
+        sentence="Based on {rows}, {runs}: {what}; {certainty}.",
     ),
 )
 """Every rule of advice."""
