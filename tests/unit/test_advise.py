@@ -126,6 +126,11 @@ def test_memory_that_the_limit_takes_is_not_to_spare() -> None:
     assert not any(one.rule == "memory-to-spare" for one in advice.findings)
 
 
+def test_the_verdict_names_rows_that_are_as_fast() -> None:
+    (advice,) = advice_on(results_of(row("zero1", 100.0, 800), row("zero3", 100.2, 400)))
+    assert advice.verdict == "Take zero1 for the most tokens a second: 20,480 tokens/s. zero3 ties with it."
+
+
 def test_export_takes_the_advised_row(tmp_path: Path) -> None:
     results = grid()
     (tmp_path / "results.json").write_text(results.model_dump_json(), encoding="utf-8")

@@ -10,9 +10,16 @@ from zerobench.report.advice.goals import DEFAULT_GOAL, GOALS, Goal, best_first
 from zerobench.report.advice.rule import Finding, Scene, findings
 from zerobench.report.advice.rules import RULES
 from zerobench.results.comparing import finish_rows
-from zerobench.results.rows import by_workload, is_ranked, may_be_ranked, row_labels, workload_heads
+from zerobench.results.rows import (
+    by_workload,
+    is_ranked,
+    may_be_ranked,
+    row_labels,
+    ties_with_fastest,
+    workload_heads,
+)
 from zerobench.results.schema import Results, Row
-from zerobench.results.sizes import GIB, bytes_text
+from zerobench.results.sizes import GIB, bytes_text, join_words
 from zerobench.strategies.catalogue import FLOOR
 
 
@@ -33,7 +40,15 @@ class Advice:
     def verdict(self) -> str:
         label, row = self.ranking[0]
         take = f"{self.head}: take" if self.head else "Take"
-        return f"{take} {label} for the {self.goal.what}: {self.goal.figure(row)}."
+        return f"{take} {label} for the {self.goal.what}: {self.goal.figure(row)}.{self._tie}"
+
+    @property
+    def _tie(self) -> str:
+        """Return the sentence on rows that are as fast, where speed is the goal."""
+        if self.goal.name != DEFAULT_GOAL:
+            return ""
+        tied = [label for label, row in self.ranking[1:] if ties_with_fastest(row)]
+        return f" {join_words(tied)} tie{'s' if len(tied) == 1 else ''} with it." if tied else ""
 
 
 def advise(results: Results) -> list[str]:

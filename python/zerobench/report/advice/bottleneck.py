@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from zerobench.report.advice.memory import NEAR_FASTEST, smallest_offloaded
 from zerobench.report.advice.rule import Scene, Words
 from zerobench.report.phases import phases_pct
-from zerobench.results.rows import GB, NOISE_SIGMAS, has_peak
+from zerobench.results.rows import GB, NOISE_SIGMAS
 from zerobench.results.schema import Row
 from zerobench.results.sizes import join_words
 from zerobench.results.stats import median_error
@@ -18,7 +19,6 @@ WAIT_SHARE = 0.25
 BUSY_SHARE = 0.5
 """Link and disk limit a wait for offloaded state where their transfers alone take at least this share of the step."""
 POWER_CAPPED_PCT = 50.0  # of the samples: the cap rather than the work sets the clocks
-NEAR_FASTEST = 1.10
 NOTABLY_SLOWER_GPU_PCT = 2.0
 _WAITS = {"exposed_communication": "network", "host_bound": "host overhead", "exposed_io": "disk"}
 
@@ -71,11 +71,8 @@ def _capped_pct(row: Row) -> float | None:
 
 def bound_by(resource: str, scene: Scene) -> list[Words]:
     """Find the resource as the bottleneck of the advised row, or of the row with offload that peaks lowest."""
-    spoken = [scene.advised]
-    moved = [row for row in scene.ranked if row.settings.offload != "none" and has_peak(row)]
-    if moved:
-        least = min(moved, key=lambda row: (row.peak_device_bytes or 0, row.name))
-        spoken += [least] if least is not scene.advised else []
+    moved = smallest_offloaded(scene)
+    spoken = [scene.advised, *([moved] if moved is not None and moved is not scene.advised else [])]
     found = [(row, limit[1]) for row in spoken if (limit := bottleneck(row)) and limit[0] == resource]
     if not found:
         return []
