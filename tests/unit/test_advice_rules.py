@@ -235,6 +235,15 @@ def test_a_rule_says_this_and_no_more(rule: str) -> None:
     assert [(one.text, one.cure) for one in advice.findings if one.rule == rule] == [(text, cure)]
 
 
+def test_a_link_is_not_blamed_for_a_row_that_another_of_its_stage_beats() -> None:
+    waits = phases(exposed_communication=60.0)
+    results = results_of(
+        row("zero1", 100.0, 800), row("zero3", 105.0, 400), row("fsdp2", 210.0, 400, stage=3, phases_ms=waits)
+    )
+    (advice,) = advice_on(results)
+    assert not any(one.rule == "slow-link" for one in advice.findings)
+
+
 def test_a_row_without_phases_has_no_bottleneck() -> None:
     assert bottleneck(row("zero1", 100.0, 800)) is None
 

@@ -97,12 +97,15 @@ def memory_to_spare(scene: Scene) -> list[Words]:
 
 
 def link_too_slow(scene: Scene) -> list[Words]:
-    """Find the sharded row that loses most time to communication, compared with one that shards less."""
+    """Find the sharded row that loses most time to communication, compared with one that shards less. Only the
+    fastest row of a stage counts: a slower one may wait for other reasons than the link."""
     found = []
     for row in scene.ranked:
         share = resource_shares(row).get("network", 0.0)
         for other in scene.ranked:
-            if share < WAIT_SHARE or not _shards_less(other, row) or not _works_alike(row, other):
+            if share < WAIT_SHARE or not _leads_its_stage(row, scene.ranked):
+                continue
+            if not _shards_less(other, row) or not _works_alike(row, other):
                 continue
             slower = time_ratio(row, other)
             if slower >= NOTABLY_SLOWER and exceeds_noise(slower, row, other):
@@ -113,6 +116,11 @@ def link_too_slow(scene: Scene) -> list[Words]:
     return [
         {"row": row_label, "other": other_label, "share": f"{100 * share:.0f} %", "times": f"{slower:.1f}"}
     ]
+
+
+def _leads_its_stage(row: Row, rows: Sequence[Row]) -> bool:
+    alike = [other for other in rows if _stage(other) == _stage(row) and _works_alike(row, other)]
+    return fastest(alike) is row
 
 
 def _shards_less(row: Row, other: Row) -> bool:

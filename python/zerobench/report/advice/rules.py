@@ -112,8 +112,8 @@ RULES = (
     Rule(
         id="slow-link",
         topic="no gain",
-        when="A row waits for other ranks in at least 25 % of its step, and takes at least 1.1 times as long as one "
-        "that shards less.",
+        when="The fastest row of a stage waits for other ranks in at least 25 % of its step, and takes at least 1.1 "
+        "times as long as a row that shards less.",
         find=no_gain.link_too_slow,
         sentence="Sharding further does not pay on this link: {row} waits for other ranks in {share} of its step and "
         "takes {times} times the step of {other}.",
