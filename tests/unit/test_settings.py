@@ -13,7 +13,7 @@ from plan_samples import configuration
 from zerobench.bench.plan.options import CompareOptions, default_of
 from zerobench.bench.plan.plan import make_plan
 from zerobench.cli.compare import compare
-from zerobench.report.advice import SHARDING_POINT
+from zerobench.report.advice.no_gain import SHARDING_POINT
 from zerobench.results.comparing import BASELINE_POINT, FLOOR_POINT, PLAIN_POINT
 from zerobench.results.rows import WORKLOAD_KEYS
 from zerobench.results.settings import (

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from zerobench import __version__
+from zerobench.cli.advise import advise
 from zerobench.cli.compare import COMPARE_HELP, compare
 from zerobench.cli.diff import diff
 from zerobench.cli.report import report
@@ -64,6 +65,7 @@ app.command()(report)
 app.command()(diff)
 app.command()(show)
 app.command()(chart)
+app.command()(advise)
 
 
 @app.command()
@@ -117,7 +119,8 @@ def export(
         str,
         typer.Argument(
             metavar="RESULTS[#ROW]",
-            help="A results.json or the folder that holds one, and the name of a row. Default: the fastest row.",
+            help="A results.json or the folder that holds one, and the name of a row. Default: the row that "
+            "`advise` names.",
         ),
     ],
     to: Annotated[str, typer.Option("--to", help=f"The tool: {', '.join(TARGETS)}.")],

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerobench.report.advice import advise
+    from zerobench.report.advice.advise import advise
     from zerobench.report.frame import load, write_csv
     from zerobench.report.plots import write_plots
     from zerobench.report.tables import render_table, table_text
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zerobench.results.stats import Ratio, median_of_ratios, summarise
 
 _HOME = {
-    "advise": "zerobench.report.advice",
+    "advise": "zerobench.report.advice.advise",
     "load": "zerobench.report.frame",
     "read_results": "zerobench.results.files",
     "write_csv": "zerobench.report.frame",
