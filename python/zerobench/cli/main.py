@@ -149,7 +149,9 @@ def launch(
     write: Annotated[
         str | None, typer.Option(help=f"Print a job file instead: {', '.join(WRITERS)}.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Where ranks meet, on the first host.")] = 29500,
+    port: Annotated[
+        int, typer.Option(help="TCP port of the first host at which ranks find each other.")
+    ] = 29500,
     gpu: Annotated[str, typer.Option(help="The kind of GPU that a job file asks for, such as H100.")] = "",
     image: Annotated[str, typer.Option(help="The container image of --write kubeflow.")] = "",
 ) -> None:
@@ -250,7 +252,7 @@ def expect_text(arguments: Sequence[str]) -> None:
     for argument in arguments:
         if any("\udc80" <= character <= "\udcff" for character in argument):
             fail(
-                f"the argument {argument} is no text in this locale's encoding ({sys.getfilesystemencoding()}): give "
+                f"the argument {argument} is not text in this locale's encoding ({sys.getfilesystemencoding()}): give "
                 "another name, or set LC_ALL=C.UTF-8 if it is UTF-8",
                 2,
             )

@@ -57,7 +57,7 @@ class Changes(Flag):
 class Takes(Enum):
     """How an option is written on the command line."""
 
-    LIST = "a comma list, whose values are compared"
+    LIST = "a comma-separated list of values to compare"
     WORDS = "the same, with commas or spaces between"
     ONE = "one value"
     SWITCH = "no value: it is given or not"
@@ -319,7 +319,7 @@ class Settings(ResultModel):
         changes=Changes.NOTHING, off=1,
         option=Option(
             convert=run_num, default="1", help_at=270,
-            help="Measure everything this often, interleaved, in fresh processes. auto: until --ratio-precision is "
+            help="Measure every row this many times, interleaved, in fresh processes. auto: until --ratio-precision is "
             "met, 20 times at most.",
         ),
     )] = 1
@@ -387,7 +387,7 @@ class Settings(ResultModel):
         name_at=14,
         option=Option(
             takes=Takes.LIST, convert=int, help_at=216, grid_at=17, above_zero=True, must_reach=True,
-            help="Parts that a pipeline cuts its step into, whose sequences stay those of the other rows. Default: "
+            help="Micro-batches of a pipeline's step. Together they hold the sequences of another row's step. Default: "
             "stages x grad-accum, of batch-size sequences each.",
         ),
     )] = None

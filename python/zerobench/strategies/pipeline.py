@@ -58,7 +58,7 @@ class PipelineStrategy(PeerStrategy):
         if not isinstance(model, Transformer):
             raise ConfigError(
                 f"pipeline cuts zerobench's own models only, and this is a {type(model).__name__}: use a preset such "
-                "as gpt2, or leave pipeline out"
+                "as gpt2, or remove pipeline"
             )
         self._groups = groups = Groups(self.settings)
         self._device = torch_device(self.settings)
