@@ -127,16 +127,16 @@ def decisions_page() -> str:
     return "\n".join([*head, "| number | decision | date | status |", "| --- | --- | --- | --- |", *rows, ""])
 
 
-def results_pages() -> dict[Path, str]:
-    """Return a page for each result file under benchmarks/results/, and their list."""
+def results_pages(folder: Path = RESULTS) -> dict[Path, str]:
+    """Return a page for each result file in the folder, and their list."""
     from zerobench.results.files import read_results
 
     pages = {}
     rows = []
-    for file in sorted(RESULTS.rglob("results.json")):
-        name = file.parent.relative_to(RESULTS).as_posix().replace("/", "-")
+    for file in sorted(folder.rglob("results.json")):
+        name = file.parent.relative_to(folder).as_posix().replace("/", "-")
         results = read_results(file)
-        pages[DOCS / "results" / f"{name}.md"] = _result_page(name, file, results)
+        pages[DOCS / "results" / f"{name}.md"] = _result_page(name, results)
         rows.append(f"| [{name}]({name}.md) | {results.created[:10]} | {_machine(results)} |")
     head = ["# Results\n", NOTE, "Each page is written from a result file under `benchmarks/results/`.\n"]
     reports = [
@@ -147,14 +147,14 @@ def results_pages() -> dict[Path, str]:
     return pages | {DOCS / "results" / "index.md": "\n".join([*head, *table, *reports])}
 
 
-def _result_page(name: str, file: Path, results: Any) -> str:
+def _result_page(name: str, results: Any) -> str:
     from zerobench.report.tables import table_text
 
     return "\n".join(
         [
             f"# {name}\n",
             NOTE,
-            f"From `{file.relative_to(ROOT).as_posix()}`, measured {results.created[:10]} by:\n",
+            f"Measured {results.created[:10]} by:\n",
             f"```text\n{results.command}\n```\n",
             f"```text\n{table_text(results, width=100).rstrip()}\n```",
             "",
@@ -163,8 +163,8 @@ def _result_page(name: str, file: Path, results: Any) -> str:
 
 
 def _machine(results: Any) -> str:
-    gpus = results.machine.gpus
-    return f"{len(gpus)} x {gpus[0].name}" if gpus else str(results.machine.processor)
+    gpus = results.machine.get("gpus") or []
+    return f"{len(gpus)} x {gpus[0]['name']}" if gpus else str(results.machine.get("cpu"))
 
 
 def pages() -> dict[Path, str]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
+from pathlib import Path
 
 import pages
 import pytest
 
 from zerobench import errors
+
+SAMPLE = Path(__file__).parents[1] / "unit" / "golden" / "results_sample.json"
 
 
 @pytest.mark.parametrize(
@@ -42,3 +46,15 @@ def test_words_of_the_glossary_are_sorted_and_explained_once() -> None:
 def test_decisions_have_numbers_without_gaps() -> None:
     numbers = [int(page.name[:4]) for page in sorted((pages.DOCS / "decisions").glob("[0-9]*.md"))]
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_a_result_file_becomes_a_page_with_its_command_machine_and_table(tmp_path: Path) -> None:
+    folder = tmp_path / "cpu" / "small"
+    folder.mkdir(parents=True)
+    shutil.copy(SAMPLE, folder / "results.json")
+    written = pages.results_pages(tmp_path)
+    page = written[pages.DOCS / "results" / "cpu-small.md"]
+    assert "zerobench compare --precision bf16" in page and "tokens" in page
+    assert max(map(len, page.splitlines())) <= 120
+    assert "[cpu-small](cpu-small.md)" in written[pages.DOCS / "results" / "index.md"]
+    assert "Synthetic CPU" in written[pages.DOCS / "results" / "index.md"]
