@@ -757,4 +757,4 @@ class Engine(EngineFacts, EngineWindow):
 
 
 def _nothing() -> None:
-    """What is left to close of a closed engine."""
+    """Do nothing: a closed engine has nothing left to close."""

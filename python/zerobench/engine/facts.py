@@ -1,4 +1,4 @@
-"""What an engine tells about itself: how its last step went, dtypes, memory, bytes moved, time waited."""
+"""Facts that an engine tells about itself: how its last step went, dtypes, memory, bytes moved, time waited."""
 
 from __future__ import annotations
 
@@ -80,12 +80,13 @@ class EngineFacts:
         return self._core.communication_bytes()
 
     def swap_stats(self) -> dict[str, Any]:
-        """What optimizer state on NVMe moved since the engine was made: ``read_bytes``, ``written_bytes``, ``wait_s``
-        (in which updates waited for it), the ``engine`` that moves it, and ``notes`` on what is not as configured."""
+        """Return what optimizer state on NVMe moved since the engine was made: ``read_bytes``, ``written_bytes``,
+        ``wait_s`` (in which updates waited for it), the ``engine`` that moves it, and ``notes`` on what is not as
+        configured."""
         return self._core.swap_stats()
 
     def offload_traffic(self) -> dict[str, int]:
-        """What offloaded state moved over the device's link since the engine was made: ``to_host_bytes`` and
+        """Return what offloaded state moved over the device's link since the engine was made: ``to_host_bytes`` and
         ``to_device_bytes``. Waits for updates and transfers of files that are under way."""
         return self._core.store_traffic()
 
@@ -94,7 +95,7 @@ class EngineFacts:
         return self._core.store_waited_ms()
 
     def offload_waited_for_files_ms(self) -> float:
-        """Of that, milliseconds in which the updates themselves waited for files."""
+        """Milliseconds of ``offload_waited_ms`` in which the updates themselves waited for files."""
         return self._core.store_waited_for_files_ms()
 
     def offload_pinned(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether fp16 overflowed in the last step, which was skipped then."""
+        """Return whether fp16 overflowed in the last step, which was skipped then."""
         return self._engine is not None and self._engine.was_step_skipped()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
