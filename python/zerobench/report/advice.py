@@ -39,7 +39,12 @@ SHARDING_POINT = settings_that_change(Changes.FLOOR | Changes.STEP | Changes.PLA
 
 
 def advise(results: Results) -> list[str]:
-    """Sentences about ok and comparable rows only; several workloads get one text each."""
+    """Sentences about ok and comparable rows only; several workloads get one text each. At the end what largest setting
+    fits, where the comparison was about that or where no row fits."""
+    return [*_advice(results), *results.closing]
+
+
+def _advice(results: Results) -> list[str]:
     workloads = [rows for rows in by_workload(results.rows) if fastest(rows) is not None]
     if not workloads:
         if any(row.status == "ok" and row.comparable and not may_be_ranked(row) for row in results.rows):
