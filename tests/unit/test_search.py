@@ -253,6 +253,24 @@ def test_without_a_search_the_estimate_bounds_what_fits_where_every_row_is_out_o
     assert sentence.endswith("--find batch") and "--batch-size 4 " in sentence and "--stages" not in sentence
 
 
+def test_the_estimate_is_below_every_batch_that_ran_out_of_memory() -> None:
+    sentence = all_oom(batch_size=(16, 4))
+    assert "fits batch 3 at most" in sentence and "--batch-size 4 " in sentence
+
+
+def test_a_search_that_something_else_than_memory_ends_says_so(tmp_path) -> None:
+    def failing(job) -> Outcome:
+        fails = job.kind == "row" and job.settings.batch_size > 5
+        return Outcome(status="failed", error="no such kernel") if fails else answer(job)
+
+    rows, _ = run(tmp_path, failing, strategies=("zero3",))
+    sentences = closing([], list(rows.values()), options=plan(**FIND).options, host=HOST)
+    assert sentences[0] == (
+        "zero3 found no larger batch for another reason than memory: batch 6 failed: no such kernel."
+    )
+    assert sentences[1].startswith("The largest batch that fits is 5, with zero3.")
+
+
 def test_where_not_one_sequence_fits_the_estimate_is_of_layers() -> None:
     sentence = all_oom(num_layers=(6,), batch_size=(1,), strategies=("zero0",))
     assert "zero0 fits layers" in sentence and sentence.endswith("--find layers")

@@ -18,6 +18,8 @@ from zerobench.results.schema import Row
 from zerobench.results.sizes import GIB
 from zerobench.strategies.catalogue import FLOOR
 
+_VERBS = {"failed": "failed", "skipped": "was skipped", "wrong": "was wrong"}
+
 
 class Estimate(NamedTuple):
     """A value that the estimate leaves room for; whoever needs the least state is the best of equal ones."""
@@ -38,17 +40,34 @@ def closing(
     if options.find is not None:
         groups = _searched_groups(rows, options.find)
         texts = [_found_text(group, options.find) for group in groups]
-    else:
-        of_row = {row.name: configuration for configuration, row in zip(configurations, rows, strict=False)}
-        groups = [group for group in by_workload(rows) if _is_all_oom(group)]
-        texts = [
-            _estimated_text([of_row[row.name] for row in group if row.status == "oom"], options, host)
-            for group in groups
-        ]
+        return [*_other_bounds(rows, options.find), *_with_heads(texts, groups)]
+    of_row = {row.name: configuration for configuration, row in zip(configurations, rows, strict=False)}
+    groups = [group for group in by_workload(rows) if _is_all_oom(group)]
+    texts = [
+        _estimated_text([of_row[row.name] for row in group if row.status == "oom"], options, host)
+        for group in groups
+    ]
+    return _with_heads(texts, groups)
+
+
+def _with_heads(texts: Sequence[str], groups: Sequence[Sequence[Row]]) -> list[str]:
+    """Return the sentences, each after what tells its group from the others where there are several."""
     if len(texts) < 2:
-        return texts
+        return [*texts]
     heads = workload_heads([group[0] for group in groups])
     return [f"{head}: {text}" for head, text in zip(heads, texts, strict=True)]
+
+
+def _other_bounds(rows: Sequence[Row], find: str) -> list[str]:
+    """Return a sentence for each row that something other than memory kept from a larger value."""
+    return [
+        f"{label} found no larger {find} for another reason than memory: {find} {one.value} {text}."
+        for row, label in zip(rows, row_labels(rows), strict=True)
+        if row.search is not None and row.search.largest is not None
+        for one in row.search.tries
+        if one.value == row.search.too_large and one.status not in ("ok", "oom")
+        if (text := f"{_VERBS[one.status]}: {' '.join((one.error or '').split())}")
+    ]
 
 
 def _searched_groups(rows: Sequence[Row], find: str) -> list[list[Row]]:
@@ -84,10 +103,12 @@ def _estimated_text(
 ) -> str:
     """Return what the estimate leaves room for, below what ran out of memory, and the command that finds what fits."""
     for find in ("batch", "layers"):
+        least = min(value_in(find, configuration.settings) for configuration in configurations)
         found = [
             Estimate(value, -least_rank_bytes(configuration).device, configuration)
             for configuration in configurations
-            if (value := _estimated(configuration, find, options, host)) is not None
+            if value_in(find, configuration.settings) == least
+            and (value := _estimated(configuration, find, options, host)) is not None
         ]
         if found:
             best = max(found, key=lambda estimate: estimate[:2])

@@ -133,12 +133,7 @@ class Session:
         """Write tables and plots, show them, and return the exit code. ``notes`` takes what is no result."""
         try:
             with interrupts.deferred():
-                self.results.closing = closing(
-                    [step.configuration for step in self._steps],
-                    self.results.rows,
-                    options=self._plan.options,
-                    host=self._host,
-                )
+                self._close()
                 self.write()  # Ctrl-C came perhaps before the last rows were written
                 self._output.write_summary(self.results)
                 self._output.write_plots(self.results)
@@ -159,6 +154,15 @@ class Session:
             soft_wrap=True,
         )
         return interrupts.exit_code() if interrupted else exit_code(self.results.rows)
+
+    def _close(self) -> None:
+        """Fill in the sentences that the summary ends with. Rows that are missing may fit, so nothing is estimated."""
+        options = self._plan.options
+        if self.results.complete or options.find is not None:
+            configurations = [step.configuration for step in self._steps]
+            self.results.closing = closing(
+                configurations, self.results.rows, options=options, host=self._host
+            )
 
     def _first(self, step: Step, execution: Execution, display: ProgressDisplay) -> tuple[Step, Row]:
         """Return the row of a configuration and the step that it ran as."""
