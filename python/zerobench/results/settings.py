@@ -253,6 +253,14 @@ class Settings(ResultModel):
             help="GiB of its device that a rank may use; more is oom.",
         ),
     )] = None
+    memory_limit_gib: Annotated[float | None, Setting(  # a row with a higher peak counts as one that does not fit
+        changes=Changes.NOTHING, word="memory limit GiB", off=None,
+        option=Option(
+            convert=float, flag="--memory-limit", metavar="GIB", help_at=192, above_zero=True,
+            help="GiB of its device that a rank should need at most: a row with a higher peak runs, and counts as one "
+            "that does not fit (verdicts, --find).",
+        ),
+    )] = None
     bind: Annotated[str, Setting(  # "numa": each rank runs on cores of its node
         changes=Changes.RATE, reference="none", off="none",
         option=Option(
@@ -454,6 +462,12 @@ class Options:
     verify_layers: Annotated[int | None, Option(
         convert=int, help_at=360, above_zero=True,
         help="Verify the model with this many layers at most; rows say so. Default: all that fit.",
+    )]
+    find: Annotated[str | None, Option(
+        metavar="SETTING", help_at=194, is_of_comparison=True,
+        help="batch, layers or seq: find the largest value that fits for every row, by tries of a few steps in fresh "
+        "processes, and measure the row with it. The search begins at --batch-size, --num-layers or --seq-length. CPU "
+        "ranks need --device-memory-gib, --rank-memory-gib or --memory-limit with it.",
     )]
     baseline: Annotated[str | None, Option(
         help_at=370, is_of_comparison=True,

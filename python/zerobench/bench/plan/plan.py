@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from zerobench import data, models, strategies
 from zerobench.bench.plan import deepspeed_file
 from zerobench.bench.plan.config_files import read_row
+from zerobench.bench.plan.find import check_find
 from zerobench.bench.plan.global_batch import (
     accumulation,
     check_any_accepted,
@@ -120,6 +121,7 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
     if not drafts:
         raise ConfigError("nothing to compare: name at least one strategy")
     check_reach(options, drafts)
+    check_find(options, drafts)
     # Those of the options are known to be good.
     of_files = {
         settings.config_file: settings.nvme_paths for _, settings, _ in drafts if settings.config_file
@@ -136,7 +138,9 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
             options=extra,
             refused=why_refused(settings, options.global_batch),
         )
-        for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
+        for name, (strategy, settings, extra) in zip(
+            unique_names(drafts, find=options.find), drafts, strict=True
+        )
     ]
     check_any_accepted(configurations)
     check_baseline(options, configurations)
