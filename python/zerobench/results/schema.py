@@ -145,6 +145,16 @@ class Transfers(ResultModel):
     limit_note: str | None = None  # why those of files are not there
 
 
+class Collective(ResultModel):
+    """The calls of one collective in one phase of a profiled step, on the rank that moves most."""
+
+    phase: str
+    name: str
+    bytes: Annotated[int, Field(ge=0)]
+    calls: int | None = None
+    ms: ZeroOrMore | None = None  # that the rank was in them: not the part beside which it computed
+
+
 class Row(ResultModel):
     name: str
     strategy: str
@@ -210,6 +220,7 @@ class Row(ResultModel):
     sampled: Sampled | None = None
     communication_bytes: int | None = None  # per rank and step
     communication_by_collective: dict[str, int] | None = None  # of the same rank
+    collectives: list[Collective] | None = None  # of a profiled step, by phase
     transfers: Transfers | None = None  # where state is offloaded
     offload_practicality: float | None = None  # step time of the row that offloads nothing over this row's
     binding: list[str] | None = None  # by rank: the node and the cores that it was bound to

@@ -124,6 +124,16 @@ class WindowTransfers(_Message):
     limit_note: str | None = None  # why those of files are not there
 
 
+class MovedCollective(_Message):
+    """The calls of one collective in one phase of a profiled step. None where it cannot be told."""
+
+    phase: str
+    name: str
+    bytes: int
+    calls: int | None = None
+    ms: float | None = None
+
+
 class Window(_Message):
     """One rank's measured window."""
 
@@ -135,6 +145,7 @@ class Window(_Message):
     memory: DeviceMemory
     peak_host_bytes: int | None
     communication_bytes: dict[str, int] | None  # per step, by collective
+    collectives: list[MovedCollective] | None = None
     memory_bytes: dict[str, dict[str, int]]
     activation_bytes: int | None = None
     activation_and_shard_bytes: int | None = None
