@@ -69,7 +69,7 @@ PYTHON_ORDER = [
 PYTHON_ONLY = {
     "errors": set(),
     "results": {"errors", "strategies.catalogue", "results"},
-    "report": {"errors", "strategies.catalogue", "results", "report"},
+    "report": {"errors", "host.network", "strategies.catalogue", "results", "report"},
     "page": {"errors", "results", "report", "page"},
 }
 AT_THE_ROOT = {"__init__", "__main__", "_native", "errors"}

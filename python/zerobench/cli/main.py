@@ -17,6 +17,7 @@ import typer
 
 from zerobench import __version__
 from zerobench.cli.compare import COMPARE_HELP, compare
+from zerobench.cli.network import network
 from zerobench.cli.report import report
 from zerobench.cli.results import chart, show
 from zerobench.errors import ConfigError, DataError, Error
@@ -62,6 +63,7 @@ app.command(help=COMPARE_HELP)(compare)
 app.command()(report)
 app.command()(show)
 app.command()(chart)
+app.command()(network)
 
 
 @app.command()
