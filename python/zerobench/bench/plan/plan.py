@@ -109,16 +109,20 @@ class Plan:
     warnings: list[str]
 
 
-def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -> Plan:
+def make_plan(
+    options: CompareOptions,
+    *,
+    further: Sequence[CompareOptions] = (),
+    given_world_size: int | None = None,
+) -> Plan:
     """Every configuration of the grid, or a ConfigError about the first option that cannot be.
 
-    ``given_world_size``: torchrun or srun started that many ranks, and all rows but single's use them."""
-    check_options(options, given_world_size=given_world_size)
-    check_global_batch(options)
-    drafts = from_files(options) if options.config else grid(options)
-    if not drafts:
-        raise ConfigError("nothing to compare: name at least one strategy")
-    check_reach(options, drafts)
+    ``further``: options of grids whose rows join, which differ in what rows record alone. ``given_world_size``:
+    torchrun or srun started that many ranks, and all rows but single's use them."""
+    drafts: list[Draft] = []
+    for each in (options, *further):
+        own = checked_drafts(each, given_world_size=given_world_size)
+        drafts += [draft for draft in own if draft not in drafts]
     # Those of the options are known to be good.
     of_files = {
         settings.config_file: settings.nvme_paths for _, settings, _ in drafts if settings.config_file
@@ -144,6 +148,17 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
 
 
 Draft = tuple[str, Settings, dict[str, Any]]
+
+
+def checked_drafts(options: CompareOptions, *, given_world_size: int | None) -> list[Draft]:
+    """Return the drafts of one grid. Raises ConfigError about the first option that cannot be."""
+    check_options(options, given_world_size=given_world_size)
+    check_global_batch(options)
+    drafts = from_files(options) if options.config else grid(options)
+    if not drafts:
+        raise ConfigError("nothing to compare: name at least one strategy")
+    check_reach(options, drafts)
+    return drafts
 
 
 def grid(options: CompareOptions, *, decided: Mapping[str, Any] | None = None) -> list[Draft]:
