@@ -25,7 +25,7 @@ from zerobench.report.network_report import network_report, report_lines
 from zerobench.results.files import read_results
 from zerobench.results.schema import Row
 
-REDUCED = [moved("backward", "all_reduce", mb=40)]
+REDUCED = [moved("backward", "all_reduce", mb=40, ms=20)]
 PHASES = {"forward": 20.0, "backward": 40.0, "optimizer": 20.0, "exposed_communication": 20.0}
 
 
@@ -141,6 +141,17 @@ def test_break_even_is_told_by_bandwidth() -> None:
     assert break_even_text(zero1, ddp) == "zero1 against ddp: slower above 8 Gbit/s, faster below 8 Gbit/s."
 
 
+def test_networks_that_nobody_has_are_not_told() -> None:
+    networks = ["native", "2.5gbit", "1gbit"]
+    ddp, *_ = cases(two_strategies())
+    parts = [moved("backward", "reduce_scatter", mb=39.999)]
+    rows = by_the_model(
+        "zero2", networks, compute=130.0, native=0.0, overlap=0.0, collectives=parts, rounds=4
+    )
+    (zero2,) = cases(rows)  # equal where 1 kB takes 30 ms: 0.27 Mbit/s
+    assert break_even_text(zero2, ddp) == "zero2 against ddp: slower at every bandwidth."
+
+
 def test_the_report_holds_rows_strategies_and_the_error() -> None:
     found = network_report(results_of(*two_strategies()))
     assert len(found["rows"]) == 6 and json.dumps(found)
@@ -156,7 +167,7 @@ def test_the_report_holds_rows_strategies_and_the_error() -> None:
 def test_the_lines_tell_bytes_bounds_break_even_and_predictions() -> None:
     lines = report_lines(network_report(results_of(*two_strategies())))
     assert "  ddp_1gbit: 1gbit, 77 % of the step in the network" in lines
-    assert "    backward   all_reduce      38.1 MiB in 4 calls" in lines
+    assert "    backward   all_reduce      38.1 MiB in 4 calls, 16 Gbit/s" in lines
     assert any(line.startswith("  ddp at 1gbit is bound by bandwidth") for line in lines)
     assert any(line.split()[:4] == ["ddp", "1gbit", "434.6", "(434.6)"] for line in lines)
     assert lines[-1] == (

@@ -23,6 +23,9 @@ from zerobench.results.sizes import KIB, bytes_text, ms_text
 SMALL_MESSAGE = 64 * KIB
 """Of an unknown network, the mean bytes of a call below which latency is taken for what it waits for."""
 
+SLOWEST, FASTEST = 1e6 / 8, 1e12 / 8
+"""Bytes a second of the networks that sentences are about: 1 Mbit/s to 1 Tbit/s."""
+
 Bound = Literal["compute", "latency", "bandwidth", "host"]
 
 
@@ -120,8 +123,11 @@ def break_even_text(case: Case, base: Case) -> str:
     """Return at which bandwidths a strategy is faster than the baseline, by the model and without latency."""
     names = f"{case.strategy} against {base.strategy}"
     mine, others = case.costs, base.costs
-    found = break_even(mine, others)
+    every = break_even(mine, others)
     fast = mine.compute_ms + mine.native_ms < others.compute_ms + others.native_ms
+    # Those of no real network flip which one is faster, and are not told.
+    fast ^= sum(bandwidth > FASTEST for bandwidth in every) % 2 == 1
+    found = [bandwidth for bandwidth in every if SLOWEST <= bandwidth <= FASTEST]
     if not found:
         return f"{names}: {'faster' if fast else 'slower'} at every bandwidth."
     texts = []

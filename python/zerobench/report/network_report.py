@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from zerobench.report.network_bounds import baseline_case, bottleneck, break_even_text
+from zerobench.report.network_bounds import (
+    SMALL_MESSAGE,
+    bandwidth_text,
+    baseline_case,
+    bottleneck,
+    break_even_text,
+)
 from zerobench.report.network_facts import (
     collectives_of,
     effective_bandwidth,
@@ -122,7 +128,8 @@ def _row_lines(row: dict[str, Any]) -> list[str]:
     lines = [head]
     for one in row["collectives"]:
         calls = f" in {one['calls']} call{'s' if one['calls'] != 1 else ''}" if one["calls"] else ""
-        rate = f", {one['bytes_per_s'] / 1e9:.3g} GB/s" if one["bytes_per_s"] else ""
+        tells = one["bytes_per_s"] and one["bytes"] >= SMALL_MESSAGE  # else it tells of waiting alone
+        rate = f", {bandwidth_text(one['bytes_per_s'])}" if tells else ""
         lines.append(f"    {one['phase']:9}  {one['name']:14}  {bytes_text(one['bytes'])}{calls}{rate}")
     changes = [f"{phase} {change:+.0f} %" for phase, change in row["phases_change_pct"].items()]
     return [*lines, f"    against the baseline: {', '.join(changes)}"] if changes else lines
