@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from zerobench.host.network import parse_network
 from zerobench.recipes.references import read_references
-from zerobench.report.network_facts import network_of
+from zerobench.report.network_facts import network_of, speed_of
 from zerobench.report.network_predictions import cases
 from zerobench.report.phases import phases_pct
 from zerobench.results.rows import step_rate
@@ -105,15 +104,11 @@ def slow_network_claims(results: Results) -> list[str]:
 
 
 def _comparable(results: Results) -> list[Row]:
-    """Return rows over the slowest network of at least 0.9 Gbit/s, or the machine's own where there is no other."""
+    """Return rows over the network nearest to that of the study; the machine's own is the last to be."""
     measured = [row for case in cases(results.rows) for row in case.rows]
-
-    def nearest(name: str) -> float:
-        link, study = parse_network(name, source="network"), parse_network(LINK, source="network")
-        assert study is not None
-        return abs(link.bits_per_s - study.bits_per_s) if link is not None else float("inf")
-
-    names = sorted({network_of(row) for row in measured}, key=nearest)
+    names = sorted(
+        {network_of(row) for row in measured}, key=lambda name: abs(speed_of(name) - speed_of(LINK))
+    )
     return [row for row in measured if network_of(row) == names[0]] if names else []
 
 

@@ -40,6 +40,12 @@ def link_of(row: Row) -> Link | None:
     return parse_network(network_of(row), source="network")
 
 
+def speed_of(network: str | None) -> float:
+    """Return the bits a second of a network by its name, infinite for the machine's own."""
+    link = parse_network(network or NATIVE, source="network")
+    return math.inf if link is None else link.bits_per_s
+
+
 def collectives_of(row: Row) -> list[Collective]:
     """Return the row's collectives by phase, or those of the whole step where phases are not known."""
     if row.collectives is not None:

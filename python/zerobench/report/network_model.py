@@ -13,7 +13,9 @@ from zerobench.host.network import Link
 from zerobench.report.network_facts import (
     collectives_of,
     link_of,
+    network_of,
     rounds,
+    speed_of,
     step_parts,
     wire_share,
 )
@@ -90,7 +92,7 @@ def costs_of(rows: Sequence[Row]) -> Costs | None:
     measured = [row for row in rows if step_parts(row) is not None]
     if not measured:
         return None
-    base = max(measured, key=_speed)
+    base = max(measured, key=lambda row: speed_of(network_of(row)))
     parts = step_parts(base)
     assert parts is not None
     is_native = link_of(base) is None
@@ -104,11 +106,6 @@ def costs_of(rows: Sequence[Row]) -> Costs | None:
     )
     overlaps = [hidden for row in measured if (hidden := _overlap_ms(costs, row)) is not None]
     return replace(costs, overlap_ms=median(overlaps)) if overlaps else costs
-
-
-def _speed(row: Row) -> float:
-    link = link_of(row)
-    return float("inf") if link is None else link.bits_per_s
 
 
 def _moved_by(row: Row) -> Iterable[Moved]:

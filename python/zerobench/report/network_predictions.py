@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from zerobench.host.network import NATIVE, Link, parse_network
 from zerobench.report.conclusions import series
-from zerobench.report.network_facts import network_of
+from zerobench.report.network_facts import network_of, speed_of
 from zerobench.report.network_model import Costs, costs_of
 from zerobench.results.schema import Row
 from zerobench.results.settings import Settings
@@ -86,7 +86,7 @@ def predictions(
     links = {name: parse_network(name, source="network") for name in asked if name != NATIVE}
     return [
         _prediction(case, name, link, number)
-        for name, link in sorted(links.items(), key=lambda item: -item[1].bits_per_s if item[1] else 0.0)
+        for name, link in sorted(links.items(), key=lambda item: -speed_of(item[0]))
         for number in sorted({*hosts, *(row.settings.world_size for row in case.rows)})
         if number % case.costs.stages == 0
     ]
