@@ -14,6 +14,7 @@ from zerobench.report.network_facts import (
     collectives_of,
     link_of,
     network_of,
+    network_share,
     rounds,
     speed_of,
     step_parts,
@@ -87,18 +88,19 @@ class Costs:
 def costs_of(rows: Sequence[Row]) -> Costs | None:
     """Return the costs from one strategy's rows that differ in their network alone, or None where no row tells.
 
-    Compute and the native time are those of the row on the machine's own network, or of the fastest one. The overlap is
-    the median of what the other rows were faster than their time on the wire."""
+    Compute is the median over rows whose profile tells it apart from the network, since rows are measured at different
+    moments of the machine. The native time is that of the row over the machine's own network, zero where there is none.
+    The overlap is the median of what the other rows were faster than their time on the wire."""
     measured = [row for row in rows if step_parts(row) is not None]
     if not measured:
         return None
     base = max(measured, key=lambda row: speed_of(network_of(row)))
-    parts = step_parts(base)
-    assert parts is not None
-    is_native = link_of(base) is None
+    telling = [row for row in measured if row is base or network_share(row) is not None]
+    parts = [found for row in telling if (found := step_parts(row)) is not None]
+    own = step_parts(base)
     costs = Costs(
-        compute_ms=parts.compute + parts.host + parts.bubble,
-        native_ms=parts.network if is_native else 0.0,
+        compute_ms=median([found.step - found.network for found in parts]),
+        native_ms=own.network if own is not None and link_of(base) is None else 0.0,
         overlap_ms=0.0,
         hosts=base.settings.world_size,
         moved=tuple(_moved_by(base)),
