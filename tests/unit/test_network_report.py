@@ -169,10 +169,20 @@ def test_the_lines_tell_bytes_bounds_break_even_and_predictions() -> None:
     assert "  ddp_1gbit: 1gbit, 77 % of the step in the network" in lines
     assert "    backward   all_reduce      38.1 MiB in 4 calls, 16 Gbit/s" in lines
     assert any(line.startswith("  ddp at 1gbit is bound by bandwidth") for line in lines)
-    assert any(line.split()[:4] == ["ddp", "1gbit", "434.6", "(434.6)"] for line in lines)
+    assert any(line.split()[:5] == ["ddp", "at", "1gbit", "434.6", "(434.6)"] for line in lines)
     assert lines[-1] == (
         "The model's error on 4 measured points, each predicted without itself: median 0 %, worst 0 %."
     )
+
+
+def test_lines_of_several_models_say_which() -> None:
+    rows = [*two_strategies(), *[row.model_copy(deep=True) for row in two_strategies()]]
+    for row in rows[6:]:
+        row.settings, row.name = row.settings.model_copy(update={"model": "gpt2"}), f"{row.name}_gpt2"
+    lines = report_lines(network_report(results_of(*rows)))
+    assert any("ddp, tiny at 1gbit" in line for line in lines)
+    assert any("ddp, gpt2 at 1gbit" in line for line in lines)
+    assert "  gpt2: zero1 against ddp: slower above 8 Gbit/s, faster below 8 Gbit/s." in lines
 
 
 def test_without_a_known_network_nothing_is_predicted() -> None:

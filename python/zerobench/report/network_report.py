@@ -28,6 +28,7 @@ from zerobench.report.network_predictions import (
     predictions,
 )
 from zerobench.report.phases import phases_change_pct
+from zerobench.results.rows import row_labels
 from zerobench.results.schema import Results, Row
 from zerobench.results.sizes import bytes_text
 
@@ -40,11 +41,13 @@ def network_report(
     """Return rows, strategies and the model's error. ``networks``: further ones to predict step times over."""
     found = cases(results.rows)
     predicted = [predictions(case, hosts=hosts, networks=networks) for case in found]
+    labels = row_labels([case.rows[0] for case in found])
     error = errors(one for each in predicted for one in each)
     return {
         "rows": [_row(row, case, results.rows) for case in found for row in case.rows],
         "strategies": [
-            _strategy(case, each, found, baseline) for case, each in zip(found, predicted, strict=True)
+            {"label": label, **_strategy(case, each, found, baseline)}
+            for label, case, each in zip(labels, found, predicted, strict=True)
         ],
         "model_error": {"median": error[0], "worst": error[1], "points": _point_num(predicted)}
         if error
@@ -61,6 +64,7 @@ def _row(row: Row, case: Case, rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "name": row.name,
         "strategy": row.strategy,
+        "model": row.settings.model,
         "network": network_of(row),
         "network_how": getattr(row, "network_how", None),
         "step_ms": row.step_time_ms.median if row.step_time_ms is not None else None,
@@ -113,11 +117,17 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     for row in report["rows"]:
         lines += _row_lines(row)
     lines += ["", "what bounds each row"]
-    lines += [f"  {row['bottleneck']}" for row in report["rows"] if row["bottleneck"]]
-    compared = [one["break_even"] for one in report["strategies"] if one["break_even"]]
+    lines += _by_model(report["rows"], "bottleneck")
+    compared = _by_model(report["strategies"], "break_even")
     if compared:
-        lines += ["", "where strategies break even", *(f"  {text}" for text in compared)]
+        lines += ["", "where strategies break even", *compared]
     return [*lines, *_prediction_lines(report["strategies"]), *_error_lines(report["model_error"])]
+
+
+def _by_model(found: Sequence[dict[str, Any]], key: str) -> list[str]:
+    """Return sentences, with the model in front where there are several."""
+    several = len({one["model"] for one in found}) > 1
+    return [f"  {one['model']}: {one[key]}" if several else f"  {one[key]}" for one in found if one[key]]
 
 
 def _row_lines(row: dict[str, Any]) -> list[str]:
@@ -144,12 +154,18 @@ def _prediction_lines(strategies: Sequence[dict[str, Any]]) -> list[str]:
             "--network 10gbit,1gbit, or give --at.",
         ]
     lines = ["", "step time in ms by number of hosts, predicted (measured)"]
-    lines.append(f"  {'':24}{''.join(f'{number:>18}' for number in numbers)}")
-    for each in strategies:
-        for network in dict.fromkeys(one["network"] for one in each["predictions"]):
-            known = {one["hosts"]: _cell(one) for one in each["predictions"] if one["network"] == network}
-            cells = [f"{known.get(number, ''):>18}" for number in numbers]
-            lines.append(f"  {each['strategy'] + ' ' + network:24}{''.join(cells)}")
+    heads = {
+        (index, one["network"]): f"{each['label']} at {one['network']}"
+        for index, each in enumerate(strategies)
+        for one in each["predictions"]
+    }
+    width = max(map(len, heads.values()))
+    lines.append(f"  {'':{width}}{''.join(f'{number:>18}' for number in numbers)}")
+    for (index, network), head in heads.items():
+        found = [one for one in strategies[index]["predictions"] if one["network"] == network]
+        known = {one["hosts"]: _cell(one) for one in found}
+        cells = [f"{known.get(number, ''):>18}" for number in numbers]
+        lines.append(f"  {head:{width}}{''.join(cells)}")
     return lines
 
 
