@@ -57,6 +57,7 @@ def first_row(configuration: Configuration, **known: Any) -> Row:
         strategy=configuration.strategy,
         stage=configuration.stage,
         settings=configuration.settings.model_copy(deep=True),
+        network_how=configuration.network_how,
         **known,
     )
 

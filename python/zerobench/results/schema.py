@@ -161,6 +161,8 @@ class Row(ResultModel):
     stage: int | None = None
     status: Status
     error: str | None = None
+    # How the row's network is made slower: "shaped" or "paced"; null where it is not.
+    network_how: Literal["shaped", "paced"] | None = None
     oom_tier: str | None = None  # "device" or "host", where the status is oom
     settings: Settings
     dtypes: RowDtypes | None = None

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -23,6 +23,7 @@ from zerobench.bench.plan.global_batch import (
     why_refused,
 )
 from zerobench.bench.plan.names import unique_names
+from zerobench.bench.plan.networks import Networks
 from zerobench.bench.plan.options import OWN_ATTENTION, CompareOptions, check_folders, check_options
 from zerobench.bench.plan.reach import check_reach
 from zerobench.bench.protocol.tolerances import VERIFY_STEPS
@@ -45,6 +46,9 @@ class Configuration(BaseModel):
     stage: int | None
     settings: Settings
     options: dict[str, Any] = {}  # what a zerobench configuration says besides, as from a file
+    network_how: Literal["shaped", "paced"] | None = (
+        None  # what makes the row's network slower, if anything does
+    )
     refused: str | None = None  # why the row is skipped before anything of it starts
 
     @property
@@ -130,6 +134,7 @@ def make_plan(
     for file, paths in of_files.items():
         check_folders(f"{file}: nvme_path", [Path(path) for path in paths or ()])
     check_data(options, [settings for _, settings, _ in drafts])
+    networks = Networks(options, is_given=given_world_size is not None)
     configurations = [
         Configuration(
             name=name,
@@ -137,13 +142,14 @@ def make_plan(
             stage=strategies.facts(strategy).stage,
             settings=settings,
             options=extra,
-            refused=why_refused(settings, options.global_batch),
+            network_how=networks.how(strategy, settings),
+            refused=why_refused(settings, options.global_batch) or networks.why_refused(strategy, settings),
         )
         for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
     ]
     check_any_accepted(configurations)
     check_baseline(options, configurations)
-    warnings = warnings_about(configurations, options)
+    warnings = [*warnings_about(configurations, options), *networks.warnings()]
     return Plan(configurations=configurations, options=options, warnings=warnings)
 
 

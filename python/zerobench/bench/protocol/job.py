@@ -36,6 +36,9 @@ class Job(_Message):
     rank_memory_bytes: int | None = None
     data_digest: str | None = None  # of the bytes that every rank must find
     options: dict[str, Any] = Field(default_factory=dict)
+    network_how: Literal["shaped", "paced"] | None = (
+        None  # what makes settings.network; None: it is not slowed
+    )
     # Asks for turns, in place of both passes: ranks train a window of so many steps at each order.
     steps_per_window: int | None = None
 
