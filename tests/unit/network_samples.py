@@ -27,7 +27,7 @@ def over_network(
 ) -> Row:
     """Return a row of the sample with a network and other figures. Without ``phases`` all of its step is compute."""
     found = next(found for found in sample().rows if found.strategy == strategy).model_copy(deep=True)
-    found.settings = found.settings.model_copy(update={"network": network, **settings})
+    found.settings = found.settings.model_copy(update={"network": network, "device": "cuda", **settings})
     found.step_time_ms = summarise([ms] * 8)
     found.tokens_per_s = tokens_per_step(found) / (ms / 1e3)
     found.collectives, found.phases_ms = collectives, phases
@@ -54,7 +54,7 @@ def by_the_model(
         if link is not None:
             mb = sum(one.bytes for one in collectives)
             wire = 1e3 * (mb / link.data_bytes_per_s + rounds * link.latency_s)
-            shown = max(native, wire - overlap)
+            shown = native + max(0.0, wire - overlap)
         phases = {
             "forward": compute / 4,
             "backward": compute / 2,

@@ -32,7 +32,7 @@ class Times(NamedTuple):
 
 def network_of(row: Row) -> str:
     """Return the network that the row ran over, as ``--network`` names it."""
-    return str(getattr(row.settings, "network", None) or NATIVE)
+    return row.settings.network
 
 
 def link_of(row: Row) -> Link | None:

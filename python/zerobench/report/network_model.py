@@ -1,6 +1,6 @@
-"""A model of the step time over a network, and what follows from it. docs/explain/network-model.md derives it.
+"""A model of the step time over a network. docs/explain/network-model.md derives it.
 
-step = compute + max(native, bytes / bandwidth + latency x rounds - overlap)
+A step is compute + native + max(0, bytes / bandwidth + latency x rounds - overlap).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Costs:
 
     compute_ms: float
     native_ms: float
-    """What collectives take at least, on a network without limits: copies, and waiting for slower ranks."""
+    """What collectives take on a network without limits: waiting for slower ranks, and copies."""
     overlap_ms: float
     """Time on the wire beside which the row computes."""
     hosts: int
@@ -78,7 +78,7 @@ class Costs:
     def step_ms(self, link: Link | None) -> float:
         """Return the step time over a link; None: over the machine's own network."""
         wire_ms = self.wire_ms(link) - self.overlap_ms if link is not None else 0.0
-        return self.compute_ms + max(self.native_ms, wire_ms)
+        return self.compute_ms + self.native_ms + max(0.0, wire_ms)
 
     def on_hosts(self, hosts: int) -> Costs:
         """Return the costs with another number of hosts, each with the same batch."""
@@ -117,8 +117,11 @@ def _moved_by(row: Row) -> Iterable[Moved]:
         if stages > 1:
             among = "replicas" if (one.phase, one.name) == ("backward", "all_reduce") else "stages"
         share = wire_share(one.name, {"hosts": ranks, "stages": stages, "replicas": ranks // stages}[among])
+        # Between hosts CPU ranks go over gloo, in which every rank reduces everything.
+        is_reduced_by_all = row.settings.device == "cpu" and one.name == "reduce_scatter"
         if share:
-            yield Moved(name=one.name, full_bytes=one.bytes / share, calls=one.calls or 1, among=among)
+            name = "all_reduce" if is_reduced_by_all else one.name
+            yield Moved(name=name, full_bytes=one.bytes / share, calls=one.calls or 1, among=among)
     if 1 < stages == ranks and row.settings.parameter_count and row.dtypes:  # what replicas would add
         whole = row.settings.parameter_count * _ITEM_BYTES.get(row.dtypes.reduce, 4) / stages
         yield Moved(name="all_reduce", full_bytes=whole, calls=1, among="replicas")
@@ -130,7 +133,8 @@ def _overlap_ms(costs: Costs, row: Row) -> float | None:
     assert row.step_time_ms is not None
     if link is None:
         return None
-    wire_ms, shown_ms = costs.wire_ms(link), row.step_time_ms.median - costs.compute_ms
-    if shown_ms <= costs.native_ms:  # all of it is hidden, and perhaps more could be
+    wire_ms = costs.wire_ms(link)
+    shown_ms = row.step_time_ms.median - costs.compute_ms - costs.native_ms
+    if shown_ms <= 1e-9 * wire_ms:  # all of it is hidden, and perhaps more could be
         return None
     return min(max(wire_ms - shown_ms, 0.0), wire_ms)

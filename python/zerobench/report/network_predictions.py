@@ -136,11 +136,11 @@ def break_even(first: Costs, second: Costs, *, latency_s: float = 0.0) -> list[f
 
 def _step_ms(costs: Costs, x: float, latency_s: float) -> float:
     wire_ms = 1e3 * (costs.bytes * x + latency_s * costs.rounds)
-    return costs.compute_ms + max(costs.native_ms, wire_ms - costs.overlap_ms)
+    return costs.compute_ms + costs.native_ms + max(0.0, wire_ms - costs.overlap_ms)
 
 
 def _bend(costs: Costs, latency_s: float) -> float:
     """Return 1 / bandwidth from which on the network shows."""
     if not costs.bytes:
         return 0.0
-    return ((costs.native_ms + costs.overlap_ms) / 1e3 - latency_s * costs.rounds) / costs.bytes
+    return (costs.overlap_ms / 1e3 - latency_s * costs.rounds) / costs.bytes

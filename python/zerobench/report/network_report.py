@@ -66,7 +66,7 @@ def _row(row: Row, case: Case, rows: Sequence[Row]) -> dict[str, Any]:
         "strategy": row.strategy,
         "model": row.settings.model,
         "network": network_of(row),
-        "network_how": getattr(row, "network_how", None),
+        "network_how": row.network_how,
         "step_ms": row.step_time_ms.median if row.step_time_ms is not None else None,
         "network_share": network_share(row),
         "collectives": [
