@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,21 @@ def test_a_row_is_bound_by_bandwidth() -> None:
     assert found is not None and found.bound == "bandwidth"
     assert found.sentence == (
         "zero1 at 1gbit is bound by bandwidth: 80 % of its step waits for 38.1 MiB a step, most of it all_reduce. "
-        "Twice the bandwidth, or half the bytes, would make a step 232.7 ms instead of 400.0 ms."
+        "Twice the bandwidth, or half the bytes, would take 167.3 ms off its 400.0 ms."
     )
+
+
+def test_waiting_for_slower_ranks_is_not_taken_for_the_wire() -> None:
+    parts = [moved("backward", "all_reduce", mb=0.1)]
+    phases = {**PHASES, "exposed_communication": 320.0}
+    rows = [
+        over_network("zero1", network, ms=400, collectives=parts, phases=phases)
+        for network in ("native", "1gbit")
+    ]
+    costs = costs_of(rows)
+    assert costs is not None
+    found = bottleneck(rows[1], replace(costs, overlap_ms=10.0))
+    assert found is not None and found.sentence.endswith("waiting for slower ranks, which no network moves.")
 
 
 def test_a_row_is_bound_by_latency() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zerobench.host.network import NATIVE
@@ -106,9 +106,11 @@ def _bandwidth_text(where: str, row: Row, costs: Costs, share: float) -> str:
     fewer = "fewer bytes by a lower precision" if row.settings.precision == "fp32" else "fewer bytes"
     if link is None:
         return f"{text} A faster network or {fewer} would move it."
-    halved = costs.step_ms(type(link)(2 * link.bits_per_s, link.latency_s))
+    gain_ms = costs.step_ms(link) - costs.step_ms(replace(link, bits_per_s=2 * link.bits_per_s))
+    if gain_ms <= 0:
+        return f"{text} By the model that is waiting for slower ranks, which no network moves."
     return (
-        f"{text} Twice the bandwidth, or half the bytes, would make a step {ms_text(halved)} instead of "
+        f"{text} Twice the bandwidth, or half the bytes, would take {ms_text(gain_ms)} off its "
         f"{ms_text(parts.step)}."
     )
 
