@@ -124,6 +124,7 @@ class JobMaker:
             data_digest=self.data_digest,
             rank_memory_bytes=rank_memory_bytes(self.options),
             options=configuration.options,
+            network_how=configuration.network_how,
         )
 
 

@@ -19,6 +19,7 @@ from zerobench import __version__
 from zerobench.cli.advise import advise
 from zerobench.cli.compare import COMPARE_HELP, compare
 from zerobench.cli.diff import diff
+from zerobench.cli.network import network
 from zerobench.cli.report import report
 from zerobench.cli.results import chart, show
 from zerobench.errors import ConfigError, DataError, Error
@@ -66,6 +67,7 @@ app.command()(diff)
 app.command()(show)
 app.command()(chart)
 app.command()(advise)
+app.command()(network)
 
 
 @app.command()

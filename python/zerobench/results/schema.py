@@ -171,12 +171,24 @@ class Search(ResultModel):
     tries: list[Try] = Field(default_factory=list)
 
 
+class Collective(ResultModel):
+    """The calls of one collective in one phase of a profiled step, on the rank that moves most."""
+
+    phase: str
+    name: str
+    bytes: Annotated[int, Field(ge=0)]
+    calls: int | None = None
+    ms: ZeroOrMore | None = None  # that the rank was in them: not the part beside which it computed
+
+
 class Row(ResultModel):
     name: str
     strategy: str
     stage: int | None = None
     status: Status
     error: str | None = None
+    # How the row's network is made slower: "shaped" or "paced"; null where it is not.
+    network_how: Literal["shaped", "paced"] | None = None
     oom_tier: str | None = None  # "device" or "host", where the status is oom
     settings: Settings
     dtypes: RowDtypes | None = None
@@ -236,6 +248,7 @@ class Row(ResultModel):
     sampled: Sampled | None = None
     communication_bytes: int | None = None  # per rank and step
     communication_by_collective: dict[str, int] | None = None  # of the same rank
+    collectives: list[Collective] | None = None  # of a profiled step, by phase
     transfers: Transfers | None = None  # where state is offloaded
     offload_practicality: float | None = None  # step time of the row that offloads nothing over this row's
     binding: list[str] | None = None  # by rank: the node and the cores that it was bound to

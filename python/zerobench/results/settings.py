@@ -377,6 +377,14 @@ class Settings(ResultModel):
             "GPUs.",
         ),
     )] = None
+    network: Annotated[str, Setting(  # between ranks, each a host of its own unless native
+        changes=Changes.WORKLOAD | Changes.BITS, reference="native", off="native", suffix="{value}", name_at=15,
+        option=Option(
+            takes=Takes.LIST, convert=name, default="native", help_at=206, grid_at=18,
+            help="native, or the speed of each rank's link, such as 10gbit, 1gbit or 1gbit:0.2ms with a latency. Each "
+            "rank is then a host of one device.",
+        ),
+    )] = "native"
     pipeline_stages: Annotated[int | None, Setting(  # null where the row is no pipeline, as of the next two
         changes=Changes.RATE, is_as_asked=False, reference=None, word="stages", off=None, suffix="pp{value}",
         name_at=12,
@@ -445,6 +453,11 @@ class Options:
         convert=int, help_at=105, above_zero=True,
         help="Sequences of an optimizer step over all ranks: accumulation follows from --batch-size and ranks. A row "
         "for which it is not a whole number is skipped.",
+    )]
+    network_how: Annotated[str, Option(
+        default="auto", help_at=207,
+        help="How --network slows links: shaped (network namespaces and tc, for every strategy; needs root), paced "
+        "(waits in zerobench's own communicators, for its own rows alone) or auto: shaped where that is possible.",
     )]
     lr: Annotated[float, Option(
         convert=float, default=1e-3, help_at=310, above_zero=True, must_reach=True,

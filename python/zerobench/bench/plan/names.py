@@ -100,6 +100,7 @@ def rerun_values(configuration: Configuration, options: CompareOptions) -> dict[
         "strategies": configuration.strategy if settings.config_file is None else None,
         "communicator": own.get("communicator") if is_ours else None,
         "io_engine": (own.get("offload_optimizer") or {}).get("io_engine"),
+        "network_how": None if settings.network == SETTINGS["network"].off else options.network_how,
         "lr": None if learning_rate == OPTIONS["lr"].default else learning_rate,
         # Accumulation tells it, but where the row was refused because of it.
         "global_batch": options.global_batch if configuration.refused else None,
