@@ -42,7 +42,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
     sizes_differ = sizes_differ or any(row.search for row in rows)
     columns = [
         *_name_columns(rows),
-        *_search_columns(rows),
+        *_search_columns(shown),
         Column(
             title="status", unit="", cells=[row.status for row in rows], keep=ALWAYS, left=True, folds=False
         ),
@@ -103,9 +103,9 @@ def _name_columns(rows: Sequence[Row]) -> list[Column]:
     return columns
 
 
-def _search_columns(rows: Sequence[Row]) -> list[Column]:
+def _search_columns(rows: Sequence[Row | None]) -> list[Column]:
     """Return the largest value that --find found for each row, and how many values it took."""
-    words = {row.search.setting for row in rows if row.search is not None}
+    words = {row.search.setting for row in rows if row is not None and row.search is not None}
     largest = cells_of(rows, _largest_cell)
     tried = cells_of(rows, lambda row: None if row.search is None else str(row.search.try_num))
     return [
