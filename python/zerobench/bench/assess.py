@@ -217,6 +217,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     row.validation_loss = fmean(held_out) if held_out else None
     row.allocated_device_bytes = largest([memory.allocated_bytes for memory in memories])
     row.compiled_graphs = windows[0].compiled_graphs
+    row.compile_s = compile_s(row, windows, step_s=median(samples) / 1e3)
     moved = [window.communication_bytes for window in windows if window.communication_bytes is not None]
     row.communication_by_collective = max(moved, key=lambda bytes_: sum(bytes_.values()), default=None)
     if row.communication_by_collective is not None:
@@ -244,6 +245,14 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     for name in ("binding", "update_cpus"):
         known = [value for window in windows if (value := getattr(window, name)) is not None]
         setattr(row, name, known or None)
+
+
+def compile_s(row: Row, windows: Sequence[Window], *, step_s: float) -> float | None:
+    """Return the time that the first steps of the slowest rank took beyond as many usual steps, or None."""
+    taken_s = [window.first_steps_s for window in windows if window.first_steps_s is not None]
+    if row.settings.compile == "none" or not taken_s:
+        return None
+    return max(max(taken_s) - (row.settings.warmup_steps - 1) * step_s, 0.0)
 
 
 def apply_times(row: Row, samples: Sequence[float]) -> None:

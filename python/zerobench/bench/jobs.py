@@ -112,7 +112,13 @@ class JobMaker:
             data_digest=self.data_digest,
             rank_memory_bytes=rank_memory_bytes(self.options),
             options=configuration.options,
+            compile_cache=self._compile_cache(configuration),
         )
+
+    def _compile_cache(self, configuration: Configuration) -> str | None:
+        if configuration.settings.compile == "none":
+            return None
+        return str(self.scratch / f"compiled_{configuration.name}")
 
 
 def reference_strategy(configuration: Configuration) -> str:

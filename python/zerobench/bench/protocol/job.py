@@ -36,6 +36,8 @@ class Job(_Message):
     rank_memory_bytes: int | None = None
     data_digest: str | None = None  # of the bytes that every rank must find
     options: dict[str, Any] = Field(default_factory=dict)
+    # Folder of the row for what torch.compile makes, empty before the first run; not of the verification pass.
+    compile_cache: str | None = None
     # Asks for turns, in place of both passes: ranks train a window of so many steps at each order.
     steps_per_window: int | None = None
 
@@ -127,6 +129,7 @@ class WindowTransfers(_Message):
 class Window(_Message):
     """One rank's measured window."""
 
+    first_steps_s: float | None = None  # the warm-up steps before the last, to the end of their work
     step_times_ms: list[float]
     losses: list[float]
     began_s: float  # time.time()
