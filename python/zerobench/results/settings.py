@@ -136,6 +136,9 @@ class Setting:
     """Whether other settings decide it, so that labels of rows leave it out."""
     known_after_run: bool = False
     """Whether a row that did not run says nothing about it."""
+    free_on_resume: bool = False
+    """Whether a row of an earlier comparison may have another value: a run fills it in, or a row can be measured more
+    often than before."""
     quiet: bool = False
     """Whether the settings line leaves it out."""
     speaks_for_itself: bool = False
@@ -164,7 +167,9 @@ class Settings(ResultModel):
     model_config_resolved: Annotated[dict[str, Any], Setting(changes=Changes.RESULT, quiet=True)] = Field(
         default_factory=dict
     )
-    parameter_count: Annotated[int | None, Setting(changes=Changes.NOTHING, follows=True, quiet=True)] = None
+    parameter_count: Annotated[int | None, Setting(
+        changes=Changes.NOTHING, follows=True, free_on_resume=True, quiet=True,
+    )] = None
     world_size: Annotated[Number, Setting(
         changes=Changes.MICRO_BATCHES | Changes.BITS | Changes.STEP, is_as_asked=False, word="ranks", leads=True,
         suffix="{ranks}{value}", name_at=2,
@@ -316,7 +321,7 @@ class Settings(ResultModel):
         ),
     )] = 5
     repeats: Annotated[Number | Literal["auto"], Setting(
-        changes=Changes.NOTHING, off=1,
+        changes=Changes.NOTHING, off=1, free_on_resume=True,
         option=Option(
             convert=run_num, default="1", help_at=270,
             help="Measure everything this often, interleaved, in fresh processes. auto: until --ratio-precision is "
@@ -331,7 +336,7 @@ class Settings(ResultModel):
             "0 measures each row alone only.",
         ),
     )] = 0
-    verify_steps: Annotated[int, Setting(changes=Changes.NOTHING, word="verified steps")] = 0
+    verify_steps: Annotated[int, Setting(changes=Changes.NOTHING, word="verified steps", free_on_resume=True)] = 0
     seed: Annotated[int, Setting(
         changes=Changes.RESULT,
         option=Option(convert=int, default=0, help_at=330, help="Of weights and data."),
