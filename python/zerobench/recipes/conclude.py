@@ -7,15 +7,13 @@ from pathlib import Path
 from rich.console import Console
 
 from zerobench.errors import ConfigError
-from zerobench.recipes.published import csv_text, pairs_of, table_of
+from zerobench.recipes.published import csv_text, pairs_of, table_text
 from zerobench.recipes.recipe import Chart, Recipe
 from zerobench.report.conclusions import CONCLUSIONS
 from zerobench.report.drawing import draw as draw_charts
 from zerobench.results.files import cannot_be_written, write_atomically
 from zerobench.results.merging import read_merged
 from zerobench.results.schema import Results
-
-_TABLE_WIDTH = 200  # enough for names of rows, which do not break well
 
 
 def conclude(
@@ -37,8 +35,11 @@ def conclude(
     except OSError as error:
         raise cannot_be_written(path, error) from None
     if references:
-        console.print("\nPublished figures, and ours where a row has the same settings:\n", highlight=False)
-        console.print(table_of(pairs), width=max(console.width, _TABLE_WIDTH), crop=False, highlight=False)
+        lines = [
+            *lines,
+            "\nPublished figures, and ours where a row has the same settings:\n",
+            table_text(pairs),
+        ]
     for line in (f"\n{recipe.question}", *lines, *map(str, drawn)):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 

@@ -8,17 +8,19 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from rich.console import Console
 from rich.table import Table
 
 from zerobench.recipes.references import Reference, read_references
 from zerobench.results.rows import step_rate
 from zerobench.results.schema import Results, Row
-from zerobench.strategies.catalogue import OURS
+from zerobench.strategies.catalogue import OFFLOADS, OURS
 
 COLUMNS = (
     "study", "id", "model", "device", "figure", "unit", "published", "row", "ours", "ours_over_published", "consistent",
     "source", "note",
 )  # fmt: skip
+_WIDTH = 240
 _SCALES = {"s": 1e-3, "ms": 1.0, "MB": 1e-6, "GB": 1e-9, "tokens/s": 1.0, "samples/s": 1.0, "%": 1.0}
 """Factor from the unit of a row's figure (ms, bytes) to that of a published one."""
 
@@ -82,14 +84,16 @@ def pairs_of(results: Results, studies: Sequence[str]) -> list[Pair]:
 def is_alike(row: Row, reference: Reference) -> bool:
     """Whether a row has the settings that the source states, and does nothing else that changes its figures."""
     settings = row.settings
-    if row.status != "ok" or reference.stage is None or row.stage != reference.stage:
+    if row.status != "ok" or reference.model is None or reference.stage is None:
         return False
     if row.strategy not in OURS and not row.strategy.startswith("deepspeed"):
         return False
-    if (settings.offload, settings.compile, settings.grad_accum) != ("none", "none", 1):
+    offload = reference.strategy if reference.strategy in OFFLOADS else "none"
+    if (settings.offload, settings.compile, settings.grad_accum) != (offload, "none", 1):
         return False
     ranks = re.match(r"(\d+)x ", reference.device or "")
     stated = (
+        (reference.stage, row.stage),
         (reference.model, settings.model),
         (reference.precision, settings.precision),
         (reference.batch, settings.batch_size),
@@ -109,8 +113,8 @@ def figure_of(row: Row, reference: Reference) -> float | None:
     return None if value is None or scale is None else value * scale
 
 
-def table_of(pairs: Iterable[Pair]) -> Table:
-    """Return the pairs as a table, one line a figure."""
+def table_text(pairs: Iterable[Pair]) -> str:
+    """Return the pairs as a table, one line a figure, however wide it is: half a name of a row is none."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("published row", "figure", "published", "ours", "ratio", "our row", "holds"):
         table.add_column(title, justify="right" if title in ("published", "ours", "ratio") else "left")
@@ -125,7 +129,9 @@ def table_of(pairs: Iterable[Pair]) -> Table:
             each.row.name if each.row is not None else "-",
             reference.consistent,
         )
-    return table
+    buffer = io.StringIO()
+    Console(file=buffer, width=_WIDTH, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
 def _number(value: float | None) -> str:
