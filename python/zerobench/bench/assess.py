@@ -409,8 +409,8 @@ _FIGURES = (
     "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes", "device_used_peak_bytes",
     "device_busy_pct", "peak_device_pct", "scaling_efficiency",
     "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
-    "compiled_graphs", "skipped_steps", "bubble_pct", "bubble_formula_pct", "transfers", "offload_practicality",
-    "energy_per_step_j", "tokens_per_j", "sampled", "mfu", "of_compute_only", "busy", "verdict",
+    "compiled_graphs", "compile_s", "skipped_steps", "bubble_pct", "bubble_formula_pct", "transfers",
+    "offload_practicality", "energy_per_step_j", "tokens_per_j", "sampled", "mfu", "of_compute_only", "busy", "verdict",
 )  # fmt: skip
 
 
