@@ -14,7 +14,7 @@ from rich.table import Table
 from zerobench.recipes.references import Reference, read_references
 from zerobench.results.rows import step_rate
 from zerobench.results.schema import Results, Row
-from zerobench.strategies.catalogue import OFFLOADS, OURS
+from zerobench.strategies.catalogue import OFFLOADS, Tool, tool_of
 
 COLUMNS = (
     "study", "id", "model", "device", "figure", "unit", "published", "row", "ours", "ours_over_published", "consistent",
@@ -86,7 +86,7 @@ def is_alike(row: Row, reference: Reference) -> bool:
     settings = row.settings
     if row.status != "ok" or reference.model is None or reference.stage is None:
         return False
-    if row.strategy not in OURS and not row.strategy.startswith("deepspeed"):
+    if tool_of(row.strategy) not in (Tool.ZEROBENCH, Tool.DEEPSPEED):
         return False
     offload = reference.strategy if reference.strategy in OFFLOADS else "none"
     if (settings.offload, settings.compile, settings.grad_accum) != (offload, "none", 1):

@@ -11,12 +11,10 @@ from zerobench.report.phases import phases_pct
 from zerobench.results.rows import run_num, step_rate, tokens_per_step
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import SETTINGS
-from zerobench.strategies.catalogue import FLOOR
+from zerobench.strategies.catalogue import FLOOR, eager_form
 
 BENDS_BELOW = 0.80  # of the speed of a rank alone
 _TOLD_BY_RUN = tuple(key for key, setting in SETTINGS.items() if setting.known_after_run)
-# Strategies that always compile are held against the eager form of another one.
-_EAGER_FORM = {"deepcompile3": "deepspeed3"}
 
 
 def series(rows: Iterable[Row], *varying: str) -> list[list[Row]]:
@@ -95,7 +93,7 @@ def _compiled(results: Results) -> dict[tuple[str, str], list[tuple[Row, Row]]]:
     """Return compiled rows with their eager ones, by strategy and mode."""
     found: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
     alike = [
-        row.model_copy(update={"strategy": _eager_form(row.strategy)})
+        row.model_copy(update={"strategy": eager_form(row.strategy)})
         for rows in series(results.rows)
         for row in rows
     ]
@@ -107,10 +105,6 @@ def _compiled(results: Results) -> dict[tuple[str, str], list[tuple[Row, Row]]]:
                 own = by_name[row.name]
                 found.setdefault((own.strategy, own.settings.compile), []).append((own, by_name[base.name]))
     return found
-
-
-def _eager_form(strategy: str) -> str:
-    return _EAGER_FORM.get(strategy.partition("_")[0], strategy)
 
 
 def _steps_until_paid(row: Row, base: Row) -> int | None:
