@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,24 +57,24 @@ def test_the_window_times_every_step_and_keeps_every_loss(strategy, meter) -> No
     assert ticks == [("measurement", step) for step in (1, 2, 3, 4)]
 
 
-def test_the_first_steps_are_timed_without_the_last_of_the_warm_up(strategy, meter) -> None:
-    step, slept = strategy.step, []
+def test_the_first_steps_are_timed_without_the_last_of_the_warm_up(strategy, meter, monkeypatch) -> None:
+    step, clock_s = strategy.step, [0.0]
 
-    def slow_first(batches):
-        if not slept:
-            slept.append(time.sleep(0.3))
+    def second_long(batches):
+        clock_s[0] += 1.0
         return step(batches)
 
-    strategy.step = slow_first
+    strategy.step = second_long
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock_s[0], time=time.time))
     steps = batches(4)
     found = [
         measure.measure(
             strategy, meter=meter, warmup=steps[:warmup_num], window=steps[3:], validation=[], profile=[],
             tick=lambda phase, step: None,
         ).first_steps_s
-        for warmup_num in (3, 2, 1)
+        for warmup_num in (3, 2, 1, 0)
     ]  # fmt: skip
-    assert found[0] >= 0.3 and 0 < found[1] < found[0] and found[2] is None
+    assert found == [2.0, 1.0, None, None]
 
 
 @pytest.mark.parametrize(
