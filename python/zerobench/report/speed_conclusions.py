@@ -81,7 +81,7 @@ def compile_payback(results: Results) -> list[str]:
         steps = [paid for row, base in known if (paid := _steps_until_paid(row, base)) is not None]
         text = f"{strategy} with --compile {mode} takes {_range_text(taken, '.1f')} s to compile"
         if not steps:
-            text += ", which never pays: it is not faster than eager"
+            text += ", which never pays: nothing is faster than eager beyond noise"
         else:
             text += f", which has paid after {_range_text(steps, ',.0f')} steps"
             text += f" (in {len(steps)} of {len(known)} pairs)" if len(steps) < len(known) else ""
