@@ -249,6 +249,7 @@ def test_two_gpus_compiled_by_block(tmp_path) -> None:
     for name in ("zero1", "zero3"):
         assert rows[name]["settings"]["communicator"].startswith(("peer", "nccl; not peer: "))
         assert rows[name]["compiled_graphs"] == 2
+        assert rows[name]["compile_s"] > 1  # nothing was compiled before
         assert rows[name]["of_compute_only"] > 0
     floor = rows["compute_only"]
     assert floor["settings"]["world_size"] == 2

@@ -12,6 +12,8 @@ from report_samples import grid, sample
 from zerobench.cli.results import chart
 from zerobench.errors import ConfigError
 from zerobench.report.charts import chart_figure, line_looks, write_charts
+from zerobench.report.drawing import draw
+from zerobench.report.frame import is_numeric_column
 from zerobench.report.losses import largest_deviation, write_loss_charts
 from zerobench.report.series import Chart, charts_of, spread_of
 from zerobench.results.merging import Merged
@@ -254,6 +256,54 @@ def test_loss_curves_of_a_workload_are_one_chart_that_states_the_deviation(tmp_p
     assert len(write_loss_charts(merged(grid()), tmp_path / "two")[0]) == 4
 
 
+def test_losses_of_the_precisions_of_a_strategy_are_one_chart(tmp_path: Path) -> None:
+    results = grid()
+    for row in results.rows:
+        row.loss = [4.0, 2.0 if row.settings.precision == "fp32" else 2.1]
+    paths, sentences = draw(merged(results), tmp_path, metric="loss", x=None, by="precision")
+    assert len(paths) == 2 * len(sentences) == 2 * len(results.rows) / 2  # PNG and SVG, of two precisions
+    assert "loss_by_precision_zero0-batch-8.png" in {path.name for path in paths}
+    (sentence,) = [text for text in sentences if text.startswith("zero0, batch 8: ")]
+    assert sentence.endswith(": 5 %, zero0, bf16 from zero0, fp32 at step 2.")
+
+
+@pytest.mark.parametrize("metric", ["phases", "memory"])
+def test_what_a_row_consists_of_is_drawn_for_each_machine(metric: str, tmp_path: Path) -> None:
+    both = [Merged(sample(), ["a"]), Merged(sample(), ["b"])]
+    paths, _ = draw(both, tmp_path, metric=metric, x=None, by=None)
+    assert [path.name for path in paths] == [
+        f"{metric}{number}.{kind}" for number in ("", "_2") for kind in ("png", "svg")
+    ]
+    results = sample()
+    results.rows = []
+    with pytest.raises(ConfigError, match=f"no ok row has {metric}"):
+        draw(merged(results), tmp_path, metric=metric, x=None, by=None)
+
+
+@pytest.mark.parametrize(
+    ("column", "is_numeric"),
+    [
+        ("tokens_per_s", True),
+        ("step_time_ms.median", True),
+        ("step_time_ms", False),
+        ("step_time_ms.samples", False),
+        ("relative", True),
+        ("phases_ms.forward", True),
+        ("phases_ms", False),
+        ("memory_bytes.device.parameters", True),
+        ("settings.batch_size", True),
+        ("peak_device_bytes", True),
+        ("peak_device_bytes.x", False),
+        ("comparable", False),
+        ("status", False),
+        ("loss", False),
+        ("token_per_s", False),
+    ],
+)
+def test_numeric_columns_are_known_without_results(column: str, is_numeric: bool) -> None:
+    assert is_numeric_column(column) == is_numeric
+
+
 def test_the_command_draws_beside_the_first_results(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "results.json").write_text(grid().model_dump_json())
     chart([tmp_path], x="batch")
@@ -261,8 +311,17 @@ def test_the_command_draws_beside_the_first_results(tmp_path: Path, capsys) -> N
     assert str(tmp_path / "charts" / "tokens_per_s_by_batch_precision-bf16.svg") in shown
     chart([tmp_path / "results.json"], metric="loss", output=tmp_path / "losses")
     assert (tmp_path / "losses" / "loss_fp32.png").is_file()
-    with pytest.raises(ConfigError, match="--x has no effect with --metric loss"):
-        chart([tmp_path], metric="loss", x="batch")
+    for metric, axis in (
+        ("loss", {"x": "batch"}),
+        ("memory", {"x": "batch"}),
+        ("phases", {"by": "strategy"}),
+    ):
+        with pytest.raises(ConfigError, match=f"--{next(iter(axis))} has no effect with --metric {metric}"):
+            chart([tmp_path], metric=metric, **axis)
+    with pytest.raises(
+        ConfigError, match="--by 'batch' is unknown with --metric loss: give strategy or prec"
+    ):
+        chart([tmp_path], metric="loss", by="batch")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot receive charts .* --output"):
         chart([tmp_path], output=tmp_path / "file")

@@ -10,18 +10,24 @@ from report_samples import grid, sample
 from zerobench.report import finish_rows, summarise
 from zerobench.report.conclusions import (
     CONCLUSIONS,
-    accumulation_speed,
-    compile_speed,
     ladder,
     memory_efficiency,
     next_step,
     offload_cost,
-    precision_speed,
-    scaling_efficiency,
     stage_pays,
 )
+from zerobench.report.paces import Pace, doubt_text, pace
+from zerobench.report.speed_conclusions import (
+    accumulation_speed,
+    compile_payback,
+    compile_speed,
+    precision_speed,
+    run_spread,
+    scaling_efficiency,
+)
 from zerobench.results.rows import tokens_per_step
-from zerobench.results.schema import Results, Row
+from zerobench.results.runs import set_runs
+from zerobench.results.schema import Results, Row, Run, Turns
 
 MIB = 1 << 20
 
@@ -62,6 +68,88 @@ def test_compiled_rows_are_held_against_eager_ones() -> None:
     assert told(compile_speed, *rows[1::2]) == []
 
 
+def test_a_strategy_that_always_compiles_is_held_against_its_eager_form() -> None:
+    rows = [row("zero3", ms=12.0), row("zero3", ms=8.0, compile="whole")]
+    for each, strategy in zip(rows, ("deepspeed3", "deepcompile3_both"), strict=True):
+        each.strategy = strategy
+    assert told(compile_speed, *rows) == ["deepcompile3_both with --compile whole is 1.5 times eager."]
+
+
+def compiled(*, ms: float, seconds: float) -> Row:
+    found = row("zero3", ms=ms, compile="block")
+    found.compile_s = seconds
+    return found
+
+
+def test_compiling_has_paid_once_the_steps_have_saved_its_time() -> None:
+    eager = row("zero3", ms=12.0)
+    assert told(compile_payback, eager, compiled(ms=10.0, seconds=6.0)) == [
+        "zero3 with --compile block takes 6.0 s to compile, which has paid after 3,000 steps."
+    ]
+    assert told(compile_payback, eager, compiled(ms=12.0, seconds=6.0)) == [
+        "zero3 with --compile block takes 6.0 s to compile, which never pays: nothing is faster than eager "
+        "beyond noise."
+    ]
+    assert told(compile_payback, eager, row("zero3", ms=10.0, compile="block")) == []
+
+
+def test_a_pace_of_rows_that_took_turns_is_that_within_rounds() -> None:
+    rows = row("zero1", ms=10.0), row("zero2", ms=99.0)
+    for each, windows in zip(rows, ([10.0, 20.0] * 4, [5.0, 10.0] * 4), strict=True):
+        each.turns = Turns(how="in turn", group="one", steps_per_window=8, windows_ms=[windows])
+    assert pace(rows[1], rows[0]) == Pace(2.0, 2.0, 2.0)
+
+
+def test_a_pace_has_the_interval_of_its_medians() -> None:
+    slow, fast = row("zero1", ms=10.0), row("zero2", ms=10.0)
+    slow.step_time_ms = summarise([10.0, 11.0, 12.0, 13.0] * 4)
+    found = pace(fast, slow)
+    assert found.low is not None and found.high is not None
+    assert found.low < found.value == 1.15 < found.high and found.low * found.high == pytest.approx(1.15**2)
+    slow.step_time_ms = summarise([11.0, 12.0])
+    assert pace(fast, slow) == Pace(1.15)
+
+
+@pytest.mark.parametrize(
+    ("paces", "said"),
+    [
+        ([Pace(1.5)], ""),
+        ([Pace(1.5, 1.5, 1.5)], ""),
+        ([Pace(1.5, 1.4, 1.6)], " (95 % interval 1.40 to 1.60)"),
+        ([Pace(1.1, 0.9, 1.3)], " (95 % interval 0.90 to 1.30, within noise)"),
+        ([Pace(1.1, 0.9, 1.3), Pace(1.5, 1.4, 1.6)], " (within noise in 1 of 2 pairs)"),
+        ([Pace(1.2, 1.1, 1.3), Pace(1.5, 1.4, 1.6)], ""),
+        ([Pace(1.5, 1.4, 1.6, True)], " (95 % interval 1.40 to 1.60; measured on a busy machine)"),
+        ([Pace(1.5), Pace(1.5, is_busy=True)], " (measured on a busy machine)"),
+    ],
+)
+def test_noise_is_told_where_steps_tell_it(paces: list[Pace], said: str) -> None:
+    assert doubt_text(paces) == said
+
+
+def test_a_busy_machine_counts_where_rows_did_not_take_turns() -> None:
+    rows = row("zero1", ms=100.0, world_size=1), row("zero1", ms=100.0, world_size=2)
+    assert not pace(rows[1], rows[0]).is_busy
+    rows[1].busy, rows[1].phases_ms = "other processes used 1.0 of 2 cores", None
+    assert pace(rows[1], rows[0]).is_busy
+    (weak,) = told(scaling_efficiency, *rows)
+    assert "weak scaling, batch 8, measured on a busy machine)" in weak
+    for each in rows:
+        each.turns = Turns(how="in turn", group="one", steps_per_window=8, windows_ms=[[10.0] * 6])
+    assert not pace(rows[1], rows[0]).is_busy
+
+
+def test_the_spread_of_runs_is_told_where_there_are_several() -> None:
+    rows = row("zero1", ms=10.0, repeats=2), row("zero3", ms=10.0, repeats=2)
+    for each, rates in zip(rows, ((100.0, 100.0), (90.0, 110.0)), strict=True):
+        each.step_time_ms = summarise([10.0] * 2 * each.settings.num_steps)
+        set_runs(each, [Run(step_time_ms=10.0, tokens_per_s=rate) for rate in rates])
+    assert told(run_spread, *rows) == [
+        "Over 2 runs the standard deviation of tokens/s is 0.0 to 14.1 % of the median; results.csv has it for each "
+        "row."
+    ]
+
+
 def test_accumulation_gains_speed_and_saves_bytes() -> None:
     rows = [row("zero1", ms=10.0, grad_accum=1), row("zero1", ms=20.0, grad_accum=4)]
     for each in rows:
@@ -83,6 +171,9 @@ def test_offload_costs_time_and_saves_memory() -> None:
         "device's peak; a rank holds 60.0 MiB on the host."
     ]
     assert told(offload_cost, moved) == []
+    moved.phases_ms = {"forward": 6.0, "exposed_offload": 1.0, "exposed_io": 3.0}
+    (text,) = told(offload_cost, plain, moved)
+    assert "of the device's peak; of a step it waits 10 % for transfers and 30 % for files; a rank" in text
 
 
 def test_a_stage_begins_to_pay_where_it_saves_memory_for_little_time() -> None:
@@ -150,11 +241,27 @@ def test_scaling_is_told_weak_and_strong_with_its_bend() -> None:
         row("zero1", ms=200.0, world_size=2, batch_size=8),
         row("zero1", ms=62.5, world_size=2, batch_size=4),
     ]
+    for each in rows:
+        each.phases_ms = None
     assert told(scaling_efficiency, *rows) == [
         "zero1 keeps 50 % of the speed of a rank from 1 to 2 ranks (weak scaling, batch 8); it bends at 2.",
         "zero1 keeps 80 % of the speed of a rank from 1 to 2 ranks (strong scaling, 1,024 tokens a step).",
     ]
     assert told(scaling_efficiency, rows[0]) == []
+    rows[1].phases_ms = {"forward": 6.0, "exposed_communication": 4.0}
+    assert told(scaling_efficiency, *rows[:2]) == [
+        "zero1 keeps 50 % of the speed of a rank from 1 to 2 ranks (weak scaling, batch 8); there exposed "
+        "communication is 40 % of a step; it bends at 2."
+    ]
+
+
+def test_what_costs_no_sure_time_is_said_to_be_within_noise() -> None:
+    rows = row("zero1", ms=10.0, peak_mib=200), row("zero3", ms=10.5, peak_mib=100)
+    for each, first in zip(rows, (10.0, 10.5), strict=True):
+        each.step_time_ms = summarise([first, first + 2, first + 4, first + 6] * 4)
+    assert told(ladder, *rows) == [
+        "zero3 after zero1 saves 100.0 MiB (50 %) of the device's peak, for 4 % more time (within noise)."
+    ]
 
 
 @pytest.mark.parametrize("name", CONCLUSIONS)

@@ -7,8 +7,10 @@ import json
 import math
 import mmap
 import os
+import time
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +56,45 @@ def test_the_window_times_every_step_and_keeps_every_loss(strategy, meter) -> No
     assert all(time_ms > 0 for time_ms in times_ms)
     assert all(4 < float(loss) < 7 for loss in losses)  # about ln 256 at first
     assert ticks == [("measurement", step) for step in (1, 2, 3, 4)]
+
+
+def test_the_first_steps_are_timed_without_the_last_of_the_warm_up(strategy, meter, monkeypatch) -> None:
+    step, clock_s = strategy.step, [0.0]
+
+    def second_long(batches):
+        clock_s[0] += 1.0
+        return step(batches)
+
+    strategy.step = second_long
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock_s[0], time=time.time))
+    steps = batches(4)
+    found = [
+        measure.measure(
+            strategy, meter=meter, warmup=steps[:warmup_num], window=steps[3:], validation=[], profile=[],
+            tick=lambda phase, step: None,
+        ).first_steps_s
+        for warmup_num in (3, 2, 1, 0)
+    ]  # fmt: skip
+    assert found == [2.0, 1.0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("compile_mode", "first_steps_s", "expected"),
+    [
+        ("block", [5.0, 6.0], 5.6),
+        ("block", [0.1, 0.1], 0.0),
+        ("block", [None, None], None),
+        ("none", [5.0, 6.0], None),
+    ],
+)
+def test_compiling_is_what_first_steps_take_beyond_usual_ones(compile_mode, first_steps_s, expected) -> None:
+    row = empty_row()
+    row.settings.compile, row.settings.warmup_steps = compile_mode, 3
+    windows = [make_window(step_times_ms=[200.0] * 3) for _ in first_steps_s]
+    for window, taken_s in zip(windows, first_steps_s, strict=True):
+        window.first_steps_s = taken_s
+    assess.apply_windows(row, windows)
+    assert row.compile_s == (None if expected is None else pytest.approx(expected))
 
 
 def test_the_collector_searches_only_what_the_window_makes(strategy, meter) -> None:

@@ -189,6 +189,27 @@ def test_a_file_of_ones_own_is_a_recipe(tmp_path) -> None:
         ('question = "q"\ncases = [{ batch = 1 }]\n[options]', "cases: 'batch' is no option of compare"),
         ('question = "q"\nconclude = ["fast"]\n[options]', "conclude: 'fast' is unknown: use some of"),
         ('question = "q"\n[options]\n[[charts]]\ny = "m"', "charts.0.metric: "),
+        (
+            'question = "q"\n[options]\n[[charts]]\nmetric = "tokens"',
+            "charts.0: metric 'tokens' is not a numeric column of results.csv: give one, such as tokens_per_s",
+        ),
+        (
+            'question = "q"\n[options]\n[[charts]]\nmetric = "mfu.pct"\nx = "ranks"',
+            "charts.0: x 'ranks' is unknown: give one of batch, seq, accum, world_size",
+        ),
+        (
+            'question = "q"\n[options]\n[[charts]]\nmetric = "mfu.pct"\nby = "rank"',
+            "charts.0: by 'rank' is unknown: give one of strategy, precision, compile",
+        ),
+        (
+            'question = "q"\n[options]\n[[charts]]\nmetric = "mfu.pct"\nby = "batch"',
+            "charts.0: x and by are both batch: give two different settings",
+        ),
+        (
+            'question = "q"\n[options]\n[[charts]]\nmetric = "phases"\nx = "batch"',
+            "charts.0: x has no effect with metric phases, which is drawn as a bar for each row",
+        ),
+        ('question = "q"\nstudies = ["x"]\n[options]', "studies: 'x' is unknown: use some of DeepSpeed ZeRO"),
     ],
 )
 def test_errors_name_the_file_the_key_and_what_is_allowed(text: str, said: str, tmp_path) -> None:
@@ -211,7 +232,13 @@ def test_a_recipe_is_named_once(tmp_path) -> None:
 
 def test_every_option_can_be_given_to_a_recipe() -> None:
     parameters = command.run.__signature__.parameters  # type: ignore[attr-defined]
-    assert list(parameters) == ["context", "name", "recipe", "quick", *OPTIONS]
+    assert list(parameters) == ["context", "name", "recipe", "quick", "references", *OPTIONS]
+
+
+def test_references_need_a_study() -> None:
+    with pytest.raises(ConfigError, match="--references has no effect: this recipe names no published study"):
+        planned("recipe", "run", "accumulation", "--quick", "--references")
+    assert planned("recipe", "run", "precision", "--quick", "--references").configurations
 
 
 def test_words_of_a_command_give_every_kind_of_option() -> None:

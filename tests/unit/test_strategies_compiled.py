@@ -12,7 +12,7 @@ from test_strategies import make_batches
 
 from zerobench import models, strategies
 from zerobench.errors import ConfigError
-from zerobench.strategies.compiled import Compiler, repeated_blocks
+from zerobench.strategies.compiled import Compiler, cache_in, repeated_blocks
 
 pytestmark = [
     pytest.mark.slow,
@@ -134,3 +134,14 @@ def test_code_is_compiled_for_the_threads_of_its_row(num_threads):
     finally:
         torch.set_num_threads(before)
     assert torch.equal(compiled(torch.tensor([-1.0, 2.0, 3.0])), torch.tensor([0.0, 2.0, 3.0]))
+
+
+def test_a_cache_of_its_own_holds_what_is_compiled_within(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with cache_in(tmp_path / "compiled"):
+        Compiler(make_settings(compile="whole")).backend(
+            torch.fx.symbolic_trace(torch.nn.ReLU()), [torch.ones(5)]
+        )
+    assert list((tmp_path / "compiled").rglob("*.py"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path) and "TRITON_CACHE_DIR" not in os.environ

@@ -218,6 +218,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     row.validation_loss = fmean(held_out) if held_out else None
     row.allocated_device_bytes = largest([memory.allocated_bytes for memory in memories])
     row.compiled_graphs = windows[0].compiled_graphs
+    row.compile_s = compile_s(row, windows, step_s=median(samples) / 1e3)
     moved = [window.communication_bytes for window in windows if window.communication_bytes is not None]
     row.communication_by_collective = max(moved, key=lambda bytes_: sum(bytes_.values()), default=None)
     if row.communication_by_collective is not None:
@@ -253,6 +254,14 @@ def collectives_of(windows: Sequence[Window]) -> list[Collective] | None:
     known = [window.collectives for window in windows if window.collectives is not None]
     most = max(known, key=lambda found: sum(one.bytes for one in found), default=None)
     return None if most is None else [Collective(**one.model_dump()) for one in most]
+
+
+def compile_s(row: Row, windows: Sequence[Window], *, step_s: float) -> float | None:
+    """Return the time that the first steps of the slowest rank took beyond as many usual steps, or None."""
+    taken_s = [window.first_steps_s for window in windows if window.first_steps_s is not None]
+    if row.settings.compile == "none" or not taken_s:
+        return None
+    return max(max(taken_s) - (row.settings.warmup_steps - 1) * step_s, 0.0)
 
 
 def apply_times(row: Row, samples: Sequence[float]) -> None:
@@ -409,9 +418,8 @@ _FIGURES = (
     "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes", "device_used_peak_bytes",
     "device_busy_pct", "peak_device_pct", "scaling_efficiency",
     "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
-    "collectives",
-    "compiled_graphs", "skipped_steps", "bubble_pct", "bubble_formula_pct", "transfers", "offload_practicality",
-    "energy_per_step_j", "tokens_per_j", "sampled", "mfu", "of_compute_only", "busy", "verdict",
+    "collectives", "compiled_graphs", "compile_s", "skipped_steps", "bubble_pct", "bubble_formula_pct", "transfers",
+    "offload_practicality", "energy_per_step_j", "tokens_per_j", "sampled", "mfu", "of_compute_only", "busy", "verdict",
 )  # fmt: skip
 
 

@@ -125,7 +125,13 @@ class JobMaker:
             rank_memory_bytes=rank_memory_bytes(self.options),
             options=configuration.options,
             network_how=configuration.network_how,
+            compile_cache=self._compile_cache(configuration),
         )
+
+    def _compile_cache(self, configuration: Configuration) -> str | None:
+        if configuration.settings.compile == "none":
+            return None
+        return str(self.scratch / f"compiled_{configuration.name}")
 
 
 def reference_strategy(configuration: Configuration) -> str:

@@ -16,11 +16,6 @@ from zerobench.results.rows import setting_text, setting_word
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import SETTINGS
 
-# What a run fills in, or decides where "auto" was asked for.
-_OF_THE_RUN = ("communicator", "verify_steps", "parameter_count")
-# How often rows are measured; a row can be measured more often than before.
-_HOW_OFTEN = ("repeats",)
-
 
 def earlier_rows(
     folder: Path, plan: Plan, *, host: Surroundings, data_digest: str | None
@@ -86,7 +81,7 @@ def machine_identity(machine: Mapping[str, Any]) -> dict[str, Any]:
 def expect_same_settings(folder: Path, configuration: Configuration, row: Row) -> None:
     then, now = row.settings.model_dump(), configuration.settings.model_dump()
     for key, setting in SETTINGS.items():
-        is_open = setting.known_after_run or key in (*_OF_THE_RUN, *_HOW_OFTEN) or now[key] == "auto"
+        is_open = setting.known_after_run or setting.free_on_resume or now[key] == "auto"
         if not is_open and then[key] != now[key]:
             raise ConfigError(
                 f"row {row.name} in {folder} was measured with {setting_word(key)} {setting_text(then[key])}, and now "

@@ -33,6 +33,13 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="The small form: CPU ranks and a small model, done within minutes.")
 ]
 
+References = Annotated[
+    bool,
+    typer.Option(
+        "--references", help="Print the figures of the recipe's published studies next to the rows'."
+    ),
+]
+
 
 @app.command("list")
 def list_recipes() -> None:
@@ -70,7 +77,13 @@ def show(
 
 
 def run(
-    context: typer.Context, name: Name = None, *, recipe: File = None, quick: Quick = False, **given: Any
+    context: typer.Context,
+    name: Name = None,
+    *,
+    recipe: File = None,
+    quick: Quick = False,
+    references: References = False,
+    **given: Any,
 ) -> None:
     """Run a recipe. Options given here win over the recipe's."""
     from functools import partial
@@ -86,11 +99,15 @@ def run(
         for asked in grids:
             asked.pop("world_size", None)
     (texts, named), *further = [merged(asked, given, named_options(context)) for asked in grids]
-    end = partial(conclude, found, console=plain_console())
+    if references and not found.studies:
+        raise ConfigError(
+            "--references has no effect: this recipe names no published study. Remove the option."
+        )
+    end = partial(conclude, found, console=plain_console(), references=references)
     start(texts, named=named, further=further, run=context.obj or partial(run_comparison, conclude=end))
 
 
-compare_command(run, first=list(inspect.signature(run, eval_str=True).parameters.values())[1:4])
+compare_command(run, first=list(inspect.signature(run, eval_str=True).parameters.values())[1:5])
 app.command("run", help=f"{run.__doc__} Exit codes are those of compare.")(run)
 
 

@@ -69,7 +69,8 @@ def chart(
         str,
         typer.Option(
             help="A numeric column of results.csv, such as tokens_per_s, step_time_ms.median, mfu.pct or "
-            "peak_device_bytes. Or loss: the loss curves of all rows of a workload."
+            "peak_device_bytes. Or loss: the loss curves of all rows of a workload; phases or memory: what the step "
+            "time or the memory of each row consists of."
         ),
     ] = "tokens_per_s",
     x: Annotated[
@@ -83,7 +84,8 @@ def chart(
     by: Annotated[
         str | None,
         typer.Option(
-            help="What lines tell apart: strategy, precision, compile or one that --x takes. Default: strategy."
+            help="What lines tell apart: strategy, precision, compile or one that --x takes. Default: strategy. "
+            "With loss, precision gives each strategy a chart with a line for each precision."
         ),
     ] = None,
     output: Annotated[
@@ -92,25 +94,16 @@ def chart(
     ] = None,
 ) -> None:
     """Draw a column of the results over a setting, a chart for each combination of the other settings."""
-    from zerobench.report.charts import write_charts
-    from zerobench.report.losses import write_loss_charts
+    from zerobench.report.drawing import draw, expect_axes
     from zerobench.results.merging import read_merged
 
-    if metric == "loss" and (x is not None or by is not None):
-        raise ConfigError(
-            f"--{'x' if x is not None else 'by'} has no effect with --metric loss, which is drawn over steps with a "
-            "line for each row. Remove the option."
-        )
+    expect_axes(metric, x, by)
     merged = read_merged(results)
     first = results[0] if results[0].is_dir() else results[0].parent
     folder = output or first / "charts"
     console = plain_console()
     try:
-        if metric == "loss":
-            paths, sentences = write_loss_charts(merged, folder)
-        else:
-            paths = write_charts(merged, folder, metric=metric, x=x or "batch", by=by or "strategy")
-            sentences = []
+        paths, sentences = draw(merged, folder, metric=metric, x=x, by=by)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot receive charts ({error.strerror or error}): give a folder to write to as --output"

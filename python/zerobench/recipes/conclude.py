@@ -8,24 +8,38 @@ from rich.console import Console
 
 from zerobench.errors import ConfigError
 from zerobench.recipes.known import KNOWN
+from zerobench.recipes.published import csv_text, pairs_of, table_text
 from zerobench.recipes.recipe import Chart, Recipe
-from zerobench.report.charts import write_charts
-from zerobench.report.losses import write_loss_charts
+from zerobench.report.drawing import draw as draw_charts
 from zerobench.results.files import cannot_be_written, write_atomically
 from zerobench.results.merging import read_merged
 from zerobench.results.schema import Results
 
 
-def conclude(recipe: Recipe, results: Results, folder: Path, *, console: Console) -> None:
-    """Write charts/ and conclusions.txt into the result folder and print the sentences and the paths."""
+def conclude(
+    recipe: Recipe, results: Results, folder: Path, *, console: Console, references: bool = False
+) -> None:
+    """Write charts/ and conclusions.txt into the result folder and print the sentences and the paths.
+
+    ``references``: also write the figures of the recipe's studies as references.csv, and print them as a table."""
     lines = sentences(recipe, results)
     path = folder / "conclusions.txt"
     try:
         write_atomically(path, "".join(f"{line}\n" for line in [recipe.question, "", *lines]).encode())
+        pairs = pairs_of(results, recipe.studies) if references else []
+        if references:
+            path = folder / "references.csv"
+            write_atomically(path, csv_text(pairs).encode())
         path = folder / "charts"
         drawn = [drawn for chart in recipe.charts for drawn in draw(chart, folder)]
     except OSError as error:
         raise cannot_be_written(path, error) from None
+    if references:
+        lines = [
+            *lines,
+            "\nPublished figures, and ours where a row has the same settings:\n",
+            table_text(pairs),
+        ]
     for line in (f"\n{recipe.question}", *lines, *map(str, drawn)):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
@@ -37,10 +51,9 @@ def sentences(recipe: Recipe, results: Results) -> list[str]:
 
 def draw(chart: Chart, folder: Path) -> list[Path]:
     """Draw a chart as `zerobench chart` does and return its files; none where no row has a value for it."""
-    found, target = read_merged([folder]), folder / "charts"
     try:
-        if chart.metric == "loss":
-            return list(write_loss_charts(found, target)[0])
-        return list(write_charts(found, target, metric=chart.metric, x=chart.x, by=chart.by))
+        return draw_charts(
+            read_merged([folder]), folder / "charts", metric=chart.metric, x=chart.x, by=chart.by
+        )[0]
     except ConfigError:  # no row has a value
         return []

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from zerobench.bench.plan.options import value_of
 from zerobench.errors import ConfigError, did_you_mean
 from zerobench.recipes.known import KNOWN
+from zerobench.recipes.references import read_references
+from zerobench.report.drawing import expect_axes, expect_metric
 from zerobench.results.setting_values import typed
 from zerobench.results.settings import OPTIONS, Takes, flag_of
 
@@ -36,8 +38,17 @@ class Chart(_Part):
     """A chart, with the values that the options of `zerobench chart` take."""
 
     metric: str
-    x: str = "batch"
-    by: str = "strategy"
+    x: str | None = None
+    by: str | None = None
+
+    @model_validator(mode="after")
+    def _can_be_drawn(self) -> Chart:
+        try:
+            expect_metric(self.metric)
+            expect_axes(self.metric, self.x, self.by)
+        except ConfigError as error:  # which names options
+            raise ValueError(str(error).replace("--", "")) from None
+        return self
 
 
 class Recipe(_Part):
@@ -51,6 +62,8 @@ class Recipe(_Part):
     form."""
     charts: list[Chart] = []
     conclude: list[str] = []
+    studies: list[str] = []
+    """Published studies that `--references` puts next to the rows, as references.csv names them."""
 
     @field_validator("options", "quick")
     @classmethod
@@ -73,6 +86,15 @@ class Recipe(_Part):
         for name in names:
             if name not in KNOWN:
                 raise ValueError(f"{name!r} is unknown: use some of {', '.join(KNOWN)}")
+        return names
+
+    @field_validator("studies")
+    @classmethod
+    def _are_published(cls, names: list[str]) -> list[str]:
+        known = list(dict.fromkeys(reference.study for reference in read_references())) if names else []
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{name!r} is unknown: use some of {'; '.join(known)}")
         return names
 
     def grids(self, *, quick: bool, most_ranks: int) -> list[Texts]:

@@ -2,80 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
+from zerobench.report.paces import Pace, doubt_text, pace, rate, times_text
+from zerobench.report.phases import phases_pct
+from zerobench.report.speed_conclusions import (
+    accumulation_speed,
+    compile_payback,
+    compile_speed,
+    precision_speed,
+    run_spread,
+    scaling_efficiency,
+)
 from zerobench.results.comparing import BASELINE_POINT, plain_twin
-from zerobench.results.rows import by_workload, has_peak, is_ranked, step_rate, tokens_per_step
+from zerobench.results.rows import by_workload, fastest, has_peak, is_ranked
 from zerobench.results.schema import Results, Row
-from zerobench.results.settings import SETTINGS
 from zerobench.results.sizes import bytes_text, join_words, rate_text
 from zerobench.strategies.catalogue import FLOOR, OURS
 
 NEAR = 1.10  # saving memory is worth this much time
 NOTABLE_SAVING = 0.05  # of the peak, from which a row is said to need less
-BENDS_BELOW = 0.80  # of the speed of a rank alone
-_TOLD_BY_RUN = tuple(key for key, setting in SETTINGS.items() if setting.known_after_run)
-
-
-def series(rows: Iterable[Row], *varying: str) -> list[list[Row]]:
-    """Return measured rows in groups of one strategy whose settings differ in nothing but ``varying``."""
-    groups: dict[str, list[Row]] = {}
-    left_out = {*varying, *_TOLD_BY_RUN}
-    for row in rows:
-        if row.status == "ok" and row.strategy != FLOOR and step_rate(row) is not None:
-            kept = {key: value for key, value in row.settings.model_dump().items() if key not in left_out}
-            groups.setdefault(repr((row.strategy, sorted(kept.items()))), []).append(row)
-    return list(groups.values())
-
-
-def precision_speed(results: Results) -> list[str]:
-    """Return such as "fp16 is 3.1 times fp32 at batch 32, sequence 128"."""
-    found: dict[tuple[Any, ...], list[float]] = {}
-    for rows in series(results.rows, "precision", "tf32"):
-        base = next((row for row in rows if row.settings.precision == "fp32"), None)
-        for row in rows:
-            if base is not None and row is not base:
-                key = (row.settings.precision, row.settings.batch_size, row.settings.seq_length)
-                found.setdefault(key, []).append(_rate(row) / _rate(base))
-    return [
-        f"{precision} is {_times(ratios)} fp32 at batch {batch}, sequence {seq}."
-        for (precision, batch, seq), ratios in found.items()
-    ]
-
-
-def compile_speed(results: Results) -> list[str]:
-    """Return such as "zero3 compiled by block is 1.2 to 1.4 times eager"."""
-    found: dict[tuple[str, str], list[float]] = {}
-    for rows in series(results.rows, "compile"):
-        base = next((row for row in rows if row.settings.compile == "none"), None)
-        for row in rows:
-            if base is not None and row is not base:
-                found.setdefault((row.strategy, row.settings.compile), []).append(_rate(row) / _rate(base))
-    return [
-        f"{strategy} with --compile {mode} is {_times(ratios)} eager."
-        for (strategy, mode), ratios in found.items()
-    ]
-
-
-def accumulation_speed(results: Results) -> list[str]:
-    """Return what accumulation gains in tokens a second, and what it saves on the wire."""
-    texts = []
-    for rows in series(results.rows, "grad_accum", "batch_size"):
-        rows = sorted(rows, key=lambda row: (row.settings.grad_accum, -row.settings.batch_size))
-        first, last = rows[0], rows[-1]
-        if first.settings.grad_accum == last.settings.grad_accum:
-            continue
-        text = (
-            f"{last.strategy} with accumulation {last.settings.grad_accum} is {_times([_rate(last) / _rate(first)])} "
-            f"accumulation {first.settings.grad_accum}"
-        )
-        if first.communication_bytes and last.communication_bytes:
-            wires = [row.communication_bytes / tokens_per_step(row) for row in (first, last)]  # type: ignore[operator]
-            text += f", with {wires[1]:,.0f} bytes on the wire a token instead of {wires[0]:,.0f}"
-        texts.append(f"{text}.")
-    return texts
 
 
 def offload_cost(results: Results) -> list[str]:
@@ -87,9 +34,10 @@ def offload_cost(results: Results) -> list[str]:
         )
         if plain is None or not has_peak(row) or not has_peak(plain):
             continue
-        ratio = _rate(plain) / _rate(row)
-        text = f"{row.strategy} with {row.settings.offload} takes {ratio:.1f} times the step time without offload"
-        texts.append(f"{text} and {_saving_text(row, plain)}{_tiers_text(row)}.")
+        paces = [pace(plain, row)]
+        text = f"{row.strategy} with {row.settings.offload} takes {times_text(paces)} the step time without offload"
+        text += f"{doubt_text(paces)} and {_saving_text(row, plain)}"
+        texts.append(f"{text}{_waits_text(row)}{_tiers_text(row)}.")
     return texts
 
 
@@ -97,7 +45,7 @@ def largest(results: Results) -> list[str]:
     """Return the largest value that --find found for each row."""
     found = [(row, row.search) for row in results.rows if row.status == "ok" and row.search is not None]
     return [
-        f"{_who(row)} fits {search.setting} {search.largest} at most, at {rate_text(_rate(row))} tokens/s."
+        f"{_who(row)} fits {search.setting} {search.largest} at most, at {rate_text(rate(row))} tokens/s."
         for row, search in found
         if search.largest is not None and row.strategy != FLOOR
     ]
@@ -127,8 +75,8 @@ def _why_it_pays(row: Row, lower: Sequence[Row]) -> str | None:
     if not rivals or not has_peak(row):
         return None
     least = min(rivals, key=_peak)
-    slower = max(_rate(other) for other in rivals) / _rate(row)
-    if slower > NEAR or _peak(row) > (1 - NOTABLE_SAVING) * _peak(least):
+    slower = max((pace(other, row) for other in rivals), key=lambda found: found.value)
+    if slower.value > NEAR or _peak(row) > (1 - NOTABLE_SAVING) * _peak(least):
         return None
     return f"it {_saving_text(row, least)} compared with stage {least.stage}, {_cost_text(slower)}"
 
@@ -150,7 +98,7 @@ def ladder(results: Results) -> list[str]:
     texts = []
     for rows in _ladders(results):
         for above, below in pairwise(rows):
-            slower = _rate(above) / _rate(below)
+            slower = pace(above, below)
             texts.append(
                 f"{_who(below)} after {_who(above)} {_saving_text(below, above)}, {_cost_text(slower)}."
             )
@@ -164,15 +112,16 @@ def next_step(results: Results) -> list[str]:
         known = [row for row in rows if is_ranked(row) and has_peak(row)]
         if not known:
             continue
-        best = max(known, key=lambda row: (_rate(row), row.name))
+        best = fastest(known)
+        assert best is not None
         smaller = [
             row
             for row in known
             if _peak(row) <= (1 - NOTABLE_SAVING) * _peak(best) and _does_as_much(row, best)
         ]
-        if smaller:
-            following = max(smaller, key=lambda row: (_rate(row), row.name))
-            cost = _cost_text(_rate(best) / _rate(following))
+        following = fastest(smaller)
+        if following is not None:
+            cost = _cost_text(pace(best, following))
             texts.append(
                 f"When memory runs out with {_who(best)}, take {_who(following)} next: it "
                 f"{_saving_text(following, best)}, {cost}."
@@ -180,43 +129,11 @@ def next_step(results: Results) -> list[str]:
     return texts
 
 
-def scaling_efficiency(results: Results) -> list[str]:
-    """Return the speed that a rank keeps with more ranks, weak and strong, and where that bends."""
-    weak = series(results.rows, "world_size", "threads_per_rank")
-    strong: list[list[Row]] = []
-    for rows in series(results.rows, "world_size", "batch_size", "threads_per_rank"):
-        for tokens in sorted({tokens_per_step(row) for row in rows}):
-            strong.append([row for row in rows if tokens_per_step(row) == tokens])
-    texts = []
-    for word, groups in (("weak", weak), ("strong", strong)):
-        for rows in groups:
-            texts += _scaling_text(word, sorted(rows, key=lambda row: row.settings.world_size))
-    return texts
-
-
-def _scaling_text(word: str, rows: Sequence[Row]) -> list[str]:
-    first, last = rows[0], rows[-1]
-    if first.settings.world_size == last.settings.world_size:
-        return []
-
-    def kept(row: Row) -> float:
-        return _rate(row) / row.settings.world_size / (_rate(first) / first.settings.world_size)
-
-    batch = (
-        f"batch {last.settings.batch_size}" if word == "weak" else f"{tokens_per_step(last):,} tokens a step"
-    )
-    text = (
-        f"{last.strategy} keeps {100 * kept(last):.0f} % of the speed of a rank from {first.settings.world_size} to "
-        f"{last.settings.world_size} ranks ({word} scaling, {batch})"
-    )
-    bend = next((row for row in rows if kept(row) < BENDS_BELOW), None)
-    return [f"{text}; it bends at {bend.settings.world_size}." if bend is not None else f"{text}."]
-
-
 CONCLUSIONS: dict[str, Callable[[Results], list[str]]] = {
     function.__name__: function
     for function in (
         accumulation_speed,
+        compile_payback,
         compile_speed,
         ladder,
         largest,
@@ -224,6 +141,7 @@ CONCLUSIONS: dict[str, Callable[[Results], list[str]]] = {
         next_step,
         offload_cost,
         precision_speed,
+        run_spread,
         scaling_efficiency,
         stage_pays,
     )
@@ -246,12 +164,6 @@ def _ladders(results: Results) -> list[list[Row]]:
     return found
 
 
-def _rate(row: Row) -> float:
-    rate = step_rate(row)
-    assert rate is not None
-    return rate
-
-
 def _peak(row: Row) -> int:
     assert row.peak_device_bytes
     return row.peak_device_bytes
@@ -266,11 +178,6 @@ def _who(row: Row) -> str:
     return row.strategy if row.settings.offload == "none" else f"{row.strategy} with {row.settings.offload}"
 
 
-def _times(ratios: Sequence[float]) -> str:
-    low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
-    return f"{low} times" if low == high else f"{low} to {high} times"
-
-
 def _saving_text(row: Row, other: Row) -> str:
     saved = _peak(other) - _peak(row)
     if saved <= 0:
@@ -278,9 +185,23 @@ def _saving_text(row: Row, other: Row) -> str:
     return f"saves {bytes_text(saved)} ({100 * saved / _peak(other):.0f} %) of the device's peak"
 
 
-def _cost_text(slower: float) -> str:
-    percent = 100 * (slower - 1)
-    return f"for {percent:.0f} % more time" if percent >= 1 else "for no more time"
+def _cost_text(slower: Pace) -> str:
+    percent = 100 * (slower.value - 1)
+    if percent < 1:
+        return "for no more time"
+    doubt = "within noise" if slower.is_noise else "measured on a busy machine" if slower.is_busy else ""
+    return f"for {percent:.0f} % more time{f' ({doubt})' if doubt else ''}"
+
+
+def _waits_text(row: Row) -> str:
+    """Return how much of an offloaded step only waits for what moves."""
+    shares = phases_pct(row)
+    waits = [
+        f"{shares[phase]:.0f} % for {word}"
+        for phase, word in (("exposed_offload", "transfers"), ("exposed_io", "files"))
+        if phase in shares
+    ]
+    return f"; of a step it waits {join_words(waits)}" if waits else ""
 
 
 def _tiers_text(row: Row) -> str:

@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -82,6 +82,30 @@ def _list_columns(kind: type[BaseModel], prefix: str = "") -> set[str]:
 
 def _is_dict(annotation: Any) -> bool:
     return any(get_origin(kind) is dict for kind in (annotation, *get_args(annotation)))
+
+
+def is_numeric_column(name: str) -> bool:
+    """Whether a row of this version can have a number in the column."""
+    kind: type[BaseModel] = Row
+    parts = name.split(".")
+    for place, part in enumerate(parts, 1):
+        if part not in kind.model_fields:
+            return False
+        annotation = kind.model_fields[part].annotation
+        nested = _model_of(annotation)
+        if nested is None:
+            is_last = place == len(parts)
+            return not is_last if _is_dict(annotation) else is_last and _is_number(annotation)
+        kind = nested
+    return False
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether an annotation such as ``float | None`` takes a number."""
+    if get_origin(annotation) is list:
+        return False
+    kinds = (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in get_args(annotation))
+    return any(kind in (int, float) for kind in (annotation, *kinds))
 
 
 def load(path: AnyPath | Iterable[AnyPath], *more: AnyPath) -> pandas.DataFrame:

@@ -15,8 +15,9 @@ from zerobench.report.notes import trained
 from zerobench.report.series import source_text
 from zerobench.report.style import GRID, as_is, head, shortened, style_axes, subtitle
 from zerobench.results.merging import Merged
-from zerobench.results.rows import by_workload, row_labels, workload_heads
+from zerobench.results.rows import by_workload, flat_settings, row_labels, workload_heads
 from zerobench.results.schema import Row
+from zerobench.results.settings import SETTINGS
 from zerobench.strategies.catalogue import FLOOR, REFERENCE
 
 if TYPE_CHECKING:
@@ -37,9 +38,10 @@ class LargestDeviation(NamedTuple):
 
 
 def write_loss_charts(
-    merged: Sequence[Merged], folder: str | os.PathLike[str]
+    merged: Sequence[Merged], folder: str | os.PathLike[str], *, by_precision: bool = False
 ) -> tuple[list[Path], list[str]]:
-    """Draw the loss curves of each workload as PNG and SVG into ``folder`` (made if missing).
+    """Draw the loss curves of each workload as PNG and SVG into ``folder`` (made if missing). ``by_precision``: one
+    chart a strategy instead, with a curve for each precision.
 
     Returns the paths, and sentences that state the largest deviations. Raises ConfigError where no row has losses, and
     OSError."""
@@ -53,15 +55,17 @@ def write_loss_charts(
         raise ConfigError(
             "no ok row has losses, so there is no curve to draw: `zerobench show` says why rows failed"
         )
-    workloads = by_workload(rows)
-    heads = workload_heads([alike[0] for alike in workloads])
+    charts = _of_precisions(rows) if by_precision else by_workload(rows)
+    firsts = [alike[0] for alike in charts]
+    heads = row_labels(firsts) if by_precision else workload_heads(firsts)
     paths: list[Path] = []
     sentences: list[str] = []
-    for alike, words in zip(workloads, heads, strict=True):
+    for alike, words in zip(charts, heads, strict=True):
         labels = _labels(alike, sources)
-        told = deviation_text(alike, labels)
+        told = deviation_text(alike, labels, [alike] if by_precision else _of_equal_tokens(alike))
         sentences.append(f"{words}: {told}" if words else told)
-        name = file_name(f"loss_{words}") if words else "loss"
+        stem = "loss_by_precision" if by_precision else "loss"
+        name = file_name(f"{stem}_{words}") if words else stem
         if any(path.stem == name for path in paths):
             name = f"{name}_{len(paths)}"
         paths += save(loss_figure(alike, labels, told), Path(folder), name)
@@ -98,13 +102,30 @@ def largest_deviation(rows: Sequence[Row]) -> LargestDeviation | None:
     return max(found, key=lambda each: each.share, default=None)
 
 
-def deviation_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
-    """Return a sentence on the largest deviation among rows that saw the same tokens."""
-    names = {id(row): label for row, label in zip(rows, labels, strict=True)}
+def _of_equal_tokens(rows: Sequence[Row]) -> list[list[Row]]:
     groups: dict[object, list[Row]] = {}
     for row in rows:
         groups.setdefault(trained(row), []).append(row)
-    found = [worst for group in groups.values() if (worst := largest_deviation(group))]
+    return list(groups.values())
+
+
+def _of_precisions(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return rows in groups that differ in nothing but precision, the reference in front: fp32 where it is there."""
+    groups: dict[object, list[Row]] = {}
+    for row in rows:
+        settings = {
+            key: value
+            for key, value in flat_settings(row).items()
+            if key != "tf32" and not (key in SETTINGS and SETTINGS[key].known_after_run)
+        }
+        groups.setdefault(repr((row.strategy, sorted({**settings, "precision": ""}.items()))), []).append(row)
+    return [sorted(group, key=lambda row: row.settings.precision != "fp32") for group in groups.values()]
+
+
+def deviation_text(rows: Sequence[Row], labels: Sequence[str], groups: Sequence[Sequence[Row]]) -> str:
+    """Return a sentence on the largest deviation within groups of rows that saw the same tokens."""
+    names = {id(row): label for row, label in zip(rows, labels, strict=True)}
+    found = [worst for group in groups if (worst := largest_deviation(group))]
     if not found:
         return "No two rows saw the same tokens, so losses are not compared."
     worst = max(found, key=lambda each: each.share)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zerobench.host.network import NATIVE, Link, parse_network
-from zerobench.report.conclusions import series
 from zerobench.report.network_facts import network_of, speed_of
 from zerobench.report.network_model import Costs, costs_of
+from zerobench.report.speed_conclusions import series
 from zerobench.results.schema import Row
 from zerobench.results.settings import Settings
 from zerobench.results.stats import median

@@ -92,9 +92,7 @@ class _Placed(NamedTuple):
 def charts_of(merged: Sequence[Merged], *, metric: str, x: str, by: str) -> list[Chart]:
     """Return the charts of a numeric column, one for each combination of the settings that neither is on an axis nor
     tells lines apart. Only ok rows have values; rows out of memory are marked. Raises ConfigError."""
-    x_key, by_key = _key_of("--x", x, X_AXES), _key_of("--by", by, SERIES)
-    if x_key == by_key:
-        raise ConfigError(f"--x and --by are both {x}: give two different settings")
+    x_key, by_key = axis_keys(x, by)
     rows = [row for found in merged for row in found.results.rows]
     expect_numeric(metric, [flat_row(row) for row in rows if row.status == "ok"], or_else="loss, or ")
     placed = [
@@ -127,6 +125,14 @@ def charts_of(merged: Sequence[Merged], *, metric: str, x: str, by: str) -> list
         for group in groups.values()
         if any(each.value is not None for each in group)
     ]
+
+
+def axis_keys(x: str, by: str) -> tuple[str, str]:
+    """Return the settings of ``--x`` and ``--by``. Raise ConfigError that names what is allowed."""
+    x_key, by_key = _key_of("--x", x, X_AXES), _key_of("--by", by, SERIES)
+    if x_key == by_key:
+        raise ConfigError(f"--x and --by are both {x}: give two different settings")
+    return x_key, by_key
 
 
 def source_text(sources: Sequence[str]) -> str:

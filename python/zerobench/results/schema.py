@@ -241,6 +241,8 @@ class Row(ResultModel):
     bubble_pct: float | None = None
     bubble_formula_pct: float | None = None
     compiled_graphs: float | None = None  # executed per step
+    # Of a compiled row: what its first steps took beyond as many median steps, with an empty cache.
+    compile_s: ZeroOrMore | None = None
     # In fp16: whose update overflow skipped, of measured steps and each window's last warm-up.
     skipped_steps: int | None = None
     energy_per_step_j: float | None = None  # of all GPUs of the row together

@@ -138,6 +138,9 @@ class Setting:
     """Whether other settings may decide it: labels give it only to rows that nothing else tells apart."""
     known_after_run: bool = False
     """Whether a row that did not run says nothing about it."""
+    free_on_resume: bool = False
+    """Whether a row of an earlier comparison may have another value: a run fills it in, or a row can be measured more
+    often than before."""
     quiet: bool = False
     """Whether the settings line leaves it out."""
     speaks_for_itself: bool = False
@@ -166,7 +169,9 @@ class Settings(ResultModel):
     model_config_resolved: Annotated[dict[str, Any], Setting(changes=Changes.RESULT, quiet=True)] = Field(
         default_factory=dict
     )
-    parameter_count: Annotated[int | None, Setting(changes=Changes.NOTHING, follows=True, quiet=True)] = None
+    parameter_count: Annotated[int | None, Setting(
+        changes=Changes.NOTHING, follows=True, free_on_resume=True, quiet=True,
+    )] = None
     world_size: Annotated[Number, Setting(
         changes=Changes.MICRO_BATCHES | Changes.BITS | Changes.STEP, is_as_asked=False, word="ranks", leads=True,
         suffix="{ranks}{value}", name_at=2,
@@ -327,7 +332,7 @@ class Settings(ResultModel):
         ),
     )] = 5
     repeats: Annotated[Number | Literal["auto"], Setting(
-        changes=Changes.NOTHING, off=1,
+        changes=Changes.NOTHING, off=1, free_on_resume=True,
         option=Option(
             convert=run_num, default="1", help_at=270,
             help="Measure every row this many times, interleaved, in fresh processes. auto: until --ratio-precision is "
@@ -342,7 +347,7 @@ class Settings(ResultModel):
             "0 measures each row alone only.",
         ),
     )] = 0
-    verify_steps: Annotated[int, Setting(changes=Changes.NOTHING, word="verified steps")] = 0
+    verify_steps: Annotated[int, Setting(changes=Changes.NOTHING, word="verified steps", free_on_resume=True)] = 0
     seed: Annotated[int, Setting(
         changes=Changes.RESULT,
         option=Option(convert=int, default=0, help_at=330, help="Of weights and data."),

@@ -115,6 +115,8 @@ class BuiltIn(Facts):
     """Whether all others are verified against it. It runs on one rank, at one placement of state."""
     is_floor: bool = False
     """Whether it is forward and backward alone: a limit to hold rows against, not a way to train."""
+    eager_form: str | None = None
+    """Name of the strategy that does the same uncompiled, where it always compiles."""
     deepspeed_file: Literal["plain", "super_offload", "deepcompile"] | None = None
     """The kind of DeepSpeed's configuration files (``--config``) that run as this row; a plain one at its stage."""
 
@@ -151,7 +153,8 @@ def _deepspeed(name: str, place: str, *, stage: int, **facts: Any) -> BuiltIn:
 
 
 def _deepcompile(name: str, class_name: str, **facts: Any) -> BuiltIn:
-    return _deepspeed(name, f"deepcompile:{class_name}", stage=3, compiles_whole=True, **facts)
+    place = f"deepcompile:{class_name}"
+    return _deepspeed(name, place, stage=3, compiles_whole=True, eager_form="deepspeed3", **facts)
 
 
 def _megatron(stage: int) -> BuiltIn:
@@ -277,6 +280,12 @@ def available() -> list[str]:
 def tool_of(name: str) -> Tool:
     """Return what trains the rows of a strategy."""
     return CATALOGUE[name].tool if name in CATALOGUE else Tool.OTHER
+
+
+def eager_form(name: str) -> str:
+    """Return the strategy that does the same uncompiled: another one where it always compiles."""
+    row = CATALOGUE.get(name)
+    return (row and row.eager_form) or name
 
 
 def known_facts(name: str) -> Facts:

@@ -7,9 +7,11 @@ recompilations are an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -31,6 +33,26 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         else:
             blocks += repeated_blocks(child)
     return blocks
+
+
+@contextmanager
+def cache_in(folder: Path) -> Iterator[None]:
+    """Compile into ``folder`` (made if missing) and find there alone what was compiled before."""
+    from torch._inductor.utils import clear_caches
+
+    folder.mkdir(exist_ok=True)
+    places = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    before = {name: os.environ.get(name) for name in places}
+    clear_caches()  # of this process, which may have compiled for verification
+    os.environ.update(places)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class Compiler:

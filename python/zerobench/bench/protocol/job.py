@@ -39,6 +39,8 @@ class Job(_Message):
     network_how: Literal["shaped", "paced"] | None = (
         None  # what makes settings.network; None: it is not slowed
     )
+    # Folder of the row for what torch.compile makes, empty before the first run; not of the verification pass.
+    compile_cache: str | None = None
     # Asks for turns, in place of both passes: ranks train a window of so many steps at each order.
     steps_per_window: int | None = None
 
@@ -140,6 +142,7 @@ class MovedCollective(_Message):
 class Window(_Message):
     """One rank's measured window."""
 
+    first_steps_s: float | None = None  # the warm-up steps before the last, to the end of their work
     step_times_ms: list[float]
     losses: list[float]
     began_s: float  # time.time()

@@ -31,14 +31,18 @@ def measure(
 ) -> Window:
     """Train and time. Batches are made and placed beforehand, so that reading data is in nobody's time. ``built`` is
     called once steps have made whatever a strategy makes in its first one. Collective."""
+    began_s = time.perf_counter()
     for step, batches in enumerate(warmup[:-1]):
         strategy.step(batches)
         tick("warm-up", step + 1)
+    first_steps_s = time.perf_counter() - began_s
     built()
     with only_new_garbage():
         # Before the last step, so that the window begins as steps of training do: with that step's work under way.
+        began_s = time.perf_counter()
         strategy.settle()
         meter.settle()
+        first_steps_s += time.perf_counter() - began_s
         energy_before_j = meter.energy_j()
         applied_before = strategy.applied_steps()
         for batches in warmup[-1:]:
@@ -72,6 +76,7 @@ def measure(
     schedule = strategy.schedule_times()
     collectives = strategy.collectives() if profile and strategy.settings.world_size > 1 else None
     return Window(
+        first_steps_s=first_steps_s if len(warmup) > 1 else None,
         step_times_ms=step_times_ms,
         losses=[float(loss) for loss in losses],
         began_s=began_s,

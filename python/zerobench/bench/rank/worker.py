@@ -9,6 +9,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from zerobench.results.schema import RowDtypes
 from zerobench.results.settings import SETTINGS
 from zerobench.results.sizes import GIB
 from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, Strategy, StrategySettings
+from zerobench.strategies.compiled import cache_in
 
 
 @dataclass(kw_only=True)
@@ -46,6 +48,7 @@ class Place:
     ports: tuple[str, ...]  # one a pass
     machine: MachinePlace
     binding: Binding | None = None
+    scratch: Path | None = None  # for temporary files, removed with the comparison
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Place:
@@ -66,8 +69,8 @@ def run_rank(request: dict[str, Any], *, report_fd: int) -> int:
         report_fd, device=request["settings"]["device"], rank_memory_bytes=request["rank_memory_bytes"]
     )
     place = Place.from_environment(os.environ)
-    scratch = Path(request.pop("scratch"))
-    stack = (scratch / f"stack.{place.rank}").open("w")
+    place.scratch = Path(request.pop("scratch"))
+    stack = (place.scratch / f"stack.{place.rank}").open("w")
     # A stalled rank is asked where it is.
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     try:
@@ -190,6 +193,17 @@ def open_strategy(
         strategy.close()
 
 
+def compile_cache(job: Job, place: Place) -> AbstractContextManager[object]:
+    """Around passes that are timed: the row's own cache, so that its first run says what compiling takes."""
+    if job.compile_cache is None:
+        return contextlib.nullcontext()
+    folder = Path(job.compile_cache)
+    # Of another host the folder of the command is not there.
+    return cache_in(
+        folder if folder.parent.is_dir() or place.scratch is None else place.scratch / folder.name
+    )
+
+
 def model_factory(config: Mapping[str, Any], seed: int) -> ModelFactory:
     return partial(models.build, models.from_dict(config), seed)
 
@@ -297,7 +311,10 @@ def measured(
     )
     validation = meter.place([held_out])[0]
     build = model_factory(job.model, job.settings.seed)
-    with open_strategy(strategy_class, settings, build, channel, meter) as (strategy, limit):
+    with (
+        compile_cache(job, place),
+        open_strategy(strategy_class, settings, build, channel, meter) as (strategy, limit),
+    ):
         channel.tick("warm-up", 0)
         window = measure.measure(
             strategy,
@@ -342,7 +359,10 @@ def in_turn(
     warmup_steps = job.settings.warmup_steps
     steps = meter.place([of_step(step) for step in range(warmup_steps + job.settings.num_steps)])
     build = model_factory(job.model, job.settings.seed)
-    with open_strategy(strategy_class, settings, build, channel, meter) as (strategy, limit):
+    with (
+        compile_cache(job, place),
+        open_strategy(strategy_class, settings, build, channel, meter) as (strategy, limit),
+    ):
         channel.tick("warm-up", 0)
         turns.take_turns(
             strategy,
