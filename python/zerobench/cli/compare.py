@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COMPARE_HELP = (
     "Verify and measure strategies side by side.\n\n"
-    "These take comma lists, whose combinations are compared (--batch-size 4,8 --stages 0,3): "
+    "These options accept comma-separated lists, and all combinations are compared (--batch-size 4,8 --stages 0,3): "
     f"{', '.join(flag_of(key) for key, option in OPTIONS.items() if option.takes.is_list)}.\n\n"
     "Exit code: 0 when every row is ok, oom or skipped and at least one is ok; 1 when a row is wrong or failed, or "
     "none is ok; 2 when the command cannot start as given; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, with "
@@ -35,10 +35,14 @@ def compare(context: typer.Context, **given: Any) -> None:
 
 
 def start(
-    given: Mapping[str, Any], *, named: frozenset[str], run: Callable[..., int] | None = None
+    given: Mapping[str, Any],
+    *,
+    named: frozenset[str],
+    further: Sequence[tuple[Mapping[str, Any], frozenset[str]]] = (),
+    run: Callable[..., int] | None = None,
 ) -> NoReturn:
-    """Plan a comparison, run it, and raise the exit code. ``named``: flags that were given. ``run``: does something
-    else with the plan than running it."""
+    """Plan a comparison, run it, and raise the exit code. ``named``: flags that were given. ``further``: the same of
+    grids whose rows join. ``run``: does something else with the plan than running it."""
     from zerobench import _native
     from zerobench.bench.disk_notes import disk_warnings, tuned_notes
     from zerobench.bench.dry_run import dry_run
@@ -56,7 +60,11 @@ def start(
     if started is not None and started.rank != 0:
         raise typer.Exit(follow(started))
     options = options_of(given, started, named=named)
-    plan = make_plan(options, given_world_size=started.world_size if started else None)
+    plan = make_plan(
+        options,
+        further=[options_of(texts, started, named=flags) for texts, flags in further],
+        given_world_size=started.world_size if started else None,
+    )
     plan.warnings.extend(tuned_notes(plan.configurations))
     gpu_name = options.gpus[0].name if options.gpus else None
     plan.warnings.extend(
@@ -162,7 +170,7 @@ def expect_working_folder() -> None:
         os.getcwd()
     except OSError:
         raise ConfigError(
-            "the working folder is gone, and ranks start there: change to one that exists"
+            "the working directory no longer exists, and ranks start in it: change to one that exists"
         ) from None
 
 

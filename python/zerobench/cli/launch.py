@@ -25,7 +25,7 @@ def run_launch(
             f"--write {write} is unknown: {did_you_mean(write, WRITERS)}known: {', '.join(WRITERS)}"
         )
     if not 0 < port < 1 << 16:
-        raise ConfigError(f"--port {port} is no TCP port: use one from 1 to 65535")
+        raise ConfigError(f"--port {port} is not a TCP port: use one from 1 to 65535")
     hosts = read_hostfile(hostfile)
     if write is not None:
         typer.echo(WRITERS[write](hosts, command, gpu=gpu, image=image), nl=False)

@@ -18,6 +18,8 @@ import typer
 from zerobench import __version__
 from zerobench.cli.advise import advise
 from zerobench.cli.compare import COMPARE_HELP, compare
+from zerobench.cli.diff import diff
+from zerobench.cli.network import network
 from zerobench.cli.report import report
 from zerobench.cli.results import chart, show
 from zerobench.errors import ConfigError, DataError, Error
@@ -61,9 +63,11 @@ def root(
 
 app.command(help=COMPARE_HELP)(compare)
 app.command()(report)
+app.command()(diff)
 app.command()(show)
 app.command()(chart)
 app.command()(advise)
+app.command()(network)
 
 
 @app.command()
@@ -152,7 +156,9 @@ def launch(
     write: Annotated[
         str | None, typer.Option(help=f"Print a job file instead: {', '.join(WRITERS)}.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Where ranks meet, on the first host.")] = 29500,
+    port: Annotated[
+        int, typer.Option(help="TCP port of the first host at which ranks find each other.")
+    ] = 29500,
     gpu: Annotated[str, typer.Option(help="The kind of GPU that a job file asks for, such as H100.")] = "",
     image: Annotated[str, typer.Option(help="The container image of --write kubeflow.")] = "",
 ) -> None:
@@ -253,7 +259,7 @@ def expect_text(arguments: Sequence[str]) -> None:
     for argument in arguments:
         if any("\udc80" <= character <= "\udcff" for character in argument):
             fail(
-                f"the argument {argument} is no text in this locale's encoding ({sys.getfilesystemencoding()}): give "
+                f"the argument {argument} is not text in this locale's encoding ({sys.getfilesystemencoding()}): give "
                 "another name, or set LC_ALL=C.UTF-8 if it is UTF-8",
                 2,
             )

@@ -30,7 +30,7 @@ def named_row(results: Results, name: str) -> Row:
     (row,) = found
     if row.strategy in _NOT_A_CHOICE:
         raise DataError(
-            f"row {name} is {row.strategy}, which is no way to train on several ranks: name another row"
+            f"row {name} is {row.strategy}, which does not train on several ranks: name another row"
         )
     if row.status != "ok":
         raise DataError(f"row {name} is {row.status} ({row.error}): name a row that is ok")
@@ -41,7 +41,7 @@ def default_row(results: Results) -> Row:
     workloads = by_workload(results.rows)
     if len(workloads) > 1:
         raise DataError(
-            f"the results hold {len(workloads)} workloads, so none of their rows is the fastest: name one, as in "
+            f"the results hold {len(workloads)} workloads, so no row is the fastest of all: name one, as in "
             f"RESULTS#{results.rows[0].name}"
         )
     candidates = [row for row in results.rows if row.strategy not in _NOT_A_CHOICE]

@@ -3,7 +3,7 @@
     import zerobench.report
     frame = zerobench.report.load("results/compare_20250101_120000")
 
-``docs/metrics.md`` derives every figure.
+``docs/reference/metrics.md`` derives every figure.
 """
 
 from __future__ import annotations

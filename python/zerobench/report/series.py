@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zerobench.errors import ConfigError
 from zerobench.report.frame import flat_row
+from zerobench.report.network_facts import speed_of
 from zerobench.results.merging import Merged
 from zerobench.results.rows import flat_settings, is_known, setting_text, varying_settings
 from zerobench.results.schema import Row
@@ -23,6 +24,7 @@ X_AXES = {
     "model": "model",
     "layers": "model_config_resolved.num_layers",
     "offload": "offload",
+    "network": "network",
 }
 """Settings that may be the horizontal axis: word for ``--x``, and dotted key."""
 SERIES = {"strategy": "strategy", "precision": "precision", "compile": "compile", **X_AXES}
@@ -94,7 +96,7 @@ def charts_of(merged: Sequence[Merged], *, metric: str, x: str, by: str) -> list
     if x_key == by_key:
         raise ConfigError(f"--x and --by are both {x}: give two different settings")
     rows = [row for found in merged for row in found.results.rows]
-    expect_numeric(metric, rows)
+    expect_numeric(metric, [flat_row(row) for row in rows if row.status == "ok"], or_else="loss, or ")
     placed = [
         _Placed(
             row, source_text(found.sources) if len(merged) > 1 else "", _number(flat_row(row).get(metric))
@@ -138,13 +140,13 @@ def _key_of(option: str, word: str, known: dict[str, str]) -> str:
     return known[word]
 
 
-def expect_numeric(metric: str, rows: Iterable[Row]) -> None:
-    """Raise ConfigError unless ``metric`` is a column with a number in at least one ok row."""
+def expect_numeric(metric: str, flats: Iterable[Mapping[str, Any]], *, or_else: str = "") -> None:
+    """Raise ConfigError unless ``metric`` is a column with a number in at least one of the flat rows.
+
+    ``or_else`` is what the option takes besides columns, as the message has it."""
     found: dict[str, None] = {}
-    for row in rows:
-        if row.status == "ok":
-            flat = flat_row(row)
-            found.update({key: None for key, value in flat.items() if _number(value) is not None})
+    for flat in flats:
+        found.update({key: None for key, value in flat.items() if _number(value) is not None})
     if metric in found:
         return
     columns = [key for key in found if not key.startswith("settings.")]
@@ -156,7 +158,7 @@ def expect_numeric(metric: str, rows: Iterable[Row]) -> None:
     near += [key for key in columns if metric.lower() in key.lower() and key not in near]
     hint = f" Did you mean {' or '.join(near[:5])}?" if near else ""
     raise ConfigError(
-        f"--metric {metric!r} is not a numeric column of these results.{hint} Give loss, or one of: "
+        f"--metric {metric!r} is not a numeric column of these results.{hint} Give {or_else}one of: "
         f"{', '.join(columns)}"
     )
 
@@ -171,11 +173,14 @@ def value_of(row: Row, key: str) -> Any:
 
 
 def ordered_values(key: str, rows: Sequence[Row]) -> list[Any]:
-    """Return the values of a setting from small to large: models by parameters, offloads by what leaves the device."""
+    """Return the values of a setting from small to large: models by parameters, offloads by what leaves the device,
+    networks from the fastest on."""
     values = list(dict.fromkeys(value_of(row, key) for row in rows))
     if key == "model":
         counts = {row.settings.model: row.settings.parameter_count or 0 for row in rows}
         return sorted(values, key=lambda value: counts[value])
+    if key == "network":
+        return sorted(values, key=speed_of, reverse=True)
     if key == "offload":
         return sorted(values, key=lambda value: OFFLOADS.index(value) if value in OFFLOADS else len(OFFLOADS))
     return sorted(values, key=lambda value: (value is None, value if _number(value) is not None else 0))
