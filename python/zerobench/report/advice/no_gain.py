@@ -21,7 +21,7 @@ from zerobench.results.rows import (
 from zerobench.results.schema import Row
 from zerobench.results.settings import Changes, settings_that_change
 from zerobench.results.sizes import join_words, memory_unit
-from zerobench.results.verdicts import device_bytes
+from zerobench.results.verdicts import device_bytes, limit_bytes_of
 from zerobench.strategies.catalogue import FLOOR, known_facts
 
 WORTH_SHARDING = 0.95  # sharding that leaves more than this of the peak has bought nothing
@@ -87,7 +87,7 @@ def ranks_gain_nothing(scene: Scene) -> list[Words]:
 def memory_to_spare(scene: Scene) -> list[Words]:
     """Find rows that do the work of the best one with less memory, for more time, where it leaves that memory free."""
     best = next((row for row in scene.rows if row.verdict == "optimal"), None)
-    total = device_bytes(best, scene.machine) if best is not None else None
+    total = device_bytes(best, scene.machine, limit_bytes_of(best.settings)) if best is not None else None
     if best is None or not total or order_unclear(scene):
         return []
     saving = [
