@@ -235,6 +235,23 @@ def test_a_rule_says_this_and_no_more(rule: str) -> None:
     assert [(one.text, one.cure) for one in advice.findings if one.rule == rule] == [(text, cure)]
 
 
+def test_memory_is_not_said_to_be_spare_where_the_order_is_unclear() -> None:
+    results = spare()
+    results.rows[0].step_time_ms = summarise(
+        [100.0 * (1 + 0.6 * sign) for sign in (0, 1, -1, 1, -1, 0, 1, -1)]
+    )
+    finish_rows(results)
+    (advice,) = advice_on(results)
+    assert not any(one.rule == "memory-to-spare" for one in advice.findings)
+
+
+def test_rows_of_a_smaller_batch_save_no_memory_of_the_best_ones_work() -> None:
+    results = results_of(row("zero1", 100.0, 800), row("zero1", 80.0, 400, batch_size=4))
+    assert results.rows[1].verdict == "unnecessary"
+    (advice,) = advice_on(results)
+    assert not any(one.rule == "memory-to-spare" for one in advice.findings)
+
+
 def test_a_link_is_not_blamed_for_a_row_that_another_of_its_stage_beats() -> None:
     waits = phases(exposed_communication=60.0)
     results = results_of(

@@ -112,6 +112,16 @@ def test_rows_above_the_limit_are_neither_ranked_nor_the_measure_of_others() -> 
     )
 
 
+def test_advice_and_export_keep_to_the_limit_that_rows_ran_with(tmp_path: Path) -> None:
+    results = results_of(
+        row("zero1", 100.0, 800, memory_limit_gib=0.5), row("zero3", 130.0, 400, memory_limit_gib=0.5)
+    )
+    (advice,) = advice_on(results)
+    assert [label for label, _ in advice.ranking] == ["zero3"]
+    (tmp_path / "results.json").write_text(results.model_dump_json(), encoding="utf-8")
+    assert chosen_row(str(tmp_path))[1].strategy == "zero3"
+
+
 def test_the_limit_leaves_the_results_as_they_are() -> None:
     results = grid()
     before = results.model_dump_json()
@@ -140,7 +150,9 @@ def test_export_takes_the_advised_row(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_verdict_ranking_and_cures(tmp_path: Path) -> None:
-    lines = run(tmp_path, grid()).splitlines()
+    results = grid()
+    results.rows[2].phases_ms = phases()
+    lines = run(tmp_path, results).splitlines()
     assert lines[0].startswith("Take zero1, batch 16, offload none for the most tokens a second: ")
     assert lines[2].startswith("1. zero1, batch 16, offload none: ")
     assert any(line.startswith("  what helps: ") for line in lines)

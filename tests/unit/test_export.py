@@ -171,7 +171,7 @@ def test_rows_that_failed_and_several_workloads_are_refused(tmp_path: Path) -> N
     failed = next(row for row in report_samples.mixed().rows if row.status == "failed")
     with pytest.raises(DataError, match=f"row {failed.name} is failed"):
         chosen_row(f"{place}#{failed.name}")
-    with pytest.raises(DataError, match="none of their rows is the fastest"):
+    with pytest.raises(DataError, match="no row is the fastest of all"):
         chosen_row(saved(tmp_path, report_samples.grid()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zerobench.errors import DataError, did_you_mean
+from zerobench.report.advice.advise import within_limits
 from zerobench.report.advice.goals import advised_row
 from zerobench.results.files import read_results
 from zerobench.results.rows import by_workload
@@ -44,8 +45,8 @@ def default_row(results: Results) -> Row:
             f"the results hold {len(workloads)} workloads, so no row is the fastest of all: name one, as in "
             f"RESULTS#{results.rows[0].name}"
         )
-    candidates = [row for row in results.rows if row.strategy not in _NOT_A_CHOICE]
+    candidates = [row for row in within_limits(results).rows if row.strategy not in _NOT_A_CHOICE]
     best = advised_row(candidates)
     if best is None:
         raise DataError("no row is ok and comparable: name one, as in RESULTS#ROW")
-    return best
+    return next(row for row in results.rows if row.name == best.name)

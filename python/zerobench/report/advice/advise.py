@@ -20,6 +20,7 @@ from zerobench.results.rows import (
 )
 from zerobench.results.schema import Results, Row
 from zerobench.results.sizes import GIB, bytes_text, join_words
+from zerobench.results.verdicts import is_within_limit
 from zerobench.strategies.catalogue import FLOOR
 
 
@@ -73,8 +74,7 @@ def advice_on(
     """Return advice on each workload that has a row to recommend, or one for all where the goal ranks across them.
 
     ``memory_limit_bytes`` is the most that a rank may use of its device: rows with a higher peak count as oom."""
-    if memory_limit_bytes is not None:
-        results = _limited(results, memory_limit_bytes)
+    results = within_limits(results, memory_limit_bytes)
     groups = [results.rows] if goal.across_workloads else by_workload(results.rows)
     found = [(rows, ranking) for rows in groups if (ranking := best_first(rows, goal))]
     heads = workload_heads([rows[0] for rows, _ in found]) if len(found) > 1 else [""] * len(found)
@@ -121,17 +121,16 @@ def _reason(row: Row) -> str:
     return "no figure for this goal" if may_be_ranked(row) else "the machine was busy"
 
 
-def _limited(results: Results, limit_bytes: int) -> Results:
-    """Return the results as if devices had no more memory than the limit."""
+def within_limits(results: Results, limit_bytes: int | None = None) -> Results:
+    """Return the results with rows above this limit, or above the --memory-limit that they ran with, as oom."""
+    if limit_bytes is None and all(row.settings.memory_limit_gib is None for row in results.rows):
+        return results
     found = results.model_copy(deep=True)
     for row in found.rows:
-        asked = row.settings.device_memory_gib
-        row.settings.device_memory_gib = min(
-            limit_bytes / GIB, asked if asked is not None else limit_bytes / GIB
-        )
-        peak = row.peak_device_bytes or 0
-        if row.status == "ok" and peak > limit_bytes:
+        limits = [row.settings.memory_limit_gib, None if limit_bytes is None else limit_bytes / GIB]
+        row.settings.memory_limit_gib = min((limit for limit in limits if limit is not None), default=None)
+        if row.status == "ok" and not is_within_limit(row.peak_device_bytes, row.settings):
             row.status, row.oom_tier = "oom", "device"
-            row.error = f"its peak of {bytes_text(peak)} is above --memory-limit"
+            row.error = f"its peak of {bytes_text(row.peak_device_bytes or 0)} is above --memory-limit"
     finish_rows(found)
     return found

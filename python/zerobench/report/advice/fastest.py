@@ -41,7 +41,10 @@ def too_few_samples(scene: Scene) -> list[Words]:
     if best.turns is not None:
         what, option = "window", "--rounds" if best.turns.how == "in turn" else "--repeats"
     steps = f"1 {what} tells" if fewest == 1 else f"{fewest} {what}s tell"
-    return [{**_words(scene, best, rows), "steps": steps, "enough": str(FEWEST_SAMPLES), "option": option}]
+    enough = (
+        f"{FEWEST_SAMPLES} or more" if fewest < FEWEST_SAMPLES else "more"
+    )  # windows, of which too few are in pairs
+    return [{**_words(scene, best, rows), "steps": steps, "enough": enough, "option": option}]
 
 
 def clearly_fastest(scene: Scene) -> list[Words]:
@@ -77,6 +80,13 @@ def noise_unknown(best: Row, rows: Sequence[Row]) -> bool:
 
 def too_noisy(tied: Sequence[Row]) -> bool:
     return any((noise(row) or 0.0) >= TOO_NOISY for row in tied)
+
+
+def order_unclear(scene: Scene) -> bool:
+    """Return whether noise leaves open which row is the fastest, so that nothing is said of what slower ones cost."""
+    best = fastest(scene.ranked)
+    assert best is not None
+    return noise_unknown(best, scene.ranked) or too_noisy(tied_with(best, scene.ranked))
 
 
 def _contest(scene: Scene) -> tuple[Row, list[Row], list[Row]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerobench.report.advice.fastest import noise_unknown, tied_with, too_noisy
+from zerobench.report.advice.fastest import order_unclear
 from zerobench.report.advice.rule import Scene, Words
 from zerobench.results.comparing import plain_twin, plain_twins
 from zerobench.results.rows import fastest, has_peak, is_ranked, ties_with_fastest
@@ -49,7 +49,7 @@ def _near_fastest(scene: Scene) -> tuple[Row, Row] | None:
     near = [
         row for row in rows if has_peak(row) and row.relative is not None and row.relative <= NEAR_FASTEST
     ]
-    if not near or len(rows) == 1 or noise_unknown(best, rows) or too_noisy(tied_with(best, rows)):
+    if not near or len(rows) == 1 or order_unclear(scene):
         return None
     least = min(near, key=lambda row: (peak(row), row.relative or 0.0, row.name))
     return (best, least) if best.peak_device_bytes else None

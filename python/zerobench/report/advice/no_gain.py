@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerobench.report.advice.bottleneck import WAIT_SHARE, resource_shares
+from zerobench.report.advice.fastest import order_unclear
 from zerobench.report.advice.memory import peak
 from zerobench.report.advice.rule import Scene, Words
-from zerobench.results.comparing import same_point, time_ratio
-from zerobench.results.rows import exceeds_noise, fastest, has_peak, is_ranked, step_rate, tokens_per_step
+from zerobench.results.comparing import PLAIN_POINT, same_point, time_ratio
+from zerobench.results.rows import (
+    exceeds_noise,
+    fastest,
+    has_peak,
+    is_ranked,
+    step_rate,
+    ties_with_fastest,
+    tokens_per_step,
+)
 from zerobench.results.schema import Row
 from zerobench.results.settings import Changes, settings_that_change
 from zerobench.results.sizes import join_words, memory_unit
-from zerobench.results.verdicts import device_bytes
+from zerobench.results.verdicts import device_bytes, limit_bytes_of
 from zerobench.strategies.catalogue import FLOOR, known_facts
 
 WORTH_SHARDING = 0.95  # sharding that leaves more than this of the peak has bought nothing
@@ -76,12 +85,19 @@ def ranks_gain_nothing(scene: Scene) -> list[Words]:
 
 
 def memory_to_spare(scene: Scene) -> list[Words]:
-    """Find rows whose verdict is that they save memory which the best row leaves free anyway."""
+    """Find rows that do the work of the best one with less memory, for more time, where it leaves that memory free."""
     best = next((row for row in scene.rows if row.verdict == "optimal"), None)
-    saving = [row for row in scene.rows if row.verdict == "unnecessary"]
-    total = device_bytes(best, scene.machine) if best is not None else None
-    if best is None or not saving or not total:
+    total = device_bytes(best, scene.machine, limit_bytes_of(best.settings)) if best is not None else None
+    if best is None or not total or order_unclear(scene):
         return []
+    saving = [
+        row
+        for row in scene.rows
+        if row.verdict == "unnecessary" and not ties_with_fastest(row) and _does_the_same(row, best)
+    ]
+    if not saving:
+        return []
+    free = 100.0 * (1.0 - peak(best) / total)
     names = [scene.label(row) for row in saving]
     more = len(names) - MOST_NAMES
     if more > 0:
@@ -91,7 +107,7 @@ def memory_to_spare(scene: Scene) -> list[Words]:
             "names": join_words(names),
             "save": "save" if len(saving) > 1 else "saves",
             "best": scene.label(best),
-            "free": f"{100.0 * (1.0 - peak(best) / total):.0f} %",
+            "free": f"{free:.0f} %" if free < 99.5 else "more than 99 %",
         }
     ]
 
@@ -116,6 +132,10 @@ def link_too_slow(scene: Scene) -> list[Words]:
     return [
         {"row": row_label, "other": other_label, "share": f"{100 * share:.0f} %", "times": f"{slower:.1f}"}
     ]
+
+
+def _does_the_same(row: Row, other: Row) -> bool:
+    return all(getattr(row.settings, key) == getattr(other.settings, key) for key in PLAIN_POINT)
 
 
 def _leads_its_stage(row: Row, rows: Sequence[Row]) -> bool:

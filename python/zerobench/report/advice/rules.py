@@ -22,7 +22,7 @@ RULES = (
         find=fastest.too_few_samples,
         sentence="{best} took the least time of {count} correct rows, {time}; {steps} too little of the noise to call "
         "it the fastest.",
-        cure="Measure {enough} or more ({option}).",
+        cure="Measure {enough} ({option}).",
     ),
     Rule(
         id="fastest",
@@ -104,7 +104,8 @@ RULES = (
     Rule(
         id="memory-to-spare",
         topic="no gain",
-        when="Rows are slower and save memory, and the best row leaves at least 40 % of the device free.",
+        when="Rows do the work of the best one more slowly with less memory, and it leaves at least 40 % of the device "
+        "free.",
         find=no_gain.memory_to_spare,
         sentence="{names} {save} memory that is free anyway: {best} is faster and leaves {free} of its device unused.",
         cure="Use what is free: a larger --batch-size or model.",
