@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zerobench.cli.compare import compare_command, named_options, options_of, start
+from zerobench.cli.options import AsJson
 from zerobench.errors import ConfigError
-from zerobench.host.consoles import plain_console
+from zerobench.host.consoles import plain_console, print_document
 from zerobench.results.settings import OPTIONS
 
 if TYPE_CHECKING:
@@ -34,10 +35,14 @@ Quick = Annotated[
 
 
 @app.command("list")
-def list_recipes() -> None:
+def list_recipes(as_json: AsJson = False) -> None:
     """Print the recipes and the question that each answers."""
     from zerobench.recipes.recipe import find, names
 
+    if as_json:
+        found = [{"name": name, "question": find(name).question} for name in names()]
+        print_document(f"{len(found)} recipes", {"recipes": found})
+        return
     width = max(map(len, names()))
     for name in names():
         plain_console().print(f"{name:{width}}  {find(name).question}", soft_wrap=True, highlight=False)
@@ -56,15 +61,19 @@ def show(
             help="Write a configuration file for each row that can have one, and print the command that runs it.",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the question of a recipe and the equivalent compare command."""
     found = chosen(name, recipe)
     texts = texts_of(found, quick=quick)
-    console = plain_console()
-    console.print(f"{found.question}\n\n{command_of(texts)}", soft_wrap=True, highlight=False, markup=False)
-    if configs is not None:
-        for command in write_configs(texts, configs):
-            console.print(command, soft_wrap=True, highlight=False, markup=False)
+    commands = write_configs(texts, configs) if configs is not None else []
+    if as_json:
+        print_document(
+            found.question, {"command": command_of(texts), "options": texts, "row_commands": commands}
+        )
+        return
+    for line in (found.question, "", command_of(texts), *commands):
+        plain_console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def run(
@@ -74,7 +83,6 @@ def run(
     from functools import partial
 
     from zerobench.bench.launch.given import given_ranks
-    from zerobench.bench.run import run_comparison
     from zerobench.recipes.conclude import conclude
     from zerobench.recipes.recipe import merged
 
@@ -83,8 +91,8 @@ def run(
     if given_ranks(os.environ) is not None:  # torchrun or srun decides how many
         asked.pop("world_size", None)
     texts, named = merged(asked, given, named_options(context))
-    end = partial(conclude, found, console=plain_console())
-    start(texts, named=named, run=context.obj or partial(run_comparison, conclude=end))
+    end = partial(conclude, found, console=plain_console(stderr=given["as_json"]))
+    start(texts, named=named, run=context.obj, conclude=end)
 
 
 compare_command(run, first=list(inspect.signature(run, eval_str=True).parameters.values())[1:4])
