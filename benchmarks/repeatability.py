@@ -1,8 +1,8 @@
 """Compare the ratios of rows in two runs of one comparison: `python benchmarks/repeatability.py RUN_A RUN_B`.
 
-For every pair of rows, each run gives the ratio of their step times with its 95 % interval (docs/measuring.md). The
-difference of the two ratios is compared with the interval of their difference. Its half-width is the root of the sum of
-the squared half-widths of both. Prints the table in Markdown, then the counts.
+For every pair of rows, each run gives the ratio of their step times with its 95 % interval (docs/explain/measuring.md).
+The difference of the two ratios is compared with the interval of their difference. Its half-width is the root of the
+sum of the squared half-widths of both. Prints the table in Markdown, then the counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PEP 517 backend: scikit-build-core, plus the choice of torch (docs/building.md).
+"""PEP 517 backend: scikit-build-core, plus the choice of torch (docs/reference/building.md).
 
 With torch in the target environment the build uses that one and brings none; with none the build environment is given
 the newest tested torch, and the wheel requires the same minor.

@@ -24,7 +24,8 @@ endif()
 
 find_package(Threads REQUIRED)
 
-# No contraction anywhere: an fma happens exactly where the source writes one (docs/decisions/adam.md).
+# No contraction anywhere: an fma happens exactly where the source writes one
+# (docs/decisions/0001-one-sequence-for-adam.md).
 function(zerobench_compile_options target)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
   target_compile_options(${target} PRIVATE

@@ -154,7 +154,7 @@ list(FILTER cuda_kernels INCLUDE REGEX "\\.cu$")
 set_source_files_properties(${cuda_kernels} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 Python_add_library(_cuda MODULE WITH_SOABI ${ZEROBENCH_CUDA_SOURCES})
 zerobench_python_module(_cuda)
-# -fmad=false for the same reason as -ffp-contract=off (docs/decisions/adam.md).
+# -fmad=false for the same reason as -ffp-contract=off (docs/decisions/0001-one-sequence-for-adam.md).
 target_compile_options(_cuda PRIVATE
   "$<$<COMPILE_LANGUAGE:CUDA>:-fmad=false;-Xcompiler=-ffp-contract=off,-Wall,-Wextra>"
   "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${ZEROBENCH_WERROR}>>:-Werror=all-warnings;-Xcompiler=-Werror>")

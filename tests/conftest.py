@@ -78,7 +78,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a strategy needs to make torch's process group in this process, which is gone behind the test."""
+    """Set the environment in which torch's process group can be made in this process; the group ends with the test."""
     import torch
 
     from zerobench.bench.launch.environments import free_ports

@@ -20,7 +20,7 @@
 // Gathers of sources that all ranks know to be final need no meeting: they are copies from peers and nothing else, in
 // no particular order among ranks. So their lane does not wait in the queues that kernels go through, of which two that
 // wait make a GPU start every kernel a microsecond later. Copies within a device go through those too: this rank's own
-// part is put where another lane waits anyway (docs/decisions/peer.md).
+// part is put where another lane waits anyway (docs/decisions/0005-peer-communicator.md).
 //
 // [Note: places]
 // A rank knows where a peer's source lies because it lies in the same shared allocation, at the same offset; the source

@@ -1,4 +1,5 @@
-// AdamW and Adam on flat shards: one written sequence of IEEE operations (docs/decisions/adam.md), many forms.
+// AdamW and Adam on flat shards: one written sequence of IEEE operations
+// (docs/decisions/0001-one-sequence-for-adam.md), many forms.
 //
 // Every form (scalar, NEON, AVX2, AVX-512, CUDA) gives the same bits: `fma` exactly where written, round to nearest,
 // no reassociation, no flush to zero. The scalar form is the reference.

@@ -1,4 +1,5 @@
-// Adam on CUDA devices: the bits of the scalar form (docs/decisions/adam.md) at the speed of memory.
+// Adam on CUDA devices: the bits of the scalar form (docs/decisions/0001-one-sequence-for-adam.md) at the speed of
+// memory.
 #pragma once
 
 #include <memory>

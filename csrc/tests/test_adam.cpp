@@ -78,7 +78,7 @@ class EveryAdam : public testing::TestWithParam<Isa> {};
 
 INSTANTIATE_TEST_SUITE_P(Adam, EveryAdam, testing::ValuesIn(available_isas()), test::IsaLabel{});
 
-// The sequence of docs/decisions/adam.md, once more and apart from the code under test.
+// The sequence of docs/decisions/0001-one-sequence-for-adam.md, once more and apart from the code under test.
 void written_step(Arrays& a, const AdamScalars& s, bool with_low) {
   for (std::size_t i = 0; i < a.master.numel(); ++i) {
     float p = a.master.get(i);

@@ -210,8 +210,9 @@ void Engine::end_input_backward() {
 }
 
 // The host may be far ahead of the device. What it puts into the lane of reductions would wait there beside the lane of
-// gathers, and two lanes that wait slow down every kernel (docs/decisions/peer.md). The last gather of a forward stands
-// some units before its end, so the compute lane does not run empty. A host that the device follows closely goes on.
+// gathers, and two lanes that wait slow down every kernel (docs/decisions/0005-peer-communicator.md). The last gather
+// of a forward stands some units before its end, so the compute lane does not run empty. A host that the device follows
+// closely goes on.
 void Engine::await_gathers_of_forward() {
   if (!parameters_sharded() || world_size() == 1 || !device().is_async()) return;
   if (device().has_passed(gathers_->halfway())) return;

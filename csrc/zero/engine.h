@@ -505,8 +505,8 @@ class Engine {
   std::vector<std::size_t> update_turns_;  // by unit: its place there
   std::size_t unpublished_ = 0;     // stages 1 and 2: the first turn whose updated parameters have yet to be published
   std::vector<WorkPtr> published_;  // all-gathers of the last step, whose sources peers may still read
-  // Device memory (docs/decisions/engine.md, The norm): the sums of squares of this rank and of all, and what comes of
-  // them, which is also copied to the host: scalars, then a double a flat.
+  // Device memory (docs/decisions/0020-norm-on-the-device.md): the sums of squares of this rank and of all, and what
+  // comes of them, which is also copied to the host: scalars, then a double a flat.
   Region own_sums_;
   Region all_sums_;
   DeviceBuffer norm_;

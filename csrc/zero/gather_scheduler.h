@@ -54,9 +54,9 @@ struct GatherOptions {
 // as often as it likes. A step's updates end with a meeting, too: behind that mark all updated shards are settled at
 // once. The first units of a forward do not wait for it. Which shards are settled is the same on all ranks.
 // This rank's own part is copied on its device, and not in the lane of gathers, which would wait for the slot beside
-// whatever waits elsewhere (docs/decisions/peer.md, "Lanes that wait"). Large ones are copied in the lane of
-// reductions, which waits anyway. That stands behind meetings with the peers, which a host that is the limit would come
-// to feel in every unit: so small ones, which cost the compute lane a few microseconds, are copied there.
+// whatever waits elsewhere (docs/decisions/0005-peer-communicator.md, "Lanes that wait"). Large ones are copied in the
+// lane of reductions, which waits anyway. That stands behind meetings with the peers, which a host that is the limit
+// would come to feel in every unit: so small ones, which cost the compute lane a few microseconds, are copied there.
 
 // [Note: spliced slots] (spliced_slot.h) needs no copies of own parts at all.
 

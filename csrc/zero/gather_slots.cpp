@@ -24,8 +24,9 @@ void GatherSlots::reserve(std::size_t prefetch_bytes, bool reshard) {
   }
 }
 
-// One unit at work and as many ahead as the budget admits (docs/memory.md). Units of other sizes take slots of a larger
-// size class where that has as many as can be live at once. Not the root, which stays gathered beside the others.
+// One unit at work and as many ahead as the budget admits (docs/explain/memory.md). Units of other sizes take slots of
+// a larger size class where that has as many as can be live at once. Not the root, which stays gathered beside the
+// others.
 void GatherSlots::reserve(SlotPool& pool, bool spliced, std::size_t prefetch_bytes, bool reshard) {
   struct SizeClass {
     std::size_t unit_num = 0;

@@ -1,4 +1,4 @@
-"""Types of the C++ core. Made with pybind11-stubgen from a built core, then simplified (docs/building.md)."""
+"""Types of the C++ core. Made with pybind11-stubgen from a built core, then simplified (docs/reference/building.md)."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from zerobench import errors
 
-_NO_TORCH = f"torch is not installed for {sys.executable}: `pip install .` brings it with zerobench"
+_NO_TORCH = f"torch is not installed for {sys.executable}: `pip install .` installs it with zerobench"
 _REINSTALL = (
     "it was built for another Python or torch; reinstall it with `pip install --force-reinstall --no-deps .`"
 )

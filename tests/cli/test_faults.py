@@ -93,7 +93,7 @@ def without_loopback(command):
 def test_a_benchmark_of_ranks_without_a_loopback_interface_says_so(without_loopback) -> None:
     process = without_loopback("bench", "comm", "--device", "cpu", "--world-size", "2")
     assert process.returncode == 1 and "Traceback" not in process.stderr, process.stderr
-    assert "ranks cannot meet at localhost (GLOO_SOCKET_IFNAME=lo): " in process.stderr
+    assert "ranks cannot connect at localhost (GLOO_SOCKET_IFNAME=lo): " in process.stderr
     assert "ip link set lo up" in process.stderr
 
 
@@ -110,7 +110,7 @@ def test_ranks_without_a_loopback_interface_say_so_at_once(command, without_loop
             assert row["status"] == "ok", row["error"]
         else:
             assert row["status"] == "failed"
-            assert "ranks cannot meet at 127.0.0.1 (MASTER_ADDR): Network is unreachable" in row["error"]
+            assert "ranks cannot connect at 127.0.0.1 (MASTER_ADDR): Network is unreachable" in row["error"]
             assert "ip link set lo up" in row["error"]
     assert command.leaves_nothing()
 
@@ -123,7 +123,7 @@ def test_ranks_that_may_open_too_few_files_to_meet_say_so_at_once(command) -> No
     assert result.returncode == 1, result.stderr
     rows = command.rows()
     assert rows["zero1"]["status"] == "ok" and rows["ddp"]["status"] == "failed"
-    assert "2 ranks take 14 files or more to meet, and this one may open" in rows["ddp"]["error"]
+    assert "2 ranks need 14 open files or more to connect, and this process may open" in rows["ddp"]["error"]
     assert command.leaves_nothing()
 
 
@@ -176,7 +176,7 @@ def test_a_folder_of_results_that_goes_away_is_one_clear_line(command) -> None:
     folder.rename(moved)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in stderr + stdout, stderr
-    assert "its folder is gone; leave it where it is until the comparison ends" in stderr.splitlines()[-1]
+    assert "its folder was removed; keep it until the comparison ends" in stderr.splitlines()[-1]
     assert "single" in stdout and json.loads((moved / "results.json").read_text())["rows"]
     assert command.leaves_nothing()
 

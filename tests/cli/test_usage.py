@@ -59,13 +59,13 @@ def refuses(command, *arguments: str) -> str:
         (["--data", "short"], "short"),
         (["--config", "typo.json"], "'stage'"),
         (["--config", "typo.json", "--stages", "0"], "--config"),
-        (["--config", "bf16.json", "--precision", "fp32"], "--precision fp32 reaches no row"),
-        (["--strategies", "ddp", "--communicator", "auto"], "--communicator auto reaches no row"),
+        (["--config", "bf16.json", "--precision", "fp32"], "--precision fp32 has no effect"),
+        (["--strategies", "ddp", "--communicator", "auto"], "--communicator auto has no effect"),
         (["--output-dir", "file"], "--output-dir"),
         (["--output-dir", "/sys/zerobench"], "/sys/zerobench"),
         (["--output-dir", "has_results"], "already holds results"),
-        (["--output-dir", ""], "--output-dir names nothing"),
-        (["--nvme-path", ""], "--nvme-path names nothing"),
+        (["--output-dir", ""], "--output-dir is empty"),
+        (["--nvme-path", ""], "--nvme-path is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -109,7 +109,7 @@ def test_a_gpu_that_is_not_there_is_no_cpu(command) -> None:
 
 def test_an_argument_that_is_no_text_is_refused(command) -> None:
     """Results name it, and their files are UTF-8."""
-    assert "the argument caf?/out is no text" in refuses(command, "compare", "--output-dir", "caf\udce9/out")
+    assert "the argument caf?/out is not text" in refuses(command, "compare", "--output-dir", "caf\udce9/out")
     assert not list(command.folder.iterdir())
 
 
@@ -118,10 +118,10 @@ def test_a_path_that_is_no_text_is_refused_where_others_name_it(tmp_path, monkey
     (command.folder / "disk").mkdir(parents=True)
     swapping = ["--strategies", "zero2", "--offload", "nvme", "--nvme-path", "disk"]
     line = refuses(command, "compare", *swapping)
-    assert "--nvme-path disk stands in a path that is no text" in line
+    assert "--nvme-path disk has a path that is not UTF-8 text" in line
     monkeypatch.setenv("TMPDIR", os.fspath(command.folder))
     line = refuses(command, "compare", "--output-dir", "out")
-    assert "no place for temporary files (its name is no text in UTF-8)" in line and "TMPDIR" in line
+    assert "temporary files cannot be created (its name is not UTF-8 text)" in line and "TMPDIR" in line
     assert [path.name for path in command.folder.iterdir()] == ["disk"]
 
 
@@ -171,7 +171,7 @@ def test_a_working_folder_that_is_gone_is_one_line(command) -> None:
     )
     assert result.returncode == 2, result.stderr
     (line,) = result.stderr.splitlines()
-    assert "the working folder is gone" in line and "change to one that exists" in line
+    assert "the working directory no longer exists" in line and "change to one that exists" in line
 
 
 def test_an_unknown_command_is_refused(command) -> None:

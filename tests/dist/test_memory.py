@@ -1,4 +1,4 @@
-"""Peaks by category equal the formulas of docs/memory.md, to the byte, at every stage."""
+"""Peaks by category equal the formulas of docs/explain/memory.md, to the byte, at every stage."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def is_fetched(flat: dict) -> bool:
 
 
 def formula(units: list[dict], *, stage: int, world_size: int, config: dict) -> dict:
-    """docs/memory.md."""
+    """docs/explain/memory.md."""
     if world_size == 1:
         stage = 0
     accumulation = config.get("gradient_accumulation_steps", 1)
@@ -245,7 +245,7 @@ def test_peaks_equal_the_formula(measured, world_size, name, stage):
 
 
 def test_the_example_in_the_documentation(measured):
-    text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "explain" / "memory.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| ([\d., |]+) \|$", text, flags=re.MULTILINE))
     for position, stage in enumerate(STAGES):
         window = measured[2][0]["tiny", stage]["windows"][-1]

@@ -1,4 +1,4 @@
-"""What offloaded state takes of the host and of files equals the formulas of docs/memory.md, to the byte."""
+"""What offloaded state takes of the host and of files equals the formulas of docs/explain/memory.md, to the byte."""
 
 from __future__ import annotations
 

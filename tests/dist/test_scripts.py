@@ -85,7 +85,7 @@ SCHEDULES = {
 
 
 def resuming(rank, place, precision, schedule):
-    """As docs/training.md has it: a new engine and scheduler go on as the old ones would have."""
+    """As docs/reference/training.md has it: a new engine and scheduler go on as the old ones would have."""
 
     def advance(engine, scheduler, first):
         for step in range(first, first + 2):

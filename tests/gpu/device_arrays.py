@@ -1,7 +1,7 @@
 """Arrays on the device at any alignment, with hard values, and their comparison in bits.
 
 ZEROBENCH_SMALL=1 keeps sizes small and puts arrays at the very end of their memory, for compute-sanitizer
-(docs/building.md).
+(docs/reference/building.md).
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_the_split_over_threads_changes_nothing(thread_num) -> None:
 def assert_within_torch_bounds(
     before: State, ours: State, theirs: dict[str, torch.Tensor], hyper: dict, step: int
 ):
-    """The bounds of docs/decisions/adam.md, around what torch gives."""
+    """The bounds of docs/decisions/0001-one-sequence-for-adam.md, around what torch gives."""
     u = UNIT_ROUNDOFF
     g, m_before = before.gradient.double(), before.exp_avg.double()
     m, v, p = (tensor.double() for tensor in (ours.exp_avg, ours.exp_avg_sq, ours.master))

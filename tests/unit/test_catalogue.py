@@ -130,7 +130,7 @@ def test_a_name_outside_the_catalogue_is_found(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        '"use deepspeed3, or leave it out"',
+        '"use deepspeed3, or remove it"',
         'class A:\n    name = "zero0"',
         'path.startswith("zerobench-")',
         'values.get("zero_optimization")',

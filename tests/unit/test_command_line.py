@@ -1,4 +1,4 @@
-"""What all commands have in common: JSON, exit codes, completion and the page that describes them."""
+"""What all commands have in common: JSON, exit codes and completion."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import command_line
 import pytest
 import typer
 from report_samples import SAMPLE
 
 from zerobench.cli import main as cli
-from zerobench.cli import reference
 from zerobench.cli.exit_codes import FAILED_FINDING, MEANINGS, ExitCode
 from zerobench.host import interrupts
 
-ROOT = Path(__file__).parents[2]
-COMMANDS: dict[str, Any] = dict(reference.leaves(typer.main.get_command(cli.app)))
+COMMANDS: dict[str, Any] = dict(command_line.leaves(typer.main.get_command(cli.app)))
 
 
 class Ended(NamedTuple):
@@ -58,6 +57,7 @@ DOCUMENTS = {
     "doctor .": ["findings"],
     "chart SAMPLE --output charts": ["sentences", "differences", "charts"],
     "export SAMPLE --to torchrun": ["row", "to", "text", "notes", "file", "change"],
+    "advise SAMPLE": ["goal", "workloads"],
     "launch --hostfile hosts -- train.py": ["lines"],
     "launch --hostfile hosts --write slurm -- train.py": ["text"],
     "recipe list": ["recipes"],
@@ -117,6 +117,8 @@ def test_an_unknown_option_is_a_mistake_in_usage(run: Any, name: str) -> None:
         "report nowhere",
         "show nowhere",
         "chart nowhere",
+        "advise nowhere",
+        "diff nowhere nowhere",
         "doctor nowhere",
         "export nowhere --to torchrun",
         "launch --hostfile nowhere -- train.py",
@@ -148,15 +150,18 @@ def test_a_failure_on_the_way_ends_with_its_own_code(run: Any, monkeypatch: pyte
     assert ended.code == ExitCode.FAILED and "ssh cannot be started" in ended.err
 
 
+def test_a_diff_ends_with_the_code_for_regressions_and_json(run: Any, tmp_path: Path) -> None:
+    content = json.loads(SAMPLE.read_text(encoding="utf-8"))
+    content["rows"][1].update(status="failed", error="rank 1 was killed by signal 9")
+    (tmp_path / "broken.json").write_text(json.dumps(content))
+    ended = run("diff", str(SAMPLE), "broken.json", "--json")
+    assert ended.code == ExitCode.REGRESSION
+    assert next(iter(json.loads(ended.out))) == "verdict"
+
+
 def test_codes_are_told_for_commands_that_exist() -> None:
     assert FAILED_FINDING.keys() <= COMMANDS.keys()
     assert MEANINGS.keys() == set(ExitCode)
-
-
-def test_the_page_of_the_command_line_is_current() -> None:
-    """Run `python -m zerobench.cli.reference > docs/reference/command-line.md` after a change of options."""
-    page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
-    assert page == reference.page()
 
 
 @pytest.mark.slow

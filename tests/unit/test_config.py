@@ -23,7 +23,7 @@ def test_defaults():
 
 
 def test_the_documentation_has_every_key_with_its_default():
-    docs = Path(__file__).parents[2] / "docs"
+    docs = Path(__file__).parents[2] / "docs" / "reference"
     ours, _, _ = (docs / "configuration.md").read_text().partition("## Files for compare")
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", ours, re.MULTILINE)
     documented = {key: default for keys, default in rows for key in re.findall(r"`(\w+)`", keys)}
@@ -55,7 +55,7 @@ def test_the_documentation_has_every_key_with_its_default():
             {"optimizer": {"type": "AdamW"}, "bf16": {}, "zero_optimization": {}},
             "'zero_optimization' is a key of DeepSpeed's files",
         ),
-        ({"train_batch_size": 8}, "docs/configuration.md has the keys of zerobench's"),
+        ({"train_batch_size": 8}, "docs/reference/configuration.md has the keys of zerobench's"),
         ({"loss_scale": {"initial": 1}}, "did you mean 'initial_scale'?"),
         ({"loss_scale": {"initial_scale": 0.5}}, "initial_scale 0.5 is below min_scale 1"),
         ({"stage": 4}, "'stage'"),
@@ -80,7 +80,7 @@ def test_the_documentation_has_every_key_with_its_default():
         ({"stage": 2, "offload_optimizer": {"device": "disk"}}, "'offload_optimizer.device'"),
         ({"stage": 2, "offload_optimizer": {"ratio": 0}}, "'offload_optimizer.ratio'"),
         ({"stage": 2, "offload_optimizer": {"ratio": "all"}}, "at most 1, or auto"),
-        ({"stage": 2, "offload_optimizer": {"device_memory_bytes": 1}}, "leave it out or set the ratio"),
+        ({"stage": 2, "offload_optimizer": {"device_memory_bytes": 1}}, "remove it or set the ratio"),
         ({"stage": 2, "offload_optimizer": {"chunk_numel": 100}}, "multiple of 64"),
         ({"stage": 2, "offload_optimizer": {"chunk": 64}}, "did you mean 'chunk_numel'?"),
         (
@@ -98,7 +98,7 @@ def test_the_documentation_has_every_key_with_its_default():
         ),
         (
             {"stage": 3, "offload_optimizer": {}, "keep_parameter_shards": False},
-            "leave out keep_parameter_shards, or give offload_param",
+            "remove keep_parameter_shards, or give offload_param",
         ),
         ({"store_param_remainders": True}, "is for masters of bfloat16 parameters, and these are float32"),
         (
@@ -107,7 +107,7 @@ def test_the_documentation_has_every_key_with_its_default():
         ),
         (
             {"precision": "bf16", "store_param_remainders": True, "stage": 2, "offload_optimizer": {}},
-            "leave out offload_optimizer",
+            "remove offload_optimizer",
         ),
         (
             {
@@ -123,7 +123,7 @@ def test_the_documentation_has_every_key_with_its_default():
             {"stage": 3, "offload_optimizer": {}, "offload_param": {"device": "nvme"}},
             "set offload_optimizer's device",
         ),
-        ({"stage": 1, "offload_optimizer": {"nvme_path": "/disk"}}, "nvme_path is about device nvme"),
+        ({"stage": 1, "offload_optimizer": {"nvme_path": "/disk"}}, "nvme_path configures device nvme"),
         *(
             (
                 {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": path}},
@@ -225,7 +225,7 @@ def test_long_windows_accumulate_in_float32_unless_told(steps, given, dtype):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"accumulate_dtype": "bfloat16"}, "reduced in float32: give float32, or leave"),
+        ({"accumulate_dtype": "bfloat16"}, "reduced in float32: give float32, or remove"),
         (
             {"precision": "bf16", "accumulate_dtype": "float16"},
             "reduced in bfloat16: give float32 or bfloat16",
@@ -240,7 +240,7 @@ def test_sums_keep_what_is_reduced(values, words):
 @pytest.mark.parametrize(
     ("also", "words"),
     [
-        ({"gradient_clipping": 1.0}, "before the gradient norm is known: leave gradient_clipping out"),
+        ({"gradient_clipping": 1.0}, "before the gradient norm is known: remove gradient_clipping"),
         ({"precision": "fp16"}, "before an overflow is known: use bf16 or fp32"),
         ({"reduce_dtype": "float16"}, "before an overflow is known: use bf16 or fp32"),
     ],

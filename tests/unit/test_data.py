@@ -239,7 +239,7 @@ def test_path_below_a_file_is_an_error(text_file):
 
 
 def test_an_empty_name_is_no_working_folder():
-    with pytest.raises(DataError, match="--data names nothing"):
+    with pytest.raises(DataError, match="--data is empty"):
         open_small("")
 
 

@@ -186,7 +186,7 @@ def test_rows_whose_ring_may_not_lock_its_memory_are_known_before_they_start(tmp
 
 
 def test_an_engine_needs_rows_that_swap(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="--io-engine is about state on NVMe"):
+    with pytest.raises(ConfigError, match="--io-engine configures state on NVMe"):
         swapping(offload=("none",), io_engine="threads")
     with pytest.raises(ConfigError, match="unknown --io-engine 'uring': use one of io_uring, threads"):
         swapping(tmp_path, io_engine="uring")

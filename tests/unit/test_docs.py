@@ -41,14 +41,14 @@ def named_in(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("kind", SCHEMA, ids=lambda kind: kind.__name__)
 def test_every_key_of_a_result_file_is_explained(kind: type[BaseModel]) -> None:
-    assert not kind.model_fields.keys() - named_in(DOCS / "metrics.md")
+    assert not kind.model_fields.keys() - named_in(DOCS / "reference" / "metrics.md")
 
 
 @pytest.mark.parametrize(
     ("page", "sections"),
     [
-        ("configuration.md", [config.Config, config.OptimizerConfig, config.LossScaleConfig]),
-        ("offload.md", [config.OffloadOptimizerConfig]),
+        ("reference/configuration.md", [config.Config, config.OptimizerConfig, config.LossScaleConfig]),
+        ("reference/offload.md", [config.OffloadOptimizerConfig]),
     ],
 )
 def test_every_key_of_a_configuration_stands_with_its_default(
@@ -64,11 +64,12 @@ def test_every_key_of_a_configuration_stands_with_its_default(
 
 
 def test_every_strategy_is_explained() -> None:
-    assert not set(strategies.available()) - named_in(DOCS / "comparing.md")
+    assert not set(strategies.available()) - named_in(DOCS / "reference" / "comparing.md")
 
 
 def test_the_sample_is_a_strategy() -> None:
-    sample = re.search(r"```python\n(.*?)```", (DOCS / "comparing.md").read_text(encoding="utf-8"), re.DOTALL)
+    page = DOCS / "how-to" / "own-strategy.md"
+    sample = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert sample is not None
     names: dict[str, type[Strategy]] = {}
     exec(sample[1], names)
@@ -78,7 +79,7 @@ def test_the_sample_is_a_strategy() -> None:
 
 def test_every_fact_of_a_strategy_stands_with_its_default() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| `([^|]+)` \|", (DOCS / "comparing.md").read_text("utf-8"), re.MULTILINE
+        r"^\| `(\w+)` \| `([^|]+)` \|", (DOCS / "reference" / "comparing.md").read_text("utf-8"), re.MULTILINE
     )
     assert dict(rows) == {
         fact.name: repr(fact.default).replace("'", '"') for fact in dataclasses.fields(Facts)
@@ -86,7 +87,7 @@ def test_every_fact_of_a_strategy_stands_with_its_default() -> None:
 
 
 def test_presets_have_the_sizes_of_the_page() -> None:
-    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "models.md").read_text(encoding="utf-8")
     rows = {
         name: sizes
         for name, sizes in re.findall(r"^\| `([\w-]+)` \|((?: [\d,]+ \|){6})$", text, re.MULTILINE)
@@ -103,7 +104,7 @@ def test_presets_have_the_sizes_of_the_page() -> None:
 
 
 def test_limits_of_verification_are_those_of_the_page() -> None:
-    text = (DOCS / "decisions" / "verification.md").read_text(encoding="utf-8")
+    text = (DOCS / "explain" / "verification.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` honest, \*\*limit\*\* \|(.*)\|$", text, re.MULTILINE)
     limits = {name: [float(limit) for limit in re.findall(r"\*\*(.*?)\*\*", cells)] for name, cells in rows}
     assert limits == {
@@ -118,7 +119,9 @@ def commands_of(text: str) -> Iterator[list[str]]:
     inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     lines = [*blocks.replace("\\\n", " ").splitlines(), *(" ".join(each.split()) for each in inline)]
     for line in lines:
-        found = re.search(r"(?:^|\s)zerobench ((?:compare|show|chart|info|bench|tune|recipe)\b[^|]*)", line)
+        found = re.search(
+            r"(?:^|\s)zerobench ((?:compare|show|chart|diff|info|bench|tune|recipe)\b[^|>]*)", line
+        )
         if found:
             yield shlex.split(found[1], comments=True)
 

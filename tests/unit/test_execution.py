@@ -276,3 +276,15 @@ def test_a_mark_of_one_repeat_stays(answering) -> None:
     readings = [reading(99.5, 0.0), reading(101.5, 1.0), reading(199.5, 1.0), reading(201.5, 1.0)]
     found = marks(answering, *readings, windows=(100.0, 200.0))
     assert found == ["other processes used 0.5 of 4 cores"] * 2
+
+
+@pytest.mark.parametrize(("others_s", "mark"), [(0.5, None), (1.0, "other processes used 0.5 of 4 cores")])
+def test_a_row_is_marked_by_what_others_used_in_a_pass(answering, others_s, mark) -> None:
+    chosen = plan(**TWO_GPUS)
+    launcher = answering(lambda job: ended_well(job, began_s=100.0, ended_s=101.0))
+    found, row = execution(chosen, launcher), first_row(chosen.configurations[2], status="ok")
+    (launcher.scratch / "samples.jsonl").write_text(reading(99.5, 0.0) + reading(101.5, others_s))
+    found.measure_window(
+        schedule(chosen)[2], row, steps_per_window=3, log=log_of(launcher), on_progress=lambda progress: None
+    )
+    assert row.busy == mark

@@ -21,7 +21,7 @@ ZERO1 = configuration(**TWO_GPUS, strategies=("zero1",))
     [
         ({"losses": [2.0, math.nan]}, "the loss of measured step 2 is not finite"),
         ({"validation_loss": math.inf}, "the held-out loss after the measured steps is not finite"),
-        ({"compiled_graphs": 0.0}, "ran nothing of it compiled"),
+        ({"compiled_graphs": 0.0}, "compiled nothing of it"),
         ({"applied_steps": 0, "skipped_steps": 3}, "skipped the updates of 3 of the last 3 steps"),
         # Of two measured steps and the one before: perhaps that one alone was applied, or one of the two.
         ({"applied_steps": 1, "skipped_steps": 2}, "skipped the updates of 2 of the last 3 steps"),

@@ -198,7 +198,7 @@ def test_folders_that_no_batch_fits_are_refused_when_read(tmp_path, kind, change
             ["no model_type 'mine'", "never run (no trust_remote_code)", "package.module:function"],
         ),
         ({"architectures": ["MineForCausalLM"]}, ["no class MineForCausalLM"]),
-        ({"num_attention_heads": 5}, ["fails on a batch of input_ids (2, 16)", "put that right"]),
+        ({"num_attention_heads": 5}, ["fails on a batch of input_ids (2, 16)", "fix that"]),
         ({"max_position_embeddings": 8}, ["seq_length 16 is outside 2 to 8"]),
         (
             {
@@ -232,5 +232,5 @@ def test_checkpointing_is_tried_before_anything_starts(tmp_path) -> None:
     folder = folders.write(
         tmp_path, "vit", model_type="resnet", architectures=["ResNetForImageClassification"]
     )
-    with pytest.raises(ConfigError, match="leave out --checkpointing"):
+    with pytest.raises(ConfigError, match="remove --checkpointing"):
         examined(folder, checkpointing=True)

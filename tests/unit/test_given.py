@@ -57,7 +57,7 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
         (SRUN | {"SLURM_NODEID": "2"}, "no such node"),
         (TORCHRUN | {"RANK": "a"}, "RANK is 'a', not a number"),
         (TORCHRUN | {"MASTER_PORT": "0x"}, "MASTER_PORT is '0x', not a number"),
-        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, which is no TCP port"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, which is not a TCP port"),
         (
             TORCHRUN | {"RANK": "4"},
             r"RANK=4 is out of range: with WORLD_SIZE=4, ranks are 0 to 3\.",

@@ -52,7 +52,7 @@ def test_a_global_batch_that_no_row_can_have_is_an_error() -> None:
 
 
 def test_accumulation_is_not_given_twice() -> None:
-    with pytest.raises(ConfigError, match="leave --grad-accum out"):
+    with pytest.raises(ConfigError, match="remove --grad-accum"):
         plan(grad_accum=(2,), global_batch=16)
 
 
@@ -63,7 +63,7 @@ def test_a_file_that_accumulates_otherwise_is_refused(tmp_path) -> None:
     options = {key: value for key, value in SMALL.items() if key != "strategies"}
     asked = CompareOptions(**options, config=files, batch_size=(2,), global_batch=16)
     first, second = make_plan(asked).configurations
-    assert first.refused is not None and "leave gradient_accumulation_steps out" in first.refused
+    assert first.refused is not None and "remove gradient_accumulation_steps" in first.refused
     assert second.refused is None and second.settings.grad_accum == 4
 
 

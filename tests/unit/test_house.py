@@ -49,7 +49,9 @@ PYTHON_ORDER = [
     "strategies.deepspeed",
     "results",
     "report",
+    "report.advice",
     "page",
+    "diff",
     "__init__",  # the package itself, whose names are imported from above when they are first used
     "bench.protocol",
     "bench.plan",
@@ -70,10 +72,12 @@ PYTHON_ONLY = {
     "errors": set(),
     "results": {"errors", "strategies.catalogue", "results"},
     "report": {"errors", "strategies.catalogue", "results", "report"},
+    "report.advice": {"errors", "strategies.catalogue", "results", "report"},
     "page": {"errors", "results", "report", "page"},
+    "diff": {"errors", "results", "report", "diff"},
 }
 AT_THE_ROOT = {"__init__", "__main__", "_native", "errors"}
-WITHOUT_TORCH = ["results", "report", "page"]
+WITHOUT_TORCH = ["results", "report", "report.advice", "page", "diff"]
 LIGHT_IMPORTS = ["", "cli.main", *WITHOUT_TORCH]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)

@@ -141,7 +141,7 @@ def test_a_window_can_be_left_out_and_attention_then_sees_all_tokens():
     assert config.sliding_window is None and config.hf_arguments()["sliding_window"] is None
     windowed = find("mistralai/Mistral-7B-v0.1")
     assert models.flops_per_token(config, 8192) > models.flops_per_token(windowed, 8192)
-    with pytest.raises(ConfigError, match="'num_heads=null' gives no value"):
+    with pytest.raises(ConfigError, match="'num_heads=null' has no value"):
         model_options(["num_heads=null"])
 
 
@@ -309,7 +309,7 @@ def test_weights_that_are_not_whole_are_told_before_anything_runs(tmp_path):
     assert find(str(folder), {"num_layers": 1}).weights == "random"
     for content in ("{", "[]", "{}", '{"weight_map": 3}'):
         index.write_text(content)
-        with pytest.raises(ConfigError, match="is no index of weights: complete the download"):
+        with pytest.raises(ConfigError, match="is not an index of weights: complete the download"):
             find(str(folder))
     empty = write(tmp_path / "empty", published)
     with pytest.raises(ConfigError, match=r"holds no weights .*weights=random"):

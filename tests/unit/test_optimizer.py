@@ -65,10 +65,10 @@ def test_what_it_refuses():
             start(model, model_parameters=given)
     with pytest.raises(ConfigError, match="param group 0 has no 'params'"):
         start(model, model_parameters=[{"lr": 1}])
-    with pytest.raises(ConfigError, match="belongs to no engine"):
+    with pytest.raises(ConfigError, match="does not belong to an engine"):
         ZeroOptimizer([{"params": list(model.parameters())}], OptimizerConfig()).step()
     engine = start(model)
-    with pytest.raises(ConfigError, match="takes no closure"):
+    with pytest.raises(ConfigError, match="does not support closures"):
         engine.optimizer.step(lambda: 0.0)
     engine.close()
 

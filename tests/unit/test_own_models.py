@@ -106,7 +106,7 @@ def test_batches_that_are_no_tensors_are_refused() -> None:
 
 
 def test_options_that_only_its_function_could_follow_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_layers does not reach: leave num_layers out"):
+    with pytest.raises(ConfigError, match="num_layers does not reach: remove num_layers"):
         models.find("own_models:regression", {"num_layers": 2})
 
 

@@ -79,7 +79,9 @@ def test_a_node_that_the_host_lacks_is_named() -> None:
     if not numa.lacks_node(4095):
         pytest.skip("the kernel lists no NUMA nodes here")
     config = {"stage": 1, "world_size": 1, "offload_optimizer": {"numa_node": 4095}}
-    with pytest.raises(ConfigError, match=r"offload_optimizer\.numa_node 4095 is no NUMA node of this host"):
+    with pytest.raises(
+        ConfigError, match=r"offload_optimizer\.numa_node 4095 is not a NUMA node of this host"
+    ):
         zerobench.initialize(model=torch.nn.Linear(4, 4), config=config)
 
 
@@ -154,7 +156,7 @@ def test_ranks_that_are_shown_a_device_each_learn_what_to_do() -> None:
     """As Slurm's --gpus-per-task shows them."""
     topology = Topology(3, 4, 3, 4, launched=(3, 4))
     with pytest.raises(
-        ConfigError, match=r"CUDA device 3, by its local rank, and torch sees 1; where each rank is"
+        ConfigError, match=r"CUDA device 3, by its local rank, and torch sees 1; if each rank sees"
     ):
         cuda_index(topology, CudaDevices(num=1, current=0), device="cuda")
     assert cuda_index(topology, CudaDevices(num=2, current=0), device="cuda", communicator="peer") == 1

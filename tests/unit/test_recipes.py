@@ -141,8 +141,8 @@ def test_a_file_of_ones_own_is_a_recipe(tmp_path) -> None:
             'question = "q"\nsentences = []\n[options]',
             "sentences is unknown: the keys are question, options, quick",
         ),
-        ('question = "q"\n[options]\nbatch = 3', "options: 'batch' is no option of compare"),
-        ('question = "q"\n[options]\nbatch-size = "x"', "options: --batch-size 'x' is no whole number"),
+        ('question = "q"\n[options]\nbatch = 3', "options: 'batch' is not an option of compare"),
+        ('question = "q"\n[options]\nbatch-size = "x"', "options: --batch-size 'x' is not a whole number"),
         ('question = "q"\n[options]\nnum-steps = "x"', "options: num-steps is 'x': use a whole number"),
         ('question = "q"\n[options]\nnum-steps = [1, 2]', "options: num-steps is [1, 2]: give one value"),
         (

@@ -54,8 +54,8 @@ def test_another_field_is_other_data(lines) -> None:
     [
         ('{"body": "x"}', ["line 1 has no field 'text'", "--text-field (body)"]),
         ('{"text": "x"}\n{"text": 3}', ["line 2 has a int in 'text', not text"]),
-        ('{"text": "x"', ["line 1 is no JSON"]),
-        ('"x"', ["line 1 is no JSON object"]),
+        ('{"text": "x"', ["line 1 is not JSON"]),
+        ('"x"', ["line 1 is not a JSON object"]),
         ("\n", ["holds no text in 'text'"]),
     ],
 )
@@ -112,7 +112,7 @@ def test_ids_that_are_looked_at_late_are_refused_too(tmp_path, monkeypatch) -> N
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        (b"x" * 101, ["holds 101 bytes, which is no whole number of u16 ids"]),
+        (b"x" * 101, ["holds 101 bytes, which is not a whole number of u16 ids"]),
         (b"\x93NUMPY" + b"x" * 94, ["is a NumPy file", "tofile"]),
         (b"x" * 16, ["holds 8 tokens and sequences of 4 need at least 9"]),
     ],
@@ -133,8 +133,8 @@ def test_binary_data_is_no_text(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("spec", "options", "words"),
     [
-        ("text", {"text_field": "body"}, "--text-field body is about JSON lines and Parquet"),
-        ("stdlib", {"text_field": "body"}, "--text-field body is about JSON lines and Parquet"),
+        ("text", {"text_field": "body"}, "--text-field body applies to JSON lines and Parquet"),
+        ("stdlib", {"text_field": "body"}, "--text-field body applies to JSON lines and Parquet"),
         ("synthetic", {"tokens": "u16"}, "--tokens u16 has no effect on synthetic data"),
         ("stdlib", {"tokens": "u16"}, "stdlib is text"),
         (".", {"tokens": "u16"}, "is a folder, and --tokens reads one file"),

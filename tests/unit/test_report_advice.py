@@ -15,14 +15,18 @@ from zerobench.results.sizes import join_words, ms_text
 
 
 def test_advice_on_the_sample() -> None:
-    fastest, memory, basis = advise(sample())
+    fastest, memory, bottleneck, basis = advise(sample())
     assert (
         fastest.startswith("zero2 and zero1 tie as the fastest of 7 correct rows")
         and "below the noise" in fastest
     )
     assert memory.startswith("Within 10 % of the fastest, zero3 needs the least memory: 19.5 MiB peak")
+    assert bottleneck.startswith("Compute is the bottleneck of zero2: 92 % of the step.")
     assert (
-        "7 rows" in basis and "0.934 M parameters" in basis and "2 ranks" in basis and "20 measured" in basis
+        "7 rows, 1 run each" in basis
+        and "0.934 M parameters" in basis
+        and "2 ranks" in basis
+        and "20 measured" in basis
     )
 
 
@@ -138,7 +142,7 @@ def test_advice_says_what_is_too_noisy_to_rank() -> None:
     first, *others = noisy(100.0, 150.0, 13_300.0, spread=0.6)
     assert first == (
         "Too noisy to rank: zero0 and zero1 may each be the fastest of 3 correct rows, 13,653 to 20,480 tokens/s with "
-        "errors of up to 56 %; measure more steps (--num-steps), on a quieter machine."
+        "errors of up to 56 %. Measure more steps (--num-steps), on a quieter machine."
     )
     assert not any("Within 10 %" in text or "No row within" in text for text in others)
     assert noisy(100.0, 101.0, spread=0.02)[0].startswith("zero0 and zero1 tie as the fastest of 2 correct")
@@ -156,7 +160,7 @@ def test_few_steps_that_lie_close_by_chance_settle_nothing() -> None:
     advice = advise(results)
     assert advice[0] == (
         "zero2 took the least time of 7 correct rows, 20,480 tokens/s (100.0 ms a step); 3 measured steps tell too "
-        "little of the noise to call it the fastest: measure 6 or more (--num-steps)."
+        "little of the noise to call it the fastest. Measure 6 or more (--num-steps)."
     )
     assert not any(
         word in text
@@ -195,9 +199,7 @@ def test_advice_says_when_sharding_buys_nothing() -> None:
         row.peak_device_bytes = 1_000_000_000 + (row.peak_device_bytes or 0)
     finish_rows(results)
     said = next(text for text in advise(results) if text.startswith("Sharding buys little memory here"))
-    assert said.endswith(
-        "; what is sharded is little beside what is not."
-    )  # also of a large model's activations
+    assert "Most of it is not sharded" in said
     assert not any("Sharding buys" in text for text in advise(sample()))
 
 
@@ -346,9 +348,9 @@ def test_advice_says_when_the_power_cap_sets_the_pace() -> None:
 def test_advice_names_the_slowest_gpu_where_they_differ_notably() -> None:
     results = gpus()
     floor = results.rows[0]
-    assert advise(results)[-2] == (
+    assert advise(results)[-2].startswith(
         "The GPU of rank 1 is the slowest of 2: with nothing between them it takes 3.4 % longer for forward and "
-        "backward than that of rank 0. Ranks that meet go as the slowest one does."
+        "backward than that of rank 0."
     )
     steps = floor.step_time_ms
     assert steps is not None

@@ -266,7 +266,7 @@ def test_what_looks_like_markup_in_a_path_or_name_is_shown_as_it_is(tmp_path, ca
     show([folder])
     shown = capsys.readouterr().out
     assert str(folder / "plots" / "memory.png") in shown
-    assert "Based on 7 rows: m[/x] :bell: (" in shown
+    assert "Based on 7 rows, 1 run each: m[/x] :bell: (" in shown
 
 
 @pytest.mark.parametrize("width", [10, 20, 29])

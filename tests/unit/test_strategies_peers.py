@@ -254,7 +254,7 @@ def test_a_deepspeed_file_decides_what_it_answers_and_leaves_auto_to_the_options
         ({"zero_optimization": {}, "gradient_accumulation_steps": 2.5}, "valid integer, got 2.5"),
         ({"zero_optimization": {}, "optimizer": {"params": {"betas": [0.9]}}}, "betas"),
         ({"zero_optimization": {}, "optimizer": {"params": {"lr": "1e-4"}}}, "lr should be a valid number"),
-        ({"zero_optimization": {}, "scheduler": {"type": "WarmupLR"}}, "leave scheduler out"),
+        ({"zero_optimization": {}, "scheduler": {"type": "WarmupLR"}}, "remove scheduler"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}}},
             "optimizer's state there too",

@@ -30,7 +30,7 @@ def test_ranks_meet_where_a_way_leads_to_one_of_the_addresses() -> None:
     expect_reached([no_way, None], "two-addresses")
     with pytest.raises(
         CommunicationError,
-        match=r"cannot meet at one-address \(MASTER_ADDR\): Network is unreachable.*`ip link set lo up`",
+        match=r"cannot connect at one-address \(MASTER_ADDR\): Network is unreachable.*`ip link set lo up`",
     ):
         expect_reached([no_way], "one-address")
     for told_by_torch in ([], [OSError(errno.EACCES, "")]):
@@ -309,18 +309,15 @@ def test_what_is_no_group_of_this_process_is_refused(group, said) -> None:
         process_groups.find_group(group, host="a", machine="b")
 
 
-def test_a_group_is_the_one_that_was_given_else_the_default_one() -> None:
+def test_a_group_is_the_one_that_was_given_else_the_default_one(own_process_group) -> None:
     assert process_groups.find_group(None, host="a", machine="b") is None
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    try:
-        default, other = torch.distributed.group.WORLD, torch.distributed.new_group([0])
-        for given, expected in ((None, default), (other, other)):
-            found = process_groups.find_group(given, host="a", machine="b")
-            assert found is not None and found.handle is expected and found.is_given == (given is not None)
-            assert (found.rank, found.world_size, found.launch) == (0, 1, (0, 1))
-            assert (found.host, found.machine) == ("a", "b")
-    finally:
-        torch.distributed.destroy_process_group()
+    default, other = torch.distributed.group.WORLD, torch.distributed.new_group([0])
+    for given, expected in ((None, default), (other, other)):
+        found = process_groups.find_group(given, host="a", machine="b")
+        assert found is not None and found.handle is expected and found.is_given == (given is not None)
+        assert (found.rank, found.world_size, found.launch) == (0, 1, (0, 1))
+        assert (found.host, found.machine) == ("a", "b")
 
 
 def meetings(hosts: str, launched: list[Any], timeout_s: float = 20.0, **more: Any) -> list[Any]:

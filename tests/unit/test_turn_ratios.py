@@ -172,7 +172,7 @@ def test_few_rounds_have_no_interval_and_rank_nothing() -> None:
     finish_rows(results)
     assert slow.relative_low is slow.relative_uncertainty is None
     assert advise(results)[0].endswith(
-        "3 windows tell too little of the noise to call it the fastest: measure 6 or more (--rounds)."
+        "3 windows tell too little of the noise to call it the fastest. Measure 6 or more (--rounds)."
     )
 
 
@@ -194,9 +194,9 @@ def test_a_row_in_a_few_passes_does_not_keep_the_others_from_being_ranked() -> N
     third = sample().rows[5]
     results.rows.append(passed(third, 30.0, 31.0, 29.0))
     finish_rows(results)
-    first = advise(results)[0]
+    first, second, *_ = advise(results)
     assert first.startswith(f"{fast.strategy} is the fastest of 2 correct rows")
-    assert first.endswith(f"{third.strategy} was measured in passes, too few to rank.")
+    assert second.startswith(f"{third.strategy} was measured in passes, too few to rank.")
 
 
 def test_the_table_says_how_rows_were_measured() -> None:

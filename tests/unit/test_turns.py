@@ -79,17 +79,17 @@ class Noting(Simulated):
         return self._turn_num != self._ends_at
 
 
-def test_another_row_is_first_in_each_round() -> None:
+def test_another_row_is_first_in_each_round_and_each_follows_every_other() -> None:
     order: list[str] = []
-    take_turns([Noting(name, order) for name in "abc"], 4)  # type: ignore[misc]
-    assert "".join(order) == "abcbcacababc"
+    take_turns([Noting(name, order) for name in "abc"], 6)  # type: ignore[misc]
+    assert "".join(order) == "abcbcacab" + "cbaacbbac"
 
 
 def test_a_row_that_ended_has_no_further_turn_and_the_others_go_on() -> None:
     order: list[str] = []
     rows = [Noting("a", order), Noting("b", order, ends_at=2), Noting("c", order)]
     take_turns(rows, 4)  # type: ignore[arg-type]
-    assert "".join(order) == "abcbcacaac"
+    assert "".join(order) == "abcbca" + "ca" + "ca"
 
 
 def test_rounds_are_told() -> None:

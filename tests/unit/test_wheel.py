@@ -1,4 +1,4 @@
-"""The wheel in an environment that it was not built in (docs/wheels.md)."""
+"""The wheel in an environment that it was not built in (docs/how-to/wheels.md)."""
 
 from __future__ import annotations
 

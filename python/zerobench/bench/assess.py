@@ -90,7 +90,7 @@ def apply_outcome(
 
 
 def fault_of(windows: Sequence[Window]) -> str | None:
-    """Why figures of a measured pass are none of what the row is called; None where they are."""
+    """Return why a measured pass is not one of the row's strategy, or None if it is valid."""
     for number, losses in enumerate(zip(*(window.losses for window in windows), strict=True), start=1):
         if not all(map(math.isfinite, losses)):
             return (
@@ -107,7 +107,7 @@ def fault_of(windows: Sequence[Window]) -> str | None:
         )
     if windows and windows[0].compiled_graphs == 0:
         return (
-            "torch.compile ran nothing of it compiled, so this would be an eager row: leave out --compile, or take its "
+            "torch.compile compiled nothing of it, so this row would be eager: remove --compile, or use its "
             "other mode"
         )
     return None

@@ -38,7 +38,7 @@ from zerobench.bench.schedule import Group, Step
 from zerobench.bench.surroundings import Surroundings
 from zerobench.bench.turns import Contender
 from zerobench.errors import Error
-from zerobench.results.schema import Row, Turns
+from zerobench.results.schema import Row, Sampled, Turns
 from zerobench.strategies.catalogue import REFERENCE
 
 UTILISATION_S = 2.0  # of a window, in which the driver's counter has enough readings
@@ -52,6 +52,14 @@ class FirstRun(NamedTuple):
 
     row: Row
     was_started: bool  # False where the row is too large or its reference did not run
+
+
+class Sight(NamedTuple):
+    """What the sampler saw of the machine while a row trained."""
+
+    duration_s: float
+    sampled: Sampled | None
+    busy: str | None  # as Row.busy
 
 
 class Execution:
@@ -131,10 +139,10 @@ class Execution:
         return Contender(job, SiblingLauncher(self._launcher), log=log)
 
     def measure_window(
-        self, step: Step, *, steps_per_window: int, log: Path, on_progress: ProgressCallback
+        self, step: Step, row: Row, *, steps_per_window: int, log: Path, on_progress: ProgressCallback
     ) -> tuple[Outcome, float | None]:
-        """Measure one window in fresh processes. Return the outcome and the mean time of a step in milliseconds, None
-        where the run did not end well."""
+        """Measure one window in fresh processes, and mark ``row`` where the machine was busy meanwhile. Return the
+        outcome and the mean time of a step in milliseconds, None where the run did not end well."""
         job = self.jobs.window(step, steps_per_window=steps_per_window)
         outcome = self._launcher.run(job, log=log, on_progress=on_progress)
         windows = [report.window for report in by_rank(outcome.reports) if report.window]
@@ -142,6 +150,8 @@ class Execution:
             outcome = replace(outcome, status="failed", error=fault)
         if outcome.status != "ok":
             return outcome, None
+        if row.busy is None:
+            row.busy = self._sight(row, windows).busy
         times_ms = step_times_of_all([window.step_times_ms for window in windows])
         return outcome, sum(times_ms) / len(times_ms)
 
@@ -181,17 +191,13 @@ class Execution:
         """Add what the sampler saw during the window, and utilisation against the GPUs' peak."""
         if not windows:
             return
-        begin_s, end_s = min(w.began_s for w in windows), max(w.ended_s for w in windows)
         used = self.options.gpus[: row.settings.world_size]
-        around = self._sampler.around(begin_s, end_s)
-        within = [sample for sample in around if begin_s <= sample["time_s"] <= end_s]
-        others = use_by_others(around, begin_s=begin_s, end_s=end_s)
-        seen = summarise(within, begin_s=begin_s, gpu_num=len(used), others=others)
-        nearest = seen or summarise(around[-1:], begin_s=begin_s, gpu_num=len(used))
-        row.busy = row.busy or why_busy(others, nearest.shared_gpus if nearest else None)
+        sight = self._sight(row, windows)
+        seen = sight.sampled
+        row.busy = row.busy or sight.busy
         if row.sampled is None:
             row.sampled = seen
-            if seen is not None and end_s - begin_s >= UTILISATION_S:
+            if seen is not None and sight.duration_s >= UTILISATION_S:
                 row.device_utilisation_pct = seen.gpu_utilisation_pct
         elif seen is not None and seen.shared_gpus is not None:
             # Its memory may be in the peaks, which are of all repeats.
@@ -202,6 +208,18 @@ class Execution:
             row.peak_device_pct = 100.0 * row.peak_device_bytes / min(gpu.total_bytes for gpu in used)
         if len({gpu.name for gpu in used}) == 1:
             row.mfu = utilisation(row, used[0].name)
+
+    def _sight(self, row: Row, windows: Sequence[Window]) -> Sight:
+        """Return what the sampler saw of the machine while the ranks of ``row`` trained ``windows``."""
+        begin_s, end_s = min(w.began_s for w in windows), max(w.ended_s for w in windows)
+        gpu_num = len(self.options.gpus[: row.settings.world_size])
+        around = self._sampler.around(begin_s, end_s)
+        within = [sample for sample in around if begin_s <= sample["time_s"] <= end_s]
+        others = use_by_others(around, begin_s=begin_s, end_s=end_s)
+        sampled = summarise(within, begin_s=begin_s, gpu_num=gpu_num, others=others)
+        nearest = sampled or summarise(around[-1:], begin_s=begin_s, gpu_num=gpu_num)
+        busy = why_busy(others, nearest.shared_gpus if nearest else None)
+        return Sight(duration_s=end_s - begin_s, sampled=sampled, busy=busy)
 
 
 def why_not_started(

@@ -197,6 +197,7 @@ class TurnRuns:
         with self._display.task(f"{row.name} (pass {number})") as on_progress:
             outcome, window_ms = self._execution.measure_window(
                 member.step,
+                row,
                 steps_per_window=member.steps_per_window,
                 log=self._output.log(row.name),
                 on_progress=on_progress,

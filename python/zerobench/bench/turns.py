@@ -88,11 +88,13 @@ class Contender:
 def take_turns(
     contenders: Sequence[Contender], rounds: int, *, on_round: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Have every row train a window in each round, another one first each time. A row that ends drops out."""
+    """Have every row train a window in each round, another one first each time. Once each has been first the order
+    turns round, so that no row always follows the same one. A row that ends drops out."""
     gone: set[str] = set()
     for index in range(rounds):
         on_round(index + 1)
-        first = index % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
+        times_round, first = divmod(index, len(contenders))
+        order = (*contenders[first:], *contenders[:first])
+        for contender in reversed(order) if times_round % 2 else order:
             if contender.name not in gone and not contender.train():
                 gone.add(contender.name)

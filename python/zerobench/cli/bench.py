@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zerobench.micro.output import OutputFile
 
 app = typer.Typer(
-    help="Micro-benchmarks of the core, beside its peers and the machine's limit.", no_args_is_help=True
+    help="Micro-benchmarks of the core, next to its peers and the machine's limit.", no_args_is_help=True
 )
 
 _MOST_BYTES = 1 << 60
@@ -59,7 +59,7 @@ def results_in(path: Path | None, *, as_json: bool) -> Iterator[tuple[OutputFile
 
 def whole_bytes(option: str, value: float, unit_bytes: int) -> int:
     if not 0 < value * unit_bytes < _MOST_BYTES:
-        raise ConfigError(f"{option} {value:g} is impossible: give a size above zero that a machine may have")
+        raise ConfigError(f"{option} {value:g} is not valid: give a size above zero that a machine can have")
     return int(value * unit_bytes)
 
 
@@ -71,11 +71,11 @@ def comm(
     world_size: Annotated[
         str | None,
         typer.Option(
-            help="Ranks, all on this host; a comma list for several. Default: 2,4 on CPU, on GPUs all."
+            help="Ranks, all on this host; a comma-separated list for several. Default: 2,4 on CPU, on GPUs all."
         ),
     ] = None,
     collectives: Annotated[
-        str, typer.Option(help="A comma list of all_gather, reduce_scatter, all_reduce.")
+        str, typer.Option(help="A comma-separated list of all_gather, reduce_scatter, all_reduce.")
     ] = "all_gather,reduce_scatter,all_reduce",
     min_bytes: Annotated[int, typer.Option(help="Smallest buffer. Each next is four times as large.")] = 1
     << 16,
@@ -106,7 +106,7 @@ def comm(
 
     gpus = gpus_for(device, at_least=2)
     if (symmetric or communicator is not None) and not gpus:
-        raise ConfigError("--symmetric and --communicator are about GPUs: give them with --device cuda")
+        raise ConfigError("--symmetric and --communicator apply to GPUs only: use them with --device cuda")
     usual = f"{len(gpus)}" if gpus else "2,4"
     sizes = split("--world-size", usual if world_size is None else world_size, int)
     given: dict[str, Any] = {
@@ -164,7 +164,8 @@ def adam(
         ),
     ] = None,
     threads: Annotated[
-        str | None, typer.Option(help="On CPU: a comma list of thread counts. Default: 1 and all cores.")
+        str | None,
+        typer.Option(help="On CPU: a comma-separated list of thread counts. Default: 1 and all cores."),
     ] = None,
     repeats: Repeats = 15,
     output: Output = None,
@@ -181,7 +182,7 @@ def adam(
 
     gpus = gpus_for(device, at_least=1)
     if threads is not None and gpus:
-        raise ConfigError("--threads is about CPUs: give it with --device cpu")
+        raise ConfigError("--threads applies to CPUs only: use it with --device cpu")
     given: dict[str, Any] = {
         "min_numel": (MIN_GPU_NUMEL if gpus else MIN_NUMEL) if min_numel is None else min_numel,
         "max_numel": (MAX_GPU_NUMEL if gpus else MAX_NUMEL) if max_numel is None else max_numel,

@@ -46,17 +46,20 @@ def io(
     engines: Annotated[
         str | None,
         typer.Option(
-            help="A comma list of io_uring, threads. Default of this and the next two: what `tune io` found for the "
-            "first path, else both engines, 1 MiB and 4 MiB, 8 and 32."
+            help="A comma-separated list of io_uring, threads. Default of this and the next two: what `tune io` "
+            "found for the first path, else both engines, 1 MiB and 4 MiB, 8 and 32."
         ),
     ] = None,
     block_bytes: Annotated[
-        str | None, typer.Option(help="Bytes of one request, multiples of 4096; a comma list.")
+        str | None, typer.Option(help="Bytes of one request, multiples of 4096; a comma-separated list.")
     ] = None,
     depth: Annotated[
-        str | None, typer.Option(help="Requests in flight (threads: as many threads); a comma list.")
+        str | None,
+        typer.Option(help="Requests in flight (threads: as many threads); a comma-separated list."),
     ] = None,
-    modes: Annotated[str, typer.Option(help="A comma list of read, write, both.")] = "read,write,both",
+    modes: Annotated[
+        str, typer.Option(help="A comma-separated list of read, write, both.")
+    ] = "read,write,both",
     chunk_mib: ChunkMib = 16.0,
     size_gib: SizeGib = None,
     settings: Settings = None,
@@ -86,7 +89,7 @@ def io(
         elif settings is not None:
             raise ConfigError(
                 f"--settings {settings} holds nothing about {paths[0]}: run `zerobench tune io {paths[0]} --settings "
-                f"{settings}` first, or leave it out"
+                f"{settings}` first, or remove it"
             )
     elif settings is not None:
         raise ConfigError(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COMPARE_HELP = (
     "Verify and measure strategies side by side.\n\n"
-    "These take comma lists, whose combinations are compared (--batch-size 4,8 --stages 0,3): "
+    "These options accept comma-separated lists, and all combinations are compared (--batch-size 4,8 --stages 0,3): "
     f"{', '.join(flag_of(key) for key, option in OPTIONS.items() if option.takes.is_list)}.\n\n"
     "Exit code: 0 when every row is ok, oom or skipped and at least one is ok; 1 when a row is wrong or failed, or "
     "none is ok; 2 when the command cannot start as given; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, with "
@@ -189,7 +189,7 @@ def expect_working_folder() -> None:
         os.getcwd()
     except OSError:
         raise ConfigError(
-            "the working folder is gone, and ranks start there: change to one that exists"
+            "the working directory no longer exists, and ranks start in it: change to one that exists"
         ) from None
 
 

@@ -12,6 +12,7 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
+    REGRESSION = 3
     HANGUP = 128 + signal.SIGHUP
     INTERRUPTED = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
@@ -21,6 +22,7 @@ MEANINGS = {
     ExitCode.OK: "The command did what was asked. What it found is good, as far as the command judges.",
     ExitCode.FAILED: "The command ran, and what it found is not good (see below), or something failed on the way.",
     ExitCode.USAGE: "The command cannot start as given: an option, a name, a file or a combination of them is wrong.",
+    ExitCode.REGRESSION: "Of `diff` alone: a row broke, or it is worse by more than `--fail-above`.",
     ExitCode.HANGUP: "SIGHUP ended the command: its terminal was closed.",
     ExitCode.INTERRUPTED: "Ctrl-C (SIGINT) ended the command. `compare` and `recipe run` keep the rows so far.",
     ExitCode.TERMINATED: "SIGTERM ended the command, as `kill` and schedulers send it.",

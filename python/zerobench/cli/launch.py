@@ -36,7 +36,7 @@ def run_launch(
             f"--write {write} is unknown: {did_you_mean(write, WRITERS)}known: {', '.join(WRITERS)}"
         )
     if not 0 < port < 1 << 16:
-        raise ConfigError(f"--port {port} is no TCP port: use one from 1 to 65535")
+        raise ConfigError(f"--port {port} is not a TCP port: use one from 1 to 65535")
     hosts = read_hostfile(hostfile)
     in_short = f"{sum(host.slots for host in hosts)} ranks on {', '.join(host.name for host in hosts)}"
     if write is not None:

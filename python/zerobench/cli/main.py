@@ -16,7 +16,9 @@ import typer
 
 from zerobench import __version__
 from zerobench.cli import bench, bench_io, recipe
+from zerobench.cli.advise import advise
 from zerobench.cli.compare import COMPARE_HELP, compare
+from zerobench.cli.diff import diff
 from zerobench.cli.exit_codes import ExitCode
 from zerobench.cli.options import AsJson
 from zerobench.cli.report import report
@@ -61,8 +63,10 @@ def root(
 
 app.command(help=COMPARE_HELP)(compare)
 app.command()(report)
+app.command()(diff)
 app.command()(show)
 app.command()(chart)
+app.command()(advise)
 app.add_typer(bench.app, name="bench")
 app.add_typer(bench_io.tune_app, name="tune")
 app.add_typer(recipe.app, name="recipe")
@@ -121,7 +125,8 @@ def export(
         str,
         typer.Argument(
             metavar="RESULTS[#ROW]",
-            help="A results.json or the folder that holds one, and the name of a row. Default: the fastest row.",
+            help="A results.json or the folder that holds one, and the name of a row. Default: the row that "
+            "`advise` names.",
         ),
     ],
     to: Annotated[str, typer.Option("--to", help=f"The tool: {', '.join(TARGETS)}.")],
@@ -156,7 +161,9 @@ def launch(
     write: Annotated[
         str | None, typer.Option(help=f"Print a job file instead: {', '.join(WRITERS)}.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Where ranks meet, on the first host.")] = 29500,
+    port: Annotated[
+        int, typer.Option(help="TCP port of the first host at which ranks find each other.")
+    ] = 29500,
     gpu: Annotated[str, typer.Option(help="The kind of GPU that a job file asks for, such as H100.")] = "",
     image: Annotated[str, typer.Option(help="The container image of --write kubeflow.")] = "",
     as_json: AsJson = False,
@@ -242,7 +249,7 @@ def expect_text(arguments: Sequence[str]) -> None:
     for argument in arguments:
         if any("\udc80" <= character <= "\udcff" for character in argument):
             fail(
-                f"the argument {argument} is no text in this locale's encoding ({sys.getfilesystemencoding()}): give "
+                f"the argument {argument} is not text in this locale's encoding ({sys.getfilesystemencoding()}): give "
                 "another name, or set LC_ALL=C.UTF-8 if it is UTF-8",
                 ExitCode.USAGE,
             )

@@ -17,12 +17,12 @@ def model_options(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ConfigError(f"--model-option {pair!r} is no FIELD=VALUE, such as num_heads=8")
+            raise ConfigError(f"--model-option {pair!r} is not FIELD=VALUE, such as num_heads=8")
         field = key.strip().replace("-", "_")
         try:
             options[field] = json.loads(value)
         except json.JSONDecodeError:
             options[field] = value
         if options[field] is None and field not in NULLABLE_FIELDS:
-            raise ConfigError(f"--model-option {pair!r} gives no value: leave it out for what the model has")
+            raise ConfigError(f"--model-option {pair!r} has no value: remove it to keep the model's own")
     return options

@@ -44,7 +44,7 @@ def open_data(
     if spec == "synthetic":
         for option, value in (("--text-field", text_field), ("--tokens", tokens)):
             if value is not None:
-                raise DataError(f"{option} {value} has no effect on synthetic data: leave it out")
+                raise DataError(f"{option} {value} has no effect on synthetic data: remove it")
         return SyntheticDataset(seed=seed, seq_length=seq_length, vocab_size=vocab_size)
     content, description = _open(spec, text_field, tokens)
     if expected_digest not in (None, digest(content)):
@@ -65,7 +65,7 @@ def _open(spec: str, text_field: str | None, tokens: str | None) -> tuple[memory
     if tokens is None:
         return open_bytes(spec, text_field=text_field)
     if text_field is not None:
-        raise DataError(f"--text-field {text_field} has no effect on token ids: leave it or --tokens out")
+        raise DataError(f"--text-field {text_field} has no effect on token ids: remove it or --tokens")
     return open_ids(spec, tokens)
 
 

@@ -83,7 +83,7 @@ class MadeDataset(Dataset):
         )
         if not isinstance(batch, Mapping) or not all(isinstance(v, torch.Tensor) for v in batch.values()):
             raise DataError(
-                f"the batch function returned a {type(batch).__name__} that is no mapping of names to tensors: return "
-                "a dict of tensors"
+                f"the batch function returned a {type(batch).__name__}, which is not a mapping of names to tensors: "
+                "return a dict of tensors"
             )
         return dict(batch)

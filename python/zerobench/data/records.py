@@ -50,11 +50,11 @@ def _of_json_lines(path: Path, field: str) -> Iterator[str]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{path}: line {number} is no JSON ({error}): give one object a line, or rename the "
+                    f"{path}: line {number} is not JSON ({error}): give one object a line, or rename the "
                     "file if it is text"
                 ) from None
             if not isinstance(record, dict):
-                raise DataError(f"{path}: line {number} is no JSON object: give one object a line")
+                raise DataError(f"{path}: line {number} is not a JSON object: give one object a line")
             yield _text(path, f"line {number}", record, field)
 
 

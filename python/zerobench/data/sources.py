@@ -53,7 +53,7 @@ def open_ids(spec: str, width: str) -> tuple[memoryview, str]:
     Raises DataError."""
     if spec == "stdlib":
         raise DataError(
-            "--tokens reads a file of token ids, and stdlib is text: leave it out, or give --data a file"
+            "--tokens reads a file of token ids, and stdlib is text: remove it, or give --data a file"
         )
     with _readable(spec) as path:
         if path.is_dir():
@@ -67,8 +67,8 @@ def open_ids(spec: str, width: str) -> tuple[memoryview, str]:
     itemsize = ID_WIDTHS[width].itemsize
     if len(content) % itemsize:
         raise DataError(
-            f"{spec}: holds {len(content)} bytes, which is no whole number of {width} ids: give the width that it was "
-            "written with"
+            f"{spec}: holds {len(content)} bytes, which is not a whole number of {width} ids: give the width "
+            "that it was written with"
         )
     if sys.byteorder != "little":
         raise DataError("--tokens reads little-endian ids, and this machine is big-endian: give --data text")
@@ -79,7 +79,7 @@ def open_ids(spec: str, width: str) -> tuple[memoryview, str]:
 def _readable(spec: str) -> Iterator[Path]:
     """Turn errors of reading ``spec`` into a DataError."""
     if not spec:
-        raise DataError("--data names nothing: give it a path, stdlib or synthetic")
+        raise DataError("--data is empty: give it a path, stdlib or synthetic")
     try:
         yield Path(spec)
     except FileNotFoundError:
@@ -91,8 +91,8 @@ def _readable(spec: str) -> Iterator[Path]:
 def _expect_records(spec: str, has_records: bool, text_field: str | None) -> None:
     if text_field is not None and not has_records:
         raise DataError(
-            f"--text-field {text_field} is about JSON lines and Parquet ({', '.join(records.SUFFIXES)}), and {spec} "
-            "has neither: leave it out"
+            f"--text-field {text_field} applies to JSON lines and Parquet ({', '.join(records.SUFFIXES)}), and {spec} "
+            "has neither: remove it"
         )
 
 

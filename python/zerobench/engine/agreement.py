@@ -84,8 +84,8 @@ def expect_same_unheld(communicator: Communicator | CoreEngine, tensors: Mapping
     if (found := _first_difference(communicator, facts)) is not None:
         other, theirs, first = found
         raise ConfigError(
-            f"persistent buffers of rank {other} differ from rank 0's, and a state has them once for all ranks: it has "
-            f"{theirs}, and rank 0 has {first}; register those that are each rank's own with persistent=False"
+            f"persistent buffers of rank {other} differ from rank 0's, and a state holds one copy for all ranks: it "
+            f"has {theirs}, and rank 0 has {first}; register buffers that differ between ranks with persistent=False"
         )
 
 

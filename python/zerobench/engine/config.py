@@ -91,8 +91,8 @@ class LossScaleConfig(_Section):
 
 
 class OffloadOptimizerConfig(_Section):
-    """Optimizer state in pinned host memory or on NVMe, updated by the CPU (docs/offload.md). Keys as in DeepSpeed
-    where they mean the same."""
+    """Optimizer state in pinned host memory or on NVMe, updated by the CPU (docs/reference/offload.md). Keys as in
+    DeepSpeed where they mean the same."""
 
     device: Literal["cpu", "nvme"] = "cpu"
     nvme_path: list[str] = Field(
@@ -168,9 +168,7 @@ class OffloadOptimizerConfig(_Section):
     @model_validator(mode="after")
     def _limit_is_for_auto(self) -> OffloadOptimizerConfig:
         if self.device_memory_bytes is not None and self.ratio != "auto":
-            raise ValueError(
-                "device_memory_bytes is what ratio auto counts on; leave it out or set the ratio"
-            )
+            raise ValueError("device_memory_bytes is what ratio auto counts on; remove it or set the ratio")
         return self
 
     @model_validator(mode="after")
@@ -188,7 +186,7 @@ class OffloadOptimizerConfig(_Section):
         }
         if self.device == "cpu" and given:
             raise ValueError(
-                f"{', '.join(sorted(given))} is about device nvme; leave it out or set the device"
+                f"{', '.join(sorted(given))} configures device nvme; remove it or set the device"
             )
         return self
 
@@ -201,7 +199,7 @@ class OffloadParamConfig(_Section):
 
 
 class Config(_Section):
-    """Everything that ``zerobench.initialize`` can be told; docs/configuration.md explains each key.
+    """Everything that ``zerobench.initialize`` can be told; docs/reference/configuration.md explains each key.
 
     ``precision`` sets the dtype of parameters, of compute and of reductions at once; ``param_dtype`` and
     ``reduce_dtype`` override it by role, and ``accumulate_dtype`` is that of sums of micro-batches. Master weights and
@@ -287,7 +285,7 @@ class Config(_Section):
         "where peer is named ranks may share a GPU",
     )
     rendezvous: str | None = Field(
-        None, min_length=1, description="unique text by which ranks of one host meet"
+        None, min_length=1, description="unique text by which ranks of one host find each other"
     )
     timeout_s: float = Field(default=300.0, ge=MIN_TIMEOUT_S, le=MAX_TIMEOUT_S)
     threads: int | None = Field(
@@ -338,18 +336,18 @@ class Config(_Section):
                 raise ValueError("offload_param needs offload_optimizer, too")
             if self.offload_param.device == "nvme" and self.offload_optimizer.device != "nvme":
                 raise ValueError(
-                    "offload_param on nvme puts files beside those of the optimizer; set offload_optimizer's device to "
-                    "nvme, too"
+                    "offload_param on nvme puts files next to those of the optimizer; set offload_optimizer's device "
+                    "to nvme, too"
                 )
             if self.offload_optimizer.ratio != 1.0 or self.keep_parameter_shards:
                 raise ValueError(
-                    "offload_param moves all shards of parameters; leave out keep_parameter_shards and "
+                    "offload_param moves all shards of parameters; remove keep_parameter_shards and "
                     "offload_optimizer.ratio"
                 )
         elif self.offload_optimizer is not None and self.stage == 3 and self.keep_parameter_shards is False:
             raise ValueError(
                 "offload_optimizer keeps parameters' shards on the device, since masters on the host are no source for "
-                "a gather; leave out keep_parameter_shards, or give offload_param"
+                "a gather; remove keep_parameter_shards, or give offload_param"
             )
         return self
 
@@ -359,7 +357,7 @@ class Config(_Section):
         if self.accumulate_dtype not in (None, "float32", reduce):
             raise ValueError(
                 f"accumulate_dtype {self.accumulate_dtype} would round gradients that are reduced in {reduce}: give "
-                f"{'float32' if reduce == 'float32' else f'float32 or {reduce}'}, or leave accumulate_dtype out"
+                f"{'float32' if reduce == 'float32' else f'float32 or {reduce}'}, or remove accumulate_dtype"
             )
         return self
 
@@ -373,7 +371,7 @@ class Config(_Section):
     def _optimizer_in_backward_needs_no_norm(self) -> Config:
         if self.optimizer_in_backward and self.gradient_clipping is not None:
             raise ValueError(
-                "optimizer_in_backward updates before the gradient norm is known: leave gradient_clipping out of it"
+                "optimizer_in_backward updates before the gradient norm is known: remove gradient_clipping"
             )
         if self.optimizer_in_backward and self.scales_loss():
             raise ValueError(
@@ -385,18 +383,18 @@ class Config(_Section):
         """The sentence that refuses ``store_param_remainders: true`` beside the other settings, or None."""
         if (param := self.effective_dtypes()["param"]) != "bfloat16":
             return (
-                f"store_param_remainders is for masters of bfloat16 parameters, and these are {param}; leave it out or "
+                f"store_param_remainders is for masters of bfloat16 parameters, and these are {param}; remove it or "
                 'set precision to "bf16"'
             )
         if self.offload_optimizer is not None:
             return (
-                "store_param_remainders keeps masters beside parameters on the device; leave out offload_optimizer or "
+                "store_param_remainders keeps masters next to parameters on the device; remove offload_optimizer or "
                 "store_param_remainders"
             )
         if self.stage == 3 and self.keep_parameter_shards is False:
             return (
                 "store_param_remainders needs the shards of parameters that keep_parameter_shards: false does without; "
-                "leave out one of the two"
+                "remove one of the two"
             )
         return None
 
@@ -492,9 +490,8 @@ def _sentence(error: ValidationError) -> str:
     first, *_ = errors = error.errors()
     for mark in DEEPSPEED_MARKS:
         if any(each["loc"] == (mark,) for each in errors):
-            return (
-                f"'{mark}' is a key of DeepSpeed's files; docs/configuration.md has the keys of zerobench's"
-            )
+            page = "docs/reference/configuration.md"
+            return f"'{mark}' is a key of DeepSpeed's files; {page} has the keys of zerobench's"
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown key '{key}' in the configuration; {_hint(first['loc'])}"

@@ -348,7 +348,7 @@ class Engine(EngineFacts, EngineWindow):
         """
         if self._core.parameters_sharded:
             raise ConfigError(
-                "stage 3 gathers parameters between units, which one graph of the whole model has no place for: "
+                "stage 3 gathers parameters between units, which a single graph of the whole model cannot do: "
                 "compile each block's forward before zerobench.initialize, or use stage 0, 1 or 2"
             )
         self._hooks.await_units_at_once()
@@ -595,7 +595,8 @@ class Engine(EngineFacts, EngineWindow):
         # Unknown names fall through to the model, as training scripts expect of an engine.
         if name.startswith("_") or name == "module":
             raise AttributeError(
-                f"an engine is no torch.nn.Module and has no '{name}'; what needs a module takes engine.module"
+                f"Engine has no attribute '{name}' (it is not a torch.nn.Module). Use engine.module where a module is "
+                "required."
             )
         value = getattr(self.module, name)
         if self._hooks.are_installed:  # what it may read
@@ -730,7 +731,7 @@ class Engine(EngineFacts, EngineWindow):
             parameters = parameters.parameters()
         if isinstance(parameters, str) or not isinstance(parameters, Iterable):
             raise ConfigError(
-                f"gather takes parameters, a module or nothing, not {parameters!r}; of a name take "
+                f"gather accepts parameters, a module or nothing, not {parameters!r}; to gather by name, pass "
                 "engine.module.get_parameter(name) or get_submodule(name)"
             )
         names = {id(parameter): name for name, parameter in self._known.named.items()}
@@ -756,4 +757,4 @@ class Engine(EngineFacts, EngineWindow):
 
 
 def _nothing() -> None:
-    """What is left to close of a closed engine."""
+    """Do nothing: a closed engine has nothing left to close."""

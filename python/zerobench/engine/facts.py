@@ -1,4 +1,4 @@
-"""What an engine tells about itself: how its last step went, dtypes, memory, bytes moved, time waited."""
+"""Facts that an engine tells about itself: how its last step went, dtypes, memory, bytes moved, time waited."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class EngineFacts:
         return tiers
 
     def communication_bytes(self) -> int:
-        """Bytes this rank moved in collectives since ``reset_counters`` (docs/metrics.md)."""
+        """Bytes this rank moved in collectives since ``reset_counters`` (docs/reference/metrics.md)."""
         return sum(self.communication_by_collective().values())
 
     def communication_by_collective(self) -> dict[str, int]:
@@ -80,12 +80,13 @@ class EngineFacts:
         return self._core.communication_bytes()
 
     def swap_stats(self) -> dict[str, Any]:
-        """What optimizer state on NVMe moved since the engine was made: ``read_bytes``, ``written_bytes``, ``wait_s``
-        (in which updates waited for it), the ``engine`` that moves it, and ``notes`` on what is not as configured."""
+        """Return what optimizer state on NVMe moved since the engine was made: ``read_bytes``, ``written_bytes``,
+        ``wait_s`` (in which updates waited for it), the ``engine`` that moves it, and ``notes`` on what is not as
+        configured."""
         return self._core.swap_stats()
 
     def offload_traffic(self) -> dict[str, int]:
-        """What offloaded state moved over the device's link since the engine was made: ``to_host_bytes`` and
+        """Return what offloaded state moved over the device's link since the engine was made: ``to_host_bytes`` and
         ``to_device_bytes``. Waits for updates and transfers of files that are under way."""
         return self._core.store_traffic()
 
@@ -94,7 +95,7 @@ class EngineFacts:
         return self._core.store_waited_ms()
 
     def offload_waited_for_files_ms(self) -> float:
-        """Of that, milliseconds in which the updates themselves waited for files."""
+        """Milliseconds of ``offload_waited_ms`` in which the updates themselves waited for files."""
         return self._core.store_waited_for_files_ms()
 
     def offload_pinned(self) -> dict[str, Any]:
@@ -110,8 +111,8 @@ class EngineFacts:
 
     @property
     def offload_chunk_numel(self) -> int | None:
-        """Elements that one stage of the pipeline of offloaded state works on (docs/offload.md); None where nothing is
-        offloaded, and with ``ratio: auto`` until the first step."""
+        """Elements that one stage of the pipeline of offloaded state works on (docs/reference/offload.md); None where
+        nothing is offloaded, and with ``ratio: auto`` until the first step."""
         return self._core.store_chunk_numel or None
 
     @contextlib.contextmanager
@@ -135,8 +136,9 @@ class EngineFacts:
 
     def units(self) -> list[dict[str, Any]]:
         """The units, the root first: ``name``, ``is_root``, ``gather_bytes``, ``gradient_bytes`` and ``flats``, their
-        flat buffers (docs/memory.md): ``parameters`` by name, ``param_dtype``, ``reduce_dtype`` (as gradients are
-        reduced: at stages 0 and 1 and on one rank that is ``accumulate_dtype``), ``accumulate_dtype``, ``trainable``
-        and, in elements, ``numel``, ``padded_numel`` and ``shard_numel``. ``is_awaited_early``: whether forwards wait
-        for its updates at their beginning, since something once used its parameters before its module was called."""
+        flat buffers (docs/explain/memory.md): ``parameters`` by name, ``param_dtype``, ``reduce_dtype`` (as gradients
+        are reduced: at stages 0 and 1 and on one rank that is ``accumulate_dtype``), ``accumulate_dtype``,
+        ``trainable`` and, in elements, ``numel``, ``padded_numel`` and ``shard_numel``. ``is_awaited_early``: whether
+        forwards wait for its updates at their beginning, since something once used its parameters before its module was
+        called."""
         return self._core.units()

@@ -204,7 +204,7 @@ def settle_buffers(model: nn.Module, *, device: str, dtype: torch.dtype) -> None
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ConfigError(
-                f"buffer '{name}' is on the meta device and has no values; have the function given as materialise= put "
+                f"buffer '{name}' is on the meta device and has no values; make the function given as materialise= put "
                 "buffers onto the device, too, or build the model with them there"
             )
     for module in model.modules():

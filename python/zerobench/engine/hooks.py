@@ -108,7 +108,7 @@ class ModuleHooks:
         raise _no_copies()
 
     def parameters_changed(self) -> None:
-        """By a step or a state: from now on graphs of earlier forwards go with other values than there are."""
+        """Record that a step or a loaded state changed the parameters: graphs of earlier forwards are stale now."""
         self._updates += 1
 
     def _expect_readable(self, *_: Any) -> None:
@@ -118,7 +118,7 @@ class ModuleHooks:
     def _expect_may_load(self, *_: Any) -> None:
         if not self.may_load:
             raise StateError(
-                "what is loaded into the model alone does not reach the masters, and the next step would undo it: "
+                "loading into the model alone does not update the masters, and the next step would undo it: "
                 "call engine.load_state_dict(), or load inside `with engine.gather(modifier_rank=0):`, on every rank"
             )
 
@@ -205,8 +205,8 @@ class ModuleHooks:
     def _expect_fresh(self, updates: int, _: Any) -> None:
         if updates != self._updates:
             raise StateError(
-                "a backward came to a forward from before the last step, which has changed the parameters since: its "
-                "gradients would be of neither; call the engine again after each step, and backward before the next"
+                "backward reached a forward from before the last step, which has changed the parameters since, so its "
+                "gradients would be wrong; call the engine again after each step, and backward before the next step"
             )
 
 
@@ -293,7 +293,7 @@ def expect_settled(core: CoreEngine) -> None:
     """Raise StateError where the last step's updates are under way and this rank cannot end them alone."""
     if not core.settle_parameters():
         raise StateError(
-            "the last step's updates are still under way, and other ranks have a part in them: call "
+            "the last step's updates are still under way, and other ranks take part in them: call "
             "engine.state_dict(), or read the model inside `with engine.gather():`, on every rank"
         )
 

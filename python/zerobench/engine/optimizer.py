@@ -79,7 +79,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether fp16 overflowed in the last step, which was skipped then."""
+        """Return whether fp16 overflowed in the last step, which was skipped then."""
         return self._engine is not None and self._engine.was_step_skipped()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -87,8 +87,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups lost parameters or got others."""
         if self._count_parameters() != self._parameter_nums:
             raise StateError(
-                "param groups hold other parameters than in zerobench.initialize, by which the engine laid out their "
-                "state; put them back, or train with a new engine that is given these groups"
+                "param groups hold other parameters than at zerobench.initialize, which laid out their state; put them "
+                "back, or train with a new engine that is given these groups"
             )
         cure = "set it in engine.optimizer.param_groups and repeat the call"
         return [
@@ -103,8 +103,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """For torch's own constructor. Raises StateError once an engine updates the groups."""
         if self._engine is not None:
             raise StateError(
-                "an engine's param groups are those of zerobench.initialize(model_parameters=...), where it lays out "
-                "their state; give it this group there, with a new engine"
+                "param groups cannot be added after zerobench.initialize, which lays out their state; pass this group "
+                "to zerobench.initialize(model_parameters=...) of a new engine"
             )
         super().add_param_group(param_group)
 
@@ -112,11 +112,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """One engine step. Closures are not supported."""
         if closure is not None:
             raise ConfigError(
-                "the engine's optimizer takes no closure; call engine.backward(loss) and engine.step()"
+                "the engine's optimizer does not support closures; call engine.backward(loss) and engine.step()"
             )
         if self._engine is None:
             raise ConfigError(
-                "this optimizer belongs to no engine; use the one that zerobench.initialize returned"
+                "this optimizer does not belong to an engine; use the one that zerobench.initialize returned"
             )
         self._engine.step()
 

@@ -165,8 +165,8 @@ def materialise_unit(
                 else f"one of shape {tuple(given.shape)}, {given.dtype} on {given.device}"
             )
             raise ConfigError(
-                f"materialise was asked for values of '{name}', of shape {tuple(shape)} and {dtype}, and "
-                f"left {found}; have it keep each parameter's name and shape, with values on {device}"
+                f"materialise must give values to '{name}', of shape {tuple(shape)} and {dtype}, and "
+                f"left {found}; make it keep each parameter's name and shape, with values on {device}"
             )
     return {index: made[name] for name, (index, _, _) in wanted.items()}
 

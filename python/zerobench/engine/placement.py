@@ -131,8 +131,8 @@ class CudaPlace(Place):
     def expect_no_capture(self, what: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise StateError(
-                f"{what} was captured into a CUDA graph, whose replays run none of the engine's hooks: run it outside "
-                "of torch.cuda.graph(); compile blocks with torch.compile to spare launches"
+                f"{what} was captured into a CUDA graph, and a replay does not run the engine's hooks: run it outside "
+                "of torch.cuda.graph(); to save launches, compile blocks with torch.compile"
             )
 
     def used_bytes(self) -> int:
@@ -325,7 +325,7 @@ def cuda_index(
     devices = read_devices()
     if not devices.num:
         raise ConfigError(
-            "device 'cuda' was asked for and torch sees no CUDA device; leave device out to train on CPU"
+            "device 'cuda' was asked for and torch sees no CUDA device; remove device to train on CPU"
         )
     if len(on_cuda) > 1:
         raise ConfigError(
@@ -337,9 +337,9 @@ def cuda_index(
     if index >= devices.num:
         raise ConfigError(
             f"rank {topology.rank} would use CUDA device {index}, by its local rank, and torch sees "
-            f"{devices.num}; where each rank is shown a device of its own, show it all of the host's or "
-            "move its model there first; else start at most one rank a device, or name the communicator 'peer', whose "
-            "ranks may share one to try things out"
+            f"{devices.num}; if each rank sees its own device only, make all devices of the host visible to it, or "
+            "move its model to its device first; otherwise start at most one rank per device, or set communicator to "
+            "'peer', with which ranks may share a device for trials"
         )
     return index
 

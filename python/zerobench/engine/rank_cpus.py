@@ -12,7 +12,7 @@ from zerobench.engine.topology import Topology
 from zerobench.errors import ConfigError
 from zerobench.host.cpu_shares import CpuShare, RankFacts, made, part_of, share_of_rank
 from zerobench.host.facts import HostFacts
-from zerobench.host.numa import cores_together, lacks_node, node_of_pci_device, read_nodes
+from zerobench.host.numa import cores_together, lacks_node, node_of_pci_device, ranges_text, read_nodes
 
 if TYPE_CHECKING:
     from zerobench._core import Communicator
@@ -41,12 +41,14 @@ _MESSAGE = struct.Struct("<16s16siiii")
 def expect_usable(config: Config, host: HostFacts) -> None:
     """Raise ConfigError for CPUs of the configuration that this process may not use, and a NUMA node that is none."""
     if unknown := set(config.cpus or ()) - set(host.cpus):
-        raise ConfigError(f"cpus names CPU {min(unknown)}, which this process may not run on")
+        raise ConfigError(
+            f"cpus names CPU {min(unknown)}, on which this process may not run: choose from {ranges_text(host.cpus)}"
+        )
     node = config.offload_optimizer and config.offload_optimizer.numa_node
     if isinstance(node, int) and lacks_node(node, host.sysfs):
         raise ConfigError(
-            f"offload_optimizer.numa_node {node} is no NUMA node of this host: give one that `numactl --hardware` "
-            "lists, or leave it out for that of this rank's CPUs"
+            f"offload_optimizer.numa_node {node} is not a NUMA node of this host: give one that `numactl --hardware` "
+            "lists, or remove it to use the node of this rank's CPUs"
         )
 
 

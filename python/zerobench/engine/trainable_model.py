@@ -72,7 +72,7 @@ def _expect_unspread(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise ConfigError(
-                f"a {type(module).__name__} spreads training itself, beside the engine; give zerobench.initialize the "
+                f"a {type(module).__name__} distributes training itself; give zerobench.initialize the "
                 "model that it wraps (its .module)"
             )
     for name, parameter in model.named_parameters():

@@ -144,7 +144,7 @@ class EngineWindow:
                 same_on_all_ranks=True,
             )
 
-    def _expect_trained(self, call: str, cure: str = "leave this call out") -> None:
+    def _expect_trained(self, call: str, cure: str = "remove this call") -> None:
         """Raise StateError, which names ``cure``, if the engine has no trainable parameters."""
         if not self._trains:
             raise StateError(

@@ -1,4 +1,4 @@
-"""Names of this machine and host that processes can compare. docs/training.md, "Ranks", defines both."""
+"""Names of this machine and host that processes can compare. docs/reference/training.md, "Ranks", defines both."""
 
 from __future__ import annotations
 

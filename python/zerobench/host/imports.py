@@ -26,9 +26,7 @@ def load(place: str, *, what: str) -> Any:
             f"{what}: no module named {error.name!r}: install it or set PYTHONPATH to its folder"
         ) from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{what}: {module_name} cannot be imported: {told(error)}: put that right"
-        ) from error
+        raise ConfigError(f"{what}: {module_name} cannot be imported: {told(error)}: fix that") from error
 
 
 def told(error: BaseException) -> str:

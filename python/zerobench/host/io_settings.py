@@ -87,7 +87,7 @@ def read_settings(file: Path) -> SettingsFile:
     """Empty where there is no such file."""
     # A device may be read without end. (Path.exists raises where a folder on the way may not be searched.)
     if os.path.exists(file) and not (os.path.isfile(file) or os.path.isdir(file)):
-        raise ConfigError(f"{file} is no file: name one for settings, or one to be made")
+        raise ConfigError(f"{file} is not a file: name a settings file, or a new one to create")
     try:
         content = json.loads(file.read_text())
     except FileNotFoundError:

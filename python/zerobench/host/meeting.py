@@ -26,8 +26,8 @@ def _expect_descriptors(world_size: int) -> None:
     needed_num = 12 + world_size  # torch 2.13 takes 13 on every rank, and 2 a rank where the store is
     if free_num < needed_num:
         raise CommunicationError(
-            f"{world_size} ranks take {needed_num} files or more to meet, and this one may open {free_num}: raise the "
-            "limit (`ulimit -n`)"
+            f"{world_size} ranks need {needed_num} open files or more to connect, and this process may open "
+            f"{free_num}: raise the limit (`ulimit -n`)"
         )
 
 
@@ -46,7 +46,7 @@ def expect_reached(outcomes: Iterable[OSError | None], address: str, *, source: 
         no_way = str(error.strerror)
     if no_way:
         raise CommunicationError(
-            f"ranks cannot meet at {address} ({source}): {no_way}; bring up the interface that leads there "
+            f"ranks cannot connect at {address} ({source}): {no_way}; bring up the interface that leads there "
             "(`ip link set lo up` for 127.0.0.1)"
         )
 

@@ -1,5 +1,5 @@
-"""Places of ranks among those of their host, or of their machine. docs/training.md, "Ranks", defines both. Imports no
-torch."""
+"""Places of ranks among those of their host, or of their machine. docs/reference/training.md, "Ranks", defines both.
+Imports no torch."""
 
 from __future__ import annotations
 

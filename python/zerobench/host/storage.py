@@ -64,7 +64,7 @@ def check_directories(paths: list[Path]) -> None:
     """One clear line before anything is measured."""
     for path in paths:
         if not path.is_dir():
-            raise ConfigError(f"{path} is no directory: give one on the disk to measure")
+            raise ConfigError(f"{path} is not a directory: give one on the disk to measure")
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"{path} is not writable: give a directory that is")
 

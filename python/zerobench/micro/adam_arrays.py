@@ -55,7 +55,7 @@ class AdamSizes:
     def check(self) -> None:
         if not 1 <= self.min_numel <= self.max_numel:
             raise ConfigError(
-                f"--min-numel {self.min_numel} and --max-numel {self.max_numel} are no range: give 1 <= min <= max"
+                f"--min-numel {self.min_numel} and --max-numel {self.max_numel} are not a range: give 1 <= min <= max"
             )
         check_repeats(self.repeats)
 

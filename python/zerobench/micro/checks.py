@@ -16,7 +16,7 @@ def check_repeats(repeats: int) -> None:
 def check_threads(thread_num: int) -> None:
     if not 1 <= thread_num <= cpus_usable():
         raise ConfigError(
-            f"--threads {thread_num} is not possible: give 1 to {cpus_usable()}, the cores usable here"
+            f"--threads {thread_num} is not valid: give 1 to {cpus_usable()}, the cores usable here"
         )
 
 

@@ -43,18 +43,16 @@ class CommOptions:
     def check_values(self) -> None:
         for world_size in self.world_sizes:
             if not 2 <= world_size <= 64:
-                raise ConfigError(
-                    f"--world-size {world_size} is not possible: collectives need 2 to 64 ranks"
-                )
+                raise ConfigError(f"--world-size {world_size} is not valid: collectives need 2 to 64 ranks")
         check_known("--collectives", self.collectives, COLLECTIVES)
         if not 1 <= self.min_bytes <= self.max_bytes:
             raise ConfigError(
-                f"--min-bytes {self.min_bytes} and --max-bytes {self.max_bytes} are no range: give 1 <= min <= max"
+                f"--min-bytes {self.min_bytes} and --max-bytes {self.max_bytes} are not a range: give 1 <= min <= max"
             )
         check_repeats(self.repeats)
         if not 1 <= self.timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
-                f"--timeout {self.timeout_s:g} is not possible: give 1 to {MAX_TIMEOUT_S:.0f} seconds"
+                f"--timeout {self.timeout_s:g} is not valid: give 1 to {MAX_TIMEOUT_S:.0f} seconds"
             )
 
     def sizes(self) -> list[int]:

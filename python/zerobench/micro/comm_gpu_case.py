@@ -33,9 +33,7 @@ class CommGpuOptions(CommOptions):
         self.check_values()
         check_known("--communicator", [self.communicator], COMMUNICATORS)
         if self.symmetric and self.communicator != "nccl":
-            raise ConfigError(
-                "--symmetric is about NCCL's windows: leave out one of --symmetric and --communicator"
-            )
+            raise ConfigError("--symmetric uses NCCL's windows: remove one of --symmetric and --communicator")
         for world_size in self.world_sizes:
             if world_size > len(self.gpus):
                 raise ConfigError(

@@ -80,7 +80,7 @@ class IoOptions:
         for option, size in sizes:
             if size < 4096 or size % 4096:
                 raise ConfigError(
-                    f"{option}: {size} bytes are no block for O_DIRECT: give a multiple of 4096"
+                    f"{option}: {size} bytes are not a block for O_DIRECT: give a multiple of 4096"
                 )
         largest = largest_block_bytes(self.chunk_bytes, path_num=len(self.paths))
         for size in self.block_bytes:
@@ -91,10 +91,10 @@ class IoOptions:
                 )
         for depth in self.depths:
             if not 1 <= depth <= MOST_DEPTH:
-                raise ConfigError(f"--depth {depth} is not possible: give 1 to {MOST_DEPTH}")
+                raise ConfigError(f"--depth {depth} is not valid: give 1 to {MOST_DEPTH}")
         check_repeats(self.repeats)
         if not 0 < self.sample_s < math.inf:
-            raise ConfigError(f"--sample-seconds {self.sample_s:g} is impossible: give a time above 0")
+            raise ConfigError(f"--sample-seconds {self.sample_s:g} is not valid: give a time above 0")
         check_memory(self.settings(), self.chunk_bytes)
 
 

@@ -50,10 +50,10 @@ class TuneOptions:
         check_directories([self.path])
         if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
             raise ConfigError(
-                f"a chunk of {self.chunk_bytes} bytes is no multiple of 4096: give another --chunk-mib"
+                f"a chunk of {self.chunk_bytes} bytes is not a multiple of 4096: give another --chunk-mib"
             )
         if not 1 <= self.seconds < math.inf:
-            raise ConfigError(f"--seconds {self.seconds:g} is no time to measure in: give 1 or more")
+            raise ConfigError(f"--seconds {self.seconds:g} is too short to measure: give 1 or more")
 
     def fitting(self, candidates: Sequence[IoSetting]) -> list[IoSetting]:
         """Those whose buffers are at most half of the file, so that the file is not swapped through memory whole, and

@@ -21,12 +21,12 @@ def enable_checkpointing(model: nn.Module) -> None:
         enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ConfigError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable: leave out --checkpointing"
+            f"{type(model).__name__} has no gradient_checkpointing_enable: remove --checkpointing"
         )
     try:
         _enable(enable, model)
     except ValueError as error:  # transformers', of a model without
-        raise ConfigError(f"{' '.join(str(error).split())}: leave out --checkpointing") from error
+        raise ConfigError(f"{' '.join(str(error).split())}: remove --checkpointing") from error
 
 
 def _enable(enable: Callable[..., object], model: nn.Module) -> None:

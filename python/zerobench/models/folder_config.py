@@ -117,7 +117,7 @@ def published_arguments(config: FolderConfig) -> dict[str, Any]:
 def _check_kind(name: str, published: Mapping[str, Any]) -> None:
     if not isinstance(published.get("model_type"), str):
         raise ConfigError(
-            f"model {name!r} has architecture {published.get('model_type')!r}, which is none of transformers': give "
+            f"model {name!r} has architecture {published.get('model_type')!r}, which transformers does not have: give "
             "model_type as text in its config.json"
         )
     if published.get("quantization_config") is not None:
@@ -147,18 +147,20 @@ def _sizes(name: str, published: Mapping[str, Any], given: Mapping[str, Any]) ->
     """Return what ``hidden_size`` changes, and refuse sizes that the config.json does not have."""
     if "num_layers" in given:
         if not _is_size(given["num_layers"]):
-            raise ConfigError(f"model {name!r}: num_layers {given['num_layers']!r} is no number above zero")
+            raise ConfigError(
+                f"model {name!r}: num_layers {given['num_layers']!r} is not a number above zero"
+            )
         if not any(_is_size(published.get(key)) for key in _LAYER_KEYS):
             raise ConfigError(
-                f"model {name!r} has no number of layers ({', '.join(_LAYER_KEYS)}) in its config.json: leave "
-                "num_layers out"
+                f"model {name!r} has no number of layers ({', '.join(_LAYER_KEYS)}) in its config.json: remove "
+                "num_layers"
             )
     if "hidden_size" not in given:
         return {}
     key = next((key for key in _WIDTH_KEYS if _is_size(published.get(key))), None)
     if key is None:
         raise ConfigError(
-            f"model {name!r} has no width ({', '.join(_WIDTH_KEYS)}) in its config.json: leave hidden_size out"
+            f"model {name!r} has no width ({', '.join(_WIDTH_KEYS)}) in its config.json: remove hidden_size"
         )
     return {key: given["hidden_size"]}
 

@@ -170,7 +170,7 @@ class HFConfig(SizedConfig):
         for field in ("hidden_size", "ffn_size"):
             if getattr(self, field) % _GROUPED_NUMEL:
                 raise ValueError(
-                    f"{field} {getattr(self, field)} is no multiple of {_GROUPED_NUMEL}, which the product of all "
+                    f"{field} {getattr(self, field)} is not a multiple of {_GROUPED_NUMEL}, which the product of all "
                     "experts needs: use one that is"
                 )
 

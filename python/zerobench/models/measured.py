@@ -7,7 +7,8 @@ from pydantic import Field
 from zerobench.models.config import ModelConfig
 
 OWN_FUNCTION = (
-    "write a function that makes it and give --model package.module:function (docs/models.md, Your own model)"
+    "write a function that makes it and give --model package.module:function "
+    "(docs/reference/models.md, Your own model)"
 )
 
 

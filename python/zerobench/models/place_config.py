@@ -26,7 +26,7 @@ def from_place(place: str, overrides: Mapping[str, Any] | None) -> PlaceConfig:
     for key in given:
         if key not in _OPTIONS:
             raise ConfigError(
-                f"model {place!r} is made by its function, which {key} does not reach: leave {key} out, or name a "
+                f"model {place!r} is made by its function, which {key} does not reach: remove {key}, or name a "
                 "function that makes the model with it"
             )
     return make(PlaceConfig, place, {"num_layers": 1, "place": place, "whole": True, **given})

@@ -119,9 +119,7 @@ def _called(place: str, function: Callable[[], Any], seed: int) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(
-            f"model {place!r}: its function failed: {imports.told(error)}: put that right"
-        ) from error
+        raise ConfigError(f"model {place!r}: its function failed: {imports.told(error)}: fix that") from error
 
 
 def _vocab_size(module: nn.Module) -> int:

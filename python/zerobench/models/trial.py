@@ -94,7 +94,7 @@ def train_once(
 
 
 def _loss(config: MeasuredConfig, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    cure = "put that right" if isinstance(config, PlaceConfig) else f"put that right, or {OWN_FUNCTION}"
+    cure = "fix that" if isinstance(config, PlaceConfig) else f"fix that, or {OWN_FUNCTION}"
     try:
         loss: torch.Tensor | None = model(**batch).loss
     except Error:

@@ -29,7 +29,7 @@ def weight_map(index: Path) -> dict[str, Path]:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {name: index.parent / file for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{index} is no index of weights: {CURE}") from None
+        raise ConfigError(f"{index} is not an index of weights: {CURE}") from None
 
 
 def missing_files(folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from zerobench.page.chart import Chart
 from zerobench.page.grid_charts import grid_charts, scaling_charts
 from zerobench.page.row_charts import course_charts, row_charts
-from zerobench.report.advice import advise
+from zerobench.report.advice.advise import advise
 from zerobench.report.columns import ABSENT, Column, table_columns
 from zerobench.report.frame import flat_row
 from zerobench.report.notes import note_lines

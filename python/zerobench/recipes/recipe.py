@@ -85,7 +85,9 @@ def text_of(flag: str, value: Any) -> Any:
     """Return an option's value in a file as the command line gives it. Raise ValueError where it is none."""
     if flag not in _BY_FLAG:
         hint = did_you_mean(flag, _BY_FLAG)
-        raise ValueError(f"{flag!r} is no option of compare: {hint}options are named as in `compare --help`")
+        raise ValueError(
+            f"{flag!r} is not an option of compare: {hint}options are named as in `compare --help`"
+        )
     key = _BY_FLAG[flag]
     option = OPTIONS[key]
     if option.takes is Takes.SWITCH:

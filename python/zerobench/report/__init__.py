@@ -3,7 +3,7 @@
     import zerobench.report
     frame = zerobench.report.load("results/compare_20250101_120000")
 
-``docs/metrics.md`` derives every figure.
+``docs/reference/metrics.md`` derives every figure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerobench.report.advice import advise
+    from zerobench.report.advice.advise import advise
     from zerobench.report.charts import write_charts
     from zerobench.report.frame import load, write_csv
     from zerobench.report.plots import write_plots
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zerobench.results.stats import Ratio, median_of_ratios, ratio_error, summarise
 
 _HOME = {
-    "advise": "zerobench.report.advice",
+    "advise": "zerobench.report.advice.advise",
     "fastest": "zerobench.results.rows",
     "load": "zerobench.report.frame",
     "read_merged": "zerobench.results.merging",

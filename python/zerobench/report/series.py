@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ def charts_of(merged: Sequence[Merged], *, metric: str, x: str, by: str) -> list
     if x_key == by_key:
         raise ConfigError(f"--x and --by are both {x}: give two different settings")
     rows = [row for found in merged for row in found.results.rows]
-    expect_numeric(metric, rows)
+    expect_numeric(metric, [flat_row(row) for row in rows if row.status == "ok"], or_else="loss, or ")
     placed = [
         _Placed(
             row, source_text(found.sources) if len(merged) > 1 else "", _number(flat_row(row).get(metric))
@@ -138,13 +138,13 @@ def _key_of(option: str, word: str, known: dict[str, str]) -> str:
     return known[word]
 
 
-def expect_numeric(metric: str, rows: Iterable[Row]) -> None:
-    """Raise ConfigError unless ``metric`` is a column with a number in at least one ok row."""
+def expect_numeric(metric: str, flats: Iterable[Mapping[str, Any]], *, or_else: str = "") -> None:
+    """Raise ConfigError unless ``metric`` is a column with a number in at least one of the flat rows.
+
+    ``or_else`` is what the option takes besides columns, as the message has it."""
     found: dict[str, None] = {}
-    for row in rows:
-        if row.status == "ok":
-            flat = flat_row(row)
-            found.update({key: None for key, value in flat.items() if _number(value) is not None})
+    for flat in flats:
+        found.update({key: None for key, value in flat.items() if _number(value) is not None})
     if metric in found:
         return
     columns = [key for key in found if not key.startswith("settings.")]
@@ -156,7 +156,7 @@ def expect_numeric(metric: str, rows: Iterable[Row]) -> None:
     near += [key for key in columns if metric.lower() in key.lower() and key not in near]
     hint = f" Did you mean {' or '.join(near[:5])}?" if near else ""
     raise ConfigError(
-        f"--metric {metric!r} is not a numeric column of these results.{hint} Give loss, or one of: "
+        f"--metric {metric!r} is not a numeric column of these results.{hint} Give {or_else}one of: "
         f"{', '.join(columns)}"
     )
 

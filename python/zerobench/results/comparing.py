@@ -151,7 +151,7 @@ def _memory_explained_pct(row: Row, floor: Row | None) -> float | None:
 
 
 def _makes_gradients_in_backward(row: Row) -> bool:
-    """Whether the gradients that updates read live from backward to their update alone (docs/memory.md)."""
+    """Whether the gradients that updates read live from backward to their update alone (docs/explain/memory.md)."""
     settings = row.settings
     if settings.grad_accum > 1:
         return False

@@ -115,7 +115,7 @@ class OutputError(Error):
 def cannot_be_written(path: Path, error: OSError) -> OutputError:
     cure = "free space or give another --output-dir; what was complete before stays as it was"
     if isinstance(error, FileNotFoundError):
-        cure = "its folder is gone; leave it where it is until the comparison ends"
+        cure = "its folder was removed; keep it until the comparison ends"
     return OutputError(f"{path} cannot be written ({error.strerror or error}): {cure}")
 
 

@@ -53,7 +53,7 @@ def read_merged(paths: Sequence[AnyPath]) -> list[Merged]:
     _expect_different(found)
     groups: dict[str, list[tuple[str, Results]]] = {}
     for source, results in found:
-        groups.setdefault(repr(sorted(_surroundings(results).items())), []).append((source, results))
+        groups.setdefault(repr(sorted(surroundings(results).items())), []).append((source, results))
     merged = [
         Merged(_merge_alike([results for _, results in group]), [source for source, _ in group])
         for group in groups.values()
@@ -74,7 +74,7 @@ def _expect_different(found: Sequence[tuple[str, Results]]) -> None:
         seen[key] = source
 
 
-def _surroundings(results: Results) -> dict[str, Any]:
+def surroundings(results: Results) -> dict[str, Any]:
     """Return what must be equal for runs to be repeats: facts of the machine and versions, by dotted key."""
     flat: dict[str, Any] = {}
 
@@ -93,7 +93,7 @@ def _surroundings(results: Results) -> dict[str, Any]:
 
 def _difference_text(first: Merged, other: Merged) -> str:
     """Return the sentence on why two results were not merged."""
-    ours, theirs = _surroundings(other.results), _surroundings(first.results)
+    ours, theirs = surroundings(other.results), surroundings(first.results)
     keys = [key for key in dict.fromkeys([*theirs, *ours]) if ours.get(key) != theirs.get(key)]
     texts = [
         f"{key.removeprefix('machine.')} is {_short(ours.get(key))} instead of {_short(theirs.get(key))}"
@@ -129,8 +129,7 @@ def _runs_by_row(rows: Iterable[Row]) -> list[list[Row]]:
     """Return the rows in groups that are runs of one row. A run that measured nothing joins the first that fits."""
     groups: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
-        asked = {key: value for key, value in row.settings.model_dump().items() if key != "repeats"}
-        told_by_run = {key: asked.pop(key) for key in _TOLD_BY_RUN}
+        asked, told_by_run = asked_and_told(row)
         alike = groups.setdefault(repr((row.strategy, sorted(asked.items()))), {})
         if row.step_time_ms is None:
             alike.setdefault(next(iter(alike), ""), []).append(row)
@@ -139,6 +138,12 @@ def _runs_by_row(rows: Iterable[Row]) -> list[list[Row]]:
         else:
             alike.setdefault(repr(told_by_run), []).append(row)
     return [runs for alike in groups.values() for runs in alike.values()]
+
+
+def asked_and_told(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings that make two runs one row: those that were asked for, and those that a run tells."""
+    asked = {key: value for key, value in row.settings.model_dump().items() if key != "repeats"}
+    return asked, {key: asked.pop(key) for key in _TOLD_BY_RUN}
 
 
 def _with_own_names(rows: list[Row]) -> list[Row]:

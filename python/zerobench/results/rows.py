@@ -96,6 +96,8 @@ def run_num(row: Row) -> int:
     if row.turns is not None:
         asked, found = row.settings.repeats, len(row.turns.windows_ms)
         return found if asked == "auto" else min(found, asked)
+    if row.runs:  # merged rows have windows for samples, of any number
+        return len(row.runs)
     return len(row.step_time_ms.samples) // row.settings.num_steps
 
 
@@ -234,13 +236,28 @@ def setting_text(value: Any) -> str:
 
 
 def row_labels(rows: Sequence[Row]) -> list[str]:
-    """Short texts that tell rows apart: the strategy and what differs, or the names where that is not enough."""
+    """Return short texts that tell rows apart: the strategy and what the grid varies, or the names where that is not
+    enough. A setting that may follow from others is given only to rows that nothing else tells apart."""
     free, _ = varying_settings(rows)
-    labels = []
-    for row in rows:
-        flat = flat_settings(row)
-        known = [key for key in free if is_known(key, row)]
-        labels.append(", ".join([row.strategy, *(labelled_setting(key, flat.get(key)) for key in known)]))
+    later = [key for key in free if key in SETTINGS and SETTINGS[key].may_follow]
+    flats = [flat_settings(row) for row in rows]
+
+    def part(key: str, at: int) -> list[str]:
+        return [labelled_setting(key, flats[at].get(key))] if is_known(key, rows[at]) else []
+
+    labels = [
+        ", ".join([row.strategy, *(text for key in free if key not in later for text in part(key, at))])
+        for at, row in enumerate(rows)
+    ]
+    for key in later:
+        alike: dict[str, list[int]] = {}
+        for at, label in enumerate(labels):
+            alike.setdefault(label, []).append(at)
+        for label, places in alike.items():
+            texts = [part(key, at) for at in places]
+            if any(text != texts[0] for text in texts):
+                for at, text in zip(places, texts, strict=True):
+                    labels[at] = ", ".join([label, *text])
     return labels if len(set(labels)) == len(labels) else [row.name for row in rows]
 
 

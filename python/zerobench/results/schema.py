@@ -1,7 +1,7 @@
 """The result file: pydantic models of ``results.json``. Imports neither torch nor the core.
 
 ``OUT/results.json`` is a contract that other tools rely on. A value that cannot be had is null, never zero. Memory is
-in bytes, times in ms, rates per second. docs/metrics.md derives every figure.
+in bytes, times in ms, rates per second. docs/reference/metrics.md derives every figure.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RowDtypes(ResultModel):
 
 
 class Deviation(ResultModel):
-    """How far a row is from its reference; see docs/metrics.md for norms and floors."""
+    """How far a row is from its reference; see docs/reference/metrics.md for norms and floors."""
 
     reference: str | None = None  # name of the row or strategy compared with
     loss: float | None = None  # |loss - reference| / |reference| at step 1

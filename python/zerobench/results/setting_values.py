@@ -37,20 +37,23 @@ def run_num(text: str) -> int | Literal["auto"]:
     if text.lower() == "auto":
         return "auto"
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--repeats {text} is impossible: use a whole number above zero, or auto")
+        raise ConfigError(f"--repeats {text} is not valid: use a whole number above zero, or auto")
     return int(text)
 
 
 def precision(text: str) -> float:
     """Return a share from a percentage such as "1%", or from a number."""
+    return percentage("--ratio-precision", text, example="a share of a ratio, such as 1% or 0.01")
+
+
+def percentage(option: str, text: str, *, example: str) -> float:
+    """Return a share between 0 and 1 from a percentage or a number. Raise ConfigError that names ``option``."""
     try:
         found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         found = 0.0
     if not 0 < found < 1:
-        raise ConfigError(
-            f"--ratio-precision {text} is impossible: use a share of a ratio, such as 1% or 0.01"
-        )
+        raise ConfigError(f"{option} {text} is not valid: use {example}")
     return found
 
 
@@ -70,7 +73,8 @@ KINDS: dict[Callable[[str], Any], str] = {
 
 
 def split(option: str, text: str, convert: Callable[[str], T]) -> list[T]:
-    """Return the values of a comma list, each once, in the order given. Raises ConfigError that names ``option``."""
+    """Return the values of a comma-separated list, each once, in the order given. Raises ConfigError, which names
+    ``option``."""
     values: dict[T, None] = {}
     for part in (piece.strip() for piece in text.split(",")):
         try:
@@ -79,12 +83,14 @@ def split(option: str, text: str, convert: Callable[[str], T]) -> list[T]:
             raise
         except (ValueError, KeyError):
             kind = KINDS[convert]
-            raise ConfigError(f"{option} {part!r} is no {kind}: give one or a comma list of them") from None
+            raise ConfigError(
+                f"{option} {part!r} is not a {kind}: give one or a comma-separated list of them"
+            ) from None
     return list(values)
 
 
 def comma_list(values: Sequence[str]) -> str:
-    """Return the values of an option that takes several as one comma list; spaces separate as commas do."""
+    """Return the values of an option that takes several as one comma-separated list; spaces separate as commas do."""
     return re.sub(r"\s*,\s*|\s+", ",", " ".join(values).strip())
 
 

@@ -57,7 +57,7 @@ class Changes(Flag):
 class Takes(Enum):
     """How an option is written on the command line."""
 
-    LIST = "a comma list, whose values are compared"
+    LIST = "a comma-separated list of values to compare"
     WORDS = "the same, with commas or spaces between"
     ONE = "one value"
     SWITCH = "no value: it is given or not"
@@ -134,6 +134,8 @@ class Setting:
     """Whether the settings line begins with it, whatever its value."""
     follows: bool = False
     """Whether other settings decide it, so that labels of rows leave it out."""
+    may_follow: bool = False
+    """Whether other settings may decide it: labels give it only to rows that nothing else tells apart."""
     known_after_run: bool = False
     """Whether a row that did not run says nothing about it."""
     quiet: bool = False
@@ -197,6 +199,7 @@ class Settings(ResultModel):
     )]
     grad_accum: Annotated[Number, Setting(
         changes=Changes.MICRO_BATCHES | Changes.FLOOR, word="accum", leads=True, off=1, suffix="ga{value}", name_at=5,
+        may_follow=True,
         option=Option(
             takes=Takes.LIST, convert=int, default="1", help_at=100, grid_at=7, above_zero=True, must_reach=True,
             help="Micro-batches per optimizer step.",
@@ -319,7 +322,7 @@ class Settings(ResultModel):
         changes=Changes.NOTHING, off=1,
         option=Option(
             convert=run_num, default="1", help_at=270,
-            help="Measure everything this often, interleaved, in fresh processes. auto: until --ratio-precision is "
+            help="Measure every row this many times, interleaved, in fresh processes. auto: until --ratio-precision is "
             "met, 20 times at most.",
         ),
     )] = 1
@@ -359,7 +362,7 @@ class Settings(ResultModel):
         ),
     )] = None
     communicator: Annotated[str | None, Setting(
-        changes=Changes.RATE, is_as_asked=False, known_after_run=True,
+        changes=Changes.RATE, is_as_asked=False, known_after_run=True, may_follow=True,
         option=Option(
             takes=Takes.LIST, convert=name, default="auto", help_at=200, grid_at=14, must_reach=True,
             help="Of zerobench's own rows: auto, shm or c10d on CPU, nccl or peer (copy engines, GPUs of one host) on "
@@ -387,12 +390,12 @@ class Settings(ResultModel):
         name_at=14,
         option=Option(
             takes=Takes.LIST, convert=int, help_at=216, grid_at=17, above_zero=True, must_reach=True,
-            help="Parts that a pipeline cuts its step into, whose sequences stay those of the other rows. Default: "
+            help="Micro-batches of a pipeline's step. Together they hold the sequences of another row's step. Default: "
             "stages x grad-accum, of batch-size sequences each.",
         ),
     )] = None
     threads_per_rank: Annotated[int | None, Setting(
-        changes=Changes.RATE, word="torch threads/rank", known_after_run=True,
+        changes=Changes.RATE, word="torch threads/rank", known_after_run=True, may_follow=True,
     )] = None
     optimizer: Annotated[dict[str, Any], Setting(changes=Changes.RESULT, quiet=True)] = Field(default_factory=dict)
     config_file: Annotated[str | None, Setting(changes=Changes.NOTHING, word="config", off=None)] = None

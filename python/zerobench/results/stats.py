@@ -1,6 +1,7 @@
 """Robust statistics of samples: median, MAD, outliers, drift, errors of medians, a ratio with its interval.
 
-Plain Python: the micro-benchmarks and the comparison both use it. Formulas and sources stand in docs/metrics.md.
+Plain Python: the micro-benchmarks and the comparison both use it. Formulas and sources:
+docs/reference/metrics.md.
 """
 
 from __future__ import annotations

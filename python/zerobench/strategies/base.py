@@ -224,7 +224,7 @@ class Strategy(ABC):
         return None
 
     def communication_bytes(self) -> dict[str, int] | None:
-        """Bytes this rank moved since ``reset_counters`` by collective (accounting of docs/metrics.md), else None."""
+        """Bytes this rank moved since ``reset_counters`` by collective (as in docs/reference/metrics.md), else None."""
         return None
 
     def transfers(self) -> Transfers | None:

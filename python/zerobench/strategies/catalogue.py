@@ -52,7 +52,7 @@ class Facts:
     def __post_init__(self) -> None:
         if self.stage not in (None, *_WHOLE_AT):
             raise ConfigError(
-                f"stage={self.stage!r} is unknown: ZeRO stages are 0, 1, 2 and 3; None is no stage"
+                f"stage={self.stage!r} is unknown: ZeRO stages are 0, 1, 2 and 3; None means no stage"
             )
         if unknown := set(self.whole or ()) - set(PARTS):
             raise ConfigError(f"whole={self.whole!r} has {unknown.pop()!r}: the parts are {', '.join(PARTS)}")

@@ -67,7 +67,7 @@ class Compiler:
         modules: list[Any] = repeated_blocks(model) if self._mode == "block" else [model]
         if not modules:
             raise ConfigError(
-                f"{type(model).__name__} has no repeated blocks to compile: use --compile whole or leave it out"
+                f"{type(model).__name__} has no repeated blocks to compile: use --compile whole or remove it"
             )
         # Once a class: each call of torch.compile makes a backend of its own, and the guards of code that was compiled
         # for one block's backend fail for every other block.

@@ -131,7 +131,7 @@ class DDPMasterStrategy(DDPStrategy):
     @classmethod
     def unsupported(cls, settings: StrategySettings) -> str | None:
         if settings.precision == "fp32":
-            return "ddp_master has no low precision beside its masters in fp32: ddp is the same"
+            return "ddp_master keeps no low-precision copy in fp32 and is the same as ddp: use ddp"
         return super().unsupported(settings)
 
     def _wrap(self, model: nn.Module) -> nn.Module:

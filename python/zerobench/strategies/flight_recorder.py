@@ -54,8 +54,8 @@ class StepTraffic:
         self._began_ns = time.time_ns()
 
     def moved_bytes(self) -> dict[str, int] | None:
-        """By collective, since ``reset``, by the accounting of docs/metrics.md. None where nothing is recorded, or the
-        recorder no longer reaches back to the beginning of the step."""
+        """By collective, since ``reset``, by the accounting of docs/reference/metrics.md. None where nothing is
+        recorded, or the recorder no longer reaches back to the beginning of the step."""
         if dist.get_world_size() == 1:
             return {}
         entries, rank_nums = recorded()

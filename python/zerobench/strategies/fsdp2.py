@@ -43,7 +43,7 @@ class FSDP2Strategy(PeerStrategy):
         if settings.offload in ("nvme", "nvme_full"):
             return "FSDP2 offloads to host memory only: use --offload cpu_full"
         if settings.offload == "cpu_full" and settings.offload_ratio is not None:
-            return "FSDP2 offloads all of its state or none: leave --offload-ratio out"
+            return "FSDP2 offloads all of its state or none: remove --offload-ratio"
         if settings.optimizer_in_backward:
             return "FSDP2 has no optimizer step during backward"
         if settings.offload != "none" and settings.device == "cuda" and settings.precision == "fp16":

@@ -52,7 +52,7 @@ class MegatronFSDPStrategy(PeerStrategy):
         blocks = {type(block) for block in repeated_blocks(model)}
         if not blocks:
             raise ConfigError(
-                f"{type(model).__name__} has no repeated blocks for Megatron-FSDP to shard by: leave out {self.name}"
+                f"{type(model).__name__} has no repeated blocks for Megatron-FSDP to shard by: remove {self.name}"
             )
         dtype = precision_dtype(settings)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -1,7 +1,7 @@
 """torch.distributed.pipelining: the model cut into stages, one rank after the other, alone or in several replicas.
 
 torch's schedules call autograd themselves, so an engine that runs backward itself cannot sit inside a stage.
-docs/decisions/pipeline.md has the design.
+docs/decisions/0006-pipeline-strategy.md has the design.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PipelineStrategy(PeerStrategy):
         if not isinstance(model, Transformer):
             raise ConfigError(
                 f"pipeline cuts zerobench's own models only, and this is a {type(model).__name__}: use a preset such "
-                "as gpt2, or leave pipeline out"
+                "as gpt2, or remove pipeline"
             )
         self._groups = groups = Groups(self.settings)
         self._device = torch_device(self.settings)

@@ -29,7 +29,7 @@ def why_impossible(settings: StrategySettings) -> str | None:
     if stages is None or micro_batches is None or settings.pipeline_schedule not in CHUNKS:
         return f"pipeline has no stages, micro-batches or schedule: schedules are {', '.join(CHUNKS)}"
     if stages < 2:
-        return f"--pipeline-stages {stages} is no pipeline: use 2 or more"
+        return f"--pipeline-stages {stages} is not a pipeline: use 2 or more"
     if settings.world_size % stages:
         return (
             f"{settings.world_size} ranks do not divide into pipelines of {stages} stages: use a --world-size that is "

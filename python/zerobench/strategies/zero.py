@@ -56,7 +56,7 @@ def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
     for key in ("stage", "gradient_accumulation_steps"):  # the row's name and its batches depend on these
         if merged[key] != config[key]:
             raise ConfigError(
-                f"the configuration has {key} {merged[key]} and this row runs {config[key]}: leave {key} out of it "
+                f"the configuration has {key} {merged[key]} and this row runs {config[key]}: remove {key} from it "
                 "or make them equal"
             )
     return merged
@@ -106,7 +106,9 @@ class ZeroStrategy(Strategy):
     @classmethod
     def unsupported(cls, settings: StrategySettings) -> str | None:
         if settings.compile == "whole" and cls.stage == 3:
-            return "stage 3 gathers block by block, which one compiled graph has no place for: use --compile block"
+            return (
+                "stage 3 gathers block by block, which a single compiled graph cannot do: use --compile block"
+            )
         return None
 
     def build(self, model_factory: ModelFactory) -> None:

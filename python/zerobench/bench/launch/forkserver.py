@@ -194,7 +194,7 @@ def tell(error: BaseException, *, report_fd: int, is_limited: bool) -> None:
     """What ended a rank before it could say so by its own means (channel.py)."""
     lines = str(error).strip().splitlines() or ["no message"]
     if isinstance(error, MemoryError):
-        lines = [f"there is no room for a rank to begin{' in --rank-memory-gib' if is_limited else ''}"]
+        lines = [f"there is too little memory to start a rank{' in --rank-memory-gib' if is_limited else ''}"]
     body = {  # a RankError (job.py)
         "type": type(error).__name__,
         "message": lines[0],

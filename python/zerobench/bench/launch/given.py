@@ -87,7 +87,7 @@ def given_ranks(environment: Mapping[str, str]) -> GivenRank | None:
     expect_rank(given.rank, given.world_size)
     if not 0 < given.master_port < 1 << 16:
         raise ConfigError(
-            f"MASTER_PORT is {given.master_port}, which is no TCP port: use one from 1 to 65535"
+            f"MASTER_PORT is {given.master_port}, which is not a TCP port: use one from 1 to 65535"
         )
     return given
 
@@ -257,7 +257,7 @@ class GivenLauncher(Launcher):
             self._store.wait([key], timedelta(seconds=job.timeout_s + _ANSWER_MARGIN_S))
         except Exception as error:
             raise Error(
-                f"given rank {rank} does not answer; its process or host is gone ({type(error).__name__})"
+                f"given rank {rank} does not answer; its process ended or its host is down ({type(error).__name__})"
             ) from None
         return Answer.from_text(self._store.get(key))
 
@@ -352,7 +352,7 @@ def wait_for(store: Any, key: str, *, until: float = math.inf) -> bool:
             time.sleep(0.1)
         return bool(found)
     except Exception as error:  # the store's own types differ between torch versions
-        raise Error(f"rank 0 of the given ranks is gone ({type(error).__name__})") from None
+        raise Error(f"rank 0 of the given ranks ended ({type(error).__name__})") from None
 
 
 def follower_log(leader_log: Path, rank: int, scratch: Path) -> Path:

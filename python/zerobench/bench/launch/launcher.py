@@ -58,9 +58,9 @@ class Launcher:
             self._scratch = LockedFolder(tempfile.gettempdir(), prefix="zerobench-launch-")
             self._scratch.path.encode()  # torch takes no other names
         except (OSError, UnicodeEncodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "its name is no text in UTF-8"
+            reason = error.strerror if isinstance(error, OSError) else "its name is not UTF-8 text"
             raise ConfigError(
-                f"there is no place for temporary files ({reason}): free some space, or name another folder by TMPDIR"
+                f"temporary files cannot be created ({reason}): free some space, or name another folder by TMPDIR"
             ) from None
 
     @property

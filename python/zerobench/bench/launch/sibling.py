@@ -31,7 +31,7 @@ class SiblingLauncher(Launcher):
         except OSError as error:
             first.expect_scratch()
             raise Error(
-                f"there is no place for temporary files in {first.scratch} ({error.strerror}): free some space, or "
+                f"temporary files cannot be created in {first.scratch} ({error.strerror}): free some space, or "
                 "name another folder by TMPDIR"
             ) from None
 

@@ -31,7 +31,7 @@ def read_row(
     own = config.model_dump(mode="json", exclude_unset=True)
     for key in _FROM_THE_LAUNCHER:
         if key in own:
-            raise ConfigError(f"{path}: {key} is decided by the comparison: leave it out")
+            raise ConfigError(f"{path}: {key} is decided by the comparison: remove it")
     check_device(path, config, device)
     decided: dict[str, Any] = {"config_file": str(path)}
     if {"precision", "param_dtype"} & own.keys():
@@ -48,13 +48,13 @@ def read_row(
 def check_device(path: Path, config: configuration.Config, device: str) -> None:
     if config.device not in ("auto", device):
         raise ConfigError(
-            f"{path}: device {config.device} is not that of the comparison, {device}: leave it out, and choose by "
-            "--device"
+            f"{path}: device {config.device} differs from the comparison's device, {device}: remove it and choose "
+            "with --device"
         )
     choices = COMMUNICATORS[device]
     if config.communicator not in choices:
         raise ConfigError(
-            f"{path}: communicator {config.communicator} is none on {device}: use one of {', '.join(choices)}"
+            f"{path}: communicator {config.communicator} does not run on {device}: use one of {', '.join(choices)}"
         )
 
 

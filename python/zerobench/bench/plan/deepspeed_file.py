@@ -98,7 +98,7 @@ def row(
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """(strategy, settings that the file decides, its own keys). ``optimizer`` holds the comparison's defaults."""
     if "scheduler" in values:
-        raise ConfigError(f"{path}: rows train at a constant rate: leave scheduler out")
+        raise ConfigError(f"{path}: rows train at a constant rate: remove scheduler")
     for name, now in _FORMER_NAMES.items():
         if _has(values, name):
             raise ConfigError(f"{path}: {'.'.join(name)} is a former name: give {now} instead")
@@ -136,8 +136,8 @@ def check_global_batch(path: Path, values: Mapping[str, Any], settings: Settings
     if asked not in (None, "auto", trained):
         raise ConfigError(
             f"{path}: train_batch_size is {asked} and a row trains {settings.batch_size} sequences a micro-batch x "
-            f"{settings.grad_accum} (gradient_accumulation_steps) x {settings.world_size} ranks = {trained}: leave it "
-            "out, or make them equal"
+            f"{settings.grad_accum} (gradient_accumulation_steps) x {settings.world_size} ranks = {trained}: remove "
+            "it, or make them equal"
         )
 
 

@@ -19,7 +19,7 @@ def check_global_batch(options: CompareOptions) -> None:
         return
     if "--grad-accum" in options.given or tuple(options.grad_accum) != (1,):
         raise ConfigError(
-            "--global-batch decides how many micro-batches each row accumulates: leave --grad-accum out"
+            "--global-batch decides how many micro-batches each row accumulates: remove --grad-accum"
         )
 
 
@@ -41,8 +41,8 @@ def why_refused(settings: Settings, global_batch: int | None) -> str | None:
     if settings.config_file is not None and global_batch % micro_batch == 0:
         return (
             f"{settings.config_file} accumulates {settings.grad_accum} micro-batches, which makes "
-            f"{micro_batch * settings.grad_accum} sequences a step instead of --global-batch {global_batch}: leave "
-            "gradient_accumulation_steps out of the file"
+            f"{micro_batch * settings.grad_accum} sequences a step instead of --global-batch {global_batch}: remove "
+            "gradient_accumulation_steps from the file"
         )
     ranks = f"{settings.world_size} rank{'s' if settings.world_size != 1 else ''}"
     return (

@@ -105,7 +105,7 @@ def value_of(key: str, given: Any) -> Any:
 def path_of(flag: str, option: Option, text: str) -> Path:
     if not text:  # which Path takes for the working folder
         what = "file" if (option.metavar or "").startswith("FILE") else "folder"
-        raise ConfigError(f"{flag} names nothing: give it a {what}")
+        raise ConfigError(f"{flag} is empty: give it a {what}")
     return Path(text)
 
 
@@ -114,22 +114,20 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         for wrong in (
             value for value in options.values(key) if option.above_zero and not 0 < value < math.inf
         ):
-            raise ConfigError(f"{flag_of(key)} {wrong:g} is impossible: use a finite value above zero")
+            raise ConfigError(f"{flag_of(key)} {wrong:g} is not valid: use a finite value above zero")
     if not MIN_TIMEOUT_S <= options.timeout_s <= MAX_TIMEOUT_S:
         raise ConfigError(
-            f"--timeout {options.timeout_s:g} is impossible: use {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:.0f} seconds"
+            f"--timeout {options.timeout_s:g} is not valid: use {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:.0f} seconds"
         )
     if not _MIN_SEED <= options.seed <= _MAX_SEED:
-        raise ConfigError(f"--seed {options.seed} is impossible: use one from {_MIN_SEED} to {_MAX_SEED}")
+        raise ConfigError(f"--seed {options.seed} is not valid: use one from {_MIN_SEED} to {_MAX_SEED}")
     if options.warmup_steps < 0:
-        raise ConfigError(f"--warmup-steps {options.warmup_steps} is impossible: use zero or more")
+        raise ConfigError(f"--warmup-steps {options.warmup_steps} is not valid: use zero or more")
     run_num(str(options.repeats))
     if options.repeats == "auto" and not options.rounds:
-        raise ConfigError(
-            "--repeats auto rests on rows that take turns: leave --rounds 0 out, or give a number"
-        )
+        raise ConfigError("--repeats auto rests on rows that take turns: remove --rounds 0, or give a number")
     if options.rounds < 0:
-        raise ConfigError(f"--rounds {options.rounds} is impossible: use zero or more")
+        raise ConfigError(f"--rounds {options.rounds} is not valid: use zero or more")
     for name in options.strategies:
         catalogue.check(name)
         if imports.is_place(name):
@@ -151,25 +149,25 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
             if choice not in choices:
                 raise ConfigError(f"unknown {what} {choice!r}: use one of {', '.join(choices)}")
     if options.resume is not None and options.output_dir is not None:
-        raise ConfigError("--resume goes on in the folder that it names: leave --output-dir out")
+        raise ConfigError("--resume continues in the folder that it names: remove --output-dir")
     check_offload(options)
     check_device(options, given_world_size=given_world_size)
     if given_world_size is not None and list(options.world_size) != [given_world_size]:
         raise ConfigError(
             f"--world-size {','.join(map(str, options.world_size))} differs from the {given_world_size} ranks that "
-            "torchrun or srun started: leave it out"
+            "torchrun or srun started: remove it"
         )
 
 
 def check_device(options: CompareOptions, *, given_world_size: int | None) -> None:
     if options.device == "cpu":
         if options.tf32:
-            raise ConfigError("--tf32 is a mode of GPUs: leave it out on CPU ranks")
+            raise ConfigError("--tf32 is a mode of GPUs: remove it for CPU ranks")
         return
     if options.tf32 and "fp32" not in options.precision:
-        raise ConfigError("--tf32 is about fp32 matrix products: add --precision fp32, or leave it out")
+        raise ConfigError("--tf32 changes fp32 matrix products only: add --precision fp32, or remove it")
     if options.rank_memory_gib is not None:
-        raise ConfigError("--rank-memory-gib limits CPU ranks: leave it out on GPUs")
+        raise ConfigError("--rank-memory-gib limits CPU ranks: remove it for GPUs")
     largest = max(options.world_size, default=1)
     if given_world_size is None and largest > len(options.gpus):
         raise ConfigError(
@@ -181,7 +179,7 @@ def check_offload(options: CompareOptions) -> None:
     """What only offloaded rows read must find one, and folders must take files."""
     for ratio in options.offload_ratio:
         if isinstance(ratio, float) and not 0 <= ratio <= 1:
-            raise ConfigError(f"--offload-ratio {ratio:g} is impossible: use a share from 0 to 1, or auto")
+            raise ConfigError(f"--offload-ratio {ratio:g} is not valid: use a share from 0 to 1, or auto")
     check_folders("--nvme-path", options.nvme_paths)
     if options.config:
         return  # they may offload: the plan knows
@@ -191,14 +189,14 @@ def check_offload(options: CompareOptions) -> None:
             ("--host-memory-gib", options.host_memory_gib is not None),
         ):
             if given:
-                raise ConfigError(f"{option} is about offloaded state: add --offload, or leave it out")
+                raise ConfigError(f"{option} configures offloaded state: add --offload, or remove it")
     on_nvme = not set(NVME_OFFLOADS).isdisjoint(options.offload)
     if on_nvme and not options.nvme_paths:
         raise ConfigError("--offload nvme needs a folder on the disk to use: add --nvme-path")
     if not on_nvme and options.nvme_paths:
-        raise ConfigError("--nvme-path is where state on NVMe goes: add --offload nvme, or leave it out")
+        raise ConfigError("--nvme-path sets the folder of state on NVMe: add --offload nvme, or remove it")
     if not on_nvme and options.io_engine is not None:
-        raise ConfigError("--io-engine is about state on NVMe: add --offload nvme, or leave it out")
+        raise ConfigError("--io-engine configures state on NVMe: add --offload nvme, or remove it")
 
 
 def check_folders(source: str, paths: Sequence[Path]) -> None:
@@ -210,7 +208,7 @@ def check_folders(source: str, paths: Sequence[Path]) -> None:
                 pass
         except UnicodeEncodeError:
             raise ConfigError(
-                f"{source} {path} stands in a path that is no text in UTF-8: give another folder"
+                f"{source} {path} has a path that is not UTF-8 text: give another folder"
             ) from None
         except (OSError, ValueError) as error:  # a null byte in a file's text is a ValueError
             reason = getattr(error, "strerror", None) or error

@@ -72,7 +72,8 @@ class Configuration(BaseModel):
         return self.facts.autocast and self.settings.precision != "fp32"
 
     def checksum_group(self) -> str | None:
-        """Configurations with the same text must end with equal parameters, bit for bit (docs/metrics.md, checksum)."""
+        """Configurations with the same text must end with equal parameters, bit for bit
+        (docs/reference/metrics.md, checksum)."""
         if self.strategy not in OURS or self.settings.grad_accum != 1:
             return None
         engine = parse_config({"precision": self.settings.precision, **self._of_the_bits()})
@@ -226,13 +227,13 @@ def resolve_model(options: CompareOptions, name: str, sizes: dict[str, int | Non
     for field in options.model_option:
         if own_options.get(field) is not None:
             option = f"--{field.replace('_', '-')}"
-            raise ConfigError(f"{option} and --model-option {field} say the same: give one of them")
+            raise ConfigError(f"{option} and --model-option {field} set the same value: give one of them")
     chosen = {**own_options, **options.model_option}
     if name in models.preset_names() and chosen["attention"] is not None:
         if chosen["attention"] != OWN_ATTENTION:
             raise ConfigError(
                 f"--attention {chosen['attention']}: model {name!r} computes attention by {OWN_ATTENTION} only: "
-                "leave it out, or choose a model that transformers builds, such as hf:gpt2"
+                "remove it, or choose a model that transformers builds, such as hf:gpt2"
             )
         chosen["attention"] = None
     return models.resolve(name, chosen)
@@ -327,7 +328,7 @@ def check_baseline(options: CompareOptions, configurations: Sequence[Configurati
     if options.baseline is not None and options.baseline not in known:
         hint = did_you_mean(options.baseline, known)
         raise ConfigError(
-            f"--baseline {options.baseline!r} is no row of this comparison: {hint}rows: {', '.join(known)}"
+            f"--baseline {options.baseline!r} is not a row of this comparison: {hint}rows: {', '.join(known)}"
         )
 
 

@@ -40,10 +40,10 @@ def check_reach(options: CompareOptions, drafts: Sequence[Draft]) -> None:
         for value in given_values(key, options):
             value = str(value.absolute()) if isinstance(value, Path) else value
             if value not in found:
-                files = "the files of --config set it themselves, or have nothing that it is about"
-                reason = files if options.config else "no strategy here has what it is about"
+                files = "every --config file sets it itself or does not use it"
+                reason = files if options.config else "no strategy of this comparison uses it"
                 text = "" if option.takes is Takes.SWITCH else f" {typed(value)}"
-                raise ConfigError(f"{flag_of(key)}{text} reaches no row: {reason}: leave it out")
+                raise ConfigError(f"{flag_of(key)}{text} has no effect: {reason}: remove it")
 
 
 def given_values(key: str, options: CompareOptions) -> Sequence[Any]:

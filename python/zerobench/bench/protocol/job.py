@@ -99,7 +99,7 @@ class Verification(_Message):
 
 
 class DeviceMemory(_Message):
-    """One rank's device over the measured window; docs/metrics.md says how each figure is made."""
+    """One rank's device over the measured window; docs/reference/metrics.md says how each figure is made."""
 
     peak_bytes: int
     allocated_bytes: int  # at the end

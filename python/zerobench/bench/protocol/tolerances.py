@@ -1,4 +1,4 @@
-"""How far a correct strategy may be from the reference, by precision. Reasons: docs/decisions/verification.md."""
+"""How far a correct strategy may be from the reference, by precision. Reasons: docs/explain/verification.md."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def known_nodes(sysfs: Path) -> dict[int, list[int]]:
     """Nodes with CPUs, of which there must be one."""
     found = read_nodes(sysfs)
     if not found:
-        raise ConfigError("--bind numa: the kernel lists no NUMA nodes here: leave it out")
+        raise ConfigError("--bind numa: the kernel lists no NUMA nodes here: remove it")
     return found
 
 
@@ -60,7 +60,7 @@ def known_node(bus_id: str | None, nodes: Nodes, sysfs: Path) -> int:
     node = node_of_pci_device(bus_id, sysfs)
     if node is None or node not in nodes:
         raise ConfigError(
-            f"--bind numa: the machine does not say which node the GPU {bus_id or 'of this rank'} is on: leave it out"
+            f"--bind numa: the machine does not say which node the GPU {bus_id or 'of this rank'} is on: remove it"
         )
     return node
 
@@ -71,5 +71,5 @@ def share_of(rank: int, places: Sequence[int], nodes: Nodes, allowed: Sequence[i
     usable = {name: [cpu for cpu in allowed if cpu in cpus] for name, cpus in nodes.items()}
     cpus = part_of_node(rank, places, usable)
     if not cpus:
-        raise ConfigError(f"--bind numa: this process may not run on any core of node {node}: leave it out")
+        raise ConfigError(f"--bind numa: this process may not run on any core of node {node}: remove it")
     return Binding(node=node, cpus=tuple(sorted(cpus)))

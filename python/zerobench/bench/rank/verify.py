@@ -1,5 +1,5 @@
 """The verification pass inside a rank: a few deterministic steps whose gradients and updates are compared with the
-reference's. docs/decisions/verification.md says why these quantities and these tolerances."""
+reference's. docs/explain/verification.md says why these quantities and these tolerances."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ def loss_scaling(asked: LossScaleSettings) -> dict[str, Any]:
     power = math.log2(asked.initial_scale)
     if (asked.growth_factor, asked.backoff_factor) != (2.0, 0.5) or not power.is_integer():
         raise ConfigError(
-            f"DeepSpeed's loss scale doubles, halves and starts from a power of two, and {asked} was asked for: leave "
-            "DeepSpeed's strategies out"
+            f"DeepSpeed's loss scale doubles, halves and starts from a power of two, and {asked} was asked for: remove "
+            "DeepSpeed's strategies"
         )
     return {
         "initial_scale_power": int(power),
@@ -134,7 +134,7 @@ def checked(config: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
             found, expected = found[key], expected[key]
         if found != expected:
             raise ConfigError(
-                f"the DeepSpeed configuration has {'.'.join(path)} {found} and this row runs {expected}: leave it out "
+                f"the DeepSpeed configuration has {'.'.join(path)} {found} and this row runs {expected}: remove it "
                 "or make them equal"
             )
     return config

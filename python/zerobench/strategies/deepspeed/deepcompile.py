@@ -37,7 +37,7 @@ class DeepCompile3Strategy(DeepSpeedStrategy):
     @classmethod
     def unsupported(cls, settings: StrategySettings, *, tools: Tools = HOST_TOOLS) -> str | None:
         if settings.compile == "block":
-            return "DeepCompile compiles the model as a whole: use --compile whole or leave it out"
+            return "DeepCompile compiles the model as a whole: use --compile whole or remove it"
         what = "DeepCompile's operator"
         return (
             super().unsupported(settings, tools=tools)

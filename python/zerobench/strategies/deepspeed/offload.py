@@ -44,12 +44,12 @@ def unplaced(settings: StrategySettings, *, stage: int, super_offload: bool, too
         if offload in NVME_OFFLOADS:
             return "DeepSpeed swaps to NVMe at stage 3 only: use deepspeed3"
         if settings.offload_ratio is not None:
-            return "DeepSpeed's ratio is for stage 3 only: use deepspeed3, or leave --offload-ratio out"
+            return "DeepSpeed's ratio is for stage 3 only: use deepspeed3, or remove --offload-ratio"
     if settings.offload_ratio == "auto":
         return "DeepSpeed chooses no ratio by itself: give --offload-ratio a number"
     if offload in NVME_OFFLOADS:
         if settings.host_memory_bytes is not None:
-            return "DeepSpeed keeps what it swaps on NVMe whatever the host has: leave --host-memory-gib out"
+            return "DeepSpeed keeps what it swaps on NVMe whatever the host has: remove --host-memory-gib"
         if settings.offload_ratio is not None:
             return "DeepSpeed's ratio splits between GPU and host: use --offload cpu_optimizer with it"
         if len(settings.nvme_paths) != 1:

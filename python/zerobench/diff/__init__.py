@@ -1,0 +1,1 @@
+"""`zerobench diff`: two result files, row by row."""

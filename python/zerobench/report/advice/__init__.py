@@ -1,0 +1,1 @@
+"""Advice on measured rows: which to take, what limits it, and what that rests on. Imports no torch."""
