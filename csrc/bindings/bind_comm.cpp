@@ -7,6 +7,8 @@
 #include <cmath>
 #include <map>
 #include <optional>
+#include <tuple>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/capsules.h"
@@ -16,6 +18,8 @@
 #include "comm/c10d_communicator.h"
 #include "comm/c10d_dtype.h"
 #include "comm/communicator.h"
+#include "comm/paced_communicator.h"
+#include "comm/paced_link.h"
 #include "comm/shm_communicator.h"
 
 namespace py = pybind11;
@@ -233,8 +237,27 @@ void bind_comm(py::module_& m) {
       Release(), "Connects the ranks of one host over shared memory. Blocks until all are there.");
   m.def(
       "make_c10d_communicator",
-      [](const std::string& group_name) { return OwnedCommunicator{make_c10d_communicator(group_name)}; },
-      py::arg("group_name"), Release(), "Wraps a live CPU process group of torch.distributed by its group_name.");
+      [](const std::string& group_name, const std::vector<std::tuple<std::string, std::string, std::uint16_t>>& hosts) {
+        std::vector<PeerHost> peers;
+        for (const auto& [host, address, port] : hosts) peers.push_back({host, address, port});
+        return OwnedCommunicator{make_c10d_communicator(group_name, std::move(peers))};
+      },
+      py::arg("group_name"), py::kw_only(), py::arg("hosts") = py::tuple(), Release(),
+      "Wraps a live CPU process group of torch.distributed by its group_name. `hosts` has each rank's host, and the "
+      "address and port where the rank listens.");
+  py::class_<PacedLink, std::shared_ptr<PacedLink>>(m, "PacedLink", "A link that ranks pretend to have.")
+      .def(py::init([](double bytes_per_s, double latency_s) {
+             return std::make_shared<PacedLink>(link_speed(bytes_per_s, latency_s));
+           }),
+           py::kw_only(), py::arg("bytes_per_s"), py::arg("latency_s"));
+  m.def(
+      "make_paced_communicator",
+      [](const py::object& communicator, std::shared_ptr<PacedLink> link) {
+        return OwnedCommunicator{
+            make_paced_communicator(take_communicator(communicator), Algorithms::kGloo, std::move(link))};
+      },
+      py::arg("communicator"), py::kw_only(), py::arg("link"),
+      "Takes over a c10d communicator, whose operations then take the time that `link` needs.");
   m.def(
       "release_communicator",
       [](const py::object& communicator) { return to_capsule(take_communicator(communicator)); },

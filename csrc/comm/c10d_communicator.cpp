@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -40,6 +41,8 @@ struct Started {
 // Ends operations in the order in which they were started, and keeps the first failure.
 class Line {
  public:
+  Line(int rank, std::vector<PeerHost> hosts) : rank_(rank), hosts_(std::move(hosts)) {}
+
   void check() const { cause_.check(); }
   void poison(const std::string& reason, int rank) { cause_.set(reason, rank); }
   std::optional<CommunicationError> cause() const noexcept { return cause_.get(); }
@@ -49,7 +52,7 @@ class Line {
     try {
       call();
     } catch (const std::exception& error) {
-      poison(text + " failed: " + first_line(error.what()), -1);
+      blame(text, first_line(error.what()));
       check();
     }
   }
@@ -74,6 +77,18 @@ class Line {
   }
 
  private:
+  // What a process leaves at its end closes piece by piece: a peer can notice before the process is gone.
+  static constexpr std::chrono::milliseconds kPatience{500};
+
+  void blame(const std::string& text, const std::string& reason) {
+    if (const auto lost = find_lost_rank(hosts_, rank_, kPatience)) {
+      poison(lost->text + " during " + text + " (noticed by rank " + std::to_string(rank_) + ": " + reason + ")",
+             lost->rank);
+    } else {
+      poison(text + " failed: " + reason, -1);
+    }
+  }
+
   // c10's messages carry a stack trace below the first line.
   static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
@@ -89,6 +104,8 @@ class Line {
     front->work.reset();
   }
 
+  int rank_;
+  std::vector<PeerHost> hosts_;  // by rank; empty where they are not known
   std::deque<std::shared_ptr<Started>> started_;
   Cause cause_;
 };
@@ -111,12 +128,13 @@ class C10dWork final : public Work {
 
 class C10dCommunicator final : public Communicator {
  public:
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BackendPtr backend)
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BackendPtr backend, std::vector<PeerHost> hosts)
       : Communicator(group->getRank(), group->getSize()),
         group_(std::move(group)),
         backend_(std::move(backend)),
         is_gloo_(backend_->getBackendName() == "gloo"),
-        caller_{rank(), world_size(), SourceRule::kShared} {}
+        caller_{rank(), world_size(), SourceRule::kShared},
+        line_(std::make_shared<Line>(rank(), std::move(hosts))) {}
 
   std::string_view kind() const noexcept override { return "c10d"; }
   bool runs_in_background() const noexcept override { return true; }
@@ -271,16 +289,16 @@ class C10dCommunicator final : public Communicator {
   bool is_gloo_;
   Caller caller_;
   Ledger* ledger_ = nullptr;  // of the last allocation, outlives this; counts staging
-  std::shared_ptr<Line> line_ = std::make_shared<Line>();
+  std::shared_ptr<Line> line_;
 };
 
 }  // namespace
 
-std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name) {
+std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name, std::vector<PeerHost> hosts) {
   try {
     auto group = c10d::resolve_process_group(group_name);
     BackendPtr backend = group->getBackend(c10::DeviceType::CPU);
-    return std::make_unique<C10dCommunicator>(std::move(group), std::move(backend));
+    return std::make_unique<C10dCommunicator>(std::move(group), std::move(backend), std::move(hosts));
   } catch (const c10::Error& error) {
     throw ArgumentError("'" + group_name +
                         "' is not the name of a process group with a CPU backend: " + error.what_without_backtrace() +

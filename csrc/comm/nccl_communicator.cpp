@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/cuda_paced_transport.h"
 #include "comm/cuda_ranks.h"
 #include "comm/lane_communicator.h"
 #include "comm/nccl_transport.h"
@@ -77,7 +78,7 @@ void connect_transport(NcclTransport& transport, Communicator& control, const Pe
   });
 }
 
-void connect(NcclBuffers buffers, LaneOptions& options) {
+void connect(NcclBuffers buffers, const std::shared_ptr<DeviceLink>& link, LaneOptions& options) {
   ::setenv("NCCL_NVLS_ENABLE", "0", 1);
   Communicator& control = *options.control;
   auto transport = std::make_unique<NcclTransport>(options.device, options.lane, buffers);
@@ -85,6 +86,9 @@ void connect(NcclBuffers buffers, LaneOptions& options) {
   options.processes = watch_processes(control, devices_of(greetings), "NCCL setup");
   connect_transport(*transport, control, options.processes, greetings[0].id, options.timeout);
   options.transport = std::move(transport);
+  if (link) {
+    options.transport = make_paced_transport(std::move(options.transport), options.lane, control.world_size(), link);
+  }
 }
 
 }  // namespace
@@ -96,8 +100,8 @@ std::unique_ptr<Communicator> make_nccl_communicator(NcclOptions options) {
   lane.timeout = options.timeout;
   lane.device = std::move(options.device);
   lane.control = std::move(options.control);
-  return make_connected_communicator(std::move(lane),
-                                     [&](LaneOptions& unconnected) { connect(options.buffers, unconnected); });
+  return make_connected_communicator(
+      std::move(lane), [&](LaneOptions& unconnected) { connect(options.buffers, options.link, unconnected); });
 }
 
 }  // namespace zb

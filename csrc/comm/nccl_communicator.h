@@ -15,6 +15,8 @@
 
 namespace zb {
 
+class DeviceLink;  // cuda_paced_transport.h
+
 enum class NcclBuffers : std::uint8_t {
   kPlain,      // memory of the device
   kSymmetric,  // NCCL's own, registered as symmetric windows: allocation is collective, whatever the role
@@ -26,6 +28,7 @@ struct NcclOptions {
   std::unique_ptr<Communicator> control;
   std::chrono::milliseconds timeout{300'000};
   NcclBuffers buffers = NcclBuffers::kPlain;
+  std::shared_ptr<DeviceLink> link;  // whose time operations take; null: as long as they take
 };
 
 // Collective. Blocks until all ranks have connected. Throws CommunicationError after the timeout or when a peer failed,

@@ -589,9 +589,21 @@ def lockable_bytes() -> int:
     What mlock may still lock (RLIMIT_MEMLOCK).
     """
 
-def make_c10d_communicator(group_name: str) -> Communicator:
+def make_c10d_communicator(group_name: str, *, hosts: Sequence[tuple[str, str, int]] = ()) -> Communicator:
     """
-    Wraps a live CPU process group of torch.distributed by its group_name.
+    Wraps a live CPU process group of torch.distributed by its group_name. `hosts` has each rank's host, and the address
+    and port where the rank listens.
+    """
+
+class PacedLink:
+    """
+    A link that ranks pretend to have.
+    """
+    def __init__(self, *, bytes_per_s: float, latency_s: float) -> None: ...
+
+def make_paced_communicator(communicator: object, *, link: PacedLink) -> Communicator:
+    """
+    Takes over a c10d communicator, whose operations then take the time that `link` needs.
     """
 
 def make_shm_communicator(

@@ -143,11 +143,24 @@ class CudaDevice:
     def end_range(self, id: int) -> None: ...
 
 def make_device(device: int, *, on_out_of_memory: Callable[[], None]) -> CudaDevice: ...
+
+class DeviceLink:
+    """A link that ranks on GPUs pretend to have."""
+
+    def __init__(self, *, device: CudaDevice, bytes_per_s: float, latency_s: float) -> None: ...
+
 def make_nccl_communicator(
-    *, device: CudaDevice, lane: str, control: object, timeout_s: float, symmetric: bool = False
+    *,
+    device: CudaDevice,
+    lane: str,
+    control: object,
+    timeout_s: float,
+    symmetric: bool = False,
+    link: DeviceLink | None = None,
 ) -> object:
     """NCCL in a lane of the device, over the capsule of a host communicator that names the ranks. A capsule, too.
-    Collective. ``symmetric`` puts buffers into NCCL's symmetric windows, whose allocation is collective."""
+    Collective. ``symmetric`` puts buffers into NCCL's symmetric windows, whose allocation is collective. Operations
+    take the time that ``link`` needs, if it is given."""
 
 def peer_obstacle(*, device: CudaDevice, control: object, timeout_s: float) -> str:
     """Why make_peer_communicator cannot connect these ranks, as one sentence; empty where it can. Collective. The

@@ -6,6 +6,7 @@ One group of two processes runs everything once (importing torch is what costs);
 from __future__ import annotations
 
 import os
+from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 
@@ -119,7 +120,10 @@ def train(name: str, case: str, *, rank: int, world_size: int) -> dict:
         strategy.evaluate(held_out[:1])
     result["read"], result["read names"] = reads.worst(), reads.names
     result["phases_ms"] = strategy.profiled_step(batches(NUM_STEPS))
+    result["collectives"] = strategy.collectives()
+    strategy.reset_counters()
     result["after_profile"] = applied_step(strategy, batches(NUM_STEPS + 1))
+    result["moved_after_profile"] = strategy.communication_bytes()
     strategy.close()
     result["deterministic_after"] = torch.are_deterministic_algorithms_enabled()
     return result
@@ -306,6 +310,32 @@ def test_communication_bytes(ranks):
     assert moved("fsdp2", "bf16-accum4-clip") == {"all_gather": steps * gathered, "reduce_scatter": full // 4}
     assert moved("ddp_compress", "bf16") == {"all_reduce": full // 2}
     assert moved("ddp_master", "bf16-accum4-clip") == {"all_reduce": full // 2}
+
+
+@pytest.mark.parametrize("case", ["fp32", "bf16-accum4-clip"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", *OURS])
+def test_collectives_of_a_profiled_step_are_those_of_the_next_one(ranks, name, case):
+    for rank in ranks:
+        result = rank[name, case]
+        by_name = Counter()
+        for one in result["collectives"]:
+            assert one.calls > 0 and one.ms >= 0
+            by_name[one.name] += one.bytes
+        assert by_name == {key: bytes_ for key, bytes_ in result["moved_after_profile"].items() if bytes_}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ddp", {("backward", "all_reduce")}),
+        ("zero1", {("backward", "reduce_scatter"), ("optimizer", "all_gather")}),
+        ("zero3", {("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter")}),
+        ("fsdp2", {("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter")}),
+    ],
+)
+def test_collectives_stand_in_their_phase(ranks, name, expected):
+    found = ranks[0][name, "fp32"]["collectives"]
+    assert {(one.phase, one.name) for one in found if one.bytes > 1000} == expected
 
 
 def test_torch_records_what_peers_move(ranks):

@@ -38,7 +38,8 @@ class Machine:
         return found
 
 
-# 95 % of the ratios of two files lie within the 1 % that the intervals of runs allow for.
+# 95 % of the ratios of two files lie within the 1 % that the intervals of runs allow for. A machine that drifts more
+# between files has more false changes: docs/explain/telling-changes-apart.md.
 ORDINARY = Machine(of_file=0.0036, of_run=0.007, of_window=0.03)
 QUIET = Machine(of_file=0.002, of_run=0.004, of_window=0.008)
 

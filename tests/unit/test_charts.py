@@ -122,6 +122,14 @@ def test_offloads_are_ordered_by_what_leaves_the_device() -> None:
     assert found.x_values == ["none", "cpu_full", "nvme"]
 
 
+def test_networks_are_ordered_from_the_fastest_on() -> None:
+    def network(row: Row, index: int) -> None:
+        row.settings = row.settings.model_copy(update={"network": ("1gbit", "native", "10gbit:1ms")[index]})
+
+    (found,) = charts(varied(network), x="network")
+    assert found.x_values == ["native", "10gbit:1ms", "1gbit"]
+
+
 @pytest.mark.parametrize("x", ["batch", "seq", "accum", "world_size", "model", "layers", "offload"])
 def test_every_axis_can_be_drawn_of_rows_that_share_its_value(tmp_path: Path, x: str) -> None:
     paths = write_charts(merged(sample()), tmp_path, metric="tokens_per_s", x=x, by="strategy")

@@ -9,7 +9,7 @@ import pytest
 from zerobench.report.advice.choosing import choosing_page
 from zerobench.report.advice.ladder import LADDER, first_rung
 from zerobench.report.advice.rules import RULES
-from zerobench.strategies.catalogue import CATALOGUE, OFFLOADS
+from zerobench.strategies.catalogue import CATALOGUE, OFFLOADS, ours_at
 
 PAGE = Path(__file__).parents[2] / "docs/explain/choosing.md"
 GB = 10**9
@@ -25,7 +25,7 @@ def test_the_page_is_what_the_tables_make() -> None:
 
 def test_rungs_are_rows_that_a_comparison_can_run() -> None:
     for rung in LADDER:
-        row = CATALOGUE[f"zero{rung.stage}"]
+        row = CATALOGUE[ours_at(rung.stage)]
         assert rung.offload in OFFLOADS
         assert not rung.offload.startswith("nvme") or rung.offload in row.nvme_offloads
 

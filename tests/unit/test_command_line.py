@@ -58,10 +58,11 @@ DOCUMENTS = {
     "chart SAMPLE --output charts": ["sentences", "differences", "charts"],
     "export SAMPLE --to torchrun": ["row", "to", "text", "notes", "file", "change"],
     "advise SAMPLE": ["goal", "workloads"],
+    "network SAMPLE": ["rows", "strategies", "model_error"],
     "launch --hostfile hosts -- train.py": ["lines"],
     "launch --hostfile hosts --write slurm -- train.py": ["text"],
     "recipe list": ["recipes"],
-    "recipe show precision --quick": ["command", "options", "row_commands"],
+    "recipe show precision --quick": ["commands", "options", "row_commands"],
 }
 
 
@@ -121,6 +122,7 @@ def test_an_unknown_option_is_a_mistake_in_usage(run: Any, name: str) -> None:
         "diff nowhere nowhere",
         "doctor nowhere",
         "export nowhere --to torchrun",
+        "network nowhere",
         "launch --hostfile nowhere -- train.py",
         "launch --hostfile hosts --ssh --json -- train.py",
         "bench comm --world-size 0",

@@ -71,7 +71,7 @@ PYTHON_ORDER = [
 PYTHON_ONLY = {
     "errors": set(),
     "results": {"errors", "strategies.catalogue", "results"},
-    "report": {"errors", "strategies.catalogue", "results", "report"},
+    "report": {"errors", "host.network", "strategies.catalogue", "results", "report"},
     "report.advice": {"errors", "strategies.catalogue", "results", "report"},
     "page": {"errors", "results", "report", "page"},
     "diff": {"errors", "results", "report", "diff"},

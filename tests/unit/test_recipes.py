@@ -17,7 +17,16 @@ from zerobench.recipes import recipe as recipes
 from zerobench.results.settings import OPTIONS, flag_of
 
 cli.app.add_typer(command.app, name="recipe")
-SEVEN = ["accumulation", "baseline", "compile", "offload", "precision", "scaling", "zero-stages"]
+EIGHT = [
+    "accumulation",
+    "baseline",
+    "compile",
+    "offload",
+    "parallelism",
+    "precision",
+    "scaling",
+    "zero-stages",
+]
 
 
 def planned(*arguments: str) -> Plan:
@@ -39,22 +48,23 @@ def shown(*arguments: str) -> str:
     return result.output
 
 
-def test_there_are_seven() -> None:
-    assert recipes.names() == SEVEN
+def test_there_are_eight() -> None:
+    assert recipes.names() == EIGHT
     listed = CliRunner().invoke(cli.app, ["recipe", "list"], catch_exceptions=False).output
-    assert [line.split()[0] for line in listed.splitlines()] == SEVEN
+    assert [line.split()[0] for line in listed.splitlines()] == EIGHT
 
 
-@pytest.mark.parametrize("name", SEVEN)
+@pytest.mark.parametrize("name", EIGHT)
 @pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
 def test_options_are_those_of_compare(name: str, quick: bool) -> None:
     found = recipes.find(name)
-    texts = found.texts(quick=quick, most_ranks=8)
-    assert texts.keys() <= OPTIONS.keys() and found.charts and found.conclude
+    for texts in found.grids(quick=quick, most_ranks=8):
+        assert texts.keys() <= OPTIONS.keys()
+    assert found.charts and found.conclude
     assert found.quick["device"] == "cpu"
 
 
-@pytest.mark.parametrize("name", SEVEN)
+@pytest.mark.parametrize("name", EIGHT)
 def test_show_prints_a_command_that_plans_the_same_rows(name: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = shlex.split(shown(name, "--quick").splitlines()[-1])
@@ -62,6 +72,32 @@ def test_show_prints_a_command_that_plans_the_same_rows(name: str, tmp_path, mon
     assert by_hand.configurations == by_recipe.configurations
     assert len(by_hand.configurations) > 3
     assert by_hand.options.given == by_recipe.options.given
+
+
+def test_cases_are_grids_whose_rows_join() -> None:
+    found = planned("recipe", "run", "parallelism", "--device", "cpu", "--strategies", "ddp", "zero3")
+    shapes = {
+        (c.settings.model, c.settings.seq_length, c.settings.batch_size * c.settings.grad_accum * 2)
+        for c in found.configurations
+    }
+    assert shapes == {("gpt-64m", 512, 8), ("gpt-512m", 1024, 16)}
+    assert len(found.configurations) == len({c.name for c in found.configurations})
+
+
+def test_what_the_command_line_gives_holds_in_every_case() -> None:
+    found = planned("recipe", "run", "parallelism", "--device", "cpu", "--grad-accum", "1")
+    models = {(c.settings.model, c.settings.grad_accum) for c in found.configurations}
+    assert models == {("gpt-64m", 1), ("gpt-512m", 1)}
+
+
+def test_the_quick_form_has_no_cases() -> None:
+    found = planned("recipe", "run", "parallelism", "--quick")
+    assert {c.settings.model for c in found.configurations} == {"tiny"}
+
+
+def test_show_prints_a_command_for_each_case() -> None:
+    lines = shown("parallelism").splitlines()
+    assert len(lines) == 4 and "gpt-64m" in lines[2] and "gpt-512m" in lines[3]
 
 
 def test_the_command_line_wins_over_the_recipe() -> None:
@@ -150,6 +186,7 @@ def test_a_file_of_ones_own_is_a_recipe(tmp_path) -> None:
             "quick: checkpointing is 'yes': use true or false",
         ),
         ('question = "q"\n[options]\nmodel-option = 3', "options: model-option is 3: use a table"),
+        ('question = "q"\ncases = [{ batch = 1 }]\n[options]', "cases: 'batch' is no option of compare"),
         ('question = "q"\nconclude = ["fast"]\n[options]', "conclude: 'fast' is unknown: use some of"),
         ('question = "q"\n[options]\n[[charts]]\ny = "m"', "charts.0.metric: "),
     ],

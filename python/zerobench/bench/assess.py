@@ -23,7 +23,7 @@ from zerobench.bench.protocol.tolerances import (
 )
 from zerobench.results.rows import tokens_per_step
 from zerobench.results.runs import add_run, set_runs
-from zerobench.results.schema import Deviation, Results, Row, Run, Transfers, Turns
+from zerobench.results.schema import Collective, Deviation, Results, Row, Run, Transfers, Turns
 from zerobench.results.stats import summarise
 from zerobench.strategies.catalogue import FLOOR, OURS, REFERENCE
 from zerobench.strategies.pipelining import bubble_share
@@ -57,6 +57,7 @@ def first_row(configuration: Configuration, **known: Any) -> Row:
         strategy=configuration.strategy,
         stage=configuration.stage,
         settings=configuration.settings.model_copy(deep=True),
+        network_how=configuration.network_how,
         **known,
     )
 
@@ -221,6 +222,7 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     row.communication_by_collective = max(moved, key=lambda bytes_: sum(bytes_.values()), default=None)
     if row.communication_by_collective is not None:
         row.communication_bytes = sum(row.communication_by_collective.values())
+    row.collectives = collectives_of(windows)
     for name in ("activation_bytes", "activation_and_shard_bytes"):
         setattr(row, name, largest([getattr(window, name) for window in windows]))
     apply_energy(row, windows)
@@ -244,6 +246,13 @@ def apply_windows(row: Row, windows: Sequence[Window]) -> None:
     for name in ("binding", "update_cpus"):
         known = [value for window in windows if (value := getattr(window, name)) is not None]
         setattr(row, name, known or None)
+
+
+def collectives_of(windows: Sequence[Window]) -> list[Collective] | None:
+    """Return those of the rank that moves most, or None where no rank can tell."""
+    known = [window.collectives for window in windows if window.collectives is not None]
+    most = max(known, key=lambda found: sum(one.bytes for one in found), default=None)
+    return None if most is None else [Collective(**one.model_dump()) for one in most]
 
 
 def apply_times(row: Row, samples: Sequence[float]) -> None:
@@ -400,6 +409,7 @@ _FIGURES = (
     "torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "outside_torch_bytes", "device_used_peak_bytes",
     "device_busy_pct", "peak_device_pct", "scaling_efficiency",
     "device_utilisation_pct", "peak_host_bytes", "phases_ms", "communication_bytes", "communication_by_collective",
+    "collectives",
     "compiled_graphs", "skipped_steps", "bubble_pct", "bubble_formula_pct", "transfers", "offload_practicality",
     "energy_per_step_j", "tokens_per_j", "sampled", "mfu", "of_compute_only", "busy", "verdict",
 )  # fmt: skip

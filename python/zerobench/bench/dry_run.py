@@ -12,6 +12,7 @@ from zerobench import strategies
 from zerobench.bench.execution import why_not_started
 from zerobench.bench.jobs import JobMaker
 from zerobench.bench.launch.launcher import Launcher
+from zerobench.bench.plan.find import value_in
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Plan
 from zerobench.bench.protocol.place import MachinePlace
@@ -53,7 +54,10 @@ def dry_run(
     for step in (step for step in schedule(plan) if step.repeat == 0):
         is_kept = step.configuration.name in kept
         text = "kept" if is_kept else why_not_run(step, options=plan.options, host=host)
-        if text is None:
+        if text is None and (find := plan.options.find):
+            known.append(None)
+            text = f"searches from {find} {value_in(find, step.configuration.settings)}"
+        elif text is None:
             key = _key(step.configuration.strategy, step.configuration.settings.model_dump())
             took = seconds.get(key)
             known.append(None if took is None else took * runs)
@@ -89,7 +93,7 @@ def why_not_run(step: Step, *, options: CompareOptions, host: Surroundings) -> s
     configuration = step.configuration
     if configuration.refused:
         return f"skipped: {configuration.refused}"
-    if too_large := why_not_started(configuration, options=options, host=host):
+    if options.find is None and (too_large := why_not_started(configuration, options=options, host=host)):
         return f"oom: {too_large.reason}"
     reason = _unsupported(step, options=options, host=host)
     return f"skipped: {reason}" if reason else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -38,7 +39,8 @@ from zerobench.bench.schedule import Group, Step
 from zerobench.bench.surroundings import Surroundings
 from zerobench.bench.turns import Contender
 from zerobench.errors import Error
-from zerobench.results.schema import Row, Sampled, Turns
+from zerobench.results.schema import Row, Sampled, Try, Turns
+from zerobench.results.verdicts import is_within_limit
 from zerobench.strategies.catalogue import REFERENCE
 
 UTILISATION_S = 2.0  # of a window, in which the driver's counter has enough readings
@@ -106,6 +108,27 @@ class Execution:
                 if row.status != "ok":
                     break
         return FirstRun(row, was_started=True)
+
+    def attempt(self, step: Step, *, value: int, log: Path, track: Track) -> Try:
+        """Return whether a row fits at ``value`` of the searched setting, which ``step`` has, by a few steps in fresh
+        processes."""
+        configuration = step.configuration
+        if too_large := why_not_started(configuration, options=self.options, host=self._host):
+            return Try(value=value, status="oom", fits=False, error=too_large.reason, oom_tier=too_large.tier)
+        began_s = time.monotonic()
+        with track(f"{configuration.name}, trying {value}") as on_progress:
+            outcome = self._launcher.run(self.jobs.attempt(step), log=log, on_progress=on_progress)
+        windows = [report.window for report in outcome.reports.values() if report.window]
+        peak_bytes = largest([window.memory.peak_bytes for window in windows])
+        return Try(
+            value=value,
+            status=outcome.status,
+            fits=outcome.status == "ok" and is_within_limit(peak_bytes, configuration.settings),
+            peak_device_bytes=peak_bytes,
+            error=outcome.error,
+            oom_tier=outcome.oom_tier,
+            duration_s=round(time.monotonic() - began_s, 3),
+        )
 
     def measure_again(self, step: Step, row: Row, *, log: Path, track: Track) -> None:
         """Add the samples of one more measurement to ``row``, or take its figures away where that fails."""
@@ -182,8 +205,9 @@ class Execution:
         return self._references[group]
 
     def drop_reference(self, group: Group) -> None:
-        """Remove the file of the group's reference, which is many times as large as the model."""
-        run = self._references.get(group.name)
+        """Remove the file of the group's reference, which is many times as large as the model. It runs again where a
+        later row needs it."""
+        run = self._references.pop(group.name, None)
         if run is not None and run.file is not None:
             Path(run.file).unlink(missing_ok=True)
 

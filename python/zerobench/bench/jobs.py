@@ -18,6 +18,8 @@ from zerobench.results.settings import Settings, reference_values
 from zerobench.results.sizes import GIB
 from zerobench.strategies.catalogue import AUTOCAST_REFERENCE, FLOOR, REFERENCE
 
+TRY_WARMUP_STEPS, TRY_STEPS = 1, 2  # of a try of --find
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobMaker:
@@ -60,6 +62,16 @@ class JobMaker:
         """Return a job that measures one window in fresh processes, and nothing after it."""
         job = self.measurement(step)
         settings = job.settings.model_copy(update={"num_steps": steps_per_window})
+        return job.model_copy(update={"settings": settings, "profile_steps": 0, "validation_batches": 0})
+
+    def attempt(self, step: Step) -> Job:
+        """Return a job that shows whether a row fits: a few steps, of which the first makes all state."""
+        job = self.measurement(step)
+        few = {
+            "warmup_steps": min(job.settings.warmup_steps, TRY_WARMUP_STEPS),
+            "num_steps": min(job.settings.num_steps, TRY_STEPS),
+        }
+        settings = job.settings.model_copy(update=few)
         return job.model_copy(update={"settings": settings, "profile_steps": 0, "validation_batches": 0})
 
     def reference(self, step: Step, model: dict[str, Any]) -> Job:
@@ -112,6 +124,7 @@ class JobMaker:
             data_digest=self.data_digest,
             rank_memory_bytes=rank_memory_bytes(self.options),
             options=configuration.options,
+            network_how=configuration.network_how,
         )
 
 

@@ -93,7 +93,8 @@ class OutputFolder:
         try:
             write_csv(results, path)
             path = self.path / "summary.txt"
-            write_atomically(path, table_text(results, width=160).encode())
+            text = table_text(results, width=160) + "".join(f"{line}\n" for line in results.closing)
+            write_atomically(path, text.encode())
         except OSError as error:
             raise cannot_be_written(path, error) from None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobench.bench.output import MEASURED
+from zerobench.bench.plan.find import at_value, value_in
 from zerobench.bench.plan.plan import Configuration, Plan
 from zerobench.bench.surroundings import Surroundings
 from zerobench.errors import ConfigError
@@ -39,9 +40,18 @@ def earlier_rows(
     for index, configuration in enumerate(plan.configurations):
         row = by_name.get(configuration.name)
         if row is not None:
-            expect_same_settings(folder, configuration, row)
+            expect_same_settings(folder, searched(configuration, row, plan.options.find), row)
             found[index] = row
+        elif earlier.searching is not None and earlier.searching.name == configuration.name:
+            expect_same_settings(folder, configuration, earlier.searching)
     return earlier, found
+
+
+def searched(configuration: Configuration, row: Row, find: str | None) -> Configuration:
+    """Return the configuration at the value that ``--find`` found for the row."""
+    if find is None or row.search is None:
+        return configuration
+    return at_value(configuration, find, value_in(find, row.settings))
 
 
 def read_measured(folder: Path) -> Results:

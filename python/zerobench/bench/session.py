@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from rich.console import Console
 
 from zerobench.bench.assess import settle
+from zerobench.bench.closing import closing
 from zerobench.bench.execution import Execution
 from zerobench.bench.launch.environments import device_environment
 from zerobench.bench.output import OutputFolder
+from zerobench.bench.plan.find import value_in
 from zerobench.bench.plan.names import rerun_command
 from zerobench.bench.plan.plan import Plan
 from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.resume import is_measured
 from zerobench.bench.sampler import Sampler, shared_warning
 from zerobench.bench.schedule import Step
+from zerobench.bench.search import RowSearch, step_at
 from zerobench.bench.show import show_written
 from zerobench.bench.surroundings import Surroundings
 from zerobench.bench.turn_runs import TurnRuns
 from zerobench.host import interrupts
 from zerobench.report import finish_rows
 from zerobench.results.rows import repeats_text
-from zerobench.results.schema import Results, Row
+from zerobench.results.schema import Results, Row, Try
 
 _SAMPLER_START_S = 10.0
 
@@ -51,11 +55,14 @@ class Session:
         judge: Callable[[Results, str | None], None] = judge,
     ) -> None:
         self._plan = plan
+        self._host = host
         self._output = output
         self._judge = judge
         self._began_s = time.monotonic()
         self._rows: list[Row] = []
+        self._steps: list[Step] = []  # of the rows: with --find at the value that was found
         self._earlier: dict[int, Row] = {}  # by index of the configuration
+        self._searching: Row | None = None
         self._stopped_after_minutes: float | None = None
         details = {**host.machine["details"], "rank_environment": device_environment(plan.options.device)}
         self.results = Results(
@@ -80,6 +87,7 @@ class Session:
     def go_on_from(self, earlier: Results, rows: Mapping[int, Row]) -> None:
         """Keep the rows of an earlier comparison, by the index of their configuration, in place of running them."""
         self._earlier = dict(rows)
+        self._searching = earlier.searching
         self.results.created = earlier.created
         self.results.warnings = list(dict.fromkeys([*earlier.warnings, *self.results.warnings]))
 
@@ -95,13 +103,17 @@ class Session:
 
     def _run(self, steps: Sequence[Step], execution: Execution, display: ProgressDisplay) -> None:
         firsts = [step for step in steps if step.repeat == 0]
-        for step in firsts:
-            self._rows.append(self._first(step, execution, display))
+        for asked in firsts:
+            step, row = self._first(asked, execution, display)
+            self._steps.append(step)
+            self._rows.append(row)
+            if self._searching is not None and self._searching.name == row.name:
+                self._searching = None
             if step.ends_group:
                 execution.drop_reference(step.group)
             self._save()
         if self._plan.options.rounds:
-            self._take_turns(firsts, execution, display)
+            self._take_turns(self._steps, execution, display)
         for step in steps[len(firsts) :]:
             self._repeat(step, execution, display)
             self._save()
@@ -113,15 +125,16 @@ class Session:
 
     def write(self) -> None:
         """Write the rows as their own runs left them, then results.json: what that shows can be resumed."""
-        self._output.write_measured(self.results.model_copy(update={"rows": self._rows}))
+        measured = {"rows": self._rows, "searching": self._searching}
+        self._output.write_measured(self.results.model_copy(update=measured))
         self._output.write_results(self.results)
 
     def end(self, *, interrupted: bool, console: Console, notes: Console) -> int:
         """Write tables and plots, show them, and return the exit code. ``notes`` takes what is no result."""
         try:
             with interrupts.deferred():
-                if interrupted:  # perhaps before the last rows were written
-                    self.write()
+                self._close()
+                self.write()  # Ctrl-C came perhaps before the last rows were written
                 self._output.write_summary(self.results)
                 self._output.write_plots(self.results)
         except KeyboardInterrupt:
@@ -142,10 +155,64 @@ class Session:
         )
         return interrupts.exit_code() if interrupted else exit_code(self.results.rows)
 
-    def _first(self, step: Step, execution: Execution, display: ProgressDisplay) -> Row:
+    def _close(self) -> None:
+        """Fill in the sentences that the summary ends with. Rows that are missing may fit, so nothing is estimated."""
+        options = self._plan.options
+        if self.results.complete or options.find is not None:
+            configurations = [step.configuration for step in self._steps]
+            self.results.closing = closing(
+                configurations, self.results.rows, options=options, host=self._host
+            )
+
+    def _first(self, step: Step, execution: Execution, display: ProgressDisplay) -> tuple[Step, Row]:
+        """Return the row of a configuration and the step that it ran as."""
+        find = self._plan.options.find
         if step.index in self._earlier:
             display.skip()
-            return self._earlier[step.index]
+            row = self._earlier[step.index]
+            return step if row.search is None else step_at(step, find, value_in(find, row.settings)), row
+        if find is None or step.configuration.refused:
+            return step, self._measure(step, execution, display)
+        return self._search(step, find, execution, display)
+
+    def _search(
+        self, step: Step, find: str, execution: Execution, display: ProgressDisplay
+    ) -> tuple[Step, Row]:
+        """Find the largest value at which the row fits, and measure it there."""
+        name = step.configuration.name
+        log = self._output.log(f"{name}.tries")
+        kept = self._searching if self._searching and self._searching.name == name else None
+
+        def attempt(tried: Step, value: int) -> Try:
+            self._expect_time()
+            display.add(1)
+            return execution.attempt(tried, value=value, log=log, track=display.task)
+
+        def measure(tried: Step) -> Row:
+            row = self._measure(tried, execution, display)
+            execution.drop_reference(tried.group)
+            return row
+
+        def keep(row: Row) -> None:
+            self._searching = row
+            self.write()
+
+        search = RowSearch(
+            step,
+            find,
+            kept.search.tries if kept and kept.search else (),
+            attempt=attempt,
+            measure=measure,
+            keep=keep,
+        )
+        found, row = search.run()
+        if row.rerun is None:  # no value fits
+            row.rerun = rerun_command(found.configuration, self._plan.options)
+            display.note(row)
+        return found, row
+
+    def _measure(self, step: Step, execution: Execution, display: ProgressDisplay) -> Row:
+        """Verify and measure a row."""
         self._expect_time()
         name = step.configuration.name
         rerun = rerun_command(step.configuration, self._plan.options)
@@ -183,7 +250,8 @@ class Session:
             display.skip()
             return
         self._expect_time()
-        execution.measure_again(step, row, log=self._output.log(row.name), track=display.task)
+        again = replace(self._steps[step.index], repeat=step.repeat)
+        execution.measure_again(again, row, log=self._output.log(row.name), track=display.task)
 
     def _save(self) -> None:
         """Judge copies of the rows before anybody sees them: Ctrl-C may come at any moment, and then the results are

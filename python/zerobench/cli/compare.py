@@ -41,11 +41,13 @@ def start(
     given: Mapping[str, Any],
     *,
     named: frozenset[str],
+    further: Sequence[tuple[Mapping[str, Any], frozenset[str]]] = (),
     run: Callable[..., int] | None = None,
     conclude: Callable[[Results, Path], None] | None = None,
 ) -> NoReturn:
-    """Plan a comparison, run it, and raise the exit code. ``named``: flags that were given. ``run``: does something
-    else with the plan than running it. ``conclude`` gets the results and their folder at the end."""
+    """Plan a comparison, run it, and raise the exit code. ``named``: flags that were given. ``further``: the same of
+    grids whose rows join. ``run``: does something else with the plan than running it. ``conclude`` gets the results
+    and their folder at the end."""
     from zerobench import _native
     from zerobench.bench.disk_notes import disk_warnings, tuned_notes
     from zerobench.bench.dry_run import dry_run
@@ -63,7 +65,11 @@ def start(
     if started is not None and started.rank != 0:
         raise typer.Exit(follow(started))
     options = options_of(given, started, named=named)
-    plan = make_plan(options, given_world_size=started.world_size if started else None)
+    plan = make_plan(
+        options,
+        further=[options_of(texts, started, named=flags) for texts, flags in further],
+        given_world_size=started.world_size if started else None,
+    )
     plan.warnings.extend(tuned_notes(plan.configurations))
     gpu_name = options.gpus[0].name if options.gpus else None
     plan.warnings.extend(

@@ -20,6 +20,7 @@ from zerobench.cli.advise import advise
 from zerobench.cli.compare import COMPARE_HELP, compare
 from zerobench.cli.diff import diff
 from zerobench.cli.exit_codes import ExitCode
+from zerobench.cli.network import network
 from zerobench.cli.options import AsJson
 from zerobench.cli.report import report
 from zerobench.cli.results import chart, show
@@ -67,6 +68,7 @@ app.command()(diff)
 app.command()(show)
 app.command()(chart)
 app.command()(advise)
+app.command()(network)
 app.add_typer(bench.app, name="bench")
 app.add_typer(bench_io.tune_app, name="tune")
 app.add_typer(recipe.app, name="recipe")

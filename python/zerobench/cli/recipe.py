@@ -6,6 +6,7 @@ import inspect
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,14 +66,14 @@ def show(
 ) -> None:
     """Print the question of a recipe and the equivalent compare command."""
     found = chosen(name, recipe)
-    texts = texts_of(found, quick=quick)
-    commands = write_configs(texts, configs) if configs is not None else []
+    grids = texts_of(found, quick=quick)
+    commands = [*map(command_of, grids)]
+    row_commands = write_configs(grids, configs) if configs is not None else []
     if as_json:
-        print_document(
-            found.question, {"command": command_of(texts), "options": texts, "row_commands": commands}
-        )
+        content = {"commands": commands, "options": grids, "row_commands": row_commands}
+        print_document(found.question, content)
         return
-    for line in (found.question, "", command_of(texts), *commands):
+    for line in (f"{found.question}\n", *commands, *row_commands):
         plain_console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -87,12 +88,13 @@ def run(
     from zerobench.recipes.recipe import merged
 
     found = chosen(name, recipe)
-    asked = texts_of(found, quick=quick, device=given["device"])
+    grids = texts_of(found, quick=quick, device=given["device"])
     if given_ranks(os.environ) is not None:  # torchrun or srun decides how many
-        asked.pop("world_size", None)
-    texts, named = merged(asked, given, named_options(context))
+        for asked in grids:
+            asked.pop("world_size", None)
+    (texts, named), *further = [merged(asked, given, named_options(context)) for asked in grids]
     end = partial(conclude, found, console=plain_console(stderr=given["as_json"]))
-    start(texts, named=named, run=context.obj, conclude=end)
+    start(texts, named=named, further=further, run=context.obj, conclude=end)
 
 
 compare_command(run, first=list(inspect.signature(run, eval_str=True).parameters.values())[1:4])
@@ -108,13 +110,13 @@ def chosen(name: str | None, file: Path | None) -> Recipe:
     return read(file) if file is not None else find(name or "")
 
 
-def texts_of(recipe: Recipe, *, quick: bool, device: str = "auto") -> Texts:
-    """Return the recipe's options on this machine."""
+def texts_of(recipe: Recipe, *, quick: bool, device: str = "auto") -> list[Texts]:
+    """Return the options of each of the recipe's grids on this machine."""
     from zerobench.host.gpus import VisibleGpus, visible_gpus
     from zerobench.host.machine import cpus_usable
 
     seen = visible_gpus() if device != "cpu" and not quick else VisibleGpus()
-    return recipe.texts(quick=quick, most_ranks=len(seen.gpus) or cpus_usable())
+    return recipe.grids(quick=quick, most_ranks=len(seen.gpus) or cpus_usable())
 
 
 def command_of(texts: Texts) -> str:
@@ -124,15 +126,17 @@ def command_of(texts: Texts) -> str:
     return shlex.join([sys.executable, "-m", "zerobench", "compare", *command_words(texts)])
 
 
-def write_configs(texts: Texts, folder: Path) -> list[str]:
+def write_configs(grids: Sequence[Texts], folder: Path) -> list[str]:
     """Write a configuration file for each row that can have one; return the commands that run them."""
     from zerobench.bench.plan.plan import make_plan
     from zerobench.bench.plan.row_files import write_row_files
     from zerobench.results.settings import flag_of
 
     defaults = {key: option.default or None for key, option in OPTIONS.items()}
-    options = options_of({**defaults, **texts}, None, named=frozenset(map(flag_of, texts)))
-    plan = make_plan(options)
+    options, *further = [
+        options_of({**defaults, **texts}, None, named=frozenset(map(flag_of, texts))) for texts in grids
+    ]
+    plan = make_plan(options, further=further)
     try:
         return write_row_files(plan, folder)
     except OSError as error:

@@ -93,7 +93,8 @@ def chart(
         str | None,
         typer.Option(
             "--x",
-            help="The horizontal axis: batch, seq, accum, world_size, model, layers or offload. Default: batch.",
+            help="The horizontal axis: batch, seq, accum, world_size, model, layers, offload or network. "
+            "Default: batch.",
         ),
     ] = None,
     by: Annotated[

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from zerobench import _native
 from zerobench.engine.config import Config
+from zerobench.engine.presence import Presence
 from zerobench.engine.process_groups import RankGroup, find_group, make_gloo_groups, meet
 from zerobench.errors import ConfigError
 from zerobench.host.facts import HostFacts
 from zerobench.host.identity import HOST_VARIABLE
 from zerobench.host.launched import TORCHRUN, LaunchedRank, expect_rank, find_rank, find_same_rank, with_slurm
 from zerobench.host.meeting import expect_to_meet
+from zerobench.host.network import NATIVE, NETWORK_VARIABLE, Link, parse_network
 from zerobench.host.places import Place
 
 if TYPE_CHECKING:
@@ -234,15 +236,33 @@ def make_communicators(
             f"communicator 'peer' connects GPUs of one host, but {topology.world_size} ranks are spread over several "
             f"({topology.local_world_size} here); use 'nccl'"
         )
+    link = _find_link(topology, environment)
     control = (
         _make_shm(core, config, topology)
         if (host_kind if of_gpus else kind) == "shm"
-        else _make_c10d(core, config, topology, process_group, environment)
+        else _make_c10d(core, config, topology, process_group, environment, link)
     )
     if device is None:
         return control
     may_be_peer = kind != "nccl" and host_kind == "shm" and topology.world_size > 1
-    return _on_device("nccl" if kind == "auto" and not may_be_peer else kind, control, core, config, device)
+    kind = "nccl" if kind == "auto" and not may_be_peer else kind
+    return _on_device(kind, control, core, config, device, link)
+
+
+def _find_link(topology: Topology, environment: Mapping[str, str]) -> Link | None:
+    """Return the link whose time collectives take, None where they take their own.
+
+    Raises ConfigError where ranks share a host, and so a link.
+    """
+    link = parse_network(environment.get(NETWORK_VARIABLE) or NATIVE, source=NETWORK_VARIABLE)
+    if link is None or topology.world_size == 1:
+        return None
+    if topology.local_world_size != 1:
+        raise ConfigError(
+            f"{NETWORK_VARIABLE} gives each host of one rank a link, and {topology.local_world_size} ranks are on this "
+            f"host: set {HOST_VARIABLE} to another text on each rank, or unset {NETWORK_VARIABLE}"
+        )
+    return link
 
 
 def _make_shm(core: Any, config: Config, topology: Topology) -> Communicators:
@@ -273,16 +293,26 @@ def _make_shm(core: Any, config: Config, topology: Topology) -> Communicators:
 
 
 def _make_c10d(
-    core: Any, config: Config, topology: Topology, group: Any | None, environment: Mapping[str, str]
+    core: Any,
+    config: Config,
+    topology: Topology,
+    group: Any | None,
+    environment: Mapping[str, str],
+    link: Link | None,
 ) -> Communicators:
     import torch.distributed as dist
 
     if not dist.is_initialized():  # stays: another engine would meet a store that is going away
         _init_process_group(config, topology, environment)
     groups = make_gloo_groups(group, point=topology.meeting_point, num=2, timeout_s=config.timeout_s)
-    gather, reduce = (core.make_c10d_communicator(each.group_name) for each in groups)
+    presence = Presence.of_rank(groups[0], environment)
+    gather, reduce = (core.make_c10d_communicator(each.group_name, hosts=presence.hosts) for each in groups)
+    if link is not None:
+        shared = core.PacedLink(bytes_per_s=link.data_bytes_per_s, latency_s=link.latency_s)
+        gather, reduce = (core.make_paced_communicator(each, link=shared) for each in (gather, reduce))
 
     def close() -> None:
+        presence.close()
         for each in groups:
             if dist.is_initialized():
                 dist.destroy_process_group(each)
@@ -320,7 +350,7 @@ def _missing_address(environment: Mapping[str, str]) -> list[str]:
 
 
 def _on_device(
-    kind: str, control: Communicators, core: Any, config: Config, device: CudaDevice
+    kind: str, control: Communicators, core: Any, config: Config, device: CudaDevice, link: Link | None
 ) -> Communicators:
     """Communicators in the device's lanes; what ranks tell each other on the host goes over ``control``. "auto" is
     "peer" where all ranks can use it."""
@@ -334,7 +364,10 @@ def _on_device(
     if kind == "auto":
         kind = "nccl" if obstacle else "peer"
     make = cuda.make_peer_communicator if kind == "peer" else cuda.make_nccl_communicator
-
+    if link is not None:  # then ranks are of several hosts, and the kind is nccl
+        given["link"] = cuda.DeviceLink(
+            device=device, bytes_per_s=link.data_bytes_per_s, latency_s=link.latency_s
+        )
     gather, reduce = (
         core.adopt_communicator(make(lane=lane, control=capsule, **given))
         for lane, capsule in (("gather", gather), ("reduce", reduce))

@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 
 from zerobench.errors import ConfigError
+from zerobench.recipes.known import KNOWN
 from zerobench.recipes.recipe import Chart, Recipe
 from zerobench.report.charts import write_charts
-from zerobench.report.conclusions import CONCLUSIONS
 from zerobench.report.losses import write_loss_charts
 from zerobench.results.files import cannot_be_written, write_atomically
 from zerobench.results.merging import read_merged
@@ -32,7 +32,7 @@ def conclude(recipe: Recipe, results: Results, folder: Path, *, console: Console
 
 def sentences(recipe: Recipe, results: Results) -> list[str]:
     """Return the sentences that the rows support."""
-    return [text for name in recipe.conclude for text in CONCLUSIONS[name](results)]
+    return [text for name in recipe.conclude for text in KNOWN[name](results)]
 
 
 def draw(chart: Chart, folder: Path) -> list[Path]:

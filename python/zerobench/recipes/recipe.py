@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from zerobench.bench.plan.options import value_of
 from zerobench.errors import ConfigError, did_you_mean
-from zerobench.report.conclusions import CONCLUSIONS
+from zerobench.recipes.known import KNOWN
 from zerobench.results.setting_values import typed
 from zerobench.results.settings import OPTIONS, Takes, flag_of
 
@@ -46,6 +46,9 @@ class Recipe(_Part):
     question: str = Field(min_length=1)
     options: dict[str, Any]
     quick: dict[str, Any] = {}
+    cases: list[dict[str, Any]] = []
+    """Options laid over ``options``, a grid each, where one grid cannot hold what belongs together. Not of the quick
+    form."""
     charts: list[Chart] = []
     conclude: list[str] = []
 
@@ -56,17 +59,29 @@ class Recipe(_Part):
             text_of(flag, value)
         return values
 
+    @field_validator("cases")
+    @classmethod
+    def _hold_options(cls, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for values in cases:
+            for flag, value in values.items():
+                text_of(flag, value)
+        return cases
+
     @field_validator("conclude")
     @classmethod
     def _are_known(cls, names: list[str]) -> list[str]:
         for name in names:
-            if name not in CONCLUSIONS:
-                raise ValueError(f"{name!r} is unknown: use some of {', '.join(CONCLUSIONS)}")
+            if name not in KNOWN:
+                raise ValueError(f"{name!r} is unknown: use some of {', '.join(KNOWN)}")
         return names
 
-    def texts(self, *, quick: bool, most_ranks: int) -> Texts:
-        """Return the options as texts by field. ``most_ranks``: of the machine, up to which ``...`` goes on."""
-        chosen = {**self.options, **(self.quick if quick else {})}
+    def grids(self, *, quick: bool, most_ranks: int) -> list[Texts]:
+        """Return the options of each grid as texts by field. ``most_ranks``: of the machine, up to which ``...`` goes
+        on."""
+        parts = [self.quick] if quick else self.cases or [{}]
+        return [self._texts({**self.options, **part}, most_ranks) for part in parts]
+
+    def _texts(self, chosen: dict[str, Any], most_ranks: int) -> Texts:
         ranks = chosen.get("world-size")
         if isinstance(ranks, list) and ranks[-1:] == [AND_SO_ON]:
             chosen["world-size"] = doubled(ranks[:-1], most_ranks)

@@ -39,8 +39,10 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
     unit, unit_bytes = memory_unit(row.peak_device_bytes for row in shown if row is not None)
     # Where steps are of different sizes, their times alone do not compare.
     sizes_differ = not {"batch_size", "seq_length", "grad_accum"}.isdisjoint(varying_settings(rows)[0])
+    sizes_differ = sizes_differ or any(row.search for row in rows)
     columns = [
         *_name_columns(rows),
+        *_search_columns(rows),
         Column(
             title="status", unit="", cells=[row.status for row in rows], keep=ALWAYS, left=True, folds=False
         ),
@@ -99,6 +101,21 @@ def _name_columns(rows: Sequence[Row]) -> list[Column]:
             Column(title=setting_word(key), unit="", cells=cells, keep=ALWAYS, left=not numeric, folds=False)
         )
     return columns
+
+
+def _search_columns(rows: Sequence[Row]) -> list[Column]:
+    """Return the largest value that --find found for each row, and how many values it took."""
+    words = {row.search.setting for row in rows if row.search is not None}
+    largest = cells_of(rows, _largest_cell)
+    tried = cells_of(rows, lambda row: None if row.search is None else str(row.search.try_num))
+    return [
+        Column(title="largest", unit=words.pop() if len(words) == 1 else "", cells=largest, keep=98),
+        Column(title="values", unit="tried", cells=tried, keep=28),
+    ]
+
+
+def _largest_cell(row: Row) -> str | None:
+    return None if row.search is None or row.search.largest is None else str(row.search.largest)
 
 
 def _step_unit(rows: Sequence[Row | None]) -> str:

@@ -93,6 +93,16 @@ def offload_cost(results: Results) -> list[str]:
     return texts
 
 
+def largest(results: Results) -> list[str]:
+    """Return the largest value that --find found for each row."""
+    found = [(row, row.search) for row in results.rows if row.status == "ok" and row.search is not None]
+    return [
+        f"{_who(row)} fits {search.setting} {search.largest} at most, at {rate_text(_rate(row))} tokens/s."
+        for row, search in found
+        if search.largest is not None and row.strategy != FLOOR
+    ]
+
+
 def stage_pays(results: Results) -> list[str]:
     """Return at which model a ZeRO stage begins to pay: it saves memory for little time, or the stages below it do not
     fit."""
@@ -209,6 +219,7 @@ CONCLUSIONS: dict[str, Callable[[Results], list[str]]] = {
         accumulation_speed,
         compile_speed,
         ladder,
+        largest,
         memory_efficiency,
         next_step,
         offload_cost,

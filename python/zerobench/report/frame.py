@@ -60,6 +60,8 @@ def _flatten_value(value: Any, key: str, flat: dict[str, Any]) -> None:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
+    if get_origin(annotation) is list:
+        return None
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from zerobench.errors import ConfigError
 from zerobench.report.frame import flat_row
+from zerobench.report.network_facts import speed_of
 from zerobench.results.merging import Merged
 from zerobench.results.rows import flat_settings, is_known, setting_text, varying_settings
 from zerobench.results.schema import Row
@@ -23,6 +24,7 @@ X_AXES = {
     "model": "model",
     "layers": "model_config_resolved.num_layers",
     "offload": "offload",
+    "network": "network",
 }
 """Settings that may be the horizontal axis: word for ``--x``, and dotted key."""
 SERIES = {"strategy": "strategy", "precision": "precision", "compile": "compile", **X_AXES}
@@ -171,11 +173,14 @@ def value_of(row: Row, key: str) -> Any:
 
 
 def ordered_values(key: str, rows: Sequence[Row]) -> list[Any]:
-    """Return the values of a setting from small to large: models by parameters, offloads by what leaves the device."""
+    """Return the values of a setting from small to large: models by parameters, offloads by what leaves the device,
+    networks from the fastest on."""
     values = list(dict.fromkeys(value_of(row, key) for row in rows))
     if key == "model":
         counts = {row.settings.model: row.settings.parameter_count or 0 for row in rows}
         return sorted(values, key=lambda value: counts[value])
+    if key == "network":
+        return sorted(values, key=speed_of, reverse=True)
     if key == "offload":
         return sorted(values, key=lambda value: OFFLOADS.index(value) if value in OFFLOADS else len(OFFLOADS))
     return sorted(values, key=lambda value: (value is None, value if _number(value) is not None else 0))

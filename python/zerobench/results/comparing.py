@@ -19,7 +19,7 @@ from zerobench.results.rows import (
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import SETTINGS, Changes, settings_that_change
 from zerobench.results.stats import ratio_error
-from zerobench.results.verdicts import verdicts
+from zerobench.results.verdicts import limit_bytes_of, verdicts
 from zerobench.strategies.catalogue import DEFAULT_BASELINES, FLOOR, OURS, known_facts
 
 # Settings in which a row and its baseline must agree, besides batch and world size.
@@ -114,8 +114,15 @@ def finish_rows(results: Results, baseline: str | None = None) -> None:
             _fill_relative(row, best)
             _fill_against_baseline(row, _find_baseline(row, rows, wanted))
             row.scaling_efficiency = _scaling_efficiency(row, rows)
-        for row, verdict in zip(rows, verdicts(rows, results.machine), strict=True):
+        found = verdicts(rows, results.machine, memory_limit_bytes=_memory_limit_bytes(rows))
+        for row, verdict in zip(rows, found, strict=True):
             row.verdict = verdict
+
+
+def _memory_limit_bytes(rows: Sequence[Row]) -> int | None:
+    """Return the --memory-limit of the rows, the least of several, or None."""
+    limits = [limit for row in rows if (limit := limit_bytes_of(row.settings)) is not None]
+    return min(limits, default=None)
 
 
 def floor_of(row: Row, rows: Sequence[Row]) -> Row | None:

@@ -119,6 +119,7 @@ def _merge_alike(found: Sequence[Results]) -> Results:
     merged.rows = _with_own_names([_pool(runs) for runs in _runs_by_row(rows)])
     merged.created = min(results.created for results in found)
     merged.command = "; ".join(dict.fromkeys(results.command for results in found))
+    merged.closing = []
     merged.complete = all(results.complete for results in found)
     merged.warnings = list(dict.fromkeys(text for results in found for text in results.warnings))
     finish_rows(merged, _baseline_strategy(found))

@@ -145,12 +145,50 @@ class Transfers(ResultModel):
     limit_note: str | None = None  # why those of files are not there
 
 
+Searched = Literal["batch", "layers", "seq"]
+
+
+class Try(ResultModel):
+    """One value of a searched setting, tried in fresh processes."""
+
+    value: int
+    status: Status
+    fits: bool  # ok, with a peak within --memory-limit
+    peak_device_bytes: int | None = None  # largest over ranks
+    error: str | None = None
+    oom_tier: str | None = None
+    whole: bool = False  # ran as an ordinary row; else a few steps without verification
+    duration_s: float | None = None
+
+
+class Search(ResultModel):
+    """What --find found for a row, and what it rests on."""
+
+    setting: Searched
+    largest: int | None = None  # that fits; None: no value does
+    too_large: int | None = None  # the smallest value above it that was tried and does not run or fit
+    try_num: int = 0
+    tries: list[Try] = Field(default_factory=list)
+
+
+class Collective(ResultModel):
+    """The calls of one collective in one phase of a profiled step, on the rank that moves most."""
+
+    phase: str
+    name: str
+    bytes: Annotated[int, Field(ge=0)]
+    calls: int | None = None
+    ms: ZeroOrMore | None = None  # that the rank was in them: not the part beside which it computed
+
+
 class Row(ResultModel):
     name: str
     strategy: str
     stage: int | None = None
     status: Status
     error: str | None = None
+    # How the row's network is made slower: "shaped" or "paced"; null where it is not.
+    network_how: Literal["shaped", "paced"] | None = None
     oom_tier: str | None = None  # "device" or "host", where the status is oom
     settings: Settings
     dtypes: RowDtypes | None = None
@@ -210,10 +248,12 @@ class Row(ResultModel):
     sampled: Sampled | None = None
     communication_bytes: int | None = None  # per rank and step
     communication_by_collective: dict[str, int] | None = None  # of the same rank
+    collectives: list[Collective] | None = None  # of a profiled step, by phase
     transfers: Transfers | None = None  # where state is offloaded
     offload_practicality: float | None = None  # step time of the row that offloads nothing over this row's
     binding: list[str] | None = None  # by rank: the node and the cores that it was bound to
     update_cpus: list[str] | None = None  # by rank: what updates on CPUs, and why there
+    search: Search | None = None  # of --find
     started: str | None = None  # ISO 8601 UTC
     duration_s: float | None = None
     log: str | None = None  # path relative to the output folder
@@ -230,4 +270,7 @@ class Results(ResultModel):
     complete: bool = False  # False while configurations are missing (running or interrupted)
     # What to know when reading the figures: a GPU in use before the first row, ...
     warnings: list[str] = Field(default_factory=list)
+    # Sentences that the summary ends with: the largest setting that fits, and the command for it.
+    closing: list[str] = Field(default_factory=list)
+    searching: Row | None = None  # of measured.json: the row whose search is not over, with its tries so far
     rows: list[Row] = Field(default_factory=list)

@@ -103,4 +103,4 @@ def typed(value: Any) -> str:
 
 def shown(value: float | str) -> str:
     """Return the text of a value in a row's name."""
-    return value if isinstance(value, str) else f"{value:g}"
+    return value.replace(":", "-") if isinstance(value, str) else f"{value:g}"

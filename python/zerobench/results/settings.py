@@ -253,6 +253,14 @@ class Settings(ResultModel):
             help="GiB of its device that a rank may use; more is oom.",
         ),
     )] = None
+    memory_limit_gib: Annotated[float | None, Setting(  # a row with a higher peak counts as one that does not fit
+        changes=Changes.NOTHING, word="memory limit GiB", off=None,
+        option=Option(
+            convert=float, flag="--memory-limit", metavar="GIB", help_at=192, above_zero=True,
+            help="GiB of its device that a rank should need at most: a row with a higher peak runs, and counts as one "
+            "that does not fit (verdicts, --find).",
+        ),
+    )] = None
     bind: Annotated[str, Setting(  # "numa": each rank runs on cores of its node
         changes=Changes.RATE, reference="none", off="none",
         option=Option(
@@ -369,6 +377,14 @@ class Settings(ResultModel):
             "GPUs.",
         ),
     )] = None
+    network: Annotated[str, Setting(  # between ranks, each a host of its own unless native
+        changes=Changes.WORKLOAD | Changes.BITS, reference="native", off="native", suffix="{value}", name_at=15,
+        option=Option(
+            takes=Takes.LIST, convert=name, default="native", help_at=206, grid_at=18,
+            help="native, or the speed of each rank's link, such as 10gbit, 1gbit or 1gbit:0.2ms with a latency. Each "
+            "rank is then a host of one device.",
+        ),
+    )] = "native"
     pipeline_stages: Annotated[int | None, Setting(  # null where the row is no pipeline, as of the next two
         changes=Changes.RATE, is_as_asked=False, reference=None, word="stages", off=None, suffix="pp{value}",
         name_at=12,
@@ -438,6 +454,11 @@ class Options:
         help="Sequences of an optimizer step over all ranks: accumulation follows from --batch-size and ranks. A row "
         "for which it is not a whole number is skipped.",
     )]
+    network_how: Annotated[str, Option(
+        default="auto", help_at=207,
+        help="How --network slows links: shaped (network namespaces and tc, for every strategy; needs root), paced "
+        "(waits in zerobench's own communicators, for its own rows alone) or auto: shaped where that is possible.",
+    )]
     lr: Annotated[float, Option(
         convert=float, default=1e-3, help_at=310, above_zero=True, must_reach=True,
         help="Learning rate of AdamW, whose betas are 0.9 and 0.999 and weight decay 0.1; a file of --config may set "
@@ -454,6 +475,12 @@ class Options:
     verify_layers: Annotated[int | None, Option(
         convert=int, help_at=360, above_zero=True,
         help="Verify the model with this many layers at most; rows say so. Default: all that fit.",
+    )]
+    find: Annotated[str | None, Option(
+        metavar="SETTING", help_at=194, is_of_comparison=True,
+        help="batch, layers or seq: find the largest value that fits for every row, by tries of a few steps in fresh "
+        "processes, and measure the row with it. The search begins at --batch-size, --num-layers or --seq-length. CPU "
+        "ranks need --device-memory-gib, --rank-memory-gib or --memory-limit with it.",
     )]
     baseline: Annotated[str | None, Option(
         help_at=370, is_of_comparison=True,

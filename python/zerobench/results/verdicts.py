@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from zerobench.results.rows import fastest, has_peak, is_ranked, step_rate, ties_with_fastest
 from zerobench.results.schema import Row
-from zerobench.results.settings import Changes, settings_that_change
+from zerobench.results.settings import Changes, Settings, settings_that_change
 from zerobench.results.sizes import GIB
 from zerobench.strategies.catalogue import FLOOR, OFFLOADS, PARTS, known_facts
 
@@ -64,6 +64,17 @@ def device_bytes(row: Row, machine: dict[str, Any], memory_limit_bytes: int | No
     elif machine.get("memory_bytes"):
         known.append(machine["memory_bytes"] // settings.world_size)
     return min(known, default=None)
+
+
+def limit_bytes_of(settings: Settings) -> int | None:
+    """Return the peak from which on a row counts as one that does not fit, or None."""
+    return None if settings.memory_limit_gib is None else int(settings.memory_limit_gib * GIB)
+
+
+def is_within_limit(peak_bytes: int | None, settings: Settings) -> bool:
+    """Return whether a peak is within --memory-limit."""
+    limit = limit_bytes_of(settings)
+    return limit is None or (peak_bytes or 0) <= limit
 
 
 def _fits(row: Row, memory_limit_bytes: int | None) -> bool:

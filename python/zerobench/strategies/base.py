@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from zerobench.strategies.traffic import Collective
+
 Batch = Mapping[str, "torch.Tensor"]
 """Keyword arguments of the model's forward, such as ``input_ids`` and ``labels``, both (batch_size, seq_length) int64.
 ``models.open_batches`` makes those of a model."""
@@ -248,6 +250,10 @@ class Strategy(ABC):
         """One step with a clock around its parts: {"forward": ms, "backward": ms, "optimizer": ms} and, where it can be
         told, "exposed_communication" (time in which this rank only waited for or moved data of collectives; it is
         contained in the other phases' wall time and is subtracted from them, so that the phases add up)."""
+
+    def collectives(self) -> list[Collective] | None:
+        """Return the collectives of the latest profiled step by phase, or None where they cannot be told."""
+        return None
 
     def schedule_times(self) -> ScheduleTimes | None:
         """Return the median times of a pipeline's schedule over the profiled steps, or None where there is none."""

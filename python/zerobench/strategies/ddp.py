@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from zerobench.strategies.base import Dtypes, StrategySettings
+from zerobench.strategies.base import Batch, Dtypes, StrategySettings
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.shared import (
     autocast,
@@ -24,6 +24,7 @@ from zerobench.strategies.shared import (
     precision_dtype,
     storage_bytes,
 )
+from zerobench.strategies.traffic import Collective
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -35,6 +36,7 @@ class DDPStrategy(PeerStrategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         self._exposed: _ExposedReduction | None = None
+        self._waited_ms: float | None = None
         self._steps = 0
         self._ddp = DistributedDataParallel(
             model,
@@ -75,10 +77,29 @@ class DDPStrategy(PeerStrategy):
 
     def communication_bytes(self) -> dict[str, int] | None:
         """All-reduces of every gradient, once a step, at 2 (n - 1) / n of their bytes."""
+        return {"all_reduce": self._steps * self._reduced_bytes()}
+
+    def _reduced_bytes(self) -> int:
         world_size = self.settings.world_size
         numel = sum(p.numel() for p in self._ddp.parameters() if p.requires_grad)
-        reduced = self._steps * 2 * (world_size - 1) * numel * self._reduce_dtype().itemsize // world_size
-        return {"all_reduce": reduced}
+        return 2 * (world_size - 1) * numel * self._reduce_dtype().itemsize // world_size
+
+    def collectives(self) -> list[Collective] | None:
+        """Return the all-reduces of buckets, which run beside the last micro-batch's backward."""
+        return [
+            Collective(
+                phase="backward",
+                name="all_reduce",
+                bytes=self._reduced_bytes(),
+                calls=bucket_num(self._ddp),
+                ms=self._waited_ms,
+            )
+        ]
+
+    def profiled_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
+        phases = super().profiled_step(micro_batches)
+        self._waited_ms = phases.get("exposed_communication")
+        return phases
 
     def reset_counters(self) -> None:
         super().reset_counters()
@@ -196,6 +217,13 @@ class DDPMasterStrategy(DDPStrategy):
     def close(self) -> None:
         del self._masters
         super().close()
+
+
+def bucket_num(ddp: DistributedDataParallel) -> int | None:
+    """Return how many buckets DDP reduces its gradients in, or None before it has chosen them."""
+    facts = ddp._get_ddp_logging_data()
+    sizes = facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes") or ""
+    return len(sizes.split(",")) if sizes else None
 
 
 def _all_reduce_mean(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -23,8 +23,10 @@ from torch.distributed.fsdp import (
 from zerobench.engine.units import find_units
 from zerobench.models.materialise import materialise
 from zerobench.strategies.base import Batch, StrategySettings
+from zerobench.strategies.clock import Clock
 from zerobench.strategies.peer import PeerStrategy
 from zerobench.strategies.shared import precision_dtype, torch_device
+from zerobench.strategies.traffic import Collective, Count, TrafficClock
 
 
 class FSDP2Strategy(PeerStrategy):
@@ -79,6 +81,7 @@ class FSDP2Strategy(PeerStrategy):
             module for module in model.modules() if isinstance(module, FSDPModule)
         ]
         self._meter = _meter_collectives(self._groups)
+        self._clock: TrafficClock | None = None
         return model
 
     def _micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
@@ -138,6 +141,26 @@ class FSDP2Strategy(PeerStrategy):
     def _take_exposed_ms(self) -> Callable[[], float] | None:
         return self._meter.take_ms if self._meter else None
 
+    def _with_traffic(self, clock: Clock) -> Clock:
+        meter = self._meter
+        self._clock = TrafficClock(clock, lambda: meter.counts) if meter else None
+        return self._clock or clock
+
+    def collectives(self) -> list[Collective] | None:
+        if self._clock is None:
+            return None
+        blocks = self.settings.device == "cpu"  # on CUDA the host only enqueues
+        return [
+            Collective(
+                phase=phase,
+                name=name,
+                bytes=count.bytes,
+                calls=count.calls,
+                ms=count.ms if blocks else None,
+            )
+            for (phase, name), count in self._clock.counts.items()
+        ]
+
     def close(self) -> None:
         del self._root, self._groups
         super().close()
@@ -157,6 +180,7 @@ class _Meter:
 
     def __init__(self) -> None:
         self.moved_bytes: Counter[str] = Counter()  # by collective
+        self.counts: dict[str, Count] = {}  # the same with calls and times, never reset
         self._spent_s = 0.0
 
     def run(self, name: str, call: Callable[[], Any], full: torch.Tensor, shard: torch.Tensor) -> Any:
@@ -165,7 +189,12 @@ class _Meter:
         try:
             return call()
         finally:
-            self._spent_s += time.perf_counter() - start_s
+            spent_s = time.perf_counter() - start_s
+            self._spent_s += spent_s
+            before = self.counts.get(name, Count())
+            self.counts[name] = Count(
+                before.bytes + full.nbytes - shard.nbytes, before.calls + 1, before.ms + spent_s * 1e3
+            )
 
     def take_ms(self) -> float:
         spent_ms, self._spent_s = self._spent_s * 1e3, 0.0

@@ -6,6 +6,7 @@ docs/decisions/0006-pipeline-strategy.md has the design.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
@@ -38,6 +39,7 @@ from zerobench.strategies.shared import (
     torch_device,
     total_norm,
 )
+from zerobench.strategies.traffic import Collective
 
 _SCHEDULES: dict[str, Any] = dict(
     zip(CHUNKS, (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B), strict=True)
@@ -290,22 +292,36 @@ class PipelineStrategy(PeerStrategy):
         return {"device": device}
 
     def communication_bytes(self) -> dict[str, int] | None:
-        """Return the bytes of the schedule's messages, of the token ids, of tied and replicated gradients, from the
-        schedule: torch records no messages between two ranks."""
+        moved: Counter[str] = Counter()
+        for part in self.collectives():
+            moved[part.name] += self._steps * part.bytes
+        return dict(moved)
+
+    def collectives(self) -> list[Collective]:
+        """Return the schedule's messages, the token ids, and tied and replicated gradients, from the schedule: torch
+        records no messages between two ranks."""
         settings, groups = self.settings, self._groups
         tokens = settings.grad_accum * settings.batch_size * settings.seq_length
         itemsize = precision_dtype(settings).itemsize
         hidden = groups.stages * tokens * self._hidden_size * itemsize
-        neighbours = sum((not part.is_first) + (not part.is_last) for part in self._parts.values())
         tied = sum(parameter.numel() for parameter in self._tied) * itemsize
         gradients = sum(p.numel() for p in self._parameters.values() if p.requires_grad) * itemsize
         copies = 2 * (groups.replicas - 1) * gradients // groups.replicas
-        moved = {
-            "point_to_point": neighbours * hidden,
-            "all_gather": (groups.stages - 1) * tokens * 2 * torch.int64.itemsize,
-            "all_reduce": tied + copies,
-        }
-        return {name: self._steps * bytes_ for name, bytes_ in moved.items()}
+        onward = sum(not part.is_last for part in self._parts.values())
+        back = sum(not part.is_first for part in self._parts.values())
+        ids = (groups.stages - 1) * tokens * 2 * torch.int64.itemsize
+        found = [
+            ("forward", "point_to_point", onward * hidden, onward * self._micro_batch_num),
+            ("forward", "all_gather", ids, 1),
+            ("backward", "point_to_point", back * hidden, back * self._micro_batch_num),
+            ("backward", "all_reduce", copies, len(self._parts)),
+            ("optimizer", "all_reduce", tied, len(self._tied)),
+        ]
+        return [
+            Collective(phase=phase, name=name, bytes=moved, calls=calls)
+            for phase, name, moved, calls in found
+            if moved
+        ]
 
     def reset_counters(self) -> None:
         super().reset_counters()

@@ -26,6 +26,8 @@ from zerobench.strategies.base import (
 from zerobench.strategies.clock import Clock, NoClock, Phases, phase_clock
 from zerobench.strategies.compiled import Compiler
 from zerobench.strategies.shared import Determinism, mean_loss, mean_of, merge, prepare_model, torch_device
+from zerobench.strategies.traffic import Collective, Count, TrafficClock
+from zerobench.strategies.zero_traffic import engine_collectives
 
 
 def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
@@ -126,6 +128,7 @@ class ZeroStrategy(Strategy):
         if whole:
             self._engine.compile(backend=self._compiler.backend)
         self._communication_ms = self._waited_ms = self._waited_for_files_ms = 0.0
+        self._collectives: list[Collective] | None = None
         self.settle()
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
@@ -241,13 +244,27 @@ class ZeroStrategy(Strategy):
             exposed["exposed_io"] = self._take_waited_for_files_ms
         if self.settings.offload != "none":
             exposed["exposed_offload"] = self._take_waited_ms
-        clock = phase_clock(torch_device(self.settings), exposed)
+        device = torch_device(self.settings)
+        clock = phase_clock(device, exposed)
         self._take_waited_for_files_ms()
-        self._run(micro_batches, clock=clock)
+        traffic = TrafficClock(clock, self._moved_by_collective)
+        with self._engine.record_timeline() as spans:
+            self._run(micro_batches, clock=traffic)
+        self._collectives = engine_collectives(
+            traffic, spans if device.type == "cpu" else None, self._engine.units(), self.settings.world_size
+        )
         phases = clock.phases_ms
         if isinstance(phases, Phases) and self.settings.offload in NVME_OFFLOADS:
             phases.files_ms = self._take_waited_for_files_ms()
         return phases
+
+    def _moved_by_collective(self) -> dict[str, Count]:
+        return {
+            name: Count(bytes=moved) for name, moved in self._engine.communication_by_collective().items()
+        }
+
+    def collectives(self) -> list[Collective] | None:
+        return self._collectives
 
     def _take_exposed_ms(self) -> float:
         before, self._communication_ms = self._communication_ms, self._engine.communication_ms()

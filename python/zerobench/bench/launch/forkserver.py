@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -22,12 +23,13 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerobench._native import import_torch
 from zerobench.bench.launch.swap_files import remove_left
 from zerobench.bench.protocol.messages import FD_LIMIT, MESSAGE_LIMIT_BYTES, send
 from zerobench.host.processes import die_with_parent, name_process, vm_data_bytes
+from zerobench.host.shaped_network import enter_namespace
 
 # Imported by every strategy's first optimizer step; plain Python, and a second for each rank if not done here.
 _TORCH_MODULES = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
@@ -77,14 +79,16 @@ class ForkServer:
             raise ValueError(f"unknown request {request['op']!r}")
 
     def fork(self, request: dict[str, Any], fds: list[int]) -> None:
-        log, *reports = fds
+        ranks = request["environments"]
+        log, reports, namespaces = fds[0], fds[1 : 1 + len(ranks)], fds[1 + len(ranks) :]
         sys.stdout.flush()
         sys.stderr.flush()
         server, pids = os.getpid(), []
-        for environment, report in zip(request["environments"], reports, strict=True):
+        for environment, report, namespace in itertools.zip_longest(ranks, reports, namespaces):
             pid = os.fork()
             if pid == 0:
-                run_child(request, environment, group=self.group or 0, server=server, log=log, report=report)
+                place = ChildPlace(self.group or 0, server, log, report, namespace)
+                run_child(request, environment, place)
             with contextlib.suppress(OSError):  # the child does the same; whoever comes first
                 os.setpgid(pid, self.group or pid)
             self.group = self.group or pid
@@ -150,23 +154,33 @@ def run_sibling(control_fd: int, *, server: int) -> None:
         os._exit(1)
 
 
-def run_child(
-    request: dict[str, Any], environment: dict[str, str], *, group: int, server: int, log: int, report: int
-) -> None:
+class ChildPlace(NamedTuple):
+    """Process group and files of a forked rank."""
+
+    group: int
+    server: int
+    log: int
+    report: int
+    namespace: int | None  # of its network; None where it stays in the server's
+
+
+def run_child(request: dict[str, Any], environment: dict[str, str], place: ChildPlace) -> None:
     """A forked rank: never returns."""
-    code = 1
+    code, report = 1, place.report
     limit_bytes: int | None = request["memory_limit_bytes"]
     try:
-        os.setpgid(0, group)
+        os.setpgid(0, place.group)
         die_with_parent(signal.SIGKILL)
         name_process(f"zerobench-r{environment['RANK']}")
-        if os.getppid() != server:
+        if os.getppid() != place.server:
             os._exit(1)
+        if place.namespace is not None:
+            enter_namespace(place.namespace)
         signal.set_wakeup_fd(-1)
         for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log, 1), (log, 2)):
+        for source, target in ((null, 0), (place.log, 1), (place.log, 2)):
             os.dup2(source, target)
         report = os.dup2(report, 3, inheritable=False)
         os.closerange(4, 1 << 16)  # the server's own socket and pipes

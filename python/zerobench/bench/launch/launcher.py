@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerobench.bench.launch.environments import environment_of, local_environments
+from zerobench.bench.launch.environments import environment_of, environments_of, namespaces_of
 from zerobench.bench.launch.outcome import Outcome, failed_at_s, judge, oom_kill_num
 from zerobench.bench.launch.ranks import ProgressCallback, RankState, last_sign_s, read_pipe, where
 from zerobench.bench.launch.seat import Seat
@@ -164,15 +164,16 @@ class Launcher:
         aborted: Callable[[], bool] | None = None,
         seat: Seat | None = None,
     ) -> Outcome:
-        """Run ``job`` and wait for its end. By default all its ranks are this host's; under torchrun or srun this
+        """Run ``job`` and wait for its end. By default all its ranks are this machine's; under torchrun or srun this
         launcher starts only the ranks that ``environments`` describe, and ``aborted`` tells that others' failed.
         ``seat`` is where a job that takes turns gets its orders: time that it waits for them counts for no timeout.
 
         Raises Error where the folder of temporary files has gone, in which the ranks find nothing either."""
         try:
-            outcome = self._run(
-                job, log, on_progress, environments or local_environments(job.num_ranks), aborted, seat
-            )
+            with namespaces_of(job) as namespaces:
+                outcome = self._run(
+                    job, log, on_progress, environments or environments_of(job), namespaces, aborted, seat
+                )
         except FileNotFoundError:
             self.expect_scratch()
             raise
@@ -194,6 +195,7 @@ class Launcher:
         log: Path,
         on_progress: ProgressCallback | None,
         environments: Sequence[Mapping[str, str]],
+        namespaces: Sequence[int],
         aborted: Callable[[], bool] | None,
         seat: Seat | None,
     ) -> Outcome:
@@ -201,9 +203,9 @@ class Launcher:
             (self.scratch / f"stack.{environment['RANK']}").write_bytes(b"")
         kills_before = oom_kill_num()
         try:
-            ranks = self._fork(job, environments, log)
+            ranks = self._fork(job, environments, namespaces, log)
         except ServerGone:  # before it said that a rank runs: what it forked dies with it
-            ranks = self._fork(job, environments, log)
+            ranks = self._fork(job, environments, namespaces, log)
         if seat is not None:
             seat.open({state.rank: state.pipe for state in ranks.values()})
         try:
@@ -225,7 +227,9 @@ class Launcher:
         )
         return replace(outcome, failed_at_s=min(map(failed_at_s, ranks.values())))
 
-    def _fork(self, job: Job, environments: Sequence[Mapping[str, str]], log: Path) -> dict[int, RankState]:
+    def _fork(
+        self, job: Job, environments: Sequence[Mapping[str, str]], namespaces: Sequence[int], log: Path
+    ) -> dict[int, RankState]:
         control = self._connect()
         request = {
             "op": "fork",
@@ -240,7 +244,7 @@ class Launcher:
         pairs = [socket.socketpair() for _ in environments]
         try:
             control.settimeout(ANSWER_S)
-            self._send(request, [log_fd, *(theirs.fileno() for _, theirs in pairs)])
+            self._send(request, [log_fd, *(theirs.fileno() for _, theirs in pairs), *namespaces])
             pids = self._receive()["pids"]
         except BaseException:
             for ours, _ in pairs:

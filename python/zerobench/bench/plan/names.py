@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobench import models
+from zerobench.bench.plan.find import KEYS as FIND_KEYS
 from zerobench.models.hf_config import overridable
 from zerobench.results.setting_values import shown, typed
 from zerobench.results.settings import OPTIONS, SETTINGS, Settings, Takes, flag_of, named_settings
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from zerobench.bench.plan.plan import Configuration, Draft
 
 
-def unique_names(drafts: Sequence[Draft]) -> list[str]:
-    """Such as zs0_fp32_ranks2_bs4_sl64; what else differs between rows, or is not the default, follows."""
+def unique_names(drafts: Sequence[Draft], *, find: str | None = None) -> list[str]:
+    """Such as zs0_fp32_ranks2_bs4_sl64; what else differs between rows, or is not the default, follows. ``find``: the
+    setting that is searched, whose value names leave open."""
     several_models = len({json.dumps(settings.model_config_resolved) for _, settings, _ in drafts}) > 1
     names = [
-        base_name(strategy, settings, extra, several_models=several_models)
+        base_name(strategy, settings, extra, several_models=several_models, find=find)
         for strategy, settings, extra in drafts
     ]
     taken: dict[str, None] = {}
@@ -36,28 +38,33 @@ def unique_names(drafts: Sequence[Draft]) -> list[str]:
     return list(taken)
 
 
-def base_name(strategy: str, settings: Settings, extra: dict[str, Any], *, several_models: bool) -> str:
-    parts = [short_name(strategy), *setting_parts(settings)]
+def base_name(
+    strategy: str, settings: Settings, extra: dict[str, Any], *, several_models: bool, find: str | None = None
+) -> str:
+    parts = [short_name(strategy), *setting_parts(settings, find=find)]
     if several_models:
         config = settings.model_config_resolved
         model = re.sub(r"[^\w.-]", "-", settings.model.rpartition("/")[2])
-        parts += [model] if "place" in config else [model, f"l{config['num_layers']}"]
+        parts += [model] if "place" in config or find == "layers" else [model, f"l{config['num_layers']}"]
         parts += [f"h{config['hidden_size']}"] if config.get("hidden_size") else []
     if settings.config_file is None and "communicator" in extra:
         parts.append(extra["communicator"])
     if settings.config_file is not None:
         parts.append(re.sub(r"[^\w.-]", "-", Path(settings.config_file).stem))
+    if find is not None:
+        parts.append(f"largest-{find}")
     return "_".join(parts)
 
 
-def setting_parts(settings: Settings) -> list[str]:
-    """Return what a row's name says of its settings: those that names always have, and those that are not off."""
+def setting_parts(settings: Settings, *, find: str | None = None) -> list[str]:
+    """Return what a row's name says of its settings: those that names always have, and those that are not off. Not of
+    the one that is searched."""
     ranks = "gpus" if settings.device == "cuda" else "ranks"
     values = {key: getattr(settings, key) for key in named_settings()}
     return [
         (SETTINGS[key].suffix or "").format(value=shown(value), ranks=ranks)
         for key, value in values.items()
-        if value != SETTINGS[key].off
+        if value != SETTINGS[key].off and (find is None or key != FIND_KEYS[find])
     ]
 
 
@@ -93,6 +100,7 @@ def rerun_values(configuration: Configuration, options: CompareOptions) -> dict[
         "strategies": configuration.strategy if settings.config_file is None else None,
         "communicator": own.get("communicator") if is_ours else None,
         "io_engine": (own.get("offload_optimizer") or {}).get("io_engine"),
+        "network_how": None if settings.network == SETTINGS["network"].off else options.network_how,
         "lr": None if learning_rate == OPTIONS["lr"].default else learning_rate,
         # Accumulation tells it, but where the row was refused because of it.
         "global_batch": options.global_batch if configuration.refused else None,

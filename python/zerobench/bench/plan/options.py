@@ -25,6 +25,7 @@ from zerobench.strategies.catalogue import OFFLOADS
 from zerobench.strategies.pipelining import CHUNKS
 
 BINDINGS = ("none", "numa")
+NETWORK_WAYS = ("auto", "shaped", "paced")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 OWN_ATTENTION = "sdpa"  # of our presets
 COMMUNICATORS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "peer")}
@@ -139,6 +140,7 @@ def check_options(options: CompareOptions, *, given_world_size: int | None) -> N
         "--offload": (options.offload, OFFLOADS),
         "--pipeline-schedule": (options.pipeline_schedule, list(CHUNKS)),
         "--bind": ([options.bind], BINDINGS),
+        "--network-how": ([options.network_how], NETWORK_WAYS),
         f"--communicator on {options.device}": (options.communicator, COMMUNICATORS[options.device]),
         "--io-engine": ([options.io_engine] if options.io_engine else [], ENGINES),
         "--tokens": ([options.tokens] if options.tokens else [], list(ID_WIDTHS)),

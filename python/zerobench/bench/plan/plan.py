@@ -9,13 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from zerobench import data, models, strategies
 from zerobench.bench.plan import deepspeed_file
 from zerobench.bench.plan.config_files import read_row
+from zerobench.bench.plan.find import check_find
 from zerobench.bench.plan.global_batch import (
     accumulation,
     check_any_accepted,
@@ -23,6 +24,7 @@ from zerobench.bench.plan.global_batch import (
     why_refused,
 )
 from zerobench.bench.plan.names import unique_names
+from zerobench.bench.plan.networks import Networks
 from zerobench.bench.plan.options import OWN_ATTENTION, CompareOptions, check_folders, check_options
 from zerobench.bench.plan.reach import check_reach
 from zerobench.bench.protocol.tolerances import VERIFY_STEPS
@@ -45,6 +47,9 @@ class Configuration(BaseModel):
     stage: int | None
     settings: Settings
     options: dict[str, Any] = {}  # what a zerobench configuration says besides, as from a file
+    network_how: Literal["shaped", "paced"] | None = (
+        None  # what makes the row's network slower, if anything does
+    )
     refused: str | None = None  # why the row is skipped before anything of it starts
 
     @property
@@ -110,16 +115,20 @@ class Plan:
     warnings: list[str]
 
 
-def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -> Plan:
+def make_plan(
+    options: CompareOptions,
+    *,
+    further: Sequence[CompareOptions] = (),
+    given_world_size: int | None = None,
+) -> Plan:
     """Every configuration of the grid, or a ConfigError about the first option that cannot be.
 
-    ``given_world_size``: torchrun or srun started that many ranks, and all rows but single's use them."""
-    check_options(options, given_world_size=given_world_size)
-    check_global_batch(options)
-    drafts = from_files(options) if options.config else grid(options)
-    if not drafts:
-        raise ConfigError("nothing to compare: name at least one strategy")
-    check_reach(options, drafts)
+    ``further``: options of grids whose rows join, which differ in what rows record alone. ``given_world_size``:
+    torchrun or srun started that many ranks, and all rows but single's use them."""
+    drafts: list[Draft] = []
+    for each in (options, *further):
+        own = checked_drafts(each, given_world_size=given_world_size)
+        drafts += [draft for draft in own if draft not in drafts]
     # Those of the options are known to be good.
     of_files = {
         settings.config_file: settings.nvme_paths for _, settings, _ in drafts if settings.config_file
@@ -127,6 +136,7 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
     for file, paths in of_files.items():
         check_folders(f"{file}: nvme_path", [Path(path) for path in paths or ()])
     check_data(options, [settings for _, settings, _ in drafts])
+    networks = Networks(options, is_given=given_world_size is not None)
     configurations = [
         Configuration(
             name=name,
@@ -134,17 +144,32 @@ def make_plan(options: CompareOptions, *, given_world_size: int | None = None) -
             stage=strategies.facts(strategy).stage,
             settings=settings,
             options=extra,
-            refused=why_refused(settings, options.global_batch),
+            network_how=networks.how(strategy, settings),
+            refused=why_refused(settings, options.global_batch) or networks.why_refused(strategy, settings),
         )
-        for name, (strategy, settings, extra) in zip(unique_names(drafts), drafts, strict=True)
+        for name, (strategy, settings, extra) in zip(
+            unique_names(drafts, find=options.find), drafts, strict=True
+        )
     ]
     check_any_accepted(configurations)
     check_baseline(options, configurations)
-    warnings = warnings_about(configurations, options)
+    warnings = [*warnings_about(configurations, options), *networks.warnings()]
     return Plan(configurations=configurations, options=options, warnings=warnings)
 
 
 Draft = tuple[str, Settings, dict[str, Any]]
+
+
+def checked_drafts(options: CompareOptions, *, given_world_size: int | None) -> list[Draft]:
+    """Return the drafts of one grid. Raises ConfigError about the first option that cannot be."""
+    check_options(options, given_world_size=given_world_size)
+    check_global_batch(options)
+    drafts = from_files(options) if options.config else grid(options)
+    if not drafts:
+        raise ConfigError("nothing to compare: name at least one strategy")
+    check_reach(options, drafts)
+    check_find(options, drafts)
+    return drafts
 
 
 def grid(options: CompareOptions, *, decided: Mapping[str, Any] | None = None) -> list[Draft]:

@@ -36,6 +36,9 @@ class Job(_Message):
     rank_memory_bytes: int | None = None
     data_digest: str | None = None  # of the bytes that every rank must find
     options: dict[str, Any] = Field(default_factory=dict)
+    network_how: Literal["shaped", "paced"] | None = (
+        None  # what makes settings.network; None: it is not slowed
+    )
     # Asks for turns, in place of both passes: ranks train a window of so many steps at each order.
     steps_per_window: int | None = None
 
@@ -124,6 +127,16 @@ class WindowTransfers(_Message):
     limit_note: str | None = None  # why those of files are not there
 
 
+class MovedCollective(_Message):
+    """The calls of one collective in one phase of a profiled step. None where it cannot be told."""
+
+    phase: str
+    name: str
+    bytes: int
+    calls: int | None = None
+    ms: float | None = None
+
+
 class Window(_Message):
     """One rank's measured window."""
 
@@ -135,6 +148,7 @@ class Window(_Message):
     memory: DeviceMemory
     peak_host_bytes: int | None
     communication_bytes: dict[str, int] | None  # per step, by collective
+    collectives: list[MovedCollective] | None = None
     memory_bytes: dict[str, dict[str, int]]
     activation_bytes: int | None = None
     activation_and_shard_bytes: int | None = None

@@ -7,11 +7,12 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from zerobench.bench.protocol.job import DeviceMemory, Window
+from zerobench.bench.protocol.job import DeviceMemory, MovedCollective, Window
 from zerobench.bench.rank.meters import Meter, Steps, Tick
 from zerobench.bench.rank.transfers import of_window
 from zerobench.strategies.base import Batch, Strategy
@@ -69,6 +70,7 @@ def measure(
     validation_loss = strategy.evaluate(validation) if validation else None
     profiled = meter.profile(strategy, profile, tick)
     schedule = strategy.schedule_times()
+    collectives = strategy.collectives() if profile and strategy.settings.world_size > 1 else None
     return Window(
         step_times_ms=step_times_ms,
         losses=[float(loss) for loss in losses],
@@ -80,6 +82,9 @@ def measure(
         communication_bytes=None
         if moved_bytes is None
         else {name: round(moved / len(window)) for name, moved in moved_bytes.items() if moved},
+        collectives=None
+        if collectives is None
+        else [MovedCollective(**asdict(collective)) for collective in collectives],
         memory_bytes=memory_bytes,
         activation_bytes=activation_bytes,
         activation_and_shard_bytes=activation_and_shard_bytes,

@@ -52,7 +52,12 @@ class Advice:
 
 
 def advise(results: Results) -> list[str]:
-    """Return sentences about rows that are ok and comparable; several workloads get one text each."""
+    """Return sentences about rows that are ok and comparable; several workloads get one text each. The last sentences
+    name the largest setting that fits, where the comparison searched for it or no row fits."""
+    return [*_sentences(results), *results.closing]
+
+
+def _sentences(results: Results) -> list[str]:
     given = advice_on(results)
     if not given:
         return [nothing_to_recommend(results)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerobench.strategies.catalogue import PARTS, Facts, Part
+from zerobench.strategies.catalogue import PARTS, Facts, Part, ours_at
 
 PART_BYTES: dict[Part, int] = dict(zip(PARTS, (2, 2, 12), strict=True))
 """Bytes a parameter in bf16 with Adam: the parameter, its gradient, and the fp32 master with two moments."""
@@ -23,14 +23,14 @@ class Rung:
 
     @property
     def name(self) -> str:
-        strategy = f"zero{self.stage}"
+        strategy = ours_at(self.stage)
         return strategy if self.offload == "none" else f"{strategy}, {self.offload}"
 
     @property
     def options(self) -> str:
         offload = "" if self.offload == "none" else f" --offload {self.offload}"
         folder = " --nvme-path FOLDER" if self.offload.startswith("nvme") else ""
-        return f"--strategies zero{self.stage}{offload}{folder}"
+        return f"--strategies {ours_at(self.stage)}{offload}{folder}"
 
     def device_bytes(self, parameters: int, ranks: int) -> float:
         """Return the bytes of state on a rank's device, without activations and buffers."""
