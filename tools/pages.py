@@ -1,4 +1,4 @@
-"""Write the pages that are generated: the engine's calls, the support matrix, the list of decisions and the results.
+"""Write the pages that are generated: the commands, the engine's calls, the support matrix, decisions and results.
 
 `python tools/pages.py` writes them; `python tools/pages.py --check` exits with 1 if one is not current.
 """
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import command_line
 import support
 
 ROOT = Path(__file__).parents[1]
@@ -170,6 +171,7 @@ def _machine(results: Any) -> str:
 def pages() -> dict[Path, str]:
     """Return every generated page by its path."""
     return {
+        DOCS / "reference" / "command-line.md": command_line.page(),
         DOCS / "reference" / "engine.md": engine_page(),
         DOCS / "reference" / "support.md": support_page(),
         DOCS / "decisions" / "index.md": decisions_page(),

@@ -74,6 +74,16 @@ def test_tuning_tries_most_settings_of_a_large_file_in_its_time(command) -> None
     assert all(int(block) <= 4096 for block in blocks)  # of chunks of 4 MiB
 
 
+def test_tune_prints_its_choice_as_json(command) -> None:
+    result = command.run(*TUNE[:-1], "1", "--settings", "io.json", "--json")
+    document = json.loads(result.stdout)
+    assert list(document) == ["verdict", "path", "settings_file", "settings", "tried"]
+    chosen = [document["settings"][key] for key in ("engine", "block_bytes", "depth")]
+    assert chosen in [
+        [tried[key] for key in ("engine", "block_bytes", "depth")] for tried in document["tried"]
+    ]
+
+
 def test_tune_keeps_what_it_found_and_bench_uses_it(command) -> None:
     result = command.run(*TUNE, "--settings", "config/zerobench/io.json")
     assert result.returncode == 0, result.stderr

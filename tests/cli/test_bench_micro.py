@@ -45,6 +45,15 @@ def test_comm_measures_every_collective_beside_gloo(command, world_size: int) ->
     assert command.leaves_nothing()
 
 
+def test_comm_prints_one_json_document_with_all_samples(command) -> None:
+    result = command.run(*COMM, "--world-size", "2", "--collectives", "all_reduce", "--json")
+    document = json.loads(result.stdout)
+    assert next(iter(document)) == "verdict"
+    assert document["verdict"] == "comm: 4 rows measured, all of them right"
+    assert all(len(row["samples_us"]["shm"]["samples"]) == 6 for row in document["rows"])
+    assert "2 ranks, float32" in result.stderr
+
+
 def test_comm_derives_bandwidths_from_times(command) -> None:
     result = command.run(*COMM, "--world-size", "2", "--collectives", "all_reduce", "--output", "comm.csv")
     assert result.returncode == 0, result.stderr

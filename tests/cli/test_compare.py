@@ -68,6 +68,15 @@ def test_the_files_are_the_contract(peers) -> None:
     assert "ddp" in result.stdout and str(out.name) in result.stdout
 
 
+def test_a_comparison_can_be_read_as_one_json_document(command) -> None:
+    result = command.run("compare", *SMALL, "--strategies", "zero1", "--world-size", "1", "--json")
+    document = json.loads(result.stdout)
+    assert document["verdict"] == document["advice"][0]
+    assert [row["status"] for row in document["rows"]] == ["ok"]
+    assert (command.folder / document["folder"] / "results.json").is_file()
+    assert document["verdict"] in result.stderr
+
+
 def test_memory_is_explained_with_checkpointing(shared_command) -> None:
     result = shared_command.run(
         "compare", *SMALL, "--strategies", "compute_only,zero1,zero2,zero3", "--checkpointing",

@@ -132,7 +132,7 @@ def test_no_place_for_temporary_files_is_one_line(command) -> None:
     )  # fmt: skip
     assert result.returncode == 2, result.stderr
     (line,) = result.stderr.splitlines()
-    assert "no place for temporary files" in line and "TMPDIR" in line
+    assert "temporary files cannot be created" in line and "TMPDIR" in line
 
 
 def test_too_few_descriptors_are_one_line(command) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import command_line
 import pages
 import pytest
 
@@ -16,11 +17,16 @@ SAMPLE = Path(__file__).parents[1] / "unit" / "golden" / "results_sample.json"
 
 
 @pytest.mark.parametrize(
-    "write", [pages.engine_page, pages.support_page, pages.decisions_page, pages.results_pages]
+    "write",
+    [command_line.page, pages.engine_page, pages.support_page, pages.decisions_page, pages.results_pages],
 )
 def test_a_generated_page_is_current(write) -> None:
     written = write()
-    names = {"engine_page": "reference/engine.md", "support_page": "reference/support.md"}
+    names = {
+        "page": "reference/command-line.md",
+        "engine_page": "reference/engine.md",
+        "support_page": "reference/support.md",
+    }
     if isinstance(written, str):
         written = {pages.DOCS / names.get(write.__name__, "decisions/index.md"): written}
     for path, text in written.items():

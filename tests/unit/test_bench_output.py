@@ -53,6 +53,14 @@ def test_results_are_there_and_nothing_beside_them(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "found.json").read_text())["rows"] == [ROW]
 
 
+def test_printed_results_are_one_document_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    with OutputFile(None, printed=True) as file:
+        file.write(report({**ROW, "wrong": 2}, {**ROW, "wrong": 0}))
+    document = json.loads(capsys.readouterr().out)
+    assert document["verdict"] == "pinned: 2 rows measured, 1 of them wrong"
+    assert [row["wrong"] for row in document["rows"]] == [2, 0]
+
+
 def test_a_file_that_is_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
     with OutputFile(tmp_path / "found.json"):
         (tmp_path / "found.json").unlink()

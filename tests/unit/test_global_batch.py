@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 
 import pytest
@@ -109,3 +110,12 @@ def test_what_took_long_on_another_machine_tells_nothing(tmp_path, monkeypatch) 
     earlier = Results(created="2026", machine={"cpu": "another"}, versions={}, command="c", rows=[row])
     (tmp_path / "old" / "results.json").write_text(earlier.model_dump_json())
     assert "No earlier results" in told(found, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_dry_run_can_be_one_json_document(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert told(plan(strategies=("zero1",), as_json=True), tmp_path) == ""
+    document = json.loads(capsys.readouterr().out)
+    assert document["verdict"].startswith("1 row, of which 1 would run.")
+    assert [row["name"] for row in document["rows"]] == ["zs1_fp32_ranks2_bs4_sl64"]

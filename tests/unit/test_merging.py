@@ -13,6 +13,7 @@ from zerobench.errors import DataError
 from zerobench.report import finish_rows, table_text
 from zerobench.results.files import read_results
 from zerobench.results.merging import read_merged
+from zerobench.results.rows import repeats_text
 from zerobench.results.schema import Mfu, Results, Row
 
 pytestmark = pytest.mark.slow  # draws
@@ -214,3 +215,9 @@ def test_show_prints_a_table_for_each_machine_and_draws_where_asked(write, tmp_p
     show(folders, plots=tmp_path / "plots")
     drawn = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("memory.png")}
     assert drawn == {"plots/1/memory.png", "plots/2/memory.png"}
+
+
+def test_rows_that_took_turns_count_as_many_repeats_as_runs() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    (found,) = read_merged([folder / "cpu-grid-1", folder / "cpu-grid-2"])
+    assert repeats_text(found.results.rows) == "2"

@@ -23,6 +23,8 @@ from zerobench.report.columns import table_columns
 from zerobench.results.files import read_results
 from zerobench.results.schema import Results
 
+ROOT = Path(__file__).parents[2]
+
 pytestmark = pytest.mark.slow  # the first page of a process bundles the charting library
 
 
@@ -153,6 +155,21 @@ def test_forty_rows_take_at_most_six_megabytes() -> None:
     assert len(page_text([("forty", results)]).encode()) <= 6e6
 
 
+SHIPPED = sorted((ROOT / "benchmarks").rglob("results.json"))
+
+
+def test_results_are_shipped() -> None:
+    assert SHIPPED
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
+def test_every_shipped_result_has_a_page(path: Path) -> None:
+    results = read_results(path)
+    page = outline(results)
+    assert advise(results)[0] in page.text
+    assert all(row.rerun in page.text for row in results.rows if row.rerun)
+
+
 def test_the_policy_allows_what_the_page_holds_alone() -> None:
     page = page_text([("a folder", sample())])
     policy = next(
@@ -215,6 +232,13 @@ def test_the_page_stands_next_to_the_results(tmp_path: Path, capsys: pytest.Capt
     page = tmp_path / "report.html"
     assert capsys.readouterr().out.strip() == str(page)
     assert f'<h1 id="s1-title">{tmp_path.name}</h1>' in page.read_text(encoding="utf-8")
+
+
+def test_the_path_of_the_page_can_be_read_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report([SAMPLE], output=tmp_path / "page.html", as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["verdict", "page", "bytes"]
+    assert Path(document["page"]).stat().st_size == document["bytes"]
 
 
 def test_a_result_file_is_not_overwritten(tmp_path: Path) -> None:

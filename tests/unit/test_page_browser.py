@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import screenshots
 from page_samples import forty, hostile, scaled
-from report_samples import grid, mixed
+from report_samples import SAMPLE, grid, mixed
 
 from zerobench.page.write import page_text
 from zerobench.results.schema import Results
@@ -121,6 +122,7 @@ def test_a_row_leads_to_its_settings(visit: Any) -> None:
     found = visit(mixed())
     found.page.get_by_role("link", name="zero3").click()
     opened = found.page.locator("details.row[open]")
+    opened.first.wait_for()  # the browser opens it after the click has returned
     assert opened.count() == 1 and "zero3" in opened.inner_text()
 
 
@@ -191,3 +193,9 @@ def test_print_is_light_and_shows_the_whole_table(visit: Any) -> None:
     assert found.page.evaluate(background) == "rgb(255, 255, 255)"
     assert found.page.locator("nav").is_hidden()
     assert found.page.locator("table.sortable tbody tr:visible").count() == len(grid().rows)
+
+
+def test_pictures_for_the_docs_are_small(browser: Any, tmp_path: Path) -> None:
+    paths = screenshots.take(browser, SAMPLE, tmp_path)
+    assert [path.name for path in paths] == ["report_desktop.png", "report_phone.png"]
+    assert all(path.stat().st_size <= screenshots.LARGEST_BYTES for path in paths)

@@ -20,6 +20,7 @@ from zerobench.bench.resume import machine_identity, read_measured
 from zerobench.bench.schedule import Step, schedule
 from zerobench.bench.surroundings import Surroundings
 from zerobench.errors import Error
+from zerobench.host.consoles import print_document
 from zerobench.results.files import read_results
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import SETTINGS
@@ -49,6 +50,7 @@ def dry_run(
     runs = 1 if plan.options.repeats == "auto" else plan.options.repeats
     seconds = earlier_seconds(read_earlier(folders), host.machine)
     known: list[float | None] = []
+    rows = []
     for step in (step for step in schedule(plan) if step.repeat == 0):
         is_kept = step.configuration.name in kept
         text = "kept" if is_kept else why_not_run(step, options=plan.options, host=host)
@@ -60,11 +62,19 @@ def dry_run(
             took = seconds.get(key)
             known.append(None if took is None else took * runs)
             text = "" if known[-1] is None else f"about {duration_text(known[-1])}"
-        line = ": ".join(filter(None, [step.configuration.name, text]))
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
-    row_num = len(plan.configurations)
-    console.print(f"\n{summary(known, row_num=row_num)}", soft_wrap=True, highlight=False)
+        rows.append((step.configuration.name, text))
+    _print(rows, summary(known, row_num=len(plan.configurations)), console, as_json=plan.options.as_json)
     return 0
+
+
+def _print(rows: Sequence[tuple[str, str]], verdict: str, console: Console, *, as_json: bool) -> None:
+    """Print the names of rows, what is said of each, and the verdict."""
+    if as_json:
+        print_document(verdict, {"rows": [{"name": name, "text": text} for name, text in rows]})
+        return
+    for name, text in rows:
+        console.print(": ".join(filter(None, [name, text])), soft_wrap=True, highlight=False, markup=False)
+    console.print(f"\n{verdict}", soft_wrap=True, highlight=False)
 
 
 def summary(known: Sequence[float | None], *, row_num: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,6 +20,19 @@ def show(results: Results, console: Console) -> None:
         return
     for sentence in advise(results):
         console.print(sentence, soft_wrap=True, highlight=False)
+
+
+def verdict(results: Results) -> str:
+    """Return the first sentence of the advice: the one line to read."""
+    return advise(results)[0] if results.rows else "No rows."
+
+
+def results_content(results: Results) -> dict[str, Any]:
+    """Return the advice and all that the result file holds, ready for JSON."""
+    return {
+        "advice": advise(results) if results.rows else [],
+        **results.model_dump(mode="json"),
+    }
 
 
 def show_written(results: Results, folder: Path, console: Console) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zerobench.cli.options import AsJson
 from zerobench.cli.results import ResultPaths
 from zerobench.errors import ConfigError, did_you_mean
-from zerobench.host.consoles import plain_console
+from zerobench.host.consoles import plain_console, print_document
 from zerobench.report.advice.goals import DEFAULT_GOAL, GOALS
 from zerobench.results.sizes import GIB, bytes_text, ms_text
 
@@ -29,7 +29,7 @@ def advise(
             metavar="GIB", help="GiB of its device that a rank may use: rows with a higher peak count as oom."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON: the verdict, then the advice.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Rank the rows that are correct and fit, name the bottleneck, and say what would help."""
     from zerobench.report.advice.advise import advice_on
@@ -51,7 +51,8 @@ def advise(
         for merged in read_merged(results)
     ]
     if as_json:
-        print(json.dumps(_document(goal, found), indent=1))
+        verdict = " ".join(_verdict(goal, read, advice) for read, _, advice in found)
+        print_document(verdict, _content(goal, found))
         return
     console = plain_console()
     for index, (read, difference, advice) in enumerate(found):
@@ -96,10 +97,9 @@ def _figures(row: Row, goal: str) -> str:
     return ", ".join(dict.fromkeys(texts))
 
 
-def _document(goal: str, found: Sequence[tuple[Results, str, Sequence[Advice]]]) -> dict[str, Any]:
-    """Return the verdict and the advice, ready for JSON."""
+def _content(goal: str, found: Sequence[tuple[Results, str, Sequence[Advice]]]) -> dict[str, Any]:
+    """Return the advice, ready for JSON."""
     return {
-        "verdict": " ".join(_verdict(goal, results, given) for results, _, given in found),
         "goal": goal,
         "workloads": [
             {

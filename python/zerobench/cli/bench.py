@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zerobench.cli.options import AsJson
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console
 from zerobench.results.setting_values import name, split
 from zerobench.results.sizes import GIB
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from zerobench.host.gpus import Gpu
     from zerobench.micro.output import OutputFile
 
@@ -38,16 +41,18 @@ def bench() -> None:
 
 
 @contextmanager
-def results_in(path: Path | None) -> Iterator[OutputFile]:
-    """The file for the results; Ctrl-C becomes the command line's own way of saying so."""
+def results_in(path: Path | None, *, as_json: bool) -> Iterator[tuple[OutputFile, Console]]:
+    """Yield the file for the results and the console for tables; Ctrl-C becomes the command line's own way of saying
+    so."""
     from zerobench.host.machine import busy_warning
     from zerobench.micro.output import OutputFile
 
-    with OutputFile(path) as file:
+    with OutputFile(path, printed=as_json) as file:
+        console = plain_console(stderr=as_json)
         if warning := busy_warning():
-            plain_console().print(f"# {warning}", highlight=False, soft_wrap=True)
+            console.print(f"# {warning}", highlight=False, soft_wrap=True)
         try:
-            yield file
+            yield file, console
         except KeyboardInterrupt:
             raise typer.Abort from None
 
@@ -88,6 +93,7 @@ def comm(
     repeats: Repeats = 15,
     timeout: Annotated[float, typer.Option(help="Seconds after which a stuck rank is an error.")] = 60.0,
     output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Collectives of zerobench's communicators: on CPU beside gloo and memcpy, on GPUs beside NCCL and the link.
 
@@ -118,8 +124,8 @@ def comm(
     )
     options.check()
     run: Any = run_comm_gpu if gpus else run_comm
-    with results_in(output) as file:
-        raise typer.Exit(run(options, output=file, console=plain_console(), notes=plain_console(stderr=True)))
+    with results_in(output, as_json=as_json) as (file, console):
+        raise typer.Exit(run(options, output=file, console=console, notes=plain_console(stderr=True)))
 
 
 def gpus_for(device: str, *, at_least: int) -> tuple[Gpu, ...]:
@@ -163,6 +169,7 @@ def adam(
     ] = None,
     repeats: Repeats = 15,
     output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Adam beside torch's fused AdamW, and how near it comes to memory: a stream of the same mix, or a copy on a GPU.
 
@@ -191,9 +198,9 @@ def adam(
         options = AdamOptions(**given, thread_nums=thread_nums)
         options.check()
         run = partial(run_adam, options)
-    with results_in(output) as file:
+    with results_in(output, as_json=as_json) as (file, console):
         import_torch()
-        raise typer.Exit(run(output=file, console=plain_console(), notes=plain_console(stderr=True)))
+        raise typer.Exit(run(output=file, console=console, notes=plain_console(stderr=True)))
 
 
 @app.command()
@@ -214,6 +221,7 @@ def pinned(
     ] = 6,
     repeats: Annotated[int, typer.Option(help="Interleaved samples of every side; at least 6.")] = 15,
     output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Pinned host memory beside torch's: the time until it is ready, and copies each way, both ways, on all GPUs.
 
@@ -232,7 +240,5 @@ def pinned(
         gpus=gpus,
     )
     options.check()
-    with results_in(output) as file:
-        raise typer.Exit(
-            run_pinned(options, output=file, console=plain_console(), notes=plain_console(stderr=True))
-        )
+    with results_in(output, as_json=as_json) as (file, console):
+        raise typer.Exit(run_pinned(options, output=file, console=console, notes=plain_console(stderr=True)))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from zerobench.cli.bench import Output, Repeats, app, results_in, whole_bytes
+from zerobench.cli.options import AsJson
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console
 from zerobench.results.setting_values import name, split
@@ -65,6 +66,7 @@ def io(
     sample_seconds: Annotated[float, typer.Option(help="Length of one sample, about.")] = 0.5,
     repeats: Repeats = 7,
     output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """The swap engines beside the disk's own limit: plain loops over the same files.
 
@@ -78,7 +80,7 @@ def io(
 
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError(f"{', '.join(map(str, paths))}: a folder is named twice: name each once")
-    console = plain_console()
+    console = plain_console(stderr=as_json)
     if engines is None and block_bytes is None and depth is None:
         known = settings or default_file()
         if tuned := settings_for(paths[0], file=known):
@@ -105,7 +107,7 @@ def io(
         sample_s=sample_seconds,
     )
     options.check()
-    with results_in(output) as file:
+    with results_in(output, as_json=as_json) as (file, console):
         raise typer.Exit(run_io(options, output=file, console=console, notes=plain_console(stderr=True)))
 
 
@@ -121,6 +123,7 @@ def tune_io(
     chunk_mib: ChunkMib = 16.0,
     size_gib: SizeGib = None,
     settings: Settings = None,
+    as_json: AsJson = False,
 ) -> None:
     """Block size, depth and engine with which a path swaps fastest, kept in a file that later runs read.
 
@@ -139,6 +142,13 @@ def tune_io(
     options.check()
     check_settings_file(options.settings_file)  # what cannot be added to is found before time is spent
     try:
-        raise typer.Exit(run_tune_io(options, console=plain_console(), notes=plain_console(stderr=True)))
+        raise typer.Exit(
+            run_tune_io(
+                options,
+                console=plain_console(stderr=as_json),
+                notes=plain_console(stderr=True),
+                as_json=as_json,
+            )
+        )
     except KeyboardInterrupt:
         raise typer.Abort from None

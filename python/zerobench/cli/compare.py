@@ -6,18 +6,21 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from zerobench.cli.values import model_options
 from zerobench.errors import ConfigError
-from zerobench.host.consoles import plain_console
+from zerobench.host.consoles import plain_console, print_document
 from zerobench.results.settings import OPTIONS, Takes, flag_of
 
 if TYPE_CHECKING:
     from zerobench.bench.launch.given import GivenRank
     from zerobench.bench.plan.options import CompareOptions
+    from zerobench.results.schema import Results
 
 COMPARE_HELP = (
     "Verify and measure strategies side by side.\n\n"
@@ -40,9 +43,11 @@ def start(
     named: frozenset[str],
     further: Sequence[tuple[Mapping[str, Any], frozenset[str]]] = (),
     run: Callable[..., int] | None = None,
+    conclude: Callable[[Results, Path], None] | None = None,
 ) -> NoReturn:
     """Plan a comparison, run it, and raise the exit code. ``named``: flags that were given. ``further``: the same of
-    grids whose rows join. ``run``: does something else with the plan than running it."""
+    grids whose rows join. ``run``: does something else with the plan than running it. ``conclude`` gets the results
+    and their folder at the end."""
     from zerobench import _native
     from zerobench.bench.disk_notes import disk_warnings, tuned_notes
     from zerobench.bench.dry_run import dry_run
@@ -71,7 +76,8 @@ def start(
         disk_warnings(plan.configurations, disks=Disks(), host_ranks=options.host_ranks, gpu_name=gpu_name)
     )
     launcher = started.open_launcher() if started else Launcher()
-    run = dry_run if options.dry_run else run or run_comparison
+    endings = [conclude, print_results if options.as_json else None]
+    run = dry_run if options.dry_run else run or partial(run_comparison, conclude=in_turn(endings))
     raise typer.Exit(
         run(
             plan,
@@ -79,10 +85,29 @@ def start(
             resume=options.resume,
             host=read_surroundings(options),
             launcher=launcher,
-            console=plain_console(),
+            console=plain_console(stderr=options.as_json),
             notes=plain_console(stderr=True),
         )
     )
+
+
+def in_turn(
+    endings: Sequence[Callable[[Results, Path], None] | None],
+) -> Callable[[Results, Path], None]:
+    """Return a function that calls those that are not None."""
+
+    def end(results: Results, folder: Path) -> None:
+        for ending in filter(None, endings):
+            ending(results, folder)
+
+    return end
+
+
+def print_results(results: Results, folder: Path) -> None:
+    """Print the results as one JSON document."""
+    from zerobench.bench.show import results_content, verdict
+
+    print_document(verdict(results), {"folder": folder, **results_content(results)})
 
 
 def options_of(

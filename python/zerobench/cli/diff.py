@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zerobench.cli.options import AsJson
+
 if TYPE_CHECKING:
     from zerobench.diff.differences import Diff
 
@@ -38,6 +40,7 @@ def diff(
     output_format: Annotated[
         Format, typer.Option("--format", help="markdown is for the comment of a pull request.")
     ] = Format.TABLE,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two results: each row is slower, faster, the same within noise, or cannot be told.
 
@@ -57,5 +60,5 @@ def diff(
         Format.MARKDOWN: show.markdown_text,
         Format.JSON: show.json_text,
     }
-    typer.echo(written[output_format](found), nl=False)
+    typer.echo(written[Format.JSON if as_json else output_format](found), nl=False)
     raise typer.Exit(found.exit_code())

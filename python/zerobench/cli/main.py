@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import signal
 import sys
@@ -16,16 +15,19 @@ from typing import Annotated, Any
 import typer
 
 from zerobench import __version__
+from zerobench.cli import bench, bench_io, recipe
 from zerobench.cli.advise import advise
 from zerobench.cli.compare import COMPARE_HELP, compare
 from zerobench.cli.diff import diff
+from zerobench.cli.exit_codes import ExitCode
 from zerobench.cli.network import network
+from zerobench.cli.options import AsJson
 from zerobench.cli.report import report
 from zerobench.cli.results import chart, show
 from zerobench.errors import ConfigError, DataError, Error
 from zerobench.export.targets import TARGETS
 from zerobench.host import interrupts
-from zerobench.host.consoles import drop_stdout, forget_unknown_size, plain_console
+from zerobench.host.consoles import drop_stdout, forget_unknown_size, plain_console, print_document
 from zerobench.hosts.job_files import WRITERS
 from zerobench.results.settings import OPTIONS, flag_of
 
@@ -33,7 +35,6 @@ UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer brings u
 
 app = typer.Typer(
     help="Compare ways of training a model on several ranks: are they right, how fast, and in how much memory.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -68,23 +69,28 @@ app.command()(show)
 app.command()(chart)
 app.command()(advise)
 app.command()(network)
+app.add_typer(bench.app, name="bench")
+app.add_typer(bench_io.tune_app, name="tune")
+app.add_typer(recipe.app, name="recipe")
 
 
 @app.command()
 def info(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, the way result files carry it.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Facts about the machine and the installation."""
+    from zerobench.cli.facts import fact_lines, in_short
     from zerobench.host.inventory import collect_facts
 
     facts = collect_facts()
+    verdict = in_short(facts)
     if as_json:
-        print(json.dumps(facts, indent=1))
+        print_document(verdict, facts)
         return
     for name in ("cuda_module", "cuda_reason"):  # which machine.cuda_module tells in words
         facts["machine"]["details"]["build"].pop(name, None)
     console = plain_console()
-    for line in fact_lines(facts):
+    for line in (verdict, *fact_lines(facts)):
         console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -93,26 +99,26 @@ def doctor(
     path: Annotated[
         Path | None, typer.Argument(help="A folder for swapped state. Its disk is examined too.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON: the verdict, then the findings.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find what stops or slows training on this machine, what it costs and how to mend it.
 
     The exit code is 1 if there is an error or a warning, else 0."""
     from zerobench.doctor.examine import examine
-    from zerobench.doctor.show import as_document, finding_lines
+    from zerobench.doctor.show import finding_lines, findings_content, verdict
     from zerobench.host.inventory import collect_facts
     from zerobench.host.storage import check_directories
 
     check_directories([] if path is None else [path])
     findings = examine(collect_facts(path))
     if as_json:
-        print(json.dumps(as_document(findings), indent=1))
+        print_document(verdict(findings), findings_content(findings))
     else:
         console = plain_console()
         for line in finding_lines(findings):
             console.print(line, soft_wrap=True, highlight=False)
     if any(finding.level != "note" for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command()
@@ -135,11 +141,12 @@ def export(
             help="Change this DeepSpeed file in place; the old one is kept as FILE.bak, and the change is printed."
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a row as a configuration or a launch line of the tool that you train with."""
     from zerobench.cli.export import run_export
 
-    run_export(results, to=to, output=output, into=into)
+    run_export(results, to=to, output=output, into=into, as_json=as_json)
 
 
 @app.command()
@@ -161,31 +168,21 @@ def launch(
     ] = 29500,
     gpu: Annotated[str, typer.Option(help="The kind of GPU that a job file asks for, such as H100.")] = "",
     image: Annotated[str, typer.Option(help="The container image of --write kubeflow.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Print the torchrun line of each host, start them over ssh, or write a job file of a cluster."""
     from zerobench.cli.launch import run_launch
 
-    run_launch(command, hostfile=hostfile, ssh=ssh, write=write, port=port, gpu=gpu, image=image)
-
-
-def fact_lines(facts: dict[str, Any], prefix: str = "") -> list[str]:
-    """Nested facts as dotted lines, bytes in GiB, lists with commas."""
-    lines = []
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            lines += fact_lines(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            for index, item in enumerate(value):
-                lines += fact_lines(item, f"{prefix}{key}.{index}.")
-        elif key.endswith("_bytes") and isinstance(value, int):
-            lines.append(f"{prefix}{key.removesuffix('_bytes')}: {value / (1 << 30):.1f} GiB")
-        elif value is None or value in ([], ()):
-            lines.append(f"{prefix}{key.removesuffix('_bytes')}: none")
-        elif isinstance(value, list | tuple):
-            lines.append(f"{prefix}{key}: {', '.join(map(str, value))}")
-        else:
-            lines.append(f"{prefix}{key}: {value}")
-    return lines
+    run_launch(
+        command,
+        hostfile=hostfile,
+        ssh=ssh,
+        write=write,
+        port=port,
+        gpu=gpu,
+        image=image,
+        as_json=as_json,
+    )
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
@@ -216,11 +213,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it was closed
             stream.reconfigure(errors="replace")  # whatever the locale can write
-    from zerobench.cli import bench, bench_io, recipe
-
-    app.add_typer(bench.app, name="bench")
-    app.add_typer(bench_io.tune_app, name="tune")
-    app.add_typer(recipe.app, name="recipe")
     interrupts.interrupt_on_signals()
     expect_text(sys.argv[1:])
     arguments = gather_values(sys.argv[1:]) or ["--help"]
@@ -233,25 +225,25 @@ def main() -> None:
         fail("interrupted", interrupts.exit_code())
     except UsageError as error:
         if not error.format_message():  # `zerobench bench`, whose help was shown
-            sys.exit(2)
-        fail(error.format_message(), 2)
+            sys.exit(ExitCode.USAGE)
+        fail(error.format_message(), ExitCode.USAGE)
     except BrokenPipeError:  # `| head` has seen enough
         drop_stdout()
-        sys.exit(1)
+        sys.exit(ExitCode.FAILED)
     except OSError as error:
         if debug:
             traceback.print_exc()
         if error.errno in _NO_MORE_FILES:
-            fail(f"{error.strerror}: raise the limit (`ulimit -n`), or start fewer ranks", 1)
+            fail(f"{error.strerror}: raise the limit (`ulimit -n`), or start fewer ranks", ExitCode.FAILED)
         if error.filename is None and error.errno in _FULL:
             drop_stdout()
-            fail(f"standard output cannot be written ({error.strerror})", 1)
-        fail(f"{error} (zerobench --debug shows where)", 1)
+            fail(f"standard output cannot be written ({error.strerror})", ExitCode.FAILED)
+        fail(f"{error} (zerobench --debug shows where)", ExitCode.FAILED)
     except Error as error:
         if debug:
             traceback.print_exc()
-        fail(str(error), 2 if isinstance(error, ConfigError | DataError) else 1)
-    sys.exit(code if isinstance(code, int) else 0)
+        fail(str(error), ExitCode.USAGE if isinstance(error, ConfigError | DataError) else ExitCode.FAILED)
+    sys.exit(code if isinstance(code, int) else ExitCode.OK)
 
 
 def expect_text(arguments: Sequence[str]) -> None:
@@ -261,7 +253,7 @@ def expect_text(arguments: Sequence[str]) -> None:
             fail(
                 f"the argument {argument} is not text in this locale's encoding ({sys.getfilesystemencoding()}): give "
                 "another name, or set LC_ALL=C.UTF-8 if it is UTF-8",
-                2,
+                ExitCode.USAGE,
             )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
+from zerobench.cli.options import AsJson
 from zerobench.cli.results import ResultPaths
 from zerobench.errors import ConfigError
-from zerobench.host.consoles import plain_console
+from zerobench.host.consoles import plain_console, print_document
 from zerobench.host.network import parse_network
 
 
@@ -27,7 +28,7 @@ def network(
     baseline: Annotated[
         str, typer.Option(help="Strategy that the others break even with: plain data parallelism.")
     ] = "ddp",
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what the network cost, where strategies break even, and step times on more hosts.
 
@@ -46,11 +47,20 @@ def network(
         for found in read_merged(results)
     ]
     if as_json:
-        typer.echo(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1))
+        print_document(_verdict(reports), reports[0] if len(reports) == 1 else {"reports": reports})
         return
     for report in reports:
         for line in report_lines(report):
             plain_console().print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _verdict(reports: Sequence[dict[str, Any]]) -> str:
+    """Return which row spends the largest share of its step on the network."""
+    rows = [row for report in reports for row in report["rows"] if row["network_share"] is not None]
+    if not rows:
+        return "no row on two ranks or more is ok, so there is no network to report"
+    most = max(rows, key=lambda row: row["network_share"])
+    return f"{most['name']} spends the most on the network: {100 * most['network_share']:.0f} % of its step"
 
 
 def _number(text: str) -> int:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zerobench.cli.compare import compare_command, named_options, options_of, start
+from zerobench.cli.options import AsJson
 from zerobench.errors import ConfigError
-from zerobench.host.consoles import plain_console
+from zerobench.host.consoles import plain_console, print_document
 from zerobench.results.settings import OPTIONS
 
 if TYPE_CHECKING:
@@ -42,10 +43,14 @@ References = Annotated[
 
 
 @app.command("list")
-def list_recipes() -> None:
+def list_recipes(as_json: AsJson = False) -> None:
     """Print the recipes and the question that each answers."""
     from zerobench.recipes.recipe import find, names
 
+    if as_json:
+        found = [{"name": name, "question": find(name).question} for name in names()]
+        print_document(f"{len(found)} recipes", {"recipes": found})
+        return
     width = max(map(len, names()))
     for name in names():
         plain_console().print(f"{name:{width}}  {find(name).question}", soft_wrap=True, highlight=False)
@@ -64,16 +69,19 @@ def show(
             help="Write a configuration file for each row that can have one, and print the command that runs it.",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the question of a recipe and the equivalent compare command."""
     found = chosen(name, recipe)
     grids = texts_of(found, quick=quick)
-    console = plain_console()
-    lines = [f"{found.question}\n", *map(command_of, grids)]
-    if configs is not None:
-        lines += write_configs(grids, configs)
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    commands = [*map(command_of, grids)]
+    row_commands = write_configs(grids, configs) if configs is not None else []
+    if as_json:
+        content = {"commands": commands, "options": grids, "row_commands": row_commands}
+        print_document(found.question, content)
+        return
+    for line in (f"{found.question}\n", *commands, *row_commands):
+        plain_console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def run(
@@ -89,7 +97,6 @@ def run(
     from functools import partial
 
     from zerobench.bench.launch.given import given_ranks
-    from zerobench.bench.run import run_comparison
     from zerobench.recipes.conclude import conclude
     from zerobench.recipes.recipe import merged
 
@@ -103,8 +110,8 @@ def run(
         raise ConfigError(
             "--references has no effect: this recipe names no published study. Remove the option."
         )
-    end = partial(conclude, found, console=plain_console(), references=references)
-    start(texts, named=named, further=further, run=context.obj or partial(run_comparison, conclude=end))
+    end = partial(conclude, found, console=plain_console(stderr=given["as_json"]), references=references)
+    start(texts, named=named, further=further, run=context.obj, conclude=end)
 
 
 compare_command(run, first=list(inspect.signature(run, eval_str=True).parameters.values())[1:5])

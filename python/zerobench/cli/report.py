@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from zerobench.cli.options import AsJson
 from zerobench.errors import ConfigError
-from zerobench.host.consoles import plain_console
+from zerobench.host.consoles import plain_console, print_document
 
 
 def report(
@@ -20,6 +21,7 @@ def report(
         Path | None,
         typer.Option(help="Write this .html file. Default: report.html next to the first results.json."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page: verdict, advice, table, charts and every setting.
 
@@ -31,13 +33,20 @@ def report(
     target = output or folder / "report.html"
     if target.suffix not in {".html", ".htm"}:
         raise ConfigError(f"--output {target} must end in .html: give another name")
-    text = page_text([(_title(path), read_results(path)) for path in results])
+    found = [(_title(path), read_results(path)) for path in results]
+    text = page_text(found)
     try:
         write_atomically(target, text.encode("utf-8", "replace"))
     except OSError as error:
         raise ConfigError(
             f"{target} cannot be written ({error.strerror or error}): give another --output"
         ) from None
+    if as_json:
+        row_num = sum(len(one.rows) for _, one in found)
+        print_document(
+            f"a page of {row_num} rows in {target}", {"page": target, "bytes": target.stat().st_size}
+        )
+        return
     plain_console().print(str(target), soft_wrap=True, highlight=False)
 
 

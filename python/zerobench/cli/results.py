@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zerobench.cli.options import AsJson
 from zerobench.errors import ConfigError
-from zerobench.host.consoles import plain_console
+from zerobench.host.consoles import plain_console, print_document
 
 if TYPE_CHECKING:
     from zerobench.results.schema import Results
@@ -30,37 +32,52 @@ def show(
             help="Draw the plots into this folder. Default: plots beside results.json; for several results none."
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """The table, the advice and the plots again, from files alone."""
+    """The verdict, the table, the advice and the plots again, from files alone."""
+    from zerobench.bench.show import results_content, verdict
     from zerobench.bench.show import show as show_results
     from zerobench.results.merging import read_merged
 
+    console = plain_console()
     merged = read_merged(results)
-    for index, found in enumerate(merged):
-        if index:
-            plain_console().print()
-        show_results(found.results, plain_console())
-    folder = plots
-    if folder is None and len(results) == 1:
-        folder = (results[0] if results[0].is_dir() else results[0].parent) / "plots"
-    if folder is None:
+    if not as_json:
+        console.print(verdict(merged[0].results), soft_wrap=True, highlight=False)
+        for found in merged:
+            console.print()
+            show_results(found.results, console)
+    paths = draw_plots([found.results for found in merged], plots or plots_folder(results))
+    if as_json:
+        contents = [{"sources": found.sources, **results_content(found.results)} for found in merged]
+        print_document(verdict(merged[0].results), {"results": contents, "plots": paths})
         return
-    for number, found in enumerate(merged, 1):
-        draw_plots(found.results, folder if len(merged) == 1 else folder / str(number))
+    for path in paths:
+        console.print(str(path), soft_wrap=True, highlight=False)
 
 
-def draw_plots(found: Results, folder: Path) -> None:
-    """Draw the plots of results into a folder and print their paths."""
+def plots_folder(results: Sequence[Path]) -> Path | None:
+    """Return the folder for plots of a single result, next to it; None for several."""
+    if len(results) > 1:
+        return None
+    return (results[0] if results[0].is_dir() else results[0].parent) / "plots"
+
+
+def draw_plots(found: Sequence[Results], folder: Path | None) -> list[Path]:
+    """Draw the plots of each results into a folder, or into numbered ones in it; return the files."""
     from zerobench.report import write_plots
 
-    try:
-        paths = write_plots(found, folder)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot receive plots ({error.strerror or error}): give a folder to write to as --plots"
-        ) from None
-    for path in paths:
-        plain_console().print(str(path), soft_wrap=True, highlight=False)
+    if folder is None:
+        return []
+    paths: list[Path] = []
+    for number, results in enumerate(found, 1):
+        target = folder if len(found) == 1 else folder / str(number)
+        try:
+            paths += write_plots(results, target)
+        except OSError as error:
+            raise ConfigError(
+                f"{target} cannot receive plots ({error.strerror or error}): give a folder to write to as --plots"
+            ) from None
+    return paths
 
 
 def chart(
@@ -92,6 +109,7 @@ def chart(
         Path | None,
         typer.Option(help="Draw into this folder. Default: charts beside the first results.json."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Draw a column of the results over a setting, a chart for each combination of the other settings."""
     from zerobench.report.drawing import draw, expect_axes
@@ -101,7 +119,6 @@ def chart(
     merged = read_merged(results)
     first = results[0] if results[0].is_dir() else results[0].parent
     folder = output or first / "charts"
-    console = plain_console()
     try:
         paths, sentences = draw(merged, folder, metric=metric, x=x, by=by)
     except OSError as error:
@@ -109,5 +126,10 @@ def chart(
             f"{folder} cannot receive charts ({error.strerror or error}): give a folder to write to as --output"
         ) from None
     differences = [found.difference for found in merged[1:]]
+    if as_json:
+        verdict = f"{len(paths)} files with charts of {metric} in {folder}"
+        print_document(verdict, {"sentences": sentences, "differences": differences, "charts": paths})
+        return
+    console = plain_console()
     for line in (*differences, *sentences, *map(str, paths)):
         console.print(line, soft_wrap=True, highlight=False)

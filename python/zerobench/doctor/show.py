@@ -1,4 +1,4 @@
-"""Findings as text and as JSON, the verdict first."""
+"""Findings as text and for JSON."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def as_document(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the verdict and the findings, ready for JSON."""
-    return {"verdict": verdict(findings), "findings": [asdict(finding) for finding in findings]}
+def findings_content(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return the findings, ready for JSON."""
+    return {"findings": [asdict(finding) for finding in findings]}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +17,21 @@ def plain_console(*, stderr: bool = False) -> Console:
     """With ``stderr`` for notes, which end no command where nobody takes them any more."""
     file: Any = _BestEffort(sys.stderr) if stderr and sys.stderr is not None else None
     return _Console(stderr=stderr, file=file, markup=False, emoji=False)
+
+
+def print_document(verdict: str, content: Mapping[str, Any]) -> None:
+    """Print one JSON document whose first key is the verdict. Numbers that JSON lacks, such as NaN, become null."""
+    print(json.dumps(_as_json({"verdict": verdict, **content}), indent=1, allow_nan=False))
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def forget_unknown_size() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from rich.console import Console
 
 from zerobench.errors import ConfigError
+from zerobench.host.consoles import print_document
 from zerobench.host.io_settings import ENGINES, IoSettings, slow_path_warning, write_settings
 from zerobench.host.storage import check_directories, device_facts, device_line, free_bytes, lockable_bytes
 from zerobench.micro.io_disk import Disk, IoSetting, check_memory, io_errors, largest_block_bytes, usable
@@ -114,8 +115,8 @@ def search(
     return choose({setting: rates[setting] for setting in compared}), rates
 
 
-def run_tune_io(options: TuneOptions, *, console: Console, notes: Console) -> int:
-    """Search, show and write the settings; the exit code."""
+def run_tune_io(options: TuneOptions, *, console: Console, notes: Console, as_json: bool = False) -> int:
+    """Search, show and write the settings; the exit code. ``as_json``: also print them as one JSON document."""
     fitting = options.fitting(candidates_for(ENGINES))
     candidates = usable(fitting, options.chunk_bytes, notes, lockable=lockable_bytes())
     check_memory(candidates, options.chunk_bytes)
@@ -148,7 +149,15 @@ def run_tune_io(options: TuneOptions, *, console: Console, notes: Console) -> in
             tuned=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
     write_settings(options.path, settings, file=options.settings_file)
-    show(options, settings, rates, len(candidates), disk.file_bytes, console=console)
+    verdict = show(options, settings, rates, len(candidates), disk.file_bytes, console=console)
+    if as_json:
+        content = {
+            "path": options.path,
+            "settings_file": options.settings_file,
+            "settings": settings.model_dump(),
+            "tried": [{**asdict(tried), "bytes_per_s": found} for tried, found in rates.items()],
+        }
+        print_document(verdict, content)
     if warning := slow_path_warning(options.path, settings):
         notes.print(f"warning: {warning}", soft_wrap=True, highlight=False)
     return 0
@@ -162,7 +171,8 @@ def show(
     file_bytes: int,
     *,
     console: Console,
-) -> None:
+) -> str:
+    """Print the table and the sentence below it; return the sentence."""
     table = TextTable(
         title="Reads and writes together: the fastest, and those that were measured once",
         columns=("engine", "block", "depth", "GB/s", "samples"),
@@ -187,11 +197,11 @@ def show(
         ]
     )
     print_table(console, table)
-    console.print(
+    verdict = (
         f"{len(rates)} of {candidate_num} settings tried on {size_text(file_bytes)}; chosen for {options.path}: "
         f"{settings.text}{why}; read {settings.read_bytes_per_s / 1e9:.2f}, write "
         f"{settings.write_bytes_per_s / 1e9:.2f}, together {settings.both_bytes_per_s / 1e9:.2f} GB/s; written to "
-        f"{options.settings_file}",
-        soft_wrap=True,
-        highlight=False,
+        f"{options.settings_file}"
     )
+    console.print(verdict, soft_wrap=True, highlight=False)
+    return verdict

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from zerobench.errors import ConfigError, Error
+from zerobench.host.consoles import print_document
 from zerobench.host.gpus import Gpu
 from zerobench.host.machine import machine_facts, version_facts
 from zerobench.results.files import write_atomically
@@ -74,17 +75,37 @@ class MicroReport:
     notes: str
     gpus: Sequence[Gpu] = ()  # in use
 
+    @property
+    def verdict(self) -> str:
+        """How many rows were measured and how many of them are wrong, in one line."""
+        flags = [[value for key, value in row.items() if key.split("_")[0] == "wrong"] for row in self.rows]
+        text = f"{self.benchmark}: {len(self.rows)} row{'s' if len(self.rows) != 1 else ''} measured"
+        if not any(flags):
+            return text
+        wrong_num = sum(any(found) for found in flags)
+        return f"{text}, {wrong_num} of them wrong" if wrong_num else f"{text}, all of them right"
+
 
 class OutputFile:
     """Made before the first measurement, so that a place that cannot be written costs no time, and knows the machine
-    as it was then; replaced as a whole at the end. ``facts`` are the machine's, with or without GPUs."""
+    as it was then; replaced as a whole at the end. ``facts`` are the machine's, with or without GPUs. ``printed``: the
+    results are also printed as one JSON document."""
 
-    def __init__(self, path: Path | None, *, facts: Callable[..., dict[str, Any]] = machine_facts) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        facts: Callable[..., dict[str, Any]] = machine_facts,
+        printed: bool = False,
+    ) -> None:
         self._path = path
         self._facts = facts
-        if path is None:
+        self._printed = printed
+        if path is None and not printed:
             return
         self._details = facts()["details"]
+        if path is None:
+            return
         if path.suffix not in (".json", ".csv", ".md"):
             raise ConfigError(f"--output {path} must end in .json, .csv or .md")
         try:
@@ -97,17 +118,22 @@ class OutputFile:
             ) from None
 
     def write(self, report: MicroReport) -> None:
+        if self._printed:
+            print_document(report.verdict, document(report, self._machine(report)))
         if self._path is None:
             return
         if self._path.suffix == ".json":
-            # Details change while the benchmark runs, such as the load.
-            text = json_text(report, self._facts(report.gpus) | {"details": self._details})
+            text = json_text(report, self._machine(report))
         else:
             text = (csv_text if self._path.suffix == ".csv" else markdown_text)(report)
         try:
             write_atomically(self._path, text.encode())
         except OSError as error:
             raise Error(f"{self._path} cannot be written ({error.strerror or error})") from None
+
+    def _machine(self, report: MicroReport) -> dict[str, Any]:
+        """Facts of the machine, with details that change while the benchmark runs, such as the load, as they were."""
+        return self._facts(report.gpus) | {"details": self._details}
 
     def __enter__(self) -> OutputFile:
         return self
@@ -120,7 +146,12 @@ class OutputFile:
 
 
 def json_text(report: MicroReport, machine: Mapping[str, Any]) -> str:
-    content = {
+    return json.dumps(document(report, machine), indent=1) + "\n"
+
+
+def document(report: MicroReport, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that a JSON file of results holds."""
+    return {
         "schema_version": SCHEMA_VERSION,
         "benchmark": report.benchmark,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -130,7 +161,6 @@ def json_text(report: MicroReport, machine: Mapping[str, Any]) -> str:
         "settings": report.settings,
         "rows": report.rows,
     }
-    return json.dumps(content, indent=1) + "\n"
 
 
 def csv_text(report: MicroReport) -> str:

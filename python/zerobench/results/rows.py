@@ -96,6 +96,8 @@ def run_num(row: Row) -> int:
     if row.turns is not None:
         asked, found = row.settings.repeats, len(row.turns.windows_ms)
         return found if asked == "auto" else min(found, asked)
+    if row.runs:  # merged rows have windows for samples, of any number
+        return len(row.runs)
     return len(row.step_time_ms.samples) // row.settings.num_steps
 
 

@@ -514,6 +514,10 @@ class Options:
         help="Print the rows, what would be skipped and why, and how long it takes where earlier results of this "
         "machine in results/ or next to --output-dir tell. Run nothing.",
     )]
+    as_json: Annotated[bool, Option(
+        takes=Takes.SWITCH, flag="--json", help_at=410, is_of_comparison=True,
+        help="Print one JSON document, its verdict first; the table and the advice go to standard error.",
+    )]
     output_dir: Annotated[str | None, Option(
         convert=Path, metavar="FOLDER", help_at=390, is_of_comparison=True,
         help="Where results go. Default: a new results/compare_<time>.",
