@@ -267,7 +267,9 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequenc
         notes.append(f"MFU is against a peak of {join_words(sorted(peaks))}.")
     ranked = [row for row in rows if is_ranked(row)]
     if len(by_workload(ranked)) > 1:
-        notes.append("Relative is within rows of one model, sequence length, precision and data.")
+        alike = ["model", "sequence length", "precision", "data"]
+        alike += ["network"] if len({row.settings.network for row in ranked}) > 1 else []
+        notes.append(f"Relative is within rows of one {join_words(alike)}.")
     if not {"speedup vs baseline", "memory vs baseline"} <= {*left_out} and (text := _baselines_text(rows)):
         notes.append(text)
     if text := _outlier_text(rows, labels):
