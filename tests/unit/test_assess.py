@@ -198,7 +198,7 @@ def test_a_row_that_is_wrong_by_itself_has_no_vote() -> None:
 def test_no_figure_is_left_of_a_wrong_row() -> None:
     kept = {
         "name", "strategy", "stage", "status", "error", "oom_tier", "settings", "dtypes", "comparable", "checksum",
-        "deviation", "binding", "update_cpus", "search", "started", "duration_s", "log", "rerun",
+        "deviation", "binding", "update_cpus", "search", "started", "duration_s", "log", "rerun", "network_how",
     }  # fmt: skip
     odd = row("zero2", "y")
     for name in Row.model_fields.keys() - kept:

@@ -8,7 +8,8 @@ from zerobench.report.network_bounds import baseline_case, break_even_text
 from zerobench.report.network_facts import network_of
 from zerobench.report.network_predictions import Case, cases, errors, predictions
 from zerobench.report.network_report import BASELINE
-from zerobench.results.rows import step_rate
+from zerobench.results.comparing import time_ratio
+from zerobench.results.rows import step_rate, tokens_per_step
 from zerobench.results.schema import Results, Row
 
 
@@ -30,12 +31,17 @@ def _winner_text(model: str, network: str, rows: Sequence[Row]) -> str:
     base = next((row for row in rows if row.strategy == BASELINE), None)
     if base is None:
         return f"{model} at {network}: {by_speed[0].strategy} is the fastest of {len(rows)}."
-    rate = step_rate(base) or 1.0
-    times = [(row.strategy, (step_rate(row) or 0.0) / rate) for row in by_speed]
+    # Ratios within rounds, where rows took turns, may order rows otherwise than medians do.
+    times = sorted(((row.strategy, speed_ratio(row, base)) for row in rows), key=lambda each: -each[1])
     others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in times[1:])
     first, ratio = times[0]
     lead = f" with {ratio:.2f} times the speed of {BASELINE}" if first != BASELINE else ""
     return f"{model} at {network}: {first} is the fastest{lead}; {others}."
+
+
+def speed_ratio(row: Row, base: Row) -> float:
+    """Return the row's tokens a second over those of ``base``."""
+    return 1.0 if row is base else time_ratio(base, row) * tokens_per_step(row) / tokens_per_step(base)
 
 
 def network_break_even(results: Results) -> list[str]:

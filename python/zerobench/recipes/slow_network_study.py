@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from zerobench.recipes.network_conclusions import speed_ratio
 from zerobench.recipes.references import read_references
 from zerobench.report.network_facts import network_of, speed_of
 from zerobench.report.network_predictions import cases
 from zerobench.report.phases import phases_pct
-from zerobench.results.rows import step_rate
 from zerobench.results.schema import Results, Row
 
 STUDY = "Megatron-DeepSpeed on two nodes with a slow network"
@@ -90,8 +90,8 @@ def speedup(row: Row, rows: Sequence[Row]) -> float | None:
     """Return the row's speed over that of ddp with the same model over the same network, or None without such a row."""
     for other in rows:
         same = other.settings.model == row.settings.model and network_of(other) == network_of(row)
-        if other.strategy == "ddp" and same and (rate := step_rate(other)):
-            return (step_rate(row) or 0.0) / rate
+        if other.strategy == "ddp" and same:
+            return speed_ratio(row, other)
     return None
 
 

@@ -12,7 +12,7 @@ from zerobench.report.network_facts import network_of, speed_of
 from zerobench.report.network_model import Costs, costs_of
 from zerobench.report.speed_conclusions import series
 from zerobench.results.schema import Row
-from zerobench.results.settings import Settings
+from zerobench.results.settings import Changes, Settings, settings_that_change
 from zerobench.results.stats import median
 
 HOSTS = (2, 4, 8, 16, 64)
@@ -56,7 +56,7 @@ class Case:
     @property
     def work(self) -> str:
         """Text that is equal for cases that train the same model on the same tokens in a step."""
-        keys = ("model_config_resolved", "precision", "batch_size", "seq_length", "grad_accum", "device")
+        keys = settings_that_change(Changes.RESULT | Changes.FLOOR)
         return repr([*(getattr(self.settings, key) for key in keys), self.costs.hosts])
 
 

@@ -24,8 +24,7 @@ X_AXES = {
     "model": "model",
     "layers": "model_config_resolved.num_layers",
     "offload": "offload",
-    "network": "network",
-}
+} | {"network": "network"}
 """Settings that may be the horizontal axis: word for ``--x``, and dotted key."""
 SERIES = {"strategy": "strategy", "precision": "precision", "compile": "compile", **X_AXES}
 """Settings that can tell lines apart: dotted keys by their word for ``--by``."""
