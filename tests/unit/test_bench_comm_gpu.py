@@ -49,7 +49,7 @@ def test_every_shard_is_aligned() -> None:
         ({"timeout_s": float("nan")}, "--timeout nan"),
         ({"timeout_s": float("inf")}, "--timeout inf"),
         ({"communicator": "shm"}, "--communicator 'shm' is unknown: choose from nccl, peer"),
-        ({"communicator": "peer", "symmetric": True}, "--symmetric is about NCCL's windows"),
+        ({"communicator": "peer", "symmetric": True}, "--symmetric uses NCCL's windows"),
     ],
     ids=["too many ranks", "one rank", "too large", "unknown", "no time", "endless", "of CPUs", "two kinds"],
 )

@@ -186,7 +186,7 @@ def test_a_file_of_ones_own_is_a_recipe(tmp_path) -> None:
             "quick: checkpointing is 'yes': use true or false",
         ),
         ('question = "q"\n[options]\nmodel-option = 3', "options: model-option is 3: use a table"),
-        ('question = "q"\ncases = [{ batch = 1 }]\n[options]', "cases: 'batch' is no option of compare"),
+        ('question = "q"\ncases = [{ batch = 1 }]\n[options]', "cases: 'batch' is not an option of compare"),
         ('question = "q"\nconclude = ["fast"]\n[options]', "conclude: 'fast' is unknown: use some of"),
         ('question = "q"\n[options]\n[[charts]]\ny = "m"', "charts.0.metric: "),
         (

@@ -77,7 +77,7 @@ def test_what_torch_brings_is_skipped_nowhere(name):
     ("name", "fields", "words"),
     [
         ("ddp_compress", {"precision": "fp32"}, "ddp is the same"),
-        ("ddp_master", {"precision": "fp32"}, "ddp is the same"),
+        ("ddp_master", {"precision": "fp32"}, "is the same as ddp"),
         ("deepspeed3", {"device": "cuda", "compile": "block"}, "use --compile whole or deepspeed3_leaves"),
         ("deepcompile3", {"device": "cuda", "compile": "block"}, "use --compile whole"),
         ("mfsdp3", {"device": "cuda", "compile": "whole"}, "use --compile block"),

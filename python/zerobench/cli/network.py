@@ -12,6 +12,7 @@ from zerobench.cli.results import ResultPaths
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console, print_document
 from zerobench.host.network import parse_network
+from zerobench.strategies.catalogue import DEFAULT_BASELINES
 
 
 def network(
@@ -27,7 +28,7 @@ def network(
     ] = "2,4,8,16,64",
     baseline: Annotated[
         str, typer.Option(help="Strategy that the others break even with: plain data parallelism.")
-    ] = "ddp",
+    ] = DEFAULT_BASELINES[0],
     as_json: AsJson = False,
 ) -> None:
     """Print what the network cost, where strategies break even, and step times on more hosts.

@@ -31,8 +31,9 @@ from zerobench.report.phases import phases_change_pct
 from zerobench.results.rows import row_labels
 from zerobench.results.schema import Results, Row
 from zerobench.results.sizes import bytes_text
+from zerobench.strategies.catalogue import DEFAULT_BASELINES
 
-BASELINE = "ddp"
+BASELINE = DEFAULT_BASELINES[0]
 
 
 def network_report(
