@@ -21,6 +21,7 @@ from zerobench.cli.compare import COMPARE_HELP, compare
 from zerobench.cli.diff import diff
 from zerobench.cli.report import report
 from zerobench.cli.results import chart, show
+from zerobench.cli.trace import trace
 from zerobench.errors import ConfigError, DataError, Error
 from zerobench.export.targets import TARGETS
 from zerobench.host import interrupts
@@ -66,6 +67,7 @@ app.command()(diff)
 app.command()(show)
 app.command()(chart)
 app.command()(advise)
+app.command()(trace)
 
 
 @app.command()
