@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -248,6 +249,15 @@ class Strategy(ABC):
         """One step with a clock around its parts: {"forward": ms, "backward": ms, "optimizer": ms} and, where it can be
         told, "exposed_communication" (time in which this rank only waited for or moved data of collectives; it is
         contained in the other phases' wall time and is subtracted from them, so that the phases add up)."""
+
+    def record_timeline(self) -> AbstractContextManager[list[tuple[str, str, str, int, int]] | None]:
+        """Return a block that records the strategy's own operations as ``Engine.record_timeline`` does; its value is
+        None where the strategy knows none."""
+        return nullcontext()
+
+    def streams(self) -> dict[str, int]:
+        """Return the CUDA streams that the strategy owns: native handles by lane of the engine."""
+        return {}
 
     def schedule_times(self) -> ScheduleTimes | None:
         """Return the median times of a pipeline's schedule over the profiled steps, or None where there is none."""

@@ -27,9 +27,11 @@ def measure(
     profile: Steps,
     tick: Tick,
     built: Callable[[], None] = lambda: None,
+    trace: Callable[[Sequence[Batch]], None] | None = None,
 ) -> Window:
     """Train and time. Batches are made and placed beforehand, so that reading data is in nobody's time. ``built`` is
-    called once steps have made whatever a strategy makes in its first one. Collective."""
+    called once steps have made whatever a strategy makes in its first one. ``trace`` trains on a step's batches after
+    all that is measured. Collective."""
     for step, batches in enumerate(warmup[:-1]):
         strategy.step(batches)
         tick("warm-up", step + 1)
@@ -69,6 +71,9 @@ def measure(
     validation_loss = strategy.evaluate(validation) if validation else None
     profiled = meter.profile(strategy, profile, tick)
     schedule = strategy.schedule_times()
+    if trace is not None:
+        tick("trace", 0)
+        trace(window[-1])
     return Window(
         step_times_ms=step_times_ms,
         losses=[float(loss) for loss in losses],
