@@ -31,6 +31,7 @@ from zerobench.trace.account import HOST, account_of
 from zerobench.trace.find import find_trace
 
 STEP_US = 100
+FACTS = {"row": "row", "strategy": "zero3", "device": "cpu", "rank": 0}
 
 
 def spans() -> st.SearchStrategy[list[Span]]:
@@ -149,6 +150,9 @@ def packed(document: object) -> bytes:
         packed([]),
         packed({"traceEvents": []}),
         packed({"otherData": {"zerobench_trace": 1}, "traceEvents": [{"ph": "X", "cat": "other"}]}),
+        packed({"otherData": {"zerobench_trace": 1, **FACTS, "step_us": 0}, "traceEvents": []}),
+        packed({"otherData": {"zerobench_trace": 1, **FACTS, "step_us": "1"}, "traceEvents": []}),
+        gzip.compress(b"[" * 100_000),
     ],
 )
 def test_another_file_is_no_trace(tmp_path, content) -> None:

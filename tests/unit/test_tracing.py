@@ -81,6 +81,16 @@ def test_kernels_belong_to_the_unit_that_the_host_worked_on_when_it_launched_the
 
     marks = UnitMarks()
     marks._marks += [(10, "blocks.0"), (30, "blocks.1")]
-    collectives = [("collectives", "all-gather of parameters", "blocks.7", 18, 22)]
-    units = LaunchUnits([launch(1, 15), launch(2, 20), launch(3, 40)], collectives, marks, 1000)
-    assert [units.of(number) for number in (1, 2, 3, 4)] == ["blocks.0", "blocks.7", "blocks.1", ""]
+    recorded = [
+        ("collectives", "all-gather of parameters", "blocks.7", 18, 22),
+        ("update thread", "adam", "blocks.9", 33, 39),
+    ]
+    units = LaunchUnits([launch(1, 15), launch(2, 20), launch(3, 40)], recorded, marks, 1000)
+    assert [units.of(number, "compute") for number in (1, 2, 3, 4)] == [
+        "blocks.0",
+        "blocks.7",
+        "blocks.1",
+        "",
+    ]
+    assert units.of(1, "update") == ""
+    assert [units.of(number, "host to device") for number in (1, 3)] == ["blocks.0", "blocks.9"]

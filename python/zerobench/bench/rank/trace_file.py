@@ -23,6 +23,7 @@ LANES = (COMPUTE, GATHER, REDUCE, UPDATE, COMMUNICATION, TO_DEVICE, TO_HOST, CPU
 
 MOST_SPANS = 200_000  # in a file: about 5 MB
 _NAME_LENGTH = 80
+_MOST_BYTES = 256 << 20  # of JSON that is read
 _FORMAT = 1
 _TRACKS = 1000  # thread numbers of one lane
 
@@ -136,7 +137,11 @@ def _names(trace: Trace, track_nums: dict[str, int]) -> list[dict[str, Any]]:
 def read_trace(path: Path) -> Trace:
     """Return the trace in a file that `compare --trace` wrote. Raises DataError for any other file."""
     try:
-        document = json.loads(gzip.decompress(path.read_bytes()))
+        with gzip.open(path) as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"it holds more than {_MOST_BYTES >> 20} MiB")
+        document = json.loads(content)
         facts = document["otherData"]
         if facts.pop("zerobench_trace") != _FORMAT:
             raise DataError(f"{path} has a newer format than this zerobench reads: upgrade zerobench")
@@ -152,12 +157,17 @@ def read_trace(path: Path) -> Trace:
             if event["ph"] == "X"
         ]
         trace = Trace(spans=spans, **facts)
-        return replace(trace, step_us=float(trace.step_us))
+        if not 0 < trace.step_us < float("inf"):
+            raise ValueError(f"its step takes {trace.step_us} microseconds")
+        return trace
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist: `zerobench compare --trace` writes traces into RESULTS/traces"
         ) from None
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        *(OSError, EOFError, zlib.error, RecursionError),
+        *(ValueError, KeyError, TypeError, AttributeError),
+    ) as error:
         raise DataError(
             f"{path} is not a trace of zerobench ({error}): give a .json.gz of `compare --trace`"
         ) from None

@@ -4,6 +4,7 @@ belongs to the picture, and profilers begin in it."""
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -212,17 +213,15 @@ def _trace_gpu(strategy: Strategy, batches: Sequence[Batch]) -> tuple[list[Span]
         start.device_resource_id(): LANE_OF_STREAM[name] for name, start in zip(streams, starts, strict=False)
     }
     units = LaunchUnits(events, recorded or [], marks, to_epoch_ns)
-    spans = [
-        Span(
-            lane=lane_of_activity(e.name(), lanes.get(e.device_resource_id())),
-            name=e.name(),
-            unit=units.of(e.correlation_id()),
-            begin=e.start_ns(),
-            end=e.start_ns() + e.duration_ns(),
+    spans = []
+    for event in on_device:
+        if is_head_start(event.name()) or event.is_user_annotation():
+            continue
+        lane = lane_of_activity(event.name(), lanes.get(event.device_resource_id()))
+        begin, unit = event.start_ns(), units.of(event.correlation_id(), lane)
+        spans.append(
+            Span(lane=lane, name=event.name(), unit=unit, begin=begin, end=begin + event.duration_ns())
         )
-        for e in on_device
-        if not is_head_start(e.name()) and not e.is_user_annotation()
-    ]
     host = [span_of_record(r, marks) for r in recorded or [] if r[0] != _COLLECTIVES]
     host = moved(host, began_ns - to_epoch_ns)
     return [*moved(spans, began_ns), *host], laps_from(0.0, phases)[-1].end
@@ -237,16 +236,19 @@ class LaunchUnits:
             for event in events
             if event.device_type() == torch.profiler.DeviceType.CPU
         }
-        self._collectives = sorted(
-            (begin, end, unit) for place, _, unit, begin, end in recorded if place == _COLLECTIVES
-        )
+        self._collectives = [r for r in recorded if r[0] == _COLLECTIVES and r[2]]
+        self._updates = sorted((r for r in recorded if r[0] == "update thread"), key=lambda r: r[3])
         self._marks = marks
 
-    def of(self, correlation_id: int) -> str:
+    def of(self, correlation_id: int, lane: str) -> str:
+        """Return the unit, or nothing where none is known: the optimizer of a device updates many at once."""
         launched_ns = self._launched_ns.get(correlation_id)
-        if launched_ns is None:
+        if launched_ns is None or lane == UPDATE:
             return ""
-        for begin, end, unit in self._collectives:
-            if begin <= launched_ns <= end and unit:
+        if lane == TO_DEVICE:  # the update thread sends what it has just updated
+            last = bisect_right(self._updates, launched_ns, key=lambda r: r[3]) - 1
+            _, what, unit, _, end_ns = self._updates[last] if last >= 0 else ("", "", "", 0, 0)
+            if what == "adam" and end_ns <= launched_ns:
                 return unit
-        return self._marks.unit_at(launched_ns)
+        inside = (unit for _, _, unit, begin, end in self._collectives if begin <= launched_ns <= end)
+        return next(inside, None) or self._marks.unit_at(launched_ns)
