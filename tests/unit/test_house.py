@@ -59,6 +59,7 @@ PYTHON_ORDER = [
     "bench.rank",
     "bench.launch",
     "bench",
+    "trace",
     "recipes",
     "micro",
     "doctor",

@@ -75,12 +75,14 @@ class Execution:
         launcher: Launcher,
         sampler: Sampler,
         data_digest: str | None,
+        traces: Path | None = None,
     ) -> None:
         self.jobs = JobMaker(
             options=options,
             scratch=launcher.scratch,
             data_digest=data_digest,
             memory_available_bytes=host.memory_available_bytes,
+            traces=traces,
         )
         self.options = options
         self._host = host

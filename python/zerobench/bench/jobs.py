@@ -12,6 +12,7 @@ from zerobench.bench.plan.fit import verification_model
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration
 from zerobench.bench.protocol.job import Job
+from zerobench.bench.rank.trace_file import trace_path
 from zerobench.bench.schedule import Step
 from zerobench.results.schema import Row
 from zerobench.results.settings import Settings, reference_values
@@ -30,6 +31,7 @@ class JobMaker:
     scratch: Path
     data_digest: str | None
     memory_available_bytes: Callable[[], int]
+    traces: Path | None = None  # folder for the trace of each row's first measurement
 
     def passes(self, step: Step, reference: ReferenceRun | None) -> list[Job]:
         """Return the jobs of a row's first run, in order.
@@ -37,13 +39,18 @@ class JobMaker:
         On GPUs verification has processes of its own: what it sets and leaves behind on a device cannot reach the
         measured pass. On CPU ranks a second start would cost more than it keeps apart."""
         if step.configuration.strategy == FLOOR:
-            return [self.measurement(step)]
-        if step.configuration.settings.device == "cpu":
-            return [self._row(step, reference, verify=True, measure=True)]
-        return [
-            self._row(step, reference, verify=True, measure=False),
-            self._row(step, reference, verify=False, measure=True),
-        ]
+            jobs = [self.measurement(step)]
+        elif step.configuration.settings.device == "cpu":
+            jobs = [self._row(step, reference, verify=True, measure=True)]
+        else:
+            jobs = [
+                self._row(step, reference, verify=True, measure=False),
+                self._row(step, reference, verify=False, measure=True),
+            ]
+        if self.traces is not None:
+            trace_file = str(trace_path(self.traces.resolve(), step.configuration.name))
+            jobs[-1] = jobs[-1].model_copy(update={"trace_file": trace_file})
+        return jobs
 
     def measurement(self, step: Step) -> Job:
         """Return a job that measures and does not verify."""

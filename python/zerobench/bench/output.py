@@ -18,9 +18,11 @@ from zerobench.results.schema import Results
 MEASURED = "measured.json"
 """Rows as their own runs left them, before they are judged against each other: what --resume goes on from."""
 
+TRACES = "traces"
+
 
 class OutputFolder:
-    """results.json, results.csv, summary.txt, plots/ and logs/ under one path, locked while this lives."""
+    """results.json, results.csv, summary.txt, plots/, logs/ and traces/ under one path, locked while this lives."""
 
     def __init__(self, path: Path | None, *, resumed: bool = False) -> None:
         """Make a new folder, or take one that holds results where ``resumed``."""
@@ -63,6 +65,9 @@ class OutputFolder:
 
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
+
+    def traces(self) -> Path:
+        return self.path / TRACES
 
     def start_log(self, name: str, *, rerun: str) -> Path:
         """A log that begins with the command to run this row alone."""
@@ -119,7 +124,7 @@ def make_default_folder(parent: Path = Path()) -> Path:
 
 def check_new(folder: Path) -> None:
     """ConfigError where somebody's files have names of those to be written."""
-    for name in ("results.csv", "summary.txt", "samples.jsonl", MEASURED, "plots", "logs"):
+    for name in ("results.csv", "summary.txt", "samples.jsonl", MEASURED, "plots", "logs", TRACES):
         path = folder / name
         is_empty = name in ("plots", "logs") and path.is_dir() and not any(path.iterdir())
         if os.path.lexists(path) and not is_empty:

@@ -59,7 +59,12 @@ def run_comparison(
                 if resume is not None:
                     session.go_on_from(*earlier_rows(resume, plan, host=host, data_digest=digest))
                 execution = Execution(
-                    plan.options, host=host, launcher=launcher, sampler=sampler, data_digest=digest
+                    plan.options,
+                    host=host,
+                    launcher=launcher,
+                    sampler=sampler,
+                    data_digest=digest,
+                    traces=output.traces() if plan.options.trace else None,
                 )
                 session.run(steps, execution, display)
     except KeyboardInterrupt:

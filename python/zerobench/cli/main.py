@@ -24,6 +24,7 @@ from zerobench.cli.network import network
 from zerobench.cli.options import AsJson
 from zerobench.cli.report import report
 from zerobench.cli.results import chart, show
+from zerobench.cli.trace import trace
 from zerobench.errors import ConfigError, DataError, Error
 from zerobench.export.targets import TARGETS
 from zerobench.host import interrupts
@@ -72,6 +73,7 @@ app.command()(network)
 app.add_typer(bench.app, name="bench")
 app.add_typer(bench_io.tune_app, name="tune")
 app.add_typer(recipe.app, name="recipe")
+app.command()(trace)
 
 
 @app.command()

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerobench._core import Engine as CoreEngine
+    from zerobench.engine.placement import Place
+
+
+STREAMS = ("gather", "reduce", "to_host", "from_host")
 
 
 class EngineFacts:
     """The part of an engine that answers and changes no parameter."""
 
     _core: CoreEngine
+    _place: Place
     _dtypes: dict[str, str]
     _communicator_bytes: int
     _update_cpus: str | None
@@ -125,6 +130,12 @@ class EngineFacts:
             yield spans
         finally:
             spans.extend(self._core.stop_timeline())
+
+    def streams(self) -> dict[str, int]:
+        """The CUDA streams that the engine owns, next to the caller's: native handles by ``gather``, ``reduce``,
+        ``to_host`` and ``from_host``. Empty on CPUs."""
+        device = self._place.device
+        return {} if device is None else {name: device.stream(name) for name in STREAMS}
 
     def communication_ms(self) -> float:
         """Milliseconds that the computing thread spent in collectives since ``reset_counters``."""

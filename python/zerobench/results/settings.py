@@ -505,6 +505,10 @@ class Options:
         convert=float, help_at=382, above_zero=True, is_of_comparison=True,
         help="Start nothing new after so many minutes; --resume goes on later.",
     )]
+    trace: Annotated[bool, Option(
+        takes=Takes.SWITCH, help_at=395, is_of_comparison=True,
+        help="Leave a trace of one step of each row in traces/ of the results, for Perfetto and `zerobench trace`.",
+    )]
     resume: Annotated[str | None, Option(
         convert=Path, metavar="FOLDER", help_at=384, is_of_comparison=True,
         help="Go on with the comparison in this folder: run the rows of the grid that it lacks, and keep the others.",

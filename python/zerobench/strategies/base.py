@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -254,6 +255,15 @@ class Strategy(ABC):
     def collectives(self) -> list[Collective] | None:
         """Return the collectives of the latest profiled step by phase, or None where they cannot be told."""
         return None
+
+    def record_timeline(self) -> AbstractContextManager[list[tuple[str, str, str, int, int]] | None]:
+        """Return a block that records the strategy's own operations as ``Engine.record_timeline`` does; its value is
+        None where the strategy knows none."""
+        return nullcontext()
+
+    def streams(self) -> dict[str, int]:
+        """Return the CUDA streams that the strategy owns: native handles by lane of the engine."""
+        return {}
 
     def schedule_times(self) -> ScheduleTimes | None:
         """Return the median times of a pipeline's schedule over the profiled steps, or None where there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -265,6 +266,12 @@ class ZeroStrategy(Strategy):
 
     def collectives(self) -> list[Collective] | None:
         return self._collectives
+
+    def record_timeline(self) -> AbstractContextManager[list[tuple[str, str, str, int, int]] | None]:
+        return self._engine.record_timeline()
+
+    def streams(self) -> dict[str, int]:
+        return self._engine.streams()
 
     def _take_exposed_ms(self) -> float:
         before, self._communication_ms = self._communication_ms, self._engine.communication_ms()

@@ -30,6 +30,7 @@ class Job(_Message):
     measure: bool
     reference_strategy: str | None = None  # what a row is held against
     reference_file: str | None = None  # a reference writes it, a row reads it
+    trace_file: str | None = None  # rank 0 writes the trace of a measured step there
     profile_steps: int = 5
     validation_batches: int = 8
     timeout_s: float

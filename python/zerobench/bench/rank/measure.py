@@ -28,9 +28,11 @@ def measure(
     profile: Steps,
     tick: Tick,
     built: Callable[[], None] = lambda: None,
+    trace: Callable[[Sequence[Batch]], None] | None = None,
 ) -> Window:
     """Train and time. Batches are made and placed beforehand, so that reading data is in nobody's time. ``built`` is
-    called once steps have made whatever a strategy makes in its first one. Collective."""
+    called once steps have made whatever a strategy makes in its first one. ``trace`` trains on a step's batches after
+    all that is measured. Collective."""
     began_s = time.perf_counter()
     for step, batches in enumerate(warmup[:-1]):
         strategy.step(batches)
@@ -75,6 +77,9 @@ def measure(
     profiled = meter.profile(strategy, profile, tick)
     schedule = strategy.schedule_times()
     collectives = strategy.collectives() if profile and strategy.settings.world_size > 1 else None
+    if trace is not None:
+        tick("trace", 0)
+        trace(window[-1])
     return Window(
         first_steps_s=first_steps_s if len(warmup) > 1 else None,
         step_times_ms=step_times_ms,

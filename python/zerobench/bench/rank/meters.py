@@ -197,12 +197,21 @@ class CudaMeter(Meter):
         found = []
         with device_profiler() as profiler:
             for index, batches in enumerate(steps):
-                torch.cuda._sleep(_HEAD_START_CYCLES)
+                head_start()
                 found.append(strategy.profiled_step(batches))
                 tick("profile", index + 1)
             torch.cuda.synchronize()
         offloads = strategy.settings.offload != "none"
         return read_profile(device_activities(profiler), found, offloads=offloads)
+
+
+def head_start() -> None:
+    """Keep the current stream busy while the host begins to enqueue a step, with a kernel that profiles show."""
+    torch.cuda._sleep(_HEAD_START_CYCLES)
+
+
+def is_head_start(name: str) -> bool:
+    return _HEAD_START_KERNEL in name
 
 
 def device_profiler() -> torch.profiler.profile:
@@ -227,10 +236,10 @@ def read_profile(
 ) -> Profile:
     """The medians over steps but the first, of steps that each followed a head start kernel and timed their own laps.
     Where the profile saw none of them, phases are as the steps timed them, waits included."""
-    starts = sorted(a.end for a in activities if _HEAD_START_KERNEL in a.name)
+    starts = sorted(a.end for a in activities if is_head_start(a.name))
     if len(starts) != len(steps):
         return Profile(median_phases(steps[1:] or steps))
-    work = [activity for activity in activities if _HEAD_START_KERNEL not in activity.name]
+    work = [activity for activity in activities if not is_head_start(activity.name)]
     found, busy = [], []
     for begin, phases in zip(starts, steps, strict=True):
         laps = laps_from(begin, phases)

@@ -26,6 +26,7 @@ from zerobench.bench.rank import measure, turns, verify
 from zerobench.bench.rank.binding import Binding, bind_rank
 from zerobench.bench.rank.limits import DeviceLimit, judge_host
 from zerobench.bench.rank.meters import Meter, open_meter
+from zerobench.bench.rank.tracing import leave_trace
 from zerobench.bench.rank.transfers import file_limits, link_limits
 from zerobench.errors import Error
 from zerobench.host.machine import cpus_usable
@@ -325,6 +326,7 @@ def measured(
             profile=steps[warmup_steps + num_steps :],
             tick=channel.tick,
             built=limit.count_outside,
+            trace=partial(leave_trace, job, strategy) if job.trace_file else None,
         )
         limit.judge(window.memory)
         judge_host(window.memory_bytes, settings.host_memory_bytes)
