@@ -282,7 +282,7 @@ def _power_cell(row: Row) -> str | None:
 
 
 def _traffic_column(rows: Sequence[Row | None]) -> Column:
-    """Return the column for what a rank moves in collectives, if any rank moves something."""
+    """Return the column for what a rank moves in collectives, with absent cells if no rank moves anything."""
     moved = [row.communication_bytes if row is not None else None for row in rows]
     unit, unit_bytes = memory_unit(moved)
     cells = (
