@@ -1,4 +1,4 @@
-"""What this build of zerobench was made with; CMake writes the module."""
+"""Facts of this build of zerobench; CMake writes the module."""
 
 VERSION: str
 TORCH_VERSION: str

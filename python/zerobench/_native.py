@@ -115,8 +115,8 @@ def expect_kernels_for(
 
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:
-    """Whether code for one of CMake's architectures does: machine code within its major version, PTX from its own
-    version on. What is no number ("native", "90a") is left to the driver."""
+    """Return whether code for one of CMake's architectures runs: machine code within its major version, PTX from its
+    own version on. Names that are not numbers ("native", "90a") are left to the driver."""
     number, _, kind = architecture.partition("-")
     if not number.isdigit():
         return True

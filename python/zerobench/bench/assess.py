@@ -320,7 +320,7 @@ def apply_bubble(row: Row, windows: Sequence[Window]) -> None:
 
 
 def apply_energy(row: Row, windows: Sequence[Window]) -> None:
-    """Of all ranks, where each of them knows its own."""
+    """Set the row's energy of a step over all ranks, and its tokens per joule, if each rank measured its own energy."""
     row.energy_per_step_j = energy_per_step_j(windows)
     if row.energy_per_step_j is None:
         return
@@ -336,7 +336,8 @@ def step_times_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
 
 
 def transfers_of(windows: Sequence[Window], *, step_s: float) -> Transfers | None:
-    """Of the rank that moves most in each direction; limits of the slowest."""
+    """Return the transfers of the rank that moves most in each direction, with the limits of the slowest; None if no
+    rank reported any."""
     found = [window.transfers for window in windows if window.transfers is not None]
     if not found:
         return None
@@ -452,8 +453,8 @@ def settle_dtypes(rows: Sequence[Row]) -> None:
 
 
 def usual_dtypes(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Those of most rows; of as many, those that reduce in the dtype of their parameters, as the engine does unless
-    told. The order of the rows does not matter."""
+    """Return the dtypes of most rows. If several are as frequent, prefer those that reduce in the dtype of their
+    parameters, which is the engine's default. The order of the rows does not matter."""
     counts = Counter(key for row in rows if (key := dtype_key(row)) is not None)
 
     def rank(key: tuple[str, ...]) -> tuple[int, bool, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Whether other processes used the machine while a row was measured, from the sampler's readings. Imports no torch."""
+"""CPU use of other processes while a row was measured, from the sampler's readings. Imports no torch."""
 
 from __future__ import annotations
 

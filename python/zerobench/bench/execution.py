@@ -57,7 +57,7 @@ class FirstRun(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What the sampler saw of the machine while a row trained."""
+    """Readings that the sampler took of the machine while a row trained."""
 
     duration_s: float
     sampled: Sampled | None

@@ -16,7 +16,7 @@ _LIKELY_SHARE = 0.5  # of the peak
 
 @cache
 def _peaks() -> dict[str, dict[str, float | None]]:
-    """By device name and dtype, in TFLOP/s."""
+    """Return peaks in TFLOP/s by device name and dtype."""
     devices = json.loads(Path(__file__).with_name("gpu_peaks.json").read_text(encoding="utf-8"))["devices"]
     return {
         name: {column: device[column] for column in _COLUMNS.values()}

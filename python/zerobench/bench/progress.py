@@ -1,4 +1,4 @@
-"""What the user sees while configurations run: a bar with the remaining time on a terminal, else a line per row."""
+"""Progress of configurations while they run: on a terminal a bar with the remaining time, otherwise a line per row."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Sampler:
             time.sleep(0.05)
 
     def first(self) -> Sample | None:
-        """What was before anything of this command ran, once it is there."""
+        """Return the first sample, taken before anything of this command ran; None until it exists."""
         found = self.between(0.0, float("inf"))
         return found[0] if found else None
 
@@ -157,8 +157,8 @@ def shared_warning(sample: Sample) -> str | None:
 
 
 def is_shared(pids: Sequence[int] | None, whose: Callable[[int], bool | None]) -> bool | None:
-    """Whether processes other than a rank of ours use a GPU. ``whose`` says if a process is ours, None for one that
-    is not in this namespace of process ids: then all that is known is that at most one on a GPU is ours."""
+    """Return whether processes other than a rank of ours use a GPU. ``whose`` tells if a process is ours, and returns
+    None for one outside this namespace of process ids. If all are outside, at most one of those on a GPU is ours."""
     if pids is None:
         return None
     known = [whose(pid) for pid in pids]
@@ -178,7 +178,7 @@ class ProcessList:
         self._found: dict[str, dict[str, Any]] = {}
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """By GPU: "pids", None where the driver does not list them, and whether a process is not ours ("shared")."""
+        """Return by GPU: "pids", None if the driver does not list them, and "shared", whether a process is not ours."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + PROCESSES_INTERVAL_S
@@ -223,7 +223,7 @@ def take_sample(nvml: Nvml, processes: ProcessList, cpus: CpuReadings, uuids: Se
 
 
 def _cpu_pct() -> float | None:
-    """Of all cores of the host since the last call."""
+    """Return the CPU use since the last call, in percent of all cores of the host; None without psutil."""
     try:
         import psutil  # type: ignore[import-untyped]
     except ImportError:

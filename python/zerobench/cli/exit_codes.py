@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What scripts may rely on."""
+    """Exit codes that scripts may rely on."""
 
     OK = 0
     FAILED = 1

@@ -260,7 +260,8 @@ def expect_text(arguments: Sequence[str]) -> None:
 
 
 def open_standard_descriptors() -> None:
-    """What a caller has closed: else the first files and pipes that are opened would be standard input and output."""
+    """Open the standard descriptors that a caller has closed. Otherwise the first files and pipes that are opened would
+    become standard input and output."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -16,7 +16,7 @@ SUFFIXES = (*_JSON_LINES, *_PARQUET)
 
 
 def is_kind_of(path: Path) -> bool:
-    """Whether the name says that the file holds records."""
+    """Return whether the file's name is one of a file of records."""
     return path.suffix.lower() in SUFFIXES
 
 

@@ -97,7 +97,8 @@ def _expect_records(spec: str, has_records: bool, text_field: str | None) -> Non
 
 
 def digest(content: memoryview) -> str:
-    """Of the length and all bytes; of a mapping above 1 GiB, of pieces that are spread over it."""
+    """Return the digest of the length and all bytes; above 1 GiB, of the length and of pieces that are spread over the
+    content."""
     content = content.cast("B")
     found = hashlib.blake2b(str(len(content)).encode(), digest_size=16)
     if len(content) <= _DIGESTED_WHOLE_BYTES:

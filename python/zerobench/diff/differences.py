@@ -44,7 +44,7 @@ class StatusChange(NamedTuple):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the row was right and is not any more."""
+        """True if the row was right before and is not any more."""
         return self.old == "ok"
 
 

@@ -54,7 +54,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What tells how far a ratio may be off."""
+    """Evidence of how far a ratio may be off."""
 
     rests_on: str
     half_width: float | None = None

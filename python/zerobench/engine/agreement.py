@@ -1,4 +1,4 @@
-"""Whether all ranks were set up alike, asked before they share anything: what differs is an error that names it."""
+"""Checks that all ranks were set up alike, before they share anything. A difference raises an error that names it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _OF_OFFLOAD = ("device", "ratio")  # all else is about a host's disks and memory
 
 
 def setup_facts(config: Config, units: UnitModules, groups: list[dict[str, Any]]) -> list[str]:
-    """What every rank must have alike, a line each: configuration, hyperparameters by param group, parameters and
-    buffers."""
+    """Return what must be the same on every rank, one line each: configuration, hyperparameters by param group,
+    parameters and buffers."""
     values = config.model_dump(mode="json", exclude=_OF_THE_RANK)
     if values["offload_optimizer"] is not None:
         values["offload_optimizer"] = {key: values["offload_optimizer"][key] for key in _OF_OFFLOAD}

@@ -42,7 +42,7 @@ class ChangeWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether the running step is one that is looked at."""
+        """True if the running step is one that is checked."""
         return self._steps < self.first_steps or self._steps % self.steps_a_check == 0
 
     def check(self, cure: str) -> None:

@@ -46,7 +46,7 @@ class _Section(BaseModel):
 
 
 def _is_number(annotation: Any) -> bool:
-    """Whether a field takes a number, or several, and not true or false."""
+    """Return whether a field takes one number or several, and not true or false."""
     parts = get_args(annotation)
     if not parts:
         return annotation in (int, float) or type(annotation) is int  # the last: of a Literal
@@ -399,8 +399,8 @@ class Config(_Section):
         return None
 
     def stores_param_remainders(self, *, on_gpu: bool) -> bool:
-        """What ``store_param_remainders`` comes to. A GPU's update waits for memory alone, so less of it is faster; a
-        CPU's waits for its arithmetic, too."""
+        """Return the effective ``store_param_remainders``. A GPU's update waits for memory alone, so less of it is
+        faster; a CPU's waits for its arithmetic, too."""
         if self.store_param_remainders is not None:
             return self.store_param_remainders
         return on_gpu and self.why_no_param_remainders() is None
@@ -427,7 +427,7 @@ class Config(_Section):
         )
 
     def scales_loss(self) -> bool:
-        """Whether gradients are float16 somewhere, so that the loss needs a scale."""
+        """Return whether gradients are float16 anywhere, so that the loss needs a scale."""
         dtypes = self.effective_dtypes()
         return "float16" in (dtypes["param"], dtypes["reduce"])
 
@@ -460,7 +460,8 @@ def load(path: str | Path) -> Config:
 
 
 def read_json(path: str | Path, *, may_repeat_keys: bool = False) -> Any:
-    """What the file holds; of keys that may repeat the last ones. Raises ConfigError naming the file."""
+    """Return the contents of a JSON file; of keys that may repeat, the last one counts. Raises ConfigError naming the
+    file."""
 
     def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for key, count in Counter(key for key, _ in pairs).items():

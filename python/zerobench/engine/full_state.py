@@ -44,8 +44,9 @@ def checked_for_loading(
     may_be_none: bool,
     parameter_steps: Mapping[str, int] | None = None,
 ) -> Checked:
-    """What ``load_full_state`` was given, for an engine with ``groups`` that ``scales_loss`` and parameters ``named``.
-    Raises ConfigError for what cannot be loaded. Where tensors ``may_be_none``, other ranks' are not read."""
+    """Check and return what ``load_full_state`` was given, for an engine with ``groups`` and parameters ``named`` that
+    ``scales_loss`` or not. Raises ConfigError for what cannot be loaded. If tensors ``may_be_none``, those of other
+    ranks are not read."""
     states = checked_states(named, tensors, may_be_none=may_be_none)
     if buffers or (buffers is not None and not may_be_none):
         expect_same_tensors("buffers", given=buffers, wanted=unheld, known=unheld)
@@ -128,10 +129,10 @@ def _checked_groups(given: Any, groups: Sequence[Mapping[str, Any]]) -> list[dic
 def checked_states(
     named: Mapping[str, nn.Parameter], given: Mapping[str, Mapping[str, torch.Tensor]], *, may_be_none: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """What the core is to load, by kind ("parameters", or one of the optimizer's states) and parameter name, in fp32 on
-    the host. Raises ConfigError as ``expect_same_tensors`` does, and for averages of squares that cannot be; frozen
-    parameters have no optimizer state. Where no kind has any, that is an error too unless it ``may_be_none``: then no
-    value is read."""
+    """Return what the core is to load, by kind ("parameters", or one of the optimizer's states) and parameter name, in
+    fp32 on the host. Frozen parameters have no optimizer state. Raises ConfigError as ``expect_same_tensors`` does, and
+    for impossible averages of squares. If no kind has any tensor, that is an error too unless it ``may_be_none``: then
+    no value is read."""
     if may_be_none and not any(given.values()):
         return {kind: {} for kind in given}
     named = {name: p for name, p in named.items() if p.is_floating_point()}
@@ -180,7 +181,8 @@ def expect_same_tensors(
 
 
 def unheld_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What belongs to a state beside the engine's parameters: persistent buffers, integer and complex parameters."""
+    """Return the tensors of a state that are not the engine's parameters: persistent buffers, integer and complex
+    parameters."""
     tensors: dict[str, torch.Tensor] = {
         n: p for n, p in model.named_parameters() if not p.is_floating_point()
     }
@@ -222,8 +224,8 @@ def settle_buffers(model: nn.Module, *, device: str, dtype: torch.dtype) -> None
 
 
 def tensors_to_share(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What every rank gets from rank 0 beside the engine's parameters when an engine is made: every buffer, integer and
-    complex parameters."""
+    """Return what every rank gets from rank 0 when an engine is made, in addition to the engine's parameters: every
+    buffer, integer and complex parameters."""
     parameters = {n: p for n, p in unheld_tensors(model).items() if not p.is_meta}
     return parameters | dict(model.named_buffers())
 

@@ -94,7 +94,7 @@ class ModuleHooks:
 
     @property
     def are_installed(self) -> bool:
-        """Whether the engine still trains the model."""
+        """True while the engine trains the model."""
         return bool(self._handles)
 
     def remove(self) -> None:
@@ -228,7 +228,7 @@ class UnitHooks:
         raise _no_copies()
 
     def forget_inputs(self) -> None:
-        """Of forwards that Ctrl-C ended, for which torch calls no hooks."""
+        """Forget the inputs of forwards that Ctrl-C ended, for which torch calls no hooks."""
         self._inputs.clear()
 
     @_NOT_COMPILED
@@ -299,7 +299,7 @@ def expect_settled(core: CoreEngine) -> None:
 
 
 def _were_given(base: torch.Tensor, inputs: dict[int, tuple[torch.Tensor, int]]) -> bool:
-    """Whether it or a view of it is among the inputs and has not changed since."""
+    """Return whether ``base`` or a view of it is among the inputs and has not changed since."""
     return any(
         (given is base or given._base is base) and version == base._version
         for given, version in inputs.values()

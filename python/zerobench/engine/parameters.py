@@ -1,4 +1,4 @@
-"""What the core is told of a model's parameters, and the values of those that have none yet."""
+"""Parameters of a model as the core is given them, and the values of those that have none yet."""
 
 from __future__ import annotations
 

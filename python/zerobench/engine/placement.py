@@ -1,4 +1,4 @@
-"""Where an engine computes: a CUDA device or this rank's CPUs."""
+"""Place where an engine computes: a CUDA device or this rank's CPUs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Place(ABC):
 
     @property
     def gpu_bus_id(self) -> str | None:
-        """Where the device hangs, as the driver writes it; None on CPU."""
+        """Bus id of the device, as the driver writes it; None on CPU."""
         return None
 
     @abstractmethod
@@ -61,8 +61,8 @@ class Place(ABC):
 
     @abstractmethod
     def free_bytes(self, *, limit_bytes: int | None, extra_bytes: int) -> int:
-        """What the trial left free at its peak, of the device or of a limit below it, less a margin. What comes later
-        holds at least ``extra_bytes`` beside what is allocated now."""
+        """Return the bytes that the trial left free at its peak, of the device or of a limit below it, less a margin.
+        What follows holds at least ``extra_bytes`` in addition to what is allocated now."""
 
 
 class CpuPlace(Place):
@@ -90,8 +90,8 @@ class CpuPlace(Place):
         _native.load().reset_process_usage_peak()
 
     def free_bytes(self, *, limit_bytes: int | None, extra_bytes: int) -> int:
-        """By the ledger, and by torch's allocator where it is counted. Without a limit: of this rank's share of what
-        the host has available."""
+        """Return what is free by the ledger, and by torch's allocator if it is counted. Without a limit, count this
+        rank's share of what the host has available."""
         core = _native.load()
         now_bytes = core.process_usage_bytes()
         peak_bytes = max(core.process_usage_peak_bytes(), now_bytes + extra_bytes)
@@ -145,7 +145,8 @@ class CudaPlace(Place):
         torch.cuda.reset_peak_memory_stats(self._index)
 
     def free_bytes(self, *, limit_bytes: int | None, extra_bytes: int) -> int:
-        """By the driver's count, whoever uses it, and the peak of what torch's allocator took from the driver."""
+        """Return what is free by the driver's count of what all processes use, and by the peak of what torch's
+        allocator took from the driver."""
         torch.cuda.synchronize(self._index)
         _, total_bytes = torch.cuda.mem_get_info(self._index)
         limit_bytes = min(limit_bytes or total_bytes, total_bytes)
@@ -158,7 +159,7 @@ class CudaPlace(Place):
 
 
 def offload_options(config: Config, topology: Topology, use: CpuUse) -> OffloadOptions | None:
-    """Where the optimizer state lies, for the core; None on the device."""
+    """Return where the optimizer state lies, for the core; None if it is on the device."""
     offload = config.offload_optimizer
     if offload is None:
         return None
@@ -181,7 +182,7 @@ def offload_options(config: Config, topology: Topology, use: CpuUse) -> OffloadO
 
 
 def parameter_home(config: Config) -> str:
-    """Where shards of parameters lie between gathers, as the core says it."""
+    """Return where shards of parameters lie between gathers, in the core's terms."""
     if config.offload_param is None:
         return "device"
     return "nvme" if config.offload_param.device == "nvme" else "host"
@@ -205,8 +206,8 @@ def paged_options(offload: OffloadOptimizerConfig, topology: Topology) -> PagedS
 
 
 def fitting_share(units: list[dict[str, Any]], *, free_bytes: int) -> float:
-    """Of the optimizer state of these units on this rank, what ``free_bytes`` hold. State that is split keeps a master
-    of fp32 parameters too; where all of it is on the device they are their own."""
+    """Return the share of these units' optimizer state on this rank that fits in ``free_bytes``. State that is split
+    keeps a master of fp32 parameters too; if all of it is on the device, the parameters are their own masters."""
     flats = [flat for unit in units for flat in unit["flats"] if flat["trainable"]]
     numel = sum(flat["shard_numel"] for flat in flats)
     whole_bytes = sum(flat["shard_numel"] * (8 if flat["param_dtype"] == "float32" else 12) for flat in flats)
@@ -226,7 +227,7 @@ def keeps_parameter_shards(config: Config, communicator: str, *, remainders: boo
 
 
 class UpdateThreads(NamedTuple):
-    """Of the CPU's Adam; the caller counts as one."""
+    """Threads of the CPU's Adam; the caller counts as one."""
 
     num: int
     pinned_to: list[int]  # one CPU each; empty where they are not pinned
@@ -242,7 +243,7 @@ class UpdateThreads(NamedTuple):
 
 
 class CpuUse(NamedTuple):
-    """What of its CPUs a rank updates with."""
+    """Part of its CPUs that a rank updates with."""
 
     share: CpuShare
     device: UpdateThreads  # of what is on the device, where that is the CPU

@@ -21,7 +21,7 @@ _UNKNOWN_NODE = -1
 
 
 class Told(NamedTuple):
-    """What a rank tells every other one, of whatever machine."""
+    """Facts that a rank sends to all others, on any machine."""
 
     machine: bytes
     allowed: bytes
@@ -79,7 +79,7 @@ def rank_cpus(
 
 
 def tell(communicator: Communicator, mine: Told) -> list[Told]:
-    """What every rank tells, by rank. Collective."""
+    """Send ``mine`` to all ranks and return what every rank sent, by rank. Collective."""
     together = communicator.exchange(mine.packed())
     return [Told(*fields) for fields in _MESSAGE.iter_unpack(together)]
 

@@ -9,7 +9,7 @@ from zerobench.engine.notices import Notices
 
 
 class Swapping(Protocol):
-    """What is asked of an engine."""
+    """Methods of an engine that a SwapWatch calls."""
 
     def swap_stats(self) -> dict[str, Any]: ...
 
@@ -37,7 +37,7 @@ class SwapWatch:
         self._begin: _Reading | None = None
 
     def step_ended(self, engine: Swapping) -> bool:
-        """Whether the next steps are to be told of, too."""
+        """Count a step and return whether the watch needs the next ones, too."""
         self._steps += 1
         if self._steps < self.first_steps:
             return True
@@ -57,7 +57,7 @@ class SwapWatch:
         return False
 
     def warning_text(self, begin: _Reading, end: _Reading) -> str | None:
-        """What to say of the steps between the two; None where files are not the limit."""
+        """Return the warning about the steps between the two readings; None if files are not the limit."""
         step_s = (end.at_s - begin.at_s) / self.watched_steps
         waited_s = (end.waited_s - begin.waited_s) / self.watched_steps
         moved_bytes = (end.moved_bytes - begin.moved_bytes) / self.watched_steps

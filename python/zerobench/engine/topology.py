@@ -49,7 +49,7 @@ class Topology:
 
     @property
     def may_overlap(self) -> bool:
-        """Whether another group's ranks may have the same place on the machine, since no launcher told."""
+        """True if another group's ranks may have the same place on the machine, since no launcher gave places."""
         return self.is_part and self.launched != self.place_on_machine
 
 
@@ -195,7 +195,7 @@ def _told_place(launched: LaunchedRank | None) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Communicators:
-    """What an engine talks over."""
+    """Communicators of an engine, for gathers and for reductions."""
 
     kind: str
     gather: Communicator

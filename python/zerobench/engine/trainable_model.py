@@ -1,4 +1,4 @@
-"""What a model must be for an engine to train it, asked before anything of it is changed."""
+"""Checks that an engine can train a model, made before anything of the model is changed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def expect_trainable(model: object, materialise: object) -> None:
 
 
 def _expect_unspread(model: nn.Module) -> None:
-    """What spreads training itself would average gradients twice, or hold a part of each parameter."""
+    """Raise ConfigError for a model that distributes training itself: gradients would be averaged twice, or only a part
+    of each parameter held."""
     for module in model.modules():
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise ConfigError(
@@ -112,7 +113,7 @@ def _expect_memory_of_their_own(model: nn.Module) -> None:
 
 
 class _Span(NamedTuple):
-    """Where a tensor's values lie."""
+    """Addresses between which a tensor's values lie."""
 
     begin: int
     end: int
@@ -126,7 +127,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _overlap(first: _Span, second: _Span) -> bool:
-    """Whether spans that overlap share a value: columns of a matrix lie between each other and do not."""
+    """Return whether spans that overlap share a value: columns of a matrix lie between each other and do not."""
     if first.begin == second.begin or first.tensor.dtype != second.tensor.dtype:
         return True
     size = first.tensor.element_size()
@@ -141,7 +142,7 @@ def _overlap(first: _Span, second: _Span) -> bool:
 
 
 def _expect_no_engine(model: nn.Module) -> None:
-    """Of the model or of a part of it."""
+    """Raise ConfigError if an engine trains the model or a part of it already."""
     for module in model.modules():
         hooked = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
         if any(isinstance(owner, (ModuleHooks, UnitHooks)) for owner in hooked):

@@ -41,7 +41,7 @@ class UncalledWatch:
 
     @property
     def is_watching(self) -> bool:
-        """Whether a watched forward runs code that belongs to no other unit."""
+        """True while a watched forward runs code that belongs to no other unit."""
         return self._is_watching and not self._open_units
 
     def begin(self) -> None:

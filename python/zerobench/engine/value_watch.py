@@ -33,7 +33,7 @@ class ValueWatch:
 
     @property
     def has_values(self) -> bool:
-        """Whether the values that the last update left are known."""
+        """True if the values that the last update left are known."""
         return bool(self._left)
 
     def forget(self) -> None:

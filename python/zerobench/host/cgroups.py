@@ -1,5 +1,5 @@
-"""What control groups, version 1 and 2, leave this process: memory and CPU time. As csrc/memory/host_limits.cpp reads
-them, for what runs without the core. Imports no torch."""
+"""Limits of control groups, version 1 and 2, on this process's memory and CPU time. Read as csrc/memory/host_limits.cpp
+reads them, for code that runs without the core. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MemoryLimit(NamedTuple):
 
 
 def memory_limits(files: HostFiles = HOST_FILES) -> list[MemoryLimit]:
-    """Of the process's own control group and of those above it; empty where none sets a limit."""
+    """Return the limits of the process's own control group and of those above it; empty if there is no limit."""
     folders2, folders1 = _folders(files, version=2), _folders(files, version=1, controller="memory")
     found = [
         *(_memory_limit(folder, "memory.max", "memory.current", "inactive_file") for folder in folders2),
@@ -64,8 +64,9 @@ def _memory_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> Mem
 
 
 def _folders(files: HostFiles, *, version: int, controller: str = "") -> Iterator[Path]:
-    """Of the process's own control group and of those above it, the mount's last. In a container the mount often begins
-    at its own group, and the path that the kernel names is not there: then only the mount's folder says something."""
+    """Yield the folders of the process's own control group and of those above it, the mount's last. In a container the
+    mount often begins at its own group, and the path that the kernel names does not exist: then only the mount's folder
+    has the files."""
     mount = files.cgroup / controller if version == 1 else files.cgroup
     path = PurePosixPath("/")
     for line in _read(files.proc / "self/cgroup").splitlines():

@@ -42,7 +42,7 @@ def forget_unknown_size() -> None:
 
 
 def drop_stdout() -> None:
-    """What is still to be printed goes nowhere."""
+    """Discard what is still to be printed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

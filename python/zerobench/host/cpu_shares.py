@@ -13,7 +13,7 @@ Nodes = Mapping[int, Sequence[int]]
 
 
 class RankFacts(NamedTuple):
-    """What one of a machine's ranks says about itself."""
+    """Facts that one of a machine's ranks reports about itself."""
 
     allowed: Hashable  # stands for the CPUs that it may run on: equal where they are
     has_gpu: bool = False
@@ -66,7 +66,7 @@ def share_of_rank(place: int, ranks: Sequence[RankFacts], nodes: Nodes, allowed:
 
 
 def are_spread(rank_num: int, usable: Nodes) -> bool:
-    """Whether ranks without GPUs fill nodes with equal shares."""
+    """Return whether ranks without GPUs fill nodes with equal shares."""
     return rank_num % len(usable) == 0 and len({len(cpus) for cpus in usable.values()}) == 1
 
 
@@ -77,8 +77,8 @@ def spread(nodes: Nodes, rank_num: int) -> list[int]:
 
 
 def part_of_node(local_rank: int, places: Sequence[int], nodes: Nodes) -> list[int]:
-    """Of the CPUs of the rank's node, shared by the ranks there; none where the node has none. ``places``: the node of
-    each rank."""
+    """Return a rank's part of the CPUs of its node, which the ranks there share; empty if the node has no CPUs.
+    ``places``: the node of each rank."""
     together = [rank for rank, place in enumerate(places) if place == places[local_rank]]
     cpus = nodes.get(places[local_rank], [])
     return part_of(cpus, together.index(local_rank), len(together)) if cpus else []

@@ -28,8 +28,8 @@ def probe(
     rank_num: int = 1,
     free_bytes: Callable[[Path], int] = real_free_bytes,
 ) -> Rates:
-    """Of files on all of these folders together, striped as the engine does it, in about so many seconds; ``rank_num``
-    processes do so at the same time. Error where there is no room."""
+    """Measure the rates of files on all of these folders together, striped as the engine does it, in about ``seconds``.
+    ``rank_num`` processes do so at the same time. Raise Error if there is no room."""
     paths = list(dict.fromkeys(paths))
     num = min(_PROBE_BYTES, room_bytes(paths, rank_num=rank_num, free_bytes=free_bytes)) // io.block_bytes
     if num < 1:
@@ -73,7 +73,8 @@ class Disks:
 
 
 def _rates(paths: Sequence[str], io: IoChoice, *, most_num: int, seconds: float) -> Rates:
-    """Of the largest pieces that the time allows, beginning small: a slow path must not hold up a start."""
+    """Measure the rates of the largest pieces that the time allows, beginning small: a slow path must not hold up a
+    start."""
     from zerobench import _native
 
     stripe_bytes = io.block_bytes * len(paths)

@@ -30,7 +30,7 @@ class Gpu(BaseModel):
 
 
 class VisibleGpus(BaseModel):
-    """What torch sees, and where that is nothing, why."""
+    """GPUs that torch sees, or the reason why it sees no GPU."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -10,7 +10,7 @@ from zerobench.errors import ConfigError
 
 
 def is_place(name: str) -> bool:
-    """Whether ``name`` has the form ``package.module:name``."""
+    """Return whether ``name`` has the form ``package.module:name``."""
     module_name, colon, inner = name.partition(":")
     return bool(colon) and inner.isidentifier() and all(p.isidentifier() for p in module_name.split("."))
 

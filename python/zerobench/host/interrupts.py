@@ -33,7 +33,7 @@ def ignore_further() -> None:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """What comes within is acted on at the end, unless an error ends it first."""
+    """Hold back signals that arrive within, and raise the first at the end unless an error ends the block first."""
     came: list[int] = []
     kept = {
         each: signal.signal(each, lambda signum, _: came.append(signum))
@@ -50,6 +50,6 @@ def deferred() -> Iterator[None]:
 
 
 def exit_code() -> int:
-    """Of an interrupted command, 128 and the signal as shells have it: 130 after Ctrl-C, 143 after SIGTERM, 129 after
-    SIGHUP."""
+    """Return the exit code of an interrupted command, 128 plus the signal as in shells: 130 after Ctrl-C, 143 after
+    SIGTERM, 129 after SIGHUP."""
     return 128 + _ended_by

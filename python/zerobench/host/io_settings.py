@@ -25,7 +25,7 @@ SLOW_BYTES_PER_S = 5e9  # a path below this is worth a warning
 
 
 class Rates(BaseModel):
-    """Of a path: reads alone, writes alone, and the sum of both while they run together."""
+    """Rates of a path: reads alone, writes alone, and the sum of both while they run together."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,7 +34,8 @@ class Rates(BaseModel):
     both_bytes_per_s: float = Field(gt=0)
 
     def predict_s(self, *, read_bytes: float, written_bytes: float) -> float:
-        """What is read and written together goes at the mixed rate, the rest alone."""
+        """Return the time to read and write so many bytes: what is read and written together goes at the mixed rate,
+        the rest alone."""
         both = min(read_bytes, written_bytes)
         return (
             2 * both / self.both_bytes_per_s
@@ -57,7 +58,7 @@ class IoSettings(Rates):
 
 
 class SettingsFile(BaseModel):
-    """By resolved path."""
+    """File of I/O settings, by resolved path."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -50,13 +50,14 @@ def memory_total_bytes(files: HostFiles = HOST_FILES) -> int:
 
 
 def memory_available_bytes(files: HostFiles = HOST_FILES) -> int:
-    """What new processes can take without swapping."""
+    """Return the bytes that new processes can take without swapping."""
     left = [limit.left_bytes for limit in memory_limits(files)]
     return min([_meminfo_bytes("MemAvailable", files), *left])
 
 
 def memory_used_bytes(files: HostFiles = HOST_FILES) -> int:
-    """By this container where it has a limit of its own, else by the host; without cached files."""
+    """Return the bytes used by this container if it has a limit of its own, otherwise by the host; without cached
+    files."""
     limit = _smallest_limit(files)
     if limit is not None:
         return limit.used_bytes
@@ -81,7 +82,8 @@ def busy_warning() -> str | None:
 
 
 def machine_facts(gpus: Sequence[Gpu] = ()) -> dict[str, Any]:
-    """What the figures depend on. Scalars are the headline, nested facts stay in the file. ``gpus``: those in use."""
+    """Return the facts that the figures depend on. Scalars are the headline, nested facts stay in the file. ``gpus``:
+    those in use."""
     model, flags = _cpu_model_and_flags()
     limit = _smallest_limit(HOST_FILES)
     facts: dict[str, Any] = {
@@ -139,7 +141,7 @@ def version_facts(*, gpus: bool = False) -> dict[str, str]:
 
 
 def build_facts() -> dict[str, Any]:
-    """What the compiled core was built with; empty before it is built."""
+    """Return the facts of the compiled core's build; empty before it is built."""
     try:
         from zerobench import _build_info
     except ImportError:

@@ -1,4 +1,5 @@
-"""Whether ranks can meet, told at once: torch tries for its whole timeout, and then names no cure."""
+"""Checks that ranks can reach each other, with an answer at once: torch tries for its whole timeout, and then names no
+remedy."""
 
 from __future__ import annotations
 

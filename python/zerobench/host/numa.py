@@ -22,7 +22,7 @@ def read_nodes(sysfs: Path = SYSFS) -> dict[int, list[int]]:
 
 
 def lacks_node(number: int, sysfs: Path = SYSFS) -> bool:
-    """Whether the kernel lists nodes and none of that number; of memory alone is a node, too."""
+    """Return whether the kernel lists nodes but not this one; a node that has only memory counts, too."""
     nodes = sysfs / "devices/system/node"
     return (nodes / "node0").exists() and not (nodes / f"node{number}").exists()
 

@@ -1,4 +1,5 @@
-"""What NVIDIA's driver says about GPUs, through nvidia-ml-py. Whatever cannot be had is None. Imports no torch."""
+"""Readings of GPUs from NVIDIA's driver, through nvidia-ml-py. A value that cannot be read is None. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Nvml:
         }
 
     def facts(self, uuid: str) -> dict[str, Any]:
-        """What does not change while rows run; ``uuid`` as torch writes it."""
+        """Return the facts of a GPU that do not change while rows run; ``uuid`` as torch writes it."""
         handle = self._handle(uuid)
         if handle is None:
             return {}
@@ -84,7 +85,7 @@ class Nvml:
         }
 
     def sample(self, uuid: str) -> dict[str, Any] | None:
-        """What it does now; None where the driver does not know the GPU."""
+        """Return the present state of a GPU; None if the driver does not know the GPU."""
         handle = self._handle(uuid)
         if handle is None:
             return None
@@ -102,7 +103,8 @@ class Nvml:
         }
 
     def energy_j(self, uuid: str) -> float | None:
-        """What it has taken since the driver was loaded, as of the driver's next count, which is waited for."""
+        """Return the energy that a GPU has taken since the driver was loaded, waiting for the driver's next count; None
+        if it is not counted."""
         handle = self._handle(uuid)
         if handle is None:
             return None
@@ -140,7 +142,7 @@ class Nvml:
         return None if milliwatts is None else milliwatts / _MILLI
 
     def _clock_limits(self, handle: Any) -> list[str] | None:
-        """What keeps the clocks below the highest, by the names of _CLOCK_LIMITS."""
+        """Return what keeps the clocks below the highest, by the names of _CLOCK_LIMITS."""
         bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if bits is None:  # a driver that knows the call by its former name alone
             bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)

@@ -1,4 +1,4 @@
-"""What processes of ours share: they end with their parent, have names, know their memory and write JSON lines.
+"""Functions that our processes share: end with their parent, have names, read their memory and write JSON lines.
 
 Imports no torch.
 """
@@ -23,7 +23,7 @@ def die_with_parent(signum: int) -> None:
 
 
 def name_process(name: str) -> None:
-    """What ps and top call this process, up to 15 characters."""
+    """Set the name by which ps and top list this process, up to 15 characters."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 

@@ -23,13 +23,15 @@ _IO_URING_NEEDED = 0b11  # IORING_FEAT_SINGLE_MMAP and IORING_FEAT_NODROP
 
 
 def storage_facts() -> dict[str, Any]:
-    """What `info` says: whether the swap engines and GPUDirect Storage are to be had, and if not, why."""
+    """Return the storage facts of `info`: whether the swap engines and GPUDirect Storage are available, and if not,
+    why."""
     gpu_direct_storage = gpu_direct_storage_text(nvidia_fs=NVIDIA_FS, has_library=has_cufile())
     return {"io_uring": io_uring_text(), "gpu_direct_storage": gpu_direct_storage}
 
 
 def io_uring_text() -> str:
-    """What the core says (csrc/io/ring.cpp), found without it, since loading it takes torch: asks for a small ring."""
+    """Return what the core returns (csrc/io/ring.cpp), without loading it, since that takes torch: asks for a small
+    ring."""
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
     descriptor = libc.syscall(_IO_URING_SETUP, 1, parameters)
@@ -70,7 +72,8 @@ def check_directories(paths: list[Path]) -> None:
 
 
 def lockable_bytes() -> float:
-    """What RLIMIT_MEMLOCK leaves this process, as the core says it (csrc/memory/host_limits.cpp)."""
+    """Return the bytes that RLIMIT_MEMLOCK leaves this process, as the core counts them
+    (csrc/memory/host_limits.cpp)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if int(lines["CapEff"], 16) & _CAP_IPC_LOCK or limit == resource.RLIM_INFINITY:

@@ -71,7 +71,7 @@ _BYTES_PER_ELEMENT = 16 + 4 + 16 + 4 + 16 + 4 + 14 + 12
 
 @dataclass(frozen=True, kw_only=True)
 class AdamOptions(AdamSizes):
-    """What to measure."""
+    """Sizes and numbers of threads to measure."""
 
     thread_nums: Sequence[int]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of Adam share: sizes, dtypes, arrays, the peers' steps, and the comparison of results.
+"""Parts that the benchmarks of Adam share: sizes, dtypes, arrays, the peers' steps, and the comparison of results.
 
 torch is imported when arrays are made.
 """
@@ -60,7 +60,7 @@ class AdamSizes:
         check_repeats(self.repeats)
 
     def sizes_within(self, free_bytes: int, *, bytes_per_element: int, notes: Console) -> list[int]:
-        """Those that fit into half of what is free; the others are named in the notes."""
+        """Return the sizes that fit into half of what is free, and name the others in the notes."""
         sizes = [self.min_numel]
         while sizes[-1] * 4 <= self.max_numel:
             sizes.append(sizes[-1] * 4)

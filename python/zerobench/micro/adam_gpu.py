@@ -70,7 +70,7 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class AdamGpuOptions(AdamSizes):
-    """What to measure, on the first GPU."""
+    """Sizes to measure on the first GPU."""
 
     gpu: Gpu
 
@@ -196,7 +196,7 @@ def measure(
 
 
 def step_bytes(arrays: GpuArrays) -> int:
-    """What a step reads and writes."""
+    """Return the bytes that a step reads and writes."""
     low_bytes = 0 if arrays.low_precision is None else arrays.low_precision.nbytes
     # The copy is the upper half of what remainders are the lower one of, so then it is read, too.
     if arrays.remainder is None:

@@ -89,7 +89,7 @@ def answers_of(
     scratch: str,
     notes: Console,
 ) -> list[dict[int, Message]]:
-    """What ranks that run ``target`` say about each case, by rank; a bar says how far ``who`` are."""
+    """Run ``target`` on ranks and return their messages about each case, by rank; a bar shows how far ``who`` are."""
     answers: list[dict[int, Message]] = [{} for _ in range(case_num)]
     # The bar's thread starts after the ranks were forked.
     with Ranks(target, world_size=world_size, scratch=scratch) as ranks, new_progress(notes) as bar:

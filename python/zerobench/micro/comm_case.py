@@ -22,7 +22,7 @@ _RANK_MEMORY_FACTOR = 9
 
 @dataclass(frozen=True, kw_only=True)
 class CommOptions:
-    """What to measure. Each size is four times the one before it."""
+    """Collectives, sizes and world sizes to measure. Each size is four times the previous one."""
 
     world_sizes: Sequence[int]
     collectives: Sequence[str]

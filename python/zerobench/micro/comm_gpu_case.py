@@ -23,7 +23,7 @@ _RANK_MEMORY_FACTOR = 12
 
 @dataclass(frozen=True, kw_only=True)
 class CommGpuOptions(CommOptions):
-    """What to measure. Each size is four times the one before it."""
+    """Collectives, sizes and world sizes to measure on GPUs. Each size is four times the previous one."""
 
     gpus: Sequence[Gpu]
     communicator: str = "nccl"  # of COMMUNICATORS
@@ -49,7 +49,7 @@ class CommGpuOptions(CommOptions):
 
     @property
     def side(self) -> str:
-        """What zerobench's times are of, as tables name it."""
+        """Name that tables give to zerobench's times."""
         return f"{self.communicator}, symmetric" if self.symmetric else self.communicator
 
     def cases(self, world_size: int) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""What the ranks of `bench comm` on GPUs run. Imports torch; CUDA starts in run_rank."""
+"""Code that the ranks of `bench comm` run on GPUs. Imports torch; CUDA starts in run_rank."""
 
 from __future__ import annotations
 

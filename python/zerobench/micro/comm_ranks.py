@@ -1,4 +1,4 @@
-"""What the ranks of `bench comm` on CPU run. torch is imported when a rank begins."""
+"""Code that the ranks of `bench comm` run on CPU. torch is imported when a rank begins."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class IoOptions:
-    """What to measure."""
+    """Paths, engines, sizes and modes to measure."""
 
     paths: Sequence[Path]
     engines: Sequence[str]

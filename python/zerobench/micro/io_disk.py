@@ -177,7 +177,7 @@ class Disk:
         return moved / seconds
 
     def _chunks_at(self, rate: float, mode: str) -> int:
-        """That last for a sample, of those that there are."""
+        """Return how many of the disk's chunks last for a sample at this rate."""
         moved_per_chunk = self._chunk_bytes * (2 if mode == "both" else 1)
         return max(1, min(self.chunk_num, round(rate * self._sample_s / moved_per_chunk)))
 

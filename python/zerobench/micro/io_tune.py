@@ -38,7 +38,7 @@ SAMPLE_S = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """What to search, and for how long."""
+    """Path to search the settings of, and the time that the search takes."""
 
     path: Path
     seconds: float
@@ -56,8 +56,8 @@ class TuneOptions:
             raise ConfigError(f"--seconds {self.seconds:g} is too short to measure: give 1 or more")
 
     def fitting(self, candidates: Sequence[IoSetting]) -> list[IoSetting]:
-        """Those whose buffers are at most half of the file, so that the file is not swapped through memory whole, and
-        whose blocks a chunk holds."""
+        """Return the candidates with buffers of at most half of the file, so that the file is not swapped through
+        memory whole, and with blocks that fit in a chunk. Raises ConfigError if there is no such candidate."""
         largest = largest_block_bytes(self.chunk_bytes, path_num=1)
         most = (free_bytes(self.path) if self.file_bytes is None else self.file_bytes) // 2
         found = [

@@ -1,4 +1,4 @@
-"""What micro-benchmarks show and write: tables, and a file that is never overwritten. Imports no torch."""
+"""Output of micro-benchmarks: tables, and a file that is never overwritten. Imports no torch."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class OutputFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Where nothing was measured no empty file stays."""
+        """Remove the file if it is empty, since nothing was measured."""
         with contextlib.suppress(FileNotFoundError):  # somebody has removed it meanwhile
             if self._path is not None and self._path.stat().st_size == 0:
                 self._path.unlink()
@@ -222,7 +222,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def print_table(console: Console, table: TextTable) -> None:
-    """Where the terminal is narrower than the table, lines go on below."""
+    """Print a table; if the terminal is narrower than the table, lines go on below."""
     console.print(table, soft_wrap=True)
 
 
@@ -245,7 +245,7 @@ def new_progress(notes: Console) -> Progress:
 
 
 def machine_line(gpus: Sequence[Gpu] = ()) -> str:
-    """What the figures depend on, in one line above them. ``gpus``: those in use."""
+    """Return the facts that the figures depend on, as one line to print above them. ``gpus``: those in use."""
     facts, versions = machine_facts(), version_facts()
     load = facts["details"]["load_average"][0]
     packages = ", ".join(

@@ -55,7 +55,7 @@ NOTES_WITHOUT_GPU = (
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedOptions:
-    """What to measure."""
+    """Sizes, repeats and threads to measure with."""
 
     ready_bytes: int
     copy_bytes: int

@@ -17,7 +17,7 @@ _ANSWER_S = 600.0
 
 
 class Order(BaseModel):
-    """What a process is to measure."""
+    """Measurement that a process is to make."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,7 +28,7 @@ class Order(BaseModel):
 
 
 class Ready(BaseModel):
-    """What it measured."""
+    """Result of a process's measurement."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -42,7 +42,7 @@ def core_of(rank: int, *, world_size: int, core_num: int) -> int:
 
 
 def bind_crowded_rank(place: RankPlace) -> None:
-    """Where ranks outnumber CPUs, gives each CPU its share of them, as MPI launchers do.
+    """Bind this rank to one CPU if ranks outnumber CPUs. Each CPU gets its share of the ranks, as under MPI launchers.
 
     Left alone, the scheduler moves such ranks about, and now and then three share a core while one has its own.
     """

@@ -27,7 +27,8 @@ def seconds_per_call(call: Call, call_num: int, *, end: Call | None = None) -> f
 def seconds_per_repeat(
     repeat_call: Callable[[int], object], call_num: int, *, end: Call | None = None
 ) -> float:
-    """Of a function that makes so many calls by itself. `end` runs once after all of them and is part of their time."""
+    """Return the seconds per call of a function that makes so many calls by itself. `end` runs once after all of them
+    and is part of their time."""
     start = time.perf_counter()
     repeat_call(call_num)
     if end is not None:

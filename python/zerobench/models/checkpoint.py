@@ -113,8 +113,8 @@ class Checkpoint:
             raise ConfigError(f"{file} cannot be read as weights ({said}): {CURE}") from error
 
     def _spellings(self, name: str, prefix: str) -> Iterator[str]:
-        """What checkpoints call a parameter: with or without the base model's prefix, norms in BERT's old words, the
-        router of Mixtral under its older parent."""
+        """Yield the names that this checkpoint has for a parameter: with or without the base model's prefix, norms in
+        BERT's old words, the router of Mixtral under its older parent."""
         for spelling in (name, name.removeprefix(prefix)):
             for old, new in (
                 ("", ""),

@@ -39,7 +39,8 @@ def _enable(enable: Callable[..., object], model: nn.Module) -> None:
 
 
 def _arguments(model: nn.Module) -> dict[str, bool]:
-    """Of torch's checkpoint. Where nothing is drawn, saving every block's random state would be for nothing."""
+    """Return the arguments of torch's checkpoint. A model that draws no random numbers does not save the random state
+    of every block."""
     config = getattr(model, "config", None)
     kind = ARCHITECTURES.get(getattr(config, "model_type", ""))
     draws = kind is None or any(getattr(config, key, 0.0) for key in kind.dropouts)

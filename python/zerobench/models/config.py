@@ -1,4 +1,4 @@
-"""What every model's configuration has in common. Imports no torch."""
+"""Parts that all configurations of models have in common. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelConfig(BaseModel):
 
     @property
     def begins_whole(self) -> bool:
-        """Whether every rank makes the whole model before any strategy divides it."""
+        """True if every rank makes the whole model before any strategy divides it."""
         return False
 
     def with_layers(self: T, layers: int) -> T:

@@ -189,7 +189,7 @@ class HFConfig(SizedConfig):
 
 
 def is_known(published: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of an architecture, and of that class of it, whose sizes are listed here."""
+    """Return whether a config.json is of an architecture, and of the class of it, with sizes that are listed here."""
     kind = (
         ARCHITECTURES.get(published["model_type"]) if isinstance(published.get("model_type"), str) else None
     )

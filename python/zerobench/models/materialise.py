@@ -27,7 +27,7 @@ Initialise = Callable[[nn.Module], object]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model's first values come from. ``build`` leaves it on the model as ``zerobench_origin``."""
+    """Source of a model's first values. ``build`` leaves it on the model as ``zerobench_origin``."""
 
     seed: int = 0
     weights: str | None = None  # a folder with a checkpoint; None: drawn

@@ -26,5 +26,5 @@ class MeasuredConfig(ModelConfig):
 
     @property
     def predicts_tokens(self) -> bool:
-        """Whether it has a logit for each token of the vocabulary at each position."""
+        """True if the model has a logit for each token of the vocabulary at each position."""
         return False

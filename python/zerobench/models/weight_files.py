@@ -19,7 +19,7 @@ def source(folder: Path) -> Path | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether it holds any, be they whole or not."""
+    """Return whether the folder holds any weights, complete or not."""
     return source(folder) is not None or bool(missing_files(folder))
 
 
@@ -33,8 +33,8 @@ def weight_map(index: Path) -> dict[str, Path]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What an index names and the folder lacks, or the first file of weights of which there are traces alone: a link
-    that leads nowhere, or files without their index."""
+    """Return the files that an index names and the folder lacks. Without weights to read, return the first file of
+    which there are only traces: a link that leads nowhere, or files without their index."""
     found = source(folder)
     if found is None:
         return [name for stem in STEMS for name in _traces(folder, stem)][:1]
@@ -50,7 +50,7 @@ def _traces(folder: Path, stem: str) -> list[str]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all weights of a download are there."""
+    """Return whether all weights of a download are there."""
     try:
         return source(folder) is not None and not missing_files(folder)
     except ConfigError:

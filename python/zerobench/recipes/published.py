@@ -82,7 +82,7 @@ def pairs_of(results: Results, studies: Sequence[str]) -> list[Pair]:
 
 
 def is_alike(row: Row, reference: Reference) -> bool:
-    """Whether a row has the settings that the source states, and does nothing else that changes its figures."""
+    """Return whether a row has the settings that the source states, and does nothing else that changes its figures."""
     settings = row.settings
     if row.status != "ok" or reference.model is None or reference.stage is None:
         return False

@@ -111,7 +111,7 @@ def chart_figure(chart: Chart, looks: dict[str, dict[str, Any]]) -> Figure:
 
 
 def _leads(key: str) -> bool:
-    """Whether subtitles name a setting anyway, where all rows share it."""
+    """Return whether subtitles name a setting even if all rows share it."""
     return key in SETTINGS and SETTINGS[key].leads
 
 

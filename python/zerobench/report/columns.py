@@ -123,7 +123,7 @@ def _step_unit(rows: Sequence[Row | None]) -> str:
 
 
 def _have_runs(rows: Sequence[Row | None]) -> bool:
-    """Whether every row that has a step time was measured in several runs."""
+    """Return whether every row that has a step time was measured in several runs."""
     timed = [row for row in rows if row is not None and row.step_time_ms is not None]
     return bool(timed) and all(row.over_runs for row in timed)
 
@@ -186,7 +186,7 @@ def _practicality_cell(row: Row) -> str | None:
 
 
 def _share_cell(row: Row) -> str | None:
-    """Where a share was asked for: what it came to."""
+    """Return the share that --offload-ratio came to; None if no share was asked for."""
     asked = row.settings.offload_ratio
     if asked is None or row.transfers is None or row.transfers.offload_ratio is None:
         return None
@@ -194,7 +194,7 @@ def _share_cell(row: Row) -> str | None:
 
 
 def _tier_columns(rows: Sequence[Row | None]) -> list[Column]:
-    """What offloaded rows hold off the device."""
+    """Return the columns for what offloaded rows hold off the device."""
     columns = []
     for tier, word in (("host", "on host"), ("nvme", "on NVMe")):
         held = [
@@ -224,7 +224,7 @@ def _transfer_columns(rows: Sequence[Row | None]) -> list[Column]:
 
 
 def _host_columns(rows: Sequence[Row | None]) -> list[Column]:
-    """What offloaded rows take of the host, and how much of link and disk they use."""
+    """Return the columns for what offloaded rows take of the host, and for how much of link and disk they use."""
     offloaded = [row if row is not None and row.transfers is not None else None for row in rows]
     columns = []
     for word, held in (
@@ -253,7 +253,7 @@ def _pinned_excess_cell(row: Row) -> str | None:
 
 
 def _link_cell(row: Row) -> str | None:
-    """Of the direction that is used more."""
+    """Return the use of the link in the direction that is used more."""
     return _use_cell(row, [(("to_host",), "to_host"), (("to_device",), "to_device")])
 
 
@@ -282,7 +282,7 @@ def _power_cell(row: Row) -> str | None:
 
 
 def _traffic_column(rows: Sequence[Row | None]) -> Column:
-    """What a rank moves in collectives, where any does."""
+    """Return the column for what a rank moves in collectives, with absent cells if no rank moves anything."""
     moved = [row.communication_bytes if row is not None else None for row in rows]
     unit, unit_bytes = memory_unit(moved)
     cells = (

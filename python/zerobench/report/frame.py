@@ -69,7 +69,7 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _list_columns(kind: type[BaseModel], prefix: str = "") -> set[str]:
-    """Of all rows, also those in which they are null."""
+    """Return the names of the columns of lists of all rows, also of rows in which they are null."""
     found: set[str] = set()
     for name, field in kind.model_fields.items():
         nested = _model_of(field.annotation)
@@ -85,7 +85,7 @@ def _is_dict(annotation: Any) -> bool:
 
 
 def is_numeric_column(name: str) -> bool:
-    """Whether a row of this version can have a number in the column."""
+    """Return whether a row of this version can have a number in the column."""
     kind: type[BaseModel] = Row
     parts = name.split(".")
     for place, part in enumerate(parts, 1):
@@ -101,7 +101,7 @@ def is_numeric_column(name: str) -> bool:
 
 
 def _is_number(annotation: Any) -> bool:
-    """Whether an annotation such as ``float | None`` takes a number."""
+    """Return whether an annotation such as ``float | None`` takes a number."""
     if get_origin(annotation) is list:
         return False
     kinds = (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in get_args(annotation))

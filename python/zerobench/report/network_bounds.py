@@ -1,4 +1,4 @@
-"""What bounds a row over its network: compute, latency, bandwidth or its host, and what would move it."""
+"""Bound of a row over its network: compute, latency, bandwidth or its host, and what would move it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row's network cost, from the row alone: bytes, calls, shares and effective bandwidths."""
+"""Cost of a row's network, from the row alone: bytes, calls, shares and effective bandwidths."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Costs:
 
     @property
     def bytes(self) -> float:
-        """What a rank sends in a step."""
+        """Bytes that a rank sends in a step."""
         return sum(each.bytes(self._ranks(each)) for each in self.moved)
 
     @property

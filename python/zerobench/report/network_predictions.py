@@ -1,4 +1,4 @@
-"""What the model of networks says of results: step times by hosts and network, its error, and where strategies break
+"""Predictions of the network model for results: step times by hosts and network, its error, and where strategies break
 even."""
 
 from __future__ import annotations

@@ -290,7 +290,8 @@ def _usable_text(rows: Sequence[Row]) -> str:
 
 
 def _baselines_text(rows: Sequence[Row]) -> str:
-    """Where the heads of the columns cannot name it, since it is not the same strategy for all workloads."""
+    """Return the baselines of all workloads, if they are not the same strategy, so that the heads of columns cannot
+    name them."""
     strategies = {row.name: row.strategy for row in rows}
     workloads = by_workload(rows)
     found = [{strategies[row.baseline] for row in group if row.baseline in strategies} for group in workloads]
@@ -304,7 +305,8 @@ def _baselines_text(rows: Sequence[Row]) -> str:
 
 
 def _below_floor_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
-    """Where hosts are the limit the floor is none: what plain PyTorch does there is in it, and not in every row."""
+    """Return the note on rows that are faster than the floor. If hosts are the limit, the floor is not a bound: it
+    includes what plain PyTorch does there, and not every row does that."""
     faster = [
         label
         for row, label in zip(rows, labels, strict=True)
@@ -375,7 +377,7 @@ def _windows(row: Row) -> list[list[float]]:
 
 
 def _by_row(found: Sequence[tuple[str, float]]) -> str:
-    """What is said of each row, or of many the one with the most."""
+    """Return the text of each row, or, if there are many rows, of the one with the most."""
     if len(found) <= 4:
         return "; ".join(text for text, _ in found)
     return f"in {len(found)} rows, most in {max(found, key=lambda entry: entry[1])[0]}"

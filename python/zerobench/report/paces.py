@@ -22,7 +22,7 @@ class Pace(NamedTuple):
 
     @property
     def is_noise(self) -> bool:
-        """Whether the interval contains 1. Without an interval nothing is said of noise."""
+        """True if the interval contains 1; False if there is no interval."""
         return self.low is not None and self.high is not None and self.low < 1 < self.high
 
 

@@ -235,8 +235,8 @@ def _left_out_text(missing: int) -> str:
 def _drawn_labels(
     axes: Axes, points: Sequence[Point], renderer: RendererAgg, kept_free: list[Box]
 ) -> tuple[list[Artist], int]:
-    """What was drawn, and how many labels found no place. Greedy: the front first, then by speed; each label takes the
-    nearest free place around its point, further out with a leader."""
+    """Draw labels and return them, and how many found no place. Greedy: the front first, then by speed. Each label
+    takes the nearest free place around its point, further out with a leader."""
     from matplotlib.patheffects import withStroke
 
     scale = axes.figure.dpi / 72

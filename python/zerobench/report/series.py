@@ -220,7 +220,7 @@ def _other_settings(rows: Sequence[Row], x_key: str, by_key: str) -> tuple[list[
 
 
 def _is_decided(key: str, rows: Sequence[Row], by: Callable[[Row], Any]) -> bool:
-    """Whether rows that agree in ``by`` agree in a setting."""
+    """Return whether rows that agree in ``by`` also agree in a setting."""
     seen: dict[str, str] = {}
     for row in rows:
         if is_known(key, row):

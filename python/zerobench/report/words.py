@@ -77,13 +77,13 @@ def _versions_text(versions: dict[str, str]) -> str:
 
 
 def _is_quiet(key: str) -> bool:
-    """Whether the settings line leaves out a setting, given its dotted key."""
+    """Return whether the settings line leaves out a setting, given its dotted key."""
     setting = SETTINGS.get(key.partition(".")[0])
     return setting is not None and setting.quiet
 
 
 def _is_off(key: str, value: Any) -> bool:
-    """Whether the settings line need not say so, given a setting's dotted key."""
+    """Return whether the settings line need not mention a setting, given its dotted key."""
     if key not in SETTINGS or SETTINGS[key].leads:
         return False
     off = SETTINGS[key].off
@@ -111,7 +111,8 @@ def _settings_lines(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _dtype_parts(rows: Sequence[Row]) -> list[str]:
-    """Of the rows that are compared, where they agree and the precision does not say it all; notes name the others."""
+    """Return the dtypes of the rows that are compared, if these agree and the precision does not imply them; notes name
+    the others."""
     compared = [row for row in rows if row.comparable and row.strategy != FLOOR]  # the floor keeps no masters
     texts = {dtype_text(row) for row in compared if row.dtypes is not None}
     text = (texts.pop() or "") if len(texts) == 1 else ""

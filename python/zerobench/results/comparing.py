@@ -38,7 +38,7 @@ SCALING_POINT = tuple(
 
 
 def _baseline_strategy(rows: Sequence[Row], baseline: str | None) -> str | None:
-    """What every row of a workload is compared with, so that one column has one meaning."""
+    """Return the strategy that every row of a workload is compared with, so that one column has one meaning."""
     if baseline is not None:
         return baseline
     present = {row.strategy for row in rows if is_ranked(row)}
@@ -80,7 +80,7 @@ def _batch(row: Row) -> tuple[int, int]:
 
 
 def same_point(row: Row, other: Row) -> bool:
-    """Whether they do as much work in a step, on a rank or in all, and clip and checkpoint alike."""
+    """Return whether two rows do as much work in a step, on a rank or in all, and clip and checkpoint alike."""
     same_batch = _batch(row) == _batch(other) or tokens_per_step(row) == tokens_per_step(other)
     return same_batch and all(
         getattr(row.settings, key) == getattr(other.settings, key) for key in BASELINE_POINT
@@ -158,7 +158,8 @@ def _memory_explained_pct(row: Row, floor: Row | None) -> float | None:
 
 
 def _makes_gradients_in_backward(row: Row) -> bool:
-    """Whether the gradients that updates read live from backward to their update alone (docs/explain/memory.md)."""
+    """Return whether the gradients that updates read live only from backward to their update
+    (docs/explain/memory.md)."""
     settings = row.settings
     if settings.grad_accum > 1:
         return False
@@ -211,7 +212,7 @@ def plain_twins(row: Row, rows: Sequence[Row]) -> list[Row]:
 
 
 def plain_twin(row: Row, rows: Sequence[Row]) -> Row | None:
-    """What an offloaded row is held against; updated at the same time where there is such a row."""
+    """Return the row that an offloaded row is compared with, preferably one that updates at the same time."""
     measured = [
         plain for plain in plain_twins(row, rows) if plain.status == "ok" and plain.step_time_ms is not None
     ]

@@ -1,4 +1,4 @@
-"""What rows share: workloads, rates, ranks, labels."""
+"""Functions of rows that many modules use: workloads, rates, ranks, labels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def setting_word(key: str) -> str:
 
 
 def workload(row: Row) -> tuple[Any, ...]:
-    """What is trained: rows are ranked within it. World size, batch and strategy are choices, not workload."""
+    """Return the key of what is trained: rows are ranked within it. World size, batch and strategy are choices, not
+    workload."""
     settings = flat_settings(row)
     model = sorted(
         (key, value) for key, value in settings.items() if key.startswith("model_config_resolved.")
@@ -69,7 +70,8 @@ def step_rate(row: Row) -> float | None:
 
 
 def may_be_ranked(row: Row) -> bool:
-    """Whether a busy machine leaves the row's times comparable: where rows took turns, it slowed all of them alike."""
+    """Return whether the row's times are comparable: the machine was not busy, or it slowed all rows alike since they
+    took turns."""
     return row.busy is None or (row.turns is not None and row.turns.how == "in turn")
 
 
@@ -118,8 +120,8 @@ def ratio_in_turn(row: Row, other: Row) -> Ratio | None:
 
 
 def saw_all_state(row: Row) -> bool:
-    """Whether the window holds more than the first of all steps, at whose end some strategies only make their moments:
-    after that step's peak, while others have them from the start."""
+    """Return whether the window holds more than the first of all steps. Some strategies only make their moments at the
+    end of that step, after its peak, while others have them from the start."""
     return row.settings.warmup_steps + row.settings.num_steps > 1
 
 
@@ -163,9 +165,9 @@ def noise(row: Row) -> float | None:
 
 
 def ties_with_fastest(row: Row) -> bool:
-    """Whether the measured difference to the fastest row is below the noise: the interval of the ratio contains 1, or
-    reaches below. Without an interval in logarithms, where a factor counts the same up and down: an error as large as
-    the ratio itself does not reach every ratio."""
+    """Return whether the measured difference to the fastest row is below the noise: the interval of the ratio contains
+    1, or reaches below. Without an interval, compare logarithms, where a factor counts the same up and down: then an
+    error as large as the ratio itself does not reach every ratio."""
     if row.relative is None:
         return False
     if row.relative_low is not None:
@@ -174,8 +176,8 @@ def ties_with_fastest(row: Row) -> bool:
 
 
 def exceeds_noise(ratio: float, row: Row, other: Row) -> bool:
-    """Whether a ratio of the two rows' times or rates is further from 1 than the noise of both; not with too few steps
-    to tell. Of rows that took turns, the interval of their times' ratio tells."""
+    """Return whether a ratio of the two rows' times or rates is further from 1 than the noise of both; False if there
+    are too few steps to tell. For rows that took turns, the interval of their times' ratio decides."""
     paired = ratio_in_turn(row, other)
     if paired is not None:
         if paired.low is None or paired.high is None:
@@ -189,13 +191,13 @@ def exceeds_noise(ratio: float, row: Row, other: Row) -> bool:
 
 
 def is_known(key: str, row: Row) -> bool:
-    """Whether the row's value of a setting is one, and not the absence of a run that would tell."""
+    """Return whether the row has a value of a setting, rather than lacking the run that would show it."""
     setting = SETTINGS.get(key)
     return setting is None or not setting.known_after_run or row.step_time_ms is not None
 
 
 def _follows(key: str) -> bool:
-    """Whether other settings decide this one."""
+    """Return whether other settings decide this one."""
     return key in SETTINGS and SETTINGS[key].follows
 
 
@@ -268,7 +270,8 @@ def labelled_setting(key: str, value: Any) -> str:
 
 
 def workload_heads(firsts: Sequence[Row]) -> list[str]:
-    """What tells workloads apart, given a row of each; of a model's configuration no more than that takes."""
+    """Return labels that tell workloads apart, given a row of each, with no more of a model's configuration than that
+    takes."""
     flats = [flat_settings(row) for row in firsts]
 
     def told_apart(*keys: str) -> int:

@@ -107,7 +107,7 @@ class Mfu(ResultModel):
 
 
 class Sampled(ResultModel):
-    """What GPUs and host did during the measured window, by the driver's and the kernel's counters."""
+    """Activity of GPUs and host during the measured window, by the driver's and the kernel's counters."""
 
     sample_num: int
     gpu_utilisation_pct: float | None = None
@@ -129,7 +129,7 @@ class Sampled(ResultModel):
 
 
 class Transfers(ResultModel):
-    """Of offloaded state, per rank and step where it moves: the largest over ranks."""
+    """Transfers of offloaded state, per rank, and per step for what moves: the largest over ranks."""
 
     to_host_bytes: int | None = None  # over the device's link
     to_device_bytes: int | None = None
@@ -162,7 +162,7 @@ class Try(ResultModel):
 
 
 class Search(ResultModel):
-    """What --find found for a row, and what it rests on."""
+    """Result of --find for a row, and what it rests on."""
 
     setting: Searched
     largest: int | None = None  # that fits; None: no value does

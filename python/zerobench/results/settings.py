@@ -65,12 +65,12 @@ class Takes(Enum):
 
     @property
     def is_list(self) -> bool:
-        """Whether its values are compared."""
+        """True if its values are compared."""
         return self in (Takes.LIST, Takes.WORDS)
 
     @property
     def is_spaced(self) -> bool:
-        """Whether spaces separate values."""
+        """True if spaces separate values."""
         return self in (Takes.WORDS, Takes.REPEATED)
 
 

@@ -79,11 +79,12 @@ def outliers(values: Sequence[float]) -> list[int]:
 
 
 def drift(windows: Sequence[Sequence[float]]) -> float | None:
-    """By which share of the median times rose (or fell, then negative) from the first to the last step of a window;
-    None where they are steady, by size or because chance alone could be behind it.
+    """Return the share of the median by which times rose (or fell, then negative) from the first to the last step of a
+    window; None if they are steady, by size or because chance alone could explain the change.
 
     The slope is that of Theil and Sen, the test that of Mann and Kendall, both over pairs within a window (Hirsch,
-    Slack and Smith, Techniques of Trend Analysis for Monthly Water Quality Data, 1982)."""
+    Slack and Smith, Techniques of Trend Analysis for Monthly Water Quality Data, 1982).
+    """
     rises = above = 0
     variance = 0.0
     slopes = []
@@ -117,7 +118,7 @@ def ends(windows: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def summarise(samples: Sequence[float]) -> StepTime:
-    """What the result file holds of a row's step times."""
+    """Return a row's step times as the result file holds them."""
     return StepTime(
         median=median(samples),
         mad=mad(samples),

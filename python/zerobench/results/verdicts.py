@@ -78,7 +78,7 @@ def is_within_limit(peak_bytes: int | None, settings: Settings) -> bool:
 
 
 def _fits(row: Row, memory_limit_bytes: int | None) -> bool:
-    """Whether nothing shows that the row needs more memory than there is."""
+    """Return whether nothing shows that the row needs more memory than there is."""
     above = memory_limit_bytes is not None and (row.peak_device_bytes or 0) > memory_limit_bytes
     return row.status != "oom" and not (row.status == "ok" and above)
 
@@ -92,9 +92,10 @@ def _best(fitting: Sequence[Row], leader: Row | None) -> Row | None:
 
 
 def _is_fallback(row: Row, rows: Sequence[Row], memory_limit_bytes: int | None) -> bool:
-    """Whether no faster row with the same work fits, and at least one does not fit that is faster or would be.
+    """Return whether no faster row with the same work fits, and at least one does not fit that is faster or would be.
 
-    A row that ran out of memory has no time. It counts as faster when it shards and offloads no more."""
+    A row that ran out of memory has no time. It counts as faster when it shards and offloads no more.
+    """
     alike = [other for other in rows if other.strategy != FLOOR and _work(other) == _work(row)]
     too_large = [other for other in alike if not _fits(other, memory_limit_bytes)]
     rivals = [other for other in alike if is_ranked(other) and _rate(other) > _rate(row)]
@@ -106,7 +107,7 @@ def _is_fallback(row: Row, rows: Sequence[Row], memory_limit_bytes: int | None) 
 
 
 def _saves_in_vain(row: Row, best: Row, free_of_bytes: int | None) -> bool:
-    """Whether the row saves memory, at the cost of time, that the best row leaves free anyway."""
+    """Return whether the row saves memory, at the cost of time, that the best row leaves free anyway."""
     if free_of_bytes is None or not (has_peak(row) and has_peak(best)):
         return False
     assert row.peak_device_bytes and best.peak_device_bytes

@@ -73,7 +73,7 @@ class LossScaleSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySettings:
-    """What a strategy is asked to run. Resolved: no "auto" is left."""
+    """Settings that a strategy is asked to run with. Resolved: no "auto" is left."""
 
     rank: int
     world_size: int
@@ -118,8 +118,8 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """What offloaded state cost this rank: bytes moved since ``settle``, and what is held for moving them. None where
-    it cannot be told."""
+    """Cost of offloaded state on this rank: bytes moved since ``settle``, and memory held for moving them. None if a
+    value is not known."""
 
     to_host_bytes: int | None = None  # over the device's link
     to_device_bytes: int | None = None
@@ -218,7 +218,8 @@ class Strategy(ABC):
         return 0
 
     def communicator(self) -> str | None:
-        """What moves this strategy's data between ranks ("shm", "gloo", "nccl", ...), None where nothing is moved."""
+        """Return what moves this strategy's data between ranks ("shm", "gloo", "nccl", ...); None if nothing is
+        moved."""
         return None
 
     def update_cpus(self) -> str | None:
@@ -231,8 +232,8 @@ class Strategy(ABC):
         return None
 
     def transfers(self) -> Transfers | None:
-        """What offloaded state cost since ``settle``, once updates under way have ended; None where nothing is
-        offloaded, or nothing known."""
+        """Return the cost of offloaded state since ``settle``, after updates under way have ended; None if nothing is
+        offloaded or known."""
         return None
 
     def compiled_graphs(self) -> float | None:

@@ -58,18 +58,18 @@ class Facts:
             raise ConfigError(f"whole={self.whole!r} has {unknown.pop()!r}: the parts are {', '.join(PARTS)}")
 
     def divides(self, part: Part) -> bool | None:
-        """Whether each rank holds only a shard of ``part``; None where that is unknown."""
+        """Return whether each rank holds only a shard of ``part``; None if that is unknown."""
         whole = _WHOLE_AT[self.stage] if self.whole is None and self.stage is not None else self.whole
         return None if whole is None else part not in whole
 
     @property
     def shards(self) -> bool:
-        """Whether any part is known to be divided."""
+        """True if any part is known to be divided."""
         return any(self.divides(part) for part in PARTS)
 
     @property
     def replicates(self) -> bool:
-        """Whether every part is known to be held in full by every rank."""
+        """True if every part is known to be held in full by every rank."""
         return all(self.divides(part) is False for part in PARTS)
 
 

@@ -227,7 +227,7 @@ def bucket_num(ddp: DistributedDataParallel) -> int | None:
 
 
 def _all_reduce_mean(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP does without a hook."""
+    """Average the gradients of a bucket over all ranks, as DDP does without a hook."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
 

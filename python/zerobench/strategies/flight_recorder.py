@@ -1,5 +1,5 @@
-"""What torch.distributed's collectives moved, read from torch's flight recorder: it notes the collectives of every
-process group, those that a peer calls from C++ too, and is on where `switch_recorder_on` was called
+"""Bytes that torch.distributed's collectives moved, read from torch's flight recorder. It records the collectives of
+every process group, also those that a peer calls from C++, and is on after `switch_recorder_on` was called
 (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)."""
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def switch_recorder_on() -> None:
 
 
 class StepTraffic:
-    """Of the latest step, which stands for all since ``reset``: the recorder holds some two thousand collectives."""
+    """Traffic of the latest step, which stands for all since ``reset``: the recorder holds some two thousand
+    collectives."""
 
     def __init__(self) -> None:
         self.reset()
@@ -54,8 +55,8 @@ class StepTraffic:
         self._began_ns = time.time_ns()
 
     def moved_bytes(self) -> dict[str, int] | None:
-        """By collective, since ``reset``, by the accounting of docs/reference/metrics.md. None where nothing is
-        recorded, or the recorder no longer reaches back to the beginning of the step."""
+        """Return the bytes moved since ``reset``, by collective, by the accounting of docs/reference/metrics.md. None
+        if nothing is recorded, or the recorder no longer reaches back to the beginning of the step."""
         if dist.get_world_size() == 1:
             return {}
         entries, rank_nums = recorded()

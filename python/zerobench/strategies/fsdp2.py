@@ -126,8 +126,9 @@ class FSDP2Strategy(PeerStrategy):
                 group.reshard()
 
     def communication_bytes(self) -> dict[str, int] | None:
-        """Of FSDP's own collectives and, on GPUs, what torch recorded of others: norms and overflow flags of sharded
-        tensors are all-reduced. (Not on CPU, where gloo's reduce_scatter is recorded as an all_reduce.)"""
+        """Return the bytes of FSDP's own collectives and, on GPUs, what torch recorded of others: norms and overflow
+        flags of sharded tensors are all-reduced. (Not on CPU, where gloo's reduce_scatter is recorded as an
+        all_reduce.)"""
         if self._meter is None:
             return super().communication_bytes()
         recorded = super().communication_bytes() if self.settings.device == "cuda" else None

@@ -108,7 +108,8 @@ class MegatronFSDPStrategy(PeerStrategy):
         return total_norm, True
 
     def _clip(self, clip: float | None) -> torch.Tensor:
-        """By local pieces: a rank has no gradient of a parameter that it holds nothing of."""
+        """Clip gradients by local pieces and return their norm: a rank has no gradient of a parameter that it holds
+        nothing of."""
         gradients = [local_tensor(p.grad) for p in self._named_parameters().values() if p.grad is not None]
         squares = torch.zeros((), device=torch_device(self.settings))
         if gradients:

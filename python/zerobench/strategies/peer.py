@@ -1,4 +1,4 @@
-"""What peers that run over torch.distributed share: the process group, the step, and the readers."""
+"""Parts that peers over torch.distributed share: the process group, the step, and the readers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ProcessGroupLease:
 
 
 def backend_of(device: torch.device) -> str:
-    """What the default process group moves a device's tensors with."""
+    """Return the backend by which the default process group moves a device's tensors."""
     name = str(dist.get_backend())  # one name for all devices, or "cpu:gloo,cuda:nccl"
     by_device = dict(part.split(":") for part in name.split(",") if ":" in part)
     return by_device.get(device.type, name)
@@ -113,7 +113,7 @@ class PeerStrategy(Strategy):
         return make_adamw(self._optimized(), self.settings.optimizer)
 
     def _optimized(self) -> list[nn.Parameter]:
-        """What AdamW updates."""
+        """Return the parameters that AdamW updates."""
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
@@ -125,7 +125,7 @@ class PeerStrategy(Strategy):
 
     @abstractmethod
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """By the plain model's names."""
+        """Return the parameters by the plain model's names."""
 
     def _autocast(self) -> AbstractContextManager[object]:
         return nullcontext()

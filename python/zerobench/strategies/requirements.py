@@ -1,4 +1,4 @@
-"""What peers that are not part of torch need before a row of theirs can run. Imports none of them."""
+"""Requirements of peers that are not part of torch, checked before a row of theirs can run. Does not import them."""
 
 from __future__ import annotations
 

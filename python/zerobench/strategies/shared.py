@@ -1,4 +1,5 @@
-"""What several strategies need: the model on its device, AdamW, clipping, the loss scale, byte counts, checksums."""
+"""Functions that several strategies need: the model on its device, AdamW, clipping, the loss scale, byte counts,
+checksums."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def torch_device(settings: StrategySettings) -> torch.device:
-    """Where this rank's model and batches live."""
+    """Return the device of this rank's model and batches."""
     if settings.device == "cuda":
         return torch.device("cuda", settings.local_rank)
     if settings.device != "cpu":
@@ -210,7 +211,7 @@ class Determinism:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -87,7 +87,7 @@ class SingleStrategy(Strategy):
         return StepResult(loss=mean_of(losses), grad_norm=grad_norm, applied=applied)
 
     def _parameter_dtype(self) -> torch.dtype:
-        """Of what forward reads."""
+        """Return the dtype that forward reads."""
         return precision_dtype(self.settings)
 
     def _autocast(self) -> AbstractContextManager[object]:

@@ -66,7 +66,8 @@ def engine_config(settings: StrategySettings, *, stage: int) -> dict[str, Any]:
 
 
 def placement(settings: StrategySettings) -> dict[str, Any]:
-    """Where state lives and when it is updated, in the engine's words; keys that say nothing new are left out."""
+    """Return where state lives and when it is updated, as keys of the engine's configuration; leave out keys that add
+    nothing."""
     config: dict[str, Any] = {}
     if settings.optimizer_in_backward:
         config["optimizer_in_backward"] = True
@@ -227,7 +228,8 @@ class ZeroStrategy(Strategy):
         return moved | {name: swapped[name] for name in ("read_bytes", "written_bytes")}
 
     def settle(self) -> None:
-        """Where ratio auto has not chosen yet, the next step places the state, which is no traffic of steps."""
+        """Count transfers from here. If ratio auto has not chosen yet, the next step places the state, which is not
+        traffic of steps."""
         moved = self._moved_bytes()
         self._moved_at_settle = None if self._engine.offload_ratio is None else moved
 

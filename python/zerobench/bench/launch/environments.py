@@ -42,8 +42,8 @@ def free_ports(num_ports: int) -> list[int]:
 
 
 def meeting_point(address: str) -> dict[str, str]:
-    """Where the ranks of a job meet. A port for each pass: a process group made again on the same store can find the
-    keys of the one before it and hang."""
+    """Return the variables by which the ranks of a job find each other. Each pass has its own port: a process group
+    made again on the same store can find the keys of the previous one and hang."""
     ports = free_ports(NUM_PASSES)
     return {
         "MASTER_ADDR": address,
@@ -104,7 +104,7 @@ def namespaces_of(job: Job) -> Iterator[Sequence[int]]:
 
 
 def local_environments(world_size: int) -> list[dict[str, str]]:
-    """What the ranks of a job need to meet when all of them are on this host."""
+    """Return the environment of each rank of a job that runs on this host alone."""
     shared = meeting_point("127.0.0.1")
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         shared["GLOO_SOCKET_IFNAME"] = "lo"  # gloo else resolves the host's name, which laptops often cannot
@@ -115,7 +115,8 @@ def local_environments(world_size: int) -> list[dict[str, str]]:
 
 
 def device_environment(device: str) -> dict[str, str]:
-    """What libraries read when they start on a rank: CPU ranks see no GPU, and NVLink multicast stays off."""
+    """Return the variables that libraries read when they start on a rank: CPU ranks see no GPU, and NVLink multicast
+    stays off."""
     return {"NCCL_NVLS_ENABLE": "0"} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
 
 

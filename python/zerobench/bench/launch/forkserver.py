@@ -205,7 +205,7 @@ def run_child(request: dict[str, Any], environment: dict[str, str], place: Child
 
 
 def tell(error: BaseException, *, report_fd: int, is_limited: bool) -> None:
-    """What ended a rank before it could say so by its own means (channel.py)."""
+    """Send the error that ended a rank before the rank could send it by its own means (channel.py)."""
     lines = str(error).strip().splitlines() or ["no message"]
     if isinstance(error, MemoryError):
         lines = [f"there is too little memory to start a rank{' in --rank-memory-gib' if is_limited else ''}"]

@@ -172,8 +172,8 @@ def connect(given: GivenRank) -> Any:
 
 
 def in_a_thread(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What ``make`` returns. torch's store sees no signal while it connects, and waits without end where a stranger
-    listens; this thread does neither."""
+    """Call ``make`` in another thread and return its result. torch's store ignores signals while it connects, and waits
+    forever if something else listens at the address; the calling thread does neither."""
     made: Future[Any] = Future()
 
     def work() -> None:
@@ -316,7 +316,7 @@ def run_part(
 
 
 def follow(given: GivenRank) -> int:
-    """What every given rank but 0 does: its part of each job, until rank 0 says that all is done."""
+    """Run a given rank other than 0: its part of each job, until rank 0 announces that all is done."""
     store = connect(given)
     try:
         return follow_jobs(given, store)

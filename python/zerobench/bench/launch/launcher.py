@@ -301,7 +301,8 @@ class Launcher:
         state.exit_s = time.time()
 
     def _stalled(self, ranks: dict[int, RankState], job: Job, seat: Seat | None) -> dict[int, str]:
-        """Where each rank sits that neither spoke nor ended, when the failure is one of no progress."""
+        """Return where in the code each rank waits that neither sent anything nor ended; empty unless the failure is a
+        lack of progress."""
         silent = [state for state in ranks.values() if not state.spoke and not state.exited]
         first_error_s = min(
             (state.error_s for state in ranks.values() if state.error), default=time.monotonic()

@@ -1,4 +1,4 @@
-"""What the launcher knows of each rank while a job runs. Imports no torch."""
+"""State of each rank as the launcher tracks it while a job runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TurnCallback = Callable[[int, Turn], None]
 
 @dataclass(kw_only=True)
 class RankState:
-    """What is known of one rank while its job runs."""
+    """State of one rank while its job runs."""
 
     rank: int
     pid: int

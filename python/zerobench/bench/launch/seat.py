@@ -39,7 +39,7 @@ class Seat:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether all ranks wait for an order."""
+        """True if all ranks wait for an order."""
         return 0 < len(self._pipes) == len(self._answers)
 
     @property

@@ -1,4 +1,4 @@
-"""What ranks that were killed left on the disks that they swapped to. Imports no torch."""
+"""Removal of files that killed ranks left on the disks that they swapped to. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _RING_S = 5.0  # in which the kernel lets go of files that a dead process's ring
 
 
 def remove_left(parent: str, *, pids: Collection[int]) -> None:
-    """Of dead processes of this host: those with these ids their files, anyone stale folders of peers."""
+    """Remove what dead processes of this host left: the files of those in ``pids``, and stale folders of peers from any
+    process."""
     host = re.sub("[^A-Za-z0-9_-]", "", socket.gethostname())
     for file in Path(parent).glob(f"zerobench-swap.{host}.*.tmp"):  # named in csrc/io/swap_file.cpp
         if any(f".pid{pid}." in file.name for pid in pids):

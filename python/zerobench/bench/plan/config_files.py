@@ -59,7 +59,8 @@ def check_device(path: Path, config: configuration.Config, device: str) -> None:
 
 
 def placement(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the file puts state and when it is updated; what it says nothing of is left to the options."""
+    """Return where the file puts state and when it is updated; leave out what the file does not set, which the options
+    decide."""
     decided: dict[str, Any] = {}
     if "optimizer_in_backward" in own:
         decided["optimizer_in_backward"] = own["optimizer_in_backward"]
@@ -79,7 +80,7 @@ def placement(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hyperparameters(path: Path, config: configuration.Config, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the reference must use too."""
+    """Return the hyperparameters that the reference must use too. Raise ConfigError for those that it cannot use."""
     if config.optimizer.type != "adamw":
         raise ConfigError(
             f"{path}: the reference that rows are verified against runs adamw, not {config.optimizer.type}"

@@ -142,7 +142,7 @@ def check_global_batch(path: Path, values: Mapping[str, Any], settings: Settings
 
 
 def _has(values: Mapping[str, Any], name: tuple[str, ...]) -> bool:
-    """Whether a key of sections says something other than false."""
+    """Return whether a nested key is set to something other than false."""
     found: Any = values
     for key in name:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -150,7 +150,7 @@ def _has(values: Mapping[str, Any], name: tuple[str, ...]) -> bool:
 
 
 def _precision(values: Mapping[str, Any]) -> dict[str, str]:
-    """What is switched on; fp32 where something is switched off and nothing left open."""
+    """Return the precision that is switched on; fp32 if one is switched off and neither is left open ("auto")."""
     sections = [values.get(name) for name in ("bf16", "fp16")]
     bf16, fp16 = (section.get("enabled") if isinstance(section, Mapping) else section for section in sections)
     if bf16 is True or fp16 is True:
@@ -169,7 +169,7 @@ def _strategy(path: Path, file: _File) -> str:
 
 
 def _placement(path: Path, zero: _Zero) -> dict[str, Any]:
-    """Where the file puts state; what it says nothing of is left to the options."""
+    """Return where the file puts state; leave out what the file does not set, which the options decide."""
     if not {"offload_optimizer", "offload_param"} & zero.model_fields_set:
         return {}
     optimizer, parameters = zero.offload_optimizer or _Offload(), zero.offload_param or _Offload()
@@ -194,7 +194,7 @@ def _placement(path: Path, zero: _Zero) -> dict[str, Any]:
 
 
 def _hyperparameters(path: Path, optimizer: _Optimizer) -> dict[str, Any]:
-    """Those that the reference must use too."""
+    """Return the hyperparameters that the reference must use too. Raise ConfigError for those that it cannot use."""
     if optimizer.type.lower() not in ("adam", "adamw") or not optimizer.params.adam_w_mode:
         raise ConfigError(
             f"{path}: the reference that rows are verified against runs AdamW, not {optimizer.type}"

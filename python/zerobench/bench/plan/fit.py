@@ -1,5 +1,6 @@
-"""Whether a configuration can fit at all, before any process starts. A lower bound: most activations, buffers and
-gathered parameters come on top, so what passes here may still run out of memory, but what does not pass cannot fit."""
+"""Check, before any process starts, whether a configuration can fit at all. The need is a lower bound: most
+activations, buffers and gathered parameters come on top. What passes here may still run out of memory, but what does
+not pass cannot fit."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class TooLarge(NamedTuple):
 
 
 def least_rank_bytes(configuration: Configuration) -> Need:
-    """Of parameters, gradients and optimizer state. Gradients of offloaded state leave the device as they come."""
+    """Return the least memory of a rank for parameters, gradients and optimizer state. Gradients of offloaded state
+    leave the device as they are produced."""
     settings, facts = configuration.settings, configuration.facts
     count = models.parameter_count(models.from_dict(configuration.model))
     low = settings.precision != "fp32" and not facts.autocast
@@ -70,7 +72,7 @@ def least_rank_bytes(configuration: Configuration) -> Need:
 
 
 def _stores_remainders(configuration: Configuration) -> bool:
-    """Whether our engine keeps remainders for masters; no other keeps any."""
+    """Return whether the row's engine keeps remainders instead of masters; only our engine can."""
     settings = configuration.settings
     if configuration.strategy not in OURS or settings.offload != "none":
         return False

@@ -1,4 +1,4 @@
-"""What rows are called, and the command that runs one alone. Imports no torch."""
+"""Names of rows, and the command that runs a row alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def rerun_values(configuration: Configuration, options: CompareOptions) -> dict[
 
 
 def own_fields(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What of a model's configuration was not as its name has it, and may be said."""
+    """Return the fields of a model's configuration that differ from what its name stands for, if they may be given."""
     resolved = models.find(name)
     defaults = resolved.model_dump()
     known: Iterable[str] = config

@@ -1,4 +1,4 @@
-"""What the command line asks of a comparison, checked before any work. Imports no torch."""
+"""Options of a comparison as the command line gives them, checked before any work. Imports no torch."""
 
 from __future__ import annotations
 
@@ -178,7 +178,8 @@ def check_device(options: CompareOptions, *, given_world_size: int | None) -> No
 
 
 def check_offload(options: CompareOptions) -> None:
-    """What only offloaded rows read must find one, and folders must take files."""
+    """Raise ConfigError if an option for offloaded rows has no such row or is out of range, or if a folder cannot take
+    files."""
     for ratio in options.offload_ratio:
         if isinstance(ratio, float) and not 0 <= ratio <= 1:
             raise ConfigError(f"--offload-ratio {ratio:g} is not valid: use a share from 0 to 1, or auto")

@@ -97,7 +97,7 @@ class Configuration(BaseModel):
         )
 
     def _of_the_bits(self) -> dict[str, Any]:
-        """What a file may set that a row's bits depend on and its settings do not tell."""
+        """Return the options of the row's file that its bits depend on and that its settings do not include."""
         keys = (
             "precision", "param_dtype", "reduce_dtype", "units", "cast_forward_inputs", "communicator", "loss_scale",
         )  # fmt: skip
@@ -193,7 +193,7 @@ def grid(options: CompareOptions, *, decided: Mapping[str, Any] | None = None) -
 def with_io_engine(
     options: CompareOptions, strategy: str, settings: Settings, extra: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a row's own file says of it stays."""
+    """Return ``extra`` with --io-engine for rows that swap; what the row's own file sets takes precedence."""
     if options.io_engine is None or strategy not in OURS or settings.offload not in NVME_OFFLOADS:
         return extra
     own = extra.get("offload_optimizer") or {}
@@ -216,8 +216,9 @@ def compile_of(strategy: str, mode: str) -> str:
 
 
 def placement(options: CompareOptions, strategy: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Where state lives and when it is updated. The reference and the floor stand under rows of every placement and
-    have one themselves. SuperOffload cannot be told: it updates during backward unless it clips."""
+    """Return where state lives and when it is updated. The reference and the floor are compared with rows of every
+    placement and have one placement themselves. SuperOffload has no setting for this: it updates during backward unless
+    it clips."""
     offload, in_backward = chosen["offload"], chosen["optimizer_in_backward"]
     if strategy in (REFERENCE, FLOOR):
         offload, in_backward = "none", False

@@ -98,8 +98,8 @@ def exhausted_tier(error: BaseException, *, device: str) -> Literal["device", "h
 
 
 def is_refused_thread(error: BaseException) -> bool:
-    """Whether memory for a thread's stack is what a rank under a limit lacks. Python's, torch's and the core's threads
-    fail to start with a bare RuntimeError that tells nothing but by its text."""
+    """Return whether a rank under a limit has no memory left for a thread's stack. Threads of Python, torch and the
+    core then fail to start with a bare RuntimeError, which nothing but its text tells apart."""
     limit_bytes, stack_bytes = (
         resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_STACK)
     )

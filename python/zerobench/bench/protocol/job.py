@@ -1,4 +1,5 @@
-"""What the command hands to the ranks of one configuration and what each rank hands back. Imports no torch."""
+"""Messages between the command and the ranks of one configuration: what it hands to them and what each rank hands back.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class Turn(_Message):
 
 
 class TensorDeviation(_Message):
-    """What rank 0 found when it compared tensors with the reference file."""
+    """Deviations that rank 0 found when it compared tensors with the reference file."""
 
     gradient: float
     gradient_worst: str
@@ -115,7 +116,7 @@ class DeviceMemory(_Message):
 
 
 class WindowTransfers(_Message):
-    """Of offloaded state over the measured window, bytes per step."""
+    """Transfers of offloaded state over the measured window, in bytes per step."""
 
     to_host_bytes: int | None = None
     to_device_bytes: int | None = None

@@ -81,8 +81,9 @@ def tolerance_precision(precision: str, dtypes: RowDtypes) -> str:
 def tolerances(
     precision: str, *, loss_dtype: str | None = None, reference_loss_dtype: str | None = None
 ) -> dict[str, float]:
-    """By quantity. Losses are further apart by what their dtypes round them by: BERT's has the dtype of its logits,
-    which is fp32 under autocast alone. Two of one dtype that are computed alike are rounded alike."""
+    """Return tolerances by quantity. Losses may differ, in addition, by what their dtypes round: BERT's loss has the
+    dtype of its logits, which is fp32 only under autocast. Two losses of one dtype that are computed alike are rounded
+    alike."""
     rounding = sum(_LOSS_ROUNDING.get(dtype or "", 0.0) for dtype in (loss_dtype, reference_loss_dtype))
     found = dict(TOLERANCES[precision])
     found["loss"] += rounding

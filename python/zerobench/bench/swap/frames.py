@@ -51,7 +51,7 @@ class Frames:
 
 @dataclass(frozen=True, kw_only=True)
 class Swapping:
-    """What of a rank swaps, and how."""
+    """Parts of a rank that swap, and how they swap."""
 
     shards: Sequence[int]  # elements of each
     io: IoChoice
@@ -64,7 +64,8 @@ class Swapping:
         return _OUTGOING_NUM * round_up(4 * min(max(self.shards), chunk_numel), PAGE_BYTES)
 
     def frames(self, chunk_numel: int) -> tuple[Frames, Frames | None]:
-        """Of optimizer state, and of parameters where they lie in files too, without any memory of the budget."""
+        """Return the frames of optimizer state, and those of parameters if these lie in files too, without any memory
+        of the budget."""
         largest = min(max(self.shards), chunk_numel)
         chunk_num = sum(math.ceil(numel / chunk_numel) for numel in self.shards)
 
@@ -78,7 +79,7 @@ class Swapping:
         return state, parameters
 
     def least_bytes(self, chunk_numel: int) -> int:
-        """What cannot swap: gradients, buffers and frames."""
+        """Return the bytes that cannot swap: gradients, buffers and frames."""
         frames = sum(each.bytes for each in self.frames(chunk_numel) if each is not None)
         return self.outgoing_bytes(chunk_numel) + frames + self.element_bytes * sum(self.shards)
 
@@ -100,7 +101,8 @@ class Swapping:
         return state.with_memory(left_bytes), parameters
 
     def least_chunk_numel(self, path_bytes: int) -> int:
-        """Of which every path gets so many bytes of the state and of parameters in files."""
+        """Return the smallest chunk, in elements, of which every path still gets ``path_bytes`` bytes of the state, and
+        of parameters if these lie in files."""
         smallest_bytes = self.element_bytes if self.pages_parameters else STATE_BYTES
         numel = CHUNK_NUMEL
         while numel > LINE_NUMEL and numel // 2 * smallest_bytes >= self.path_num * path_bytes:
@@ -127,7 +129,7 @@ class Swapping:
         return next(numel for numel, bytes_ in moved.items() if bytes_ <= most_bytes)
 
     def moved_bytes(self, chunk_numel: int) -> float:
-        """Of a step: state is read and written, parameters are read twice and written."""
+        """Return the bytes that a step moves: state is read and written, parameters are read twice and written."""
         state, parameters = self.frames_within_budget(chunk_numel)
         parameters_share = parameters.swapped_share if parameters is not None else 0.0
         return sum(self.shards) * (

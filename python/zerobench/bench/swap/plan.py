@@ -22,7 +22,8 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Swap:
-    """Of all ranks of a host, about: what a step reads and writes, and the memory that io_uring locks for it."""
+    """Approximate totals over all ranks of a host: what a step reads and writes, and the memory that io_uring locks for
+    it."""
 
     read_bytes: float = 0.0
     written_bytes: float = 0.0
@@ -56,7 +57,7 @@ class Pool:
 
 
 def may_swap(configuration: Configuration) -> bool:
-    """Whether a row can have state on NVMe as it asks for, by its strategy's facts. Built-in strategies that cannot
+    """Return whether a row can have state on NVMe as it asks, by its strategy's facts. Built-in strategies that cannot
     are skipped, and move nothing."""
     settings, facts = configuration.settings, configuration.facts
     return settings.offload in facts.nvme_offloads and settings.device in facts.devices
@@ -131,8 +132,8 @@ def pool_of(
 
 
 def locked_bytes(frames: Sequence[Frames], *, begin: int, pool_bytes: int) -> int:
-    """What the kernel charges for rings over such frames, one behind the other in the pool: of each ring every page
-    that it touches, and those of the pool are huge but for its end."""
+    """Return the bytes that the kernel charges for rings over such frames, one after the other in the pool. For each
+    ring it charges every page that the ring touches; the pool's pages are huge except at its end."""
     huge_end = pool_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     charged = 0
     for each in frames:
@@ -144,13 +145,14 @@ def locked_bytes(frames: Sequence[Frames], *, begin: int, pool_bytes: int) -> in
 
 
 def ring_bytes(depth: int) -> int:
-    """Of a ring itself, its requests (64 bytes each) and its two queues, which the kernel may charge too."""
+    """Return the bytes of a ring itself: its requests (64 bytes each) and its two queues, which the kernel may charge
+    too."""
     entry_num = 1 << depth.bit_length()  # the least power of two for one more than the depth
     return round_up(64 * entry_num, PAGE_BYTES) + round_up(36 * entry_num + 256, PAGE_BYTES)
 
 
 def unit_numels(configuration: Configuration) -> list[int]:
-    """Of the root and each block, about."""
+    """Return the approximate number of elements of the root and of each block."""
     config = models.from_dict(configuration.model)
     count, layers = models.parameter_count(config), config.num_layers
     block = models.parameter_count(config.with_layers(layers + 1)) - count

@@ -90,8 +90,9 @@ def deepspeed_config(
 
 
 def fuses_with_torch(settings: StrategySettings, *, stage: int) -> bool:
-    """Whether torch's fused AdamW is used, which needs no compiler. DeepSpeed's stage 0 flattens its masters, and fuses
-    over them, only for its own optimizer, and offloaded masters are updated by its own on the CPU."""
+    """Return whether torch's fused AdamW is used, which needs no compiler. DeepSpeed's stage 0 flattens its masters,
+    and fuses over them, only for its own optimizer. Offloaded masters are updated by DeepSpeed's own optimizer on the
+    CPU."""
     return settings.offload == "none" and (stage > 0 or settings.precision == "fp32")
 
 

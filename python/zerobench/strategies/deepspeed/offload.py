@@ -70,7 +70,7 @@ def offload_options(
     super_offload: bool,
     swap_folder: str | None,
 ) -> dict[str, Any]:
-    """What is added to DeepSpeed's configuration; nothing where nothing is offloaded. ``largest_numel``: of one
+    """Return what is added to DeepSpeed's configuration; empty if nothing is offloaded. ``largest_numel``: of one
     parameter."""
     if settings.offload == "none":
         return {}

@@ -1,5 +1,5 @@
-"""What a rank holds of masters and moments under DeepSpeed's stage 3, wherever they are: on the GPU, on the host, or on
-NVMe, sub-group by sub-group. Written against 0.19.8, whose own readers know neither a ratio nor a pipelined swap."""
+"""Masters and moments that a rank holds under DeepSpeed's stage 3, wherever they are: on the GPU, on the host, or on
+NVMe, sub-group by sub-group. Written against 0.19.8; its own readers support neither a ratio nor a pipelined swap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def partitions(
 
 
 def state_of(optimizer: Any, flat: torch.Tensor) -> Mapping[str, Any]:
-    """Of a sub-group's masters; those that a ratio leaves on the GPU have an optimizer of their own."""
+    """Return the optimizer's state of a sub-group's masters; those that a ratio leaves on the GPU have an optimizer of
+    their own."""
     for owner in (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)):
         if owner is not None and flat in owner.state:
             return owner.state[flat]

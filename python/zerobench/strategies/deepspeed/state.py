@@ -155,7 +155,7 @@ def _averaged_gradients(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _host_gradients(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Where gradients of offloaded masters arrive."""
+    """Yield the buffers in which gradients of offloaded masters arrive."""
     if not _offloads(optimizer):
         return
     yield from _tensors(getattr(optimizer, "grad_partitions_flat_buffer", None))
@@ -181,7 +181,7 @@ def _staging(optimizer: Any, parameters: Sequence[Any]) -> Iterator[torch.Tensor
 
 
 def _swapped_bytes(optimizer: Any) -> dict[str, int]:
-    """By category, of what has files."""
+    """Return the bytes of what has swap files, by category."""
     swapper = getattr(optimizer, "optimizer_swapper", None)
     if swapper is None:
         return {}

@@ -130,7 +130,7 @@ class DeepSpeedStrategy(Strategy):
         """Raise MemoryError where what the stage needs besides usual memory is not there."""
 
     def _leaf_classes(self, model: nn.Module) -> list[str]:
-        """Of what stage 3 gathers as one, with one pair of hooks."""
+        """Return the names of the classes that stage 3 gathers as one, with one pair of hooks."""
         kinds = {type(block) for block in repeated_blocks(model)} if self.gathers_blocks else set()
         return sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
