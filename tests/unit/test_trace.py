@@ -154,11 +154,19 @@ def packed(document: object) -> bytes:
         packed({"otherData": {"zerobench_trace": 1, **FACTS, "step_us": "1"}, "traceEvents": []}),
         gzip.compress(b"[" * 100_000),
     ],
+    ids=["text", "cut", "a list", "no facts", "a lane", "no time", "a time in words", "too deep"],
 )
 def test_another_file_is_no_trace(tmp_path, content) -> None:
     file = tmp_path / "trace.json.gz"
     file.write_bytes(content)
     with pytest.raises(DataError, match="is not a trace of zerobench"):
+        read_trace(file)
+
+
+def test_a_trace_of_a_newer_zerobench_is_refused(tmp_path) -> None:
+    file = tmp_path / "trace.json.gz"
+    file.write_bytes(packed({"otherData": {"zerobench_trace": 99}}))
+    with pytest.raises(DataError, match=r"has a newer format than this zerobench reads: upgrade zerobench$"):
         read_trace(file)
 
 

@@ -143,7 +143,7 @@ def read_trace(path: Path) -> Trace:
             raise ValueError(f"it holds more than {_MOST_BYTES >> 20} MiB")
         document = json.loads(content)
         facts = document["otherData"]
-        if facts.pop("zerobench_trace") != _FORMAT:
+        if facts.pop("zerobench_trace") > _FORMAT:
             raise DataError(f"{path} has a newer format than this zerobench reads: upgrade zerobench")
         spans = [
             Span(
@@ -160,6 +160,8 @@ def read_trace(path: Path) -> Trace:
         if not 0 < trace.step_us < float("inf"):
             raise ValueError(f"its step takes {trace.step_us} microseconds")
         return trace
+    except DataError:  # which is a ValueError, too
+        raise
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist: `zerobench compare --trace` writes traces into RESULTS/traces"
