@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -131,6 +131,7 @@ class ZeroStrategy(Strategy):
             self._engine.compile(backend=self._compiler.backend)
         self._communication_ms = self._waited_ms = self._waited_for_files_ms = 0.0
         self._collectives: list[Collective] | None = None
+        self._is_recorded = False  # by record_timeline
         self.settle()
 
     def step(self, micro_batches: Sequence[Batch], *, norm: bool = False) -> StepResult:
@@ -251,11 +252,12 @@ class ZeroStrategy(Strategy):
         clock = phase_clock(device, exposed)
         self._take_waited_for_files_ms()
         traffic = TrafficClock(clock, self._moved_by_collective)
-        with self._engine.record_timeline() as spans:
+        with nullcontext() if self._is_recorded else self._engine.record_timeline() as spans:
             self._run(micro_batches, clock=traffic)
-        self._collectives = engine_collectives(
-            traffic, spans if device.type == "cpu" else None, self._engine.units(), self.settings.world_size
-        )
+        if not self._is_recorded:
+            timed = spans if device.type == "cpu" else None
+            units, world_size = self._engine.units(), self.settings.world_size
+            self._collectives = engine_collectives(traffic, timed, units, world_size)
         phases = clock.phases_ms
         if isinstance(phases, Phases) and self.settings.offload in NVME_OFFLOADS:
             phases.files_ms = self._take_waited_for_files_ms()
@@ -269,8 +271,14 @@ class ZeroStrategy(Strategy):
     def collectives(self) -> list[Collective] | None:
         return self._collectives
 
-    def record_timeline(self) -> AbstractContextManager[list[tuple[str, str, str, int, int]] | None]:
-        return self._engine.record_timeline()
+    @contextmanager
+    def record_timeline(self) -> Iterator[list[tuple[str, str, str, int, int]] | None]:
+        self._is_recorded = True  # the engine has one recording at a time
+        try:
+            with self._engine.record_timeline() as spans:
+                yield spans
+        finally:
+            self._is_recorded = False
 
     def streams(self) -> dict[str, int]:
         return self._engine.streams()

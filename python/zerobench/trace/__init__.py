@@ -1,1 +1,1 @@
-"""Where the time of a traced step goes."""
+"""Account of a traced step: where its time goes."""

@@ -1,4 +1,4 @@
-"""Where a step's time goes, from the intervals in which a device ran kernels and copies. Pure arithmetic: times are
+"""Split a step's time by the intervals in which a device ran kernels and copies. Pure arithmetic: times are
 numbers of any one unit. Imports no torch."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def subtracted(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """What of ``intervals`` lies outside ``holes``; both as merged() gives them."""
+    """Return the parts of ``intervals`` outside ``holes``; both are as merged() returns them."""
     result: list[Interval] = []
     first = 0
     for begin, end in intervals:
@@ -95,7 +95,7 @@ def busy_share(activities: Iterable[Activity], begin: float, end: float) -> floa
 
 
 def part_for_files(phases: dict[str, float], files_ms: float | None) -> dict[str, float]:
-    """What of the waits for offloaded state were waits for files: as long as the host was blocked for them at most."""
+    """Split waits for files from waits for offloaded state: they last at most as long as files blocked the host."""
     if files_ms is None or EXPOSED_OFFLOAD not in phases:
         return phases
     io_ms = min(files_ms, phases[EXPOSED_OFFLOAD])

@@ -126,7 +126,7 @@ def only_new_garbage() -> Iterator[None]:
 
 
 def steps_since_settle(warmup_num: int, window_num: int) -> int:
-    """What is counted with nothing under way at either end is counted over the last warm-up step, too."""
+    """Return the steps that counters cover. They begin with nothing under way: before the last warm-up step."""
     return window_num + min(warmup_num, 1)
 
 
@@ -144,7 +144,7 @@ def energy_per_step(
 
 
 def step_memory(meter: Meter, *, elsewhere_bytes: int) -> DeviceMemory:
-    """Of the window that was just stopped, without what lay in the same memory throughout and belongs elsewhere:
+    """Return the memory of the window that was just stopped, without what lay in it throughout and belongs elsewhere:
     batches that wait for their step, and what CPU ranks offload."""
     memory = meter.memory()
     memory.peak_bytes -= elsewhere_bytes

@@ -35,7 +35,9 @@ class Profile(NamedTuple):
 
 
 class Meter(ABC):
-    """Of one rank. The calls around a window: ``settle``, perhaps steps, ``start``, a ``mark`` after each, ``stop``."""
+    """Clock, memory and energy of one rank.
+
+    The calls around a window: ``settle``, perhaps steps, ``start``, a ``mark`` after each, ``stop``."""
 
     device: torch.device
 
@@ -61,10 +63,10 @@ class Meter(ABC):
 
     @abstractmethod
     def memory(self) -> DeviceMemory:
-        """Of the window that was just stopped."""
+        """Return the memory of the window that was just stopped."""
 
     def energy_j(self) -> float | None:
-        """What the device has taken up to now, counted from any moment; None where nothing counts that."""
+        """Return the joules that the device took since some fixed moment, or None if nothing counts them."""
         return None
 
     @abstractmethod

@@ -1,5 +1,5 @@
-"""What a forward reads, seen by hooks on the modules that hold parameters: each should be its master, rounded. And what
-it computes its loss in."""
+"""Record what a forward reads, by hooks on the modules that hold parameters: each should be its master, rounded. Also
+record the dtype in which it computes its loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What offloaded state cost: from a strategy's counters to a row, beside what link and files give alone."""
+"""Cost of offloaded state, from a strategy's counters, next to the speed of the link and the files alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def by_direction(rates: Rates) -> dict[str, float]:
 
 
 def _copies_gb_s(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Of each (source, target), copied on streams of their own; the first round warms up."""
+    """Return the speed of copying all (source, target) pairs, each on its own stream. The first round warms up."""
     streams = [torch.cuda.Stream() for _ in pairs]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for timed in (False, True):

@@ -41,7 +41,7 @@ _DEVICE_SHARE = 0.1  # of what is free; seven sets of tensors are compared
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What a strategy's short deterministic run left behind."""
+    """Results of a strategy's short deterministic run."""
 
     loss: float  # this rank's mean, step 1
     norm: float | None  # global, before clipping, step 1
@@ -166,7 +166,7 @@ def evaluate(
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a batch norm of the module keeps running statistics."""
+    """Return whether a batch norm of the module keeps running statistics."""
     norms = (inner for inner in module.modules() if isinstance(inner, nn.modules.batchnorm._NormBase))
     return any(norm.track_running_stats for norm in norms)
 
@@ -180,8 +180,8 @@ def evaluate_parameters(
     *,
     tick: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """What a row's evaluation should have been: the losses of ``batches`` by a reference whose ``parameters`` are the
-    row's own. It stands alone on the row's device, and neither checkpoints nor compiles."""
+    """Return what a row's evaluation should have been: the losses of ``batches`` by a reference that has the row's
+    ``parameters``. It stands alone on the row's device, and neither checkpoints nor compiles."""
     settings = replace(
         row_settings, rank=0, world_size=1, local_world_size=1, checkpointing=False, compile="none"
     )

@@ -1,4 +1,4 @@
-"""What one rank does: verify, then measure, then report. Runs in a fresh process forked by the fork server."""
+"""Work of one rank: verify, then measure, then report. Runs in a fresh process forked by the fork server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from zerobench.strategies.compiled import cache_in
 
 @dataclass(kw_only=True)
 class Place:
-    """Where this rank is, from the environment that launchers set, and the cores that it was bound to."""
+    """Place of this rank, from the environment that launchers set, and the cores that it was bound to."""
 
     rank: int
     world_size: int
@@ -141,7 +141,7 @@ def bound(job: Job, place: Place) -> Binding | None:
 
 
 def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) -> StrategySettings:
-    """Of the measured pass, or of the deterministic one; each meets at a place of its own."""
+    """Return the settings of the measured pass, or of the deterministic one. Each has a rendezvous of its own."""
     settings = job.settings
     # The reference is one process that trains every rank's micro-batches, as if they were accumulated.
     ranks_per_process = settings.world_size // place.world_size
