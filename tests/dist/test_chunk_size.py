@@ -108,7 +108,7 @@ def test_a_small_budget_takes_smaller_chunks(folder: str, on_device: dict, place
     assert chosen[0] < LARGEST and chosen[-1] == LARGEST
     assert swapped[0] > 0 and swapped[-1] == 0
     # Where the largest chunks were forced, the smallest budgets are refused.
-    with pytest.raises(OutOfMemoryError, match="remove chunk_numel"):
+    with pytest.raises(OutOfMemoryError, match="leave out chunk_numel"):
         trained(alone(), folder, placement, host_memory_bytes=450_000, chunk_numel=LARGEST)
 
 
