@@ -30,7 +30,7 @@ _TCP = {
     "tcp_rmem": "4096 6291456 33554432",
 }
 _QUEUE_S = 0.05  # how long a packet may wait for its turn before it is dropped
-_BURST_S, _LEAST_BURST_BYTES = 0.0005, 131072  # the largest packet of the kernel's goes at once
+_BURST_S, _LEAST_BURST_BYTES = 0.0005, 69632  # the largest packet of the kernel's goes at once
 
 
 def address_of(host: int) -> str:
