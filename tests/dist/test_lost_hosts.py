@@ -59,6 +59,7 @@ def test_a_host_whose_processes_are_killed_is_named(tmp_path, stage):
         assert rank == VICTIM
 
 
+@pytest.mark.long  # for the same reason
 def test_a_host_whose_link_goes_down_is_named(tmp_path):
     with pretended_hosts.make_network(WORLD_SIZE, "1gbit") as network:
         hosts = pretended_hosts.in_namespaces(network)
