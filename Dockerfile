@@ -8,7 +8,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 1001 zerobench \
-    && install --directory --owner=zerobench /opt/venv /src /work /work/results
+    && install --directory --owner=zerobench /opt/venv /src /zerobench /zerobench/results
 USER 1001
 
 ENV PATH=/opt/venv/bin:$PATH
@@ -21,6 +21,6 @@ WORKDIR /src
 RUN pip install --no-cache-dir . && rm -rf build
 
 # Results go to results/ in the working folder: mount a folder there.
-WORKDIR /work
+WORKDIR /zerobench
 ENTRYPOINT ["zerobench"]
 CMD ["recipe", "run", "precision"]

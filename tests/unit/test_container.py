@@ -76,8 +76,8 @@ def test_the_toolkit_is_one_that_torch_is_built_with() -> None:
 
 def test_the_container_runs_as_a_user_of_its_own_in_a_folder_for_results() -> None:
     assert all_of("USER") == ["1001"]
-    assert all_of("WORKDIR")[-1] == "/work"
-    assert any("/work/results" in words for words in shell_commands())
+    assert all_of("WORKDIR")[-1] == "/zerobench"
+    assert any("/zerobench/results" in words for words in shell_commands())
 
 
 def test_the_default_command_is_a_recipe() -> None:
