@@ -14,8 +14,8 @@ from page_samples import HOSTILE, hostile
 from report_samples import GOLDEN, SAMPLE, gpus, sample
 from typer.testing import CliRunner, Result
 
+from zerobench.cli.exit_codes import ExitCode
 from zerobench.cli.main import app
-from zerobench.diff.differences import REGRESSION
 from zerobench.diff.match import match_rows
 from zerobench.diff.show import as_document, json_text, markdown_text, table_text
 from zerobench.errors import ConfigError, DataError
@@ -125,7 +125,7 @@ def test_the_text_is_the_golden_one(name: str) -> None:
 def test_json_begins_with_the_verdict_and_holds_every_row() -> None:
     found = difference(*changed_pair())
     document = json.loads(json_text(found))
-    assert next(iter(document)) == "verdict" and document["exit_code"] == REGRESSION
+    assert next(iter(document)) == "verdict" and document["is_regression"]
     assert document["status_changes"][0]["new"] == "oom"
     assert {one["other_settings"] for one in document["appeared"]} == {"batch 8 -> 16", None}
     rows = {row["row"]: row for row in document["metrics"][0]["rows"]}
@@ -176,7 +176,7 @@ def test_the_exit_code_is_0_where_nothing_is_worse(write) -> None:  # type: igno
 def test_the_exit_code_is_3_after_a_regression(write, output_format: str) -> None:  # type: ignore[no-untyped-def]
     old, new = changed_pair()
     result = invoke(write(old), write(new), "--format", output_format)
-    assert result.exit_code == REGRESSION and "regression: 1 row broke" in result.stdout
+    assert result.exit_code == ExitCode.REGRESSION and "regression: 1 row broke" in result.stdout
 
 
 def test_a_change_below_the_limit_is_told_and_no_regression(write) -> None:  # type: ignore[no-untyped-def]
@@ -187,7 +187,7 @@ def test_a_change_below_the_limit_is_told_and_no_regression(write) -> None:  # t
     paths = write(sample()), write(new)
     result = invoke(*paths, "--fail-above", "10%", "--metric", "peak_device_bytes")
     assert result.exit_code == 0 and ": 7 worse" in result.stdout
-    assert invoke(*paths, "--metric", "peak_device_bytes").exit_code == REGRESSION
+    assert invoke(*paths, "--metric", "peak_device_bytes").exit_code == ExitCode.REGRESSION
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_no_row_left_that_is_ok_is_a_regression_and_no_error(write) -> None:  # 
     for row in new.rows:
         row.status, row.step_time_ms = "failed", None
     result = invoke(SAMPLE, write(new), "--metric", "tokens_per_s")
-    assert result.exit_code == REGRESSION and "7 rows broke" in result.stdout
+    assert result.exit_code == ExitCode.REGRESSION and "7 rows broke" in result.stdout
 
 
 def test_any_numeric_column_can_be_named(write) -> None:  # type: ignore[no-untyped-def]
@@ -332,7 +332,7 @@ def test_huge_and_infinite_figures_give_no_ratio(tmp_path) -> None:  # type: ign
     for output_format in ("table", "markdown", "json"):
         for pair in ((path, SAMPLE), (SAMPLE, path), (path, path)):
             result = invoke(*pair, *columns, "--format", output_format)
-            assert result.exit_code in (0, REGRESSION), result.exception
+            assert result.exit_code in (0, ExitCode.REGRESSION), result.exception
 
 
 def test_many_equal_rows_match_in_their_order() -> None:

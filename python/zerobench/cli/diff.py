@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zerobench.cli.exit_codes import ExitCode
 from zerobench.cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -61,4 +62,4 @@ def diff(
         Format.JSON: show.json_text,
     }
     typer.echo(written[Format.JSON if as_json else output_format](found), nl=False)
-    raise typer.Exit(found.exit_code())
+    raise typer.Exit(ExitCode.REGRESSION if found.is_regression() else ExitCode.OK)

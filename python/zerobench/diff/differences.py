@@ -16,9 +16,6 @@ from zerobench.report.series import expect_numeric
 from zerobench.results.merging import surroundings
 from zerobench.results.schema import Results, Row
 
-REGRESSION = 3
-"""Exit code of the command where a row broke, or is worse by more than the margin."""
-
 
 class Source(NamedTuple):
     """A result file."""
@@ -97,9 +94,10 @@ class Diff:
     ok_num: int
     """Rows that are ok in both files."""
 
-    def exit_code(self) -> int:
+    def is_regression(self) -> bool:
+        """Return whether a row broke, or is worse by more than the margin."""
         has_broken = any(change.is_broken for change in self.status_changes)
-        return REGRESSION if has_broken or any(table.regressions() for table in self.tables) else 0
+        return has_broken or any(table.regressions() for table in self.tables)
 
 
 def diff(old: Source, new: Source, *, columns: Sequence[str] = (), margin: float) -> Diff:

@@ -113,7 +113,7 @@ def as_document(diff: Diff) -> dict[str, Any]:
     """Return the diff, ready for JSON, the verdict first."""
     return {
         "verdict": verdict_line(diff),
-        "exit_code": diff.exit_code(),
+        "is_regression": diff.is_regression(),
         "fail_above": diff.margin,
         "old": _source(diff.old),
         "new": _source(diff.new),
