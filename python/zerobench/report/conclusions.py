@@ -19,9 +19,9 @@ from zerobench.results.comparing import BASELINE_POINT, plain_twin
 from zerobench.results.rows import by_workload, fastest, has_peak, is_ranked
 from zerobench.results.schema import Results, Row
 from zerobench.results.sizes import bytes_text, join_words, rate_text
+from zerobench.results.verdicts import WORKS_WITHIN
 from zerobench.strategies.catalogue import FLOOR, OURS
 
-NEAR = 1.10  # saving memory is worth this much time
 NOTABLE_SAVING = 0.05  # of the peak, from which a row is said to need less
 
 
@@ -76,7 +76,7 @@ def _why_it_pays(row: Row, lower: Sequence[Row]) -> str | None:
         return None
     least = min(rivals, key=_peak)
     slower = max((pace(other, row) for other in rivals), key=lambda found: found.value)
-    if slower.value > NEAR or _peak(row) > (1 - NOTABLE_SAVING) * _peak(least):
+    if slower.value > WORKS_WITHIN or _peak(row) > (1 - NOTABLE_SAVING) * _peak(least):
         return None
     return f"it {_saving_text(row, least)} compared with stage {least.stage}, {_cost_text(slower)}"
 

@@ -11,6 +11,7 @@ from zerobench.report.phases import phases_pct
 from zerobench.results.rows import run_num, step_rate, tokens_per_step
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import SETTINGS
+from zerobench.results.sizes import range_text
 from zerobench.strategies.catalogue import FLOOR, eager_form
 
 BENDS_BELOW = 0.80  # of the speed of a rank alone
@@ -79,11 +80,11 @@ def compile_payback(results: Results) -> list[str]:
             continue
         taken = [row.compile_s or 0.0 for row, _ in known]
         steps = [paid for row, base in known if (paid := _steps_until_paid(row, base)) is not None]
-        text = f"{strategy} with --compile {mode} takes {_range_text(taken, '.1f')} s to compile"
+        text = f"{strategy} with --compile {mode} takes {range_text(taken, '.1f')} s to compile"
         if not steps:
             text += ", which never pays: nothing is faster than eager beyond noise"
         else:
-            text += f", which has paid after {_range_text(steps, ',.0f')} steps"
+            text += f", which has paid after {range_text(steps, ',.0f')} steps"
             text += f" (in {len(steps)} of {len(known)} pairs)" if len(steps) < len(known) else ""
         texts.append(f"{text}.")
     return texts
@@ -115,11 +116,6 @@ def _steps_until_paid(row: Row, base: Row) -> int | None:
     assert row.step_time_ms is not None and row.compile_s is not None
     saved_s = row.step_time_ms.median / 1e3 * (found.value - 1)
     return math.ceil(row.compile_s / saved_s)
-
-
-def _range_text(values: Sequence[float], form: str) -> str:
-    low, high = format(min(values), form), format(max(values), form)
-    return low if low == high else f"{low} to {high}"
 
 
 def accumulation_speed(results: Results) -> list[str]:

@@ -45,6 +45,12 @@ def rate_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def range_text(values: Sequence[float], form: str = "") -> str:
+    """Return such as "2 to 5", the smallest and the largest value by a format, or one where both read the same."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
 def join_words(words: Sequence[str]) -> str:
     """Such as "a, b and c"; with semicolons between words that hold commas, as labels of rows may."""
     between = "; " if any(", " in word for word in words) else ", "

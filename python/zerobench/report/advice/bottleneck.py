@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from zerobench.report.advice.memory import NEAR_FASTEST, smallest_offloaded
+from zerobench.report.advice.memory import smallest_offloaded
 from zerobench.report.advice.rule import Scene, Words
 from zerobench.report.phases import phases_pct
 from zerobench.results.rows import GB, NOISE_SIGMAS
 from zerobench.results.schema import Row
-from zerobench.results.sizes import join_words
+from zerobench.results.sizes import join_words, range_text
 from zerobench.results.stats import median_error
+from zerobench.results.verdicts import WORKS_WITHIN
 from zerobench.strategies.catalogue import FLOOR
 
 WAIT_SHARE = 0.25
@@ -86,17 +86,17 @@ def bound_by_power(scene: Scene) -> list[Words]:
 
 
 def power_sets_the_pace(scene: Scene) -> list[Words]:
-    fast = [row for row in scene.ranked if row.relative is not None and row.relative <= NEAR_FASTEST]
+    fast = [row for row in scene.ranked if row.relative is not None and row.relative <= WORKS_WITHIN]
     shares = [share for row in fast if (share := _capped_pct(row)) is not None]
     if not shares or len(shares) < len(fast) or min(shares) < POWER_CAPPED_PCT:
         return []
-    texts = [f"in {_range_text(shares)} % of the samples"]
+    texts = [f"in {range_text(shares, '.0f')} % of the samples"]
     watts = [row.sampled.power_w for row in fast if row.sampled and row.sampled.power_w is not None]
     energies = [row.tokens_per_j for row in fast if row.tokens_per_j is not None]
     if watts:
-        texts.append(f"{_range_text(watts)} W a GPU")
+        texts.append(f"{range_text(watts, '.0f')} W a GPU")
     if energies:
-        texts.append(f"{_range_text(energies, decimals=2)} tokens a joule")
+        texts.append(f"{range_text(energies, '.2f')} tokens a joule")
     many = f"All {len(fast)} rows within 10 % of the fastest"
     return [{"who": scene.label(fast[0]) if len(fast) == 1 else many, "figures": ", ".join(texts)}]
 
@@ -132,8 +132,3 @@ def _pace_noise(row: Row) -> float:
         row.step_time_ms.samples[: row.settings.num_steps]
     )  # ranks' medians are of the first repeat
     return math.inf if error is None else NOISE_SIGMAS * math.sqrt(2.0) * error / row.step_time_ms.median
-
-
-def _range_text(values: Sequence[float], *, decimals: int = 0) -> str:
-    low, high = f"{min(values):.{decimals}f}", f"{max(values):.{decimals}f}"
-    return low if low == high else f"{low} to {high}"

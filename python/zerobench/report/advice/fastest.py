@@ -17,7 +17,7 @@ from zerobench.results.rows import (
     ties_with_fastest,
 )
 from zerobench.results.schema import Row
-from zerobench.results.sizes import count_text, join_words, ms_text, rate_text
+from zerobench.results.sizes import count_text, join_words, ms_text, range_text, rate_text
 from zerobench.results.stats import FEWEST_SAMPLES, median
 
 
@@ -151,7 +151,7 @@ def basis(scene: Scene) -> list[Words]:
 def _runs_text(rows: Sequence[Row]) -> str:
     """Return such as "1 run each" or "2 to 3 runs each"."""
     runs = [run_num(row) for row in rows]
-    text = _range_text(min(runs), max(runs))
+    text = range_text(runs)
     return f"{text} run{'s' if max(runs) != 1 else ''}{' each' if len(rows) > 1 else ''}"
 
 
@@ -172,8 +172,4 @@ def _samples_text(rows: Sequence[Row]) -> str:
     spreads = [100.0 * time.mad / time.median for time in times if len(time.samples) >= FEWEST_SAMPLES]
     spread = f", MAD {median(spreads):.1f} % of the median" if spreads else ""
     what = "measured step" if any(row.turns is None for row in rows) else "window"
-    return f"{_range_text(fewest, most)} {what}{'s' if most != 1 else ''} a row{spread}"
-
-
-def _range_text(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low} to {high}"
+    return f"{range_text((fewest, most))} {what}{'s' if most != 1 else ''} a row{spread}"

@@ -8,8 +8,8 @@ from zerobench.results.comparing import plain_twin, plain_twins
 from zerobench.results.rows import fastest, has_peak, is_ranked, ties_with_fastest
 from zerobench.results.schema import Row
 from zerobench.results.sizes import bytes_text
+from zerobench.results.verdicts import WORKS_WITHIN
 
-NEAR_FASTEST = 1.10  # memory is worth giving up this much time
 NOTABLE_SAVING_PCT = 2.0
 
 
@@ -47,7 +47,7 @@ def _near_fastest(scene: Scene) -> tuple[Row, Row] | None:
     best = fastest(rows)
     assert best is not None
     near = [
-        row for row in rows if has_peak(row) and row.relative is not None and row.relative <= NEAR_FASTEST
+        row for row in rows if has_peak(row) and row.relative is not None and row.relative <= WORKS_WITHIN
     ]
     if not near or len(rows) == 1 or order_unclear(scene):
         return None
