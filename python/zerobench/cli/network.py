@@ -12,6 +12,7 @@ from zerobench.cli.results import ResultPaths
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console, print_document
 from zerobench.host.network import parse_network
+from zerobench.report.network_predictions import HOSTS
 from zerobench.strategies.catalogue import DEFAULT_BASELINES
 
 
@@ -25,7 +26,7 @@ def network(
     ] = "",
     hosts: Annotated[
         str, typer.Option(help="Numbers of hosts to predict step times for, each of one device.")
-    ] = "2,4,8,16,64",
+    ] = ",".join(map(str, HOSTS)),
     baseline: Annotated[
         str, typer.Option(help="Strategy that the others break even with: plain data parallelism.")
     ] = DEFAULT_BASELINES[0],
@@ -66,5 +67,7 @@ def _verdict(reports: Sequence[dict[str, Any]]) -> str:
 
 def _number(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 2:
-        raise ConfigError(f"--hosts {text!r} is no number of hosts: use whole numbers from 2, such as 2,4,8")
+        raise ConfigError(
+            f"--hosts {text!r} is not a number of hosts: use whole numbers from 2, such as 2,4,8"
+        )
     return int(text)

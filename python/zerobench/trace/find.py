@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from zerobench.bench.output import TRACES
-from zerobench.bench.rank.trace_file import Trace, read_trace, trace_path
+from zerobench.bench.rank.trace_file import SUFFIX, Trace, read_trace, trace_path
 from zerobench.errors import DataError, did_you_mean
-
-_SUFFIX = ".json.gz"
 
 
 def find_trace(place: str) -> Trace:
@@ -18,7 +16,7 @@ def find_trace(place: str) -> Trace:
     if not has_name and not given.is_dir() and given.name != "results.json":
         return read_trace(given)
     folder = (given if given.is_dir() else given.parent) / TRACES
-    rows = sorted(file.name.removesuffix(_SUFFIX) for file in folder.glob(f"*{_SUFFIX}"))
+    rows = sorted(file.name.removesuffix(SUFFIX) for file in folder.glob(f"*{SUFFIX}"))
     if not rows:
         raise DataError(f"{folder} holds no traces: run `zerobench compare --trace`")
     if not has_name and len(rows) == 1:

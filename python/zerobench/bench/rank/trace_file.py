@@ -25,6 +25,7 @@ MOST_SPANS = 200_000  # in a file: about 5 MB
 _NAME_LENGTH = 80
 _MOST_BYTES = 256 << 20  # of JSON that is read
 _FORMAT = 1
+SUFFIX = ".json.gz"
 _TRACKS = 1000  # thread numbers of one lane
 
 
@@ -53,7 +54,7 @@ class Trace:
 
 
 def trace_path(folder: Path, row: str) -> Path:
-    return folder / f"{row}.json.gz"
+    return folder / f"{row}{SUFFIX}"
 
 
 def lane_of_activity(name: str, stream_lane: str | None) -> str:
