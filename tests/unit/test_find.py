@@ -97,7 +97,7 @@ def test_whole_rows_alone_tell_once_one_did_not_fit_where_a_few_steps_had() -> N
         ({"find": "depth"}, "unknown --find 'depth': use one of batch, layers, seq"),
         ({"find": "batch", "batch_size": (2, 4)}, "--batch-size gives several"),
         ({"find": "batch", "device_memory_gib": None}, "would fill the memory of the host"),
-        ({"find": "batch", "global_batch": 16}, "leave --global-batch out"),
+        ({"find": "batch", "global_batch": 16}, "remove --global-batch"),
     ],
 )
 def test_a_search_that_cannot_be_is_an_error(options: dict, words: str) -> None:

@@ -30,7 +30,7 @@ def run_launch(
     if ssh and write is not None:
         raise ConfigError("--ssh starts the hosts and --write prints a job file: give one of them")
     if ssh and as_json:
-        raise ConfigError("--ssh shows what the hosts print, which is not JSON: leave out --json")
+        raise ConfigError("--ssh shows what the hosts print, which is not JSON: remove --json")
     if write is not None and write not in WRITERS:
         raise ConfigError(
             f"--write {write} is unknown: {did_you_mean(write, WRITERS)}known: {', '.join(WRITERS)}"

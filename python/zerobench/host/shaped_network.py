@@ -156,7 +156,7 @@ def _run(command: Sequence[str], text: str = "") -> None:
         reason = (done.stderr.strip() or "no reason given").splitlines()[0].removeprefix("Error: ")
         if "netem" in text:
             raise ConfigError(
-                f"a latency needs netem, which this kernel lacks ({reason}): leave the latency out, or load the "
+                f"a latency needs netem, which this kernel lacks ({reason}): remove the latency, or load the "
                 "module sch_netem"
             )
         raise ConfigError(

@@ -46,7 +46,7 @@ def check_find(options: CompareOptions, drafts: Sequence[Draft]) -> None:
             "--memory-limit"
         )
     if options.find == "batch" and options.global_batch is not None:
-        raise ConfigError("--find batch changes the batch of a rank: leave --global-batch out")
+        raise ConfigError("--find batch changes the batch of a rank: remove --global-batch")
     for _, settings, own in drafts:
         of_file = ("train_micro_batch_size_per_gpu", "train_batch_size")
         if options.find == "batch" and any(own.get(name) not in (None, "auto") for name in of_file):

@@ -37,7 +37,7 @@ class Networks:
             if is_given:
                 raise ConfigError(
                     f"--network {network} makes a host of each rank, and torchrun or srun decides where ranks are: "
-                    "leave --network out, or start the comparison without them"
+                    "remove --network, or start the comparison without them"
                 )
             obstacle = None if options.network_how == "paced" else why_not_shaped(link)
             if obstacle and options.network_how == "shaped":
