@@ -33,7 +33,7 @@ def read_surroundings(options: CompareOptions) -> Surroundings:
     return Surroundings(
         machine=machine_facts(options.gpus),
         versions=version_facts(gpus=bool(options.gpus)),
-        command=shlex.join(sys.argv),
+        command=shlex.join(["python", "-m", "zerobench", *sys.argv[1:]]),
         memory_available_bytes=memory_available_bytes,
         why_not_lockable=why_a_row_is_not_lockable,
     )
