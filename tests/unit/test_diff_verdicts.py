@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from diff_samples import MARGIN, ORDINARY, QUIET, Machine, difference, measured_results, turned
@@ -12,8 +13,10 @@ from report_samples import sample
 
 from zerobench.diff.judge import BUSY, CANNOT_TELL, SAME, Judged, Measured, judge, runs_half_width
 from zerobench.diff.metrics import metric_of
+from zerobench.results.files import read_results
 from zerobench.results.stats import median
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 STEP_TIME = metric_of("step_time_ms.median")
 PEAK = metric_of("peak_device_bytes")
 QUIET_VERDICTS = (SAME, CANNOT_TELL)
@@ -99,6 +102,19 @@ def test_a_row_that_was_measured_alone_tells_large_changes_only() -> None:
     old, new, far = (Measured(value=ms, times=[ms] * 9 + [ms + 0.1]) for ms in (100.0, 120.0, 140.0))
     assert judge(old, new, STEP_TIME, margin=MARGIN).verdict == CANNOT_TELL
     assert judge(old, far, STEP_TIME, margin=MARGIN).verdict == "slower"
+
+
+@pytest.mark.parametrize("workload", ["h200-gpt2", "h200-llama"])
+def test_two_runs_of_one_commit_on_a_gpu_change_no_row(workload: str) -> None:
+    old, new = (read_results(RESULTS / f"{workload}-{number}") for number in (1, 2))
+    assert set(verdicts(old, new)) == {CANNOT_TELL}
+
+
+def test_windows_that_spread_widely_widen_the_interval() -> None:
+    wide = [[100.0 + 4.0 * (index % 3 - 1) for index in range(40)]]
+    slower = [[1.08 * ms for ms in wide[0]]]
+    judged = judge(side(wide), side(slower), STEP_TIME, margin=MARGIN)
+    assert judged.verdict == CANNOT_TELL and judged.high > 1.08 * 1.11
 
 
 def test_few_windows_tell_nothing() -> None:

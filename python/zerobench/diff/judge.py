@@ -14,12 +14,15 @@ from typing import Any
 
 from zerobench.diff.metrics import Metric, Repeats
 from zerobench.results.schema import Row
-from zerobench.results.stats import MEDIAN_EFFICIENCY, median, median_error
+from zerobench.results.stats import MEDIAN_EFFICIENCY, mad, median, median_error
 
 ALLOWED_RUNS = 0.01
 """Share by which the medians of several runs may differ between two files though nothing changed."""
 ALLOWED_IN_TURN = 0.03
-"""The same of one run of windows in turn."""
+"""The least that the same may be of one run of windows in turn."""
+ALLOWED_BY_SPREAD = 2.0
+"""The same by how far windows spread, since a machine whose windows scatter drifts as far between files. A multiple of
+the root of both files' squared spreads (MAD as a share of the median)."""
 ALLOWED_ALONE = 0.30
 """The same of a row that was measured at one moment of the machine."""
 ALLOWED_BYTES = 0.01
@@ -139,9 +142,16 @@ def evidence(old: Measured, new: Measured, metric: Metric) -> Evidence:
     text = f"{len(old.times)} and {len(new.times)} {'windows' if old.in_turn and new.in_turn else 'steps'}"
     if any(error is None for error in errors):
         return Evidence(rests_on=text)
-    allowed = ALLOWED_IN_TURN if old.in_turn and new.in_turn else ALLOWED_ALONE
+    allowed = _drift_in_turn(old.times, new.times) if old.in_turn and new.in_turn else ALLOWED_ALONE
     noise = NORMAL_SIGMAS * math.hypot(*(error or 0.0 for error in errors))
     return Evidence(rests_on=text, half_width=math.hypot(noise, math.log1p(allowed)))
+
+
+def _drift_in_turn(old: Sequence[float], new: Sequence[float]) -> float:
+    """Return the share by which one run of windows may differ from another though nothing changed."""
+    return max(
+        ALLOWED_IN_TURN, ALLOWED_BY_SPREAD * math.hypot(*(mad(side) / median(side) for side in (old, new)))
+    )
 
 
 def runs_half_width(old: Sequence[float], new: Sequence[float]) -> float:
