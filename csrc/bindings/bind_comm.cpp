@@ -235,16 +235,24 @@ void bind_comm(py::module_& m) {
       },
       py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("rendezvous"), py::arg("timeout_s") = 300.0,
       Release(), "Connects the ranks of one host over shared memory. Blocks until all are there.");
+  py::class_<PeerHosts, std::shared_ptr<PeerHosts>>(m, "PeerHosts", "The hosts of all ranks.")
+      .def(py::init([](const std::vector<std::tuple<std::string, std::string, std::uint16_t>>& ranks, int own,
+                       int listener) {
+             std::vector<PeerHost> peers;
+             for (const auto& [host, address, port] : ranks) peers.push_back({host, address, port});
+             return std::make_shared<PeerHosts>(std::move(peers), own, shm::FileDescriptor(listener));
+           }),
+           py::arg("ranks"), py::kw_only(), py::arg("own"), py::arg("listener"),
+           "`ranks` has each rank's host, and the address and port where the rank listens. Takes over the file "
+           "descriptor `listener`, -1 for none.")
+      .def("close", &PeerHosts::close, Release(), "Stops listening.");
   m.def(
       "make_c10d_communicator",
-      [](const std::string& group_name, const std::vector<std::tuple<std::string, std::string, std::uint16_t>>& hosts) {
-        std::vector<PeerHost> peers;
-        for (const auto& [host, address, port] : hosts) peers.push_back({host, address, port});
-        return OwnedCommunicator{make_c10d_communicator(group_name, std::move(peers))};
+      [](const std::string& group_name, std::shared_ptr<PeerHosts> hosts) {
+        return OwnedCommunicator{make_c10d_communicator(group_name, std::move(hosts))};
       },
-      py::arg("group_name"), py::kw_only(), py::arg("hosts") = py::tuple(), Release(),
-      "Wraps a live CPU process group of torch.distributed by its group_name. `hosts` has each rank's host, and the "
-      "address and port where the rank listens.");
+      py::arg("group_name"), py::kw_only(), py::arg("hosts") = py::none(), Release(),
+      "Wraps a live CPU process group of torch.distributed by its group_name. `hosts` lets an error name a lost rank.");
   py::class_<PacedLink, std::shared_ptr<PacedLink>>(m, "PacedLink", "A link that ranks pretend to have.")
       .def(py::init([](double bytes_per_s, double latency_s) {
              return std::make_shared<PacedLink>(link_speed(bytes_per_s, latency_s));

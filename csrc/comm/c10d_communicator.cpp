@@ -41,7 +41,7 @@ struct Started {
 // Ends operations in the order in which they were started, and keeps the first failure.
 class Line {
  public:
-  Line(int rank, std::vector<PeerHost> hosts) : rank_(rank), hosts_(std::move(hosts)) {}
+  Line(int rank, std::shared_ptr<PeerHosts> hosts) : rank_(rank), hosts_(std::move(hosts)) {}
 
   void check() const { cause_.check(); }
   void poison(const std::string& reason, int rank) { cause_.set(reason, rank); }
@@ -81,7 +81,7 @@ class Line {
   static constexpr std::chrono::milliseconds kPatience{500};
 
   void blame(const std::string& text, const std::string& reason) {
-    if (const auto lost = find_lost_rank(hosts_, rank_, kPatience)) {
+    if (const auto lost = hosts_ ? hosts_->find_lost_rank(kPatience) : std::optional<LostRank>()) {
       poison(lost->text + " during " + text + " (noticed by rank " + std::to_string(rank_) + ": " + reason + ")",
              lost->rank);
     } else {
@@ -105,7 +105,7 @@ class Line {
   }
 
   int rank_;
-  std::vector<PeerHost> hosts_;  // by rank; empty where they are not known
+  std::shared_ptr<PeerHosts> hosts_;  // null where they are not known
   std::deque<std::shared_ptr<Started>> started_;
   Cause cause_;
 };
@@ -128,7 +128,7 @@ class C10dWork final : public Work {
 
 class C10dCommunicator final : public Communicator {
  public:
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BackendPtr backend, std::vector<PeerHost> hosts)
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BackendPtr backend, std::shared_ptr<PeerHosts> hosts)
       : Communicator(group->getRank(), group->getSize()),
         group_(std::move(group)),
         backend_(std::move(backend)),
@@ -294,7 +294,7 @@ class C10dCommunicator final : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name, std::vector<PeerHost> hosts) {
+std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name, std::shared_ptr<PeerHosts> hosts) {
   try {
     auto group = c10d::resolve_process_group(group_name);
     BackendPtr backend = group->getBackend(c10::DeviceType::CPU);

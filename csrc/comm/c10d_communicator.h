@@ -7,15 +7,14 @@
 
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "comm/communicator.h"
 #include "comm/peer_hosts.h"
 
 namespace zb {
 
-// `group_name` is ProcessGroup.group_name of a live CPU process group of this process. `hosts`, by rank, make an error
-// name the rank that does not answer; they may be empty.
-std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name, std::vector<PeerHost> hosts);
+// `group_name` is ProcessGroup.group_name of a live CPU process group of this process. `hosts` make an error name
+// the rank that does not answer; they may be null.
+std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name, std::shared_ptr<PeerHosts> hosts);
 
 }  // namespace zb

@@ -3,13 +3,16 @@
 
 #include <chrono>
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "comm/file_descriptor.h"
+
 namespace zb {
 
-// Where a rank listens, and accepts nothing: its kernel answers for as long as its process and its link live.
+// Where a rank listens. Its kernel answers for as long as its process and its link live.
 struct PeerHost {
   std::string host;     // its name, for errors
   std::string address;  // numeric, or a name to be resolved
@@ -18,10 +21,39 @@ struct PeerHost {
 
 struct LostRank {
   int rank = 0;
-  std::string text;  // "rank 1 on host 'worker-2' has ended"
+  bool has_ended = false;  // else its host cannot be reached
+  std::string text;        // "rank 1 on host 'worker-2' has ended"
 };
 
-// Asks all ranks but `own`, again and again until one does not answer or `patience` is over.
-std::optional<LostRank> find_lost_rank(const std::vector<PeerHost>& ranks, int own, std::chrono::milliseconds patience);
+// [Note: the first notice]
+// A rank that ends because it lost another rank is gone too, and a slower rank may find only that. So a rank that finds
+// a lost rank tells the others before it ends: it connects to each of them and sends the lost rank's number. Nobody has
+// to accept there: the kernel keeps connection and bytes until the other rank looks for a lost rank itself. A notice
+// counts more than what a rank finds by its own attempts.
+class PeerHosts {
+ public:
+  // `ranks`: by rank; may be empty, and then nobody is ever lost. `listener`: the socket where `own` listens, which
+  // this object owns from now on, or none.
+  PeerHosts(std::vector<PeerHost> ranks, int own, shm::FileDescriptor listener);
+
+  // Asks all other ranks, again and again until one does not answer or `patience` is over, then tells the others.
+  std::optional<LostRank> find_lost_rank(std::chrono::milliseconds patience);
+
+  // Stops listening: this rank has ended for the others.
+  void close();
+
+ private:
+  std::optional<LostRank> read_notice();
+  std::optional<LostRank> look_once() const;
+  LostRank lost_rank(int rank, bool has_ended) const;
+  void tell(const LostRank& lost) const;
+
+  const std::vector<PeerHost> ranks_;
+  const int own_;
+  std::mutex mutex_;  // gathers and reductions may fail in two threads
+  shm::FileDescriptor listener_;
+  std::optional<LostRank> first_;  // that was found or told
+  bool has_told_ = false;
+};
 
 }  // namespace zb

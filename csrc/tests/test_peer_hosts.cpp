@@ -29,28 +29,76 @@ struct Listener {
   }
 };
 
+std::optional<LostRank> found_by(std::vector<PeerHost> ranks, int own, Listener& listener) {
+  return PeerHosts(std::move(ranks), own, std::move(listener.socket)).find_lost_rank(0ms);
+}
+
 TEST(PeerHosts, AllThatListenLive) {
-  const Listener first;
+  Listener first;
   const Listener second;
-  EXPECT_FALSE(find_lost_rank({first.host, second.host}, 0, 0ms).has_value());
+  EXPECT_FALSE(found_by({first.host, second.host}, 0, first).has_value());
 }
 
 TEST(PeerHosts, ARankThatEndedIsNamedWithItsHost) {
-  const Listener first;
+  Listener first;
   PeerHost gone = Listener().host;
   gone.host = "there";
-  const auto lost = find_lost_rank({first.host, gone}, 0, 0ms);
+  const auto lost = found_by({first.host, gone}, 0, first);
   ASSERT_TRUE(lost.has_value());
   EXPECT_EQ(lost->rank, 1);
   EXPECT_EQ(lost->text, "rank 1 on host 'there' has ended");
 }
 
 TEST(PeerHosts, ARankDoesNotAskItself) {
+  Listener closed;
+  closed.socket.reset();
   const Listener second;
-  EXPECT_FALSE(find_lost_rank({Listener().host, second.host}, 0, 0ms).has_value());
+  EXPECT_FALSE(found_by({closed.host, second.host}, 0, closed).has_value());
 }
 
-TEST(PeerHosts, NobodyIsLostWhereNoHostsAreKnown) { EXPECT_FALSE(find_lost_rank({}, 0, 0ms).has_value()); }
+TEST(PeerHosts, NobodyIsLostWhereNoHostsAreKnown) {
+  Listener listener;
+  EXPECT_FALSE(found_by({}, 0, listener).has_value());
+}
+
+TEST(PeerHosts, ASurvivorThatEndedFirstIsNotNamedButTheRankThatItLost) {
+  Listener survivor;
+  Listener slow;
+  const std::vector<PeerHost> ranks = {survivor.host, Listener().host, slow.host};
+  EXPECT_EQ(found_by(ranks, 0, survivor)->rank, 1);  // and its socket is closed
+  EXPECT_EQ(found_by(ranks, 2, slow)->rank, 1);
+}
+
+TEST(PeerHosts, ANoticeCountsThoughAllAnswerAgain) {
+  Listener teller;
+  Listener told;
+  Listener third;
+  std::vector<PeerHost> ranks = {teller.host, Listener().host, told.host};
+  EXPECT_EQ(found_by(ranks, 0, teller)->rank, 1);
+  const Listener teller_again;
+  ranks = {teller_again.host, third.host, told.host};
+  EXPECT_EQ(found_by(ranks, 2, told)->rank, 1);
+}
+
+TEST(PeerHosts, ConnectionsWithoutANoticeNameNobody) {
+  Listener asking;
+  Listener asked;
+  const std::vector<PeerHost> ranks = {asking.host, asked.host};
+  PeerHosts hosts(ranks, 0, std::move(asking.socket));
+  EXPECT_FALSE(hosts.find_lost_rank(0ms).has_value());
+  EXPECT_FALSE(hosts.find_lost_rank(0ms).has_value());
+  EXPECT_FALSE(found_by(ranks, 1, asked).has_value());
+}
+
+TEST(PeerHosts, TheFirstNoticeStays) {
+  Listener own;
+  Listener second;
+  const std::vector<PeerHost> ranks = {own.host, second.host, Listener().host};
+  PeerHosts hosts(ranks, 0, std::move(own.socket));
+  EXPECT_EQ(hosts.find_lost_rank(0ms)->rank, 2);
+  second.socket.reset();
+  EXPECT_EQ(hosts.find_lost_rank(0ms)->rank, 2);
+}
 
 }  // namespace
 }  // namespace zb

@@ -50,7 +50,6 @@ def errors_of_survivors(hosts, stage, folder, end_host):
         return [group.outcomes[rank].value for rank in survivors]
 
 
-@pytest.mark.long  # a rank that ended because of the lost one may be named by the next, once in some ten runs
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_host_whose_processes_are_killed_is_named(tmp_path, stage):
     hosts = pretended_hosts.on_loopback()
@@ -59,7 +58,6 @@ def test_a_host_whose_processes_are_killed_is_named(tmp_path, stage):
         assert rank == VICTIM
 
 
-@pytest.mark.long  # for the same reason
 def test_a_host_whose_link_goes_down_is_named(tmp_path):
     with pretended_hosts.make_network(WORLD_SIZE, "1gbit") as network:
         hosts = pretended_hosts.in_namespaces(network)

@@ -6,37 +6,24 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from zerobench.host.identity import HOST_VARIABLE
 
 
-@dataclass(frozen=True)
-class Presence:
-    """This rank's socket, and where those of all ranks are."""
+def make_peer_hosts(core: Any, group: Any, environment: Mapping[str, str]) -> Any:
+    """Listen, tell the ranks of ``group`` where, and return the core's record of all ranks. Collective."""
+    import torch.distributed as dist
 
-    hosts: list[
-        tuple[str, str, int]
-    ]  # by rank: name of the host, address, port; empty where a rank knows no address
-    listener: socket.socket | None
-
-    @classmethod
-    def of_rank(cls, group: Any, environment: Mapping[str, str]) -> Presence:
-        """Listen, and tell the ranks of ``group`` where. Collective."""
-        import torch.distributed as dist
-
-        listener, address = _listen(), _own_address(environment)
-        name = environment.get(HOST_VARIABLE) or socket.gethostname()
-        port = 0 if listener is None else listener.getsockname()[1]
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, (name, address, port), group=group)
-        is_known = all(address and port for _, address, port in everyone)
-        return cls(everyone if is_known else [], listener)
-
-    def close(self) -> None:
-        if self.listener is not None:
-            self.listener.close()
+    listener, address = _listen(), _own_address(environment)
+    name = environment.get(HOST_VARIABLE) or socket.gethostname()
+    port = 0 if listener is None else listener.getsockname()[1]
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (name, address, port), group=group)
+    is_known = all(address and port for _, address, port in everyone)
+    return core.PeerHosts(
+        everyone if is_known else [], own=group.rank(), listener=-1 if listener is None else listener.detach()
+    )
 
 
 def _listen() -> socket.socket | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobench import _native
 from zerobench.engine.config import Config
-from zerobench.engine.presence import Presence
+from zerobench.engine.presence import make_peer_hosts
 from zerobench.engine.process_groups import RankGroup, find_group, make_gloo_groups, meet
 from zerobench.errors import ConfigError
 from zerobench.host.facts import HostFacts
@@ -305,14 +305,14 @@ def _make_c10d(
     if not dist.is_initialized():  # stays: another engine would meet a store that is going away
         _init_process_group(config, topology, environment)
     groups = make_gloo_groups(group, point=topology.meeting_point, num=2, timeout_s=config.timeout_s)
-    presence = Presence.of_rank(groups[0], environment)
-    gather, reduce = (core.make_c10d_communicator(each.group_name, hosts=presence.hosts) for each in groups)
+    hosts = make_peer_hosts(core, groups[0], environment)
+    gather, reduce = (core.make_c10d_communicator(each.group_name, hosts=hosts) for each in groups)
     if link is not None:
         shared = core.PacedLink(bytes_per_s=link.data_bytes_per_s, latency_s=link.latency_s)
         gather, reduce = (core.make_paced_communicator(each, link=shared) for each in (gather, reduce))
 
     def close() -> None:
-        presence.close()
+        hosts.close()
         for each in groups:
             if dist.is_initialized():
                 dist.destroy_process_group(each)
