@@ -1,4 +1,4 @@
-"""What tests of several folders share."""
+"""Hooks and fixtures that tests of several folders share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """By file, those of GPUs in one worker: some measure memory and time, and expect the GPUs for themselves."""
+    """Distribute tests by file, those of GPUs to one worker: some measure memory and time, and need the GPUs alone."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -56,7 +56,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What a test draws depends on its own name, not on the tests that its worker happened to run before.
+    """Seed each test by its own name, so that its draws do not depend on tests that its worker ran before.
 
     ZEROBENCH_TEST_SEED draws other values: a bound that only some of them hold shows under a few seeds.
     """

@@ -16,7 +16,7 @@ from zerobench.host.network import parse_network
 
 
 class Hosts(NamedTuple):
-    """What ranks need to become hosts."""
+    """Port and namespaces with which ranks become hosts."""
 
     port: int
     namespaces: Sequence[str]  # files by rank; empty on the loopback interface

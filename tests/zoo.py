@@ -74,7 +74,7 @@ def one_group(model: nn.Module) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Case:
-    """What to train, and how."""
+    """A model, its data, and the settings to train it with."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, int, int], dict[str, Any]] = lambda step, rank, micro=0: points(step, rank, micro)
@@ -238,7 +238,7 @@ def train_engine(case: Case, rank: Any, *, stage: int, device: str = "cpu", **co
 
 
 def or_error(run: Callable[..., dict[Any, Any]], *arguments: Any, **named: Any) -> dict[Any, Any]:
-    """What it returns, or {"error": traceback}, which ends nothing else in this process."""
+    """Return the run's result, or {"error": traceback}, so that this process can go on."""
     try:
         return run(*arguments, **named)
     except Exception:

@@ -68,7 +68,7 @@ class Command:
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     def rows(self, output: str = "out") -> dict[str, dict[str, Any]]:
-        """By strategy, without the module of those that have one."""
+        """Return rows by strategy, without the module of those that have one."""
         results = json.loads((self.folder / output / "results.json").read_text())
         return {row["strategy"].rpartition(":")[2]: row for row in results["rows"]}
 

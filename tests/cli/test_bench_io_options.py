@@ -1,4 +1,4 @@
-"""What `bench io` is asked for in vain, said in one line before anything is measured."""
+"""Options that `bench io` refuses, in one line and before it measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command refuses before any work: one clear line, exit code 2, and no traceback."""
+"""Refusals of the command before any work: one clear line, exit code 2, and no traceback."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def mount_small(folder: str, size_bytes: int) -> str | None:
 
 
 def give_up_capabilities(*numbers: int) -> None:
-    """What root may do because it is root; each thread started later has none of them either."""
+    """Drop capabilities of root, for this thread and those that it starts later."""
     header = struct.pack("Ii", _CAPABILITIES_3, 0)
     data = ctypes.create_string_buffer(24)
     if LIBC.capget(header, data) != 0:
@@ -61,7 +61,7 @@ def swap_file(folder: str, rank: int) -> Path:
 
 
 def take_away(folder: str, rank: int) -> None:
-    """What was reserved for a rank's file is given to another one, until the disk is full."""
+    """Give the space that was reserved for a rank's file to another one, until the disk is full."""
     path = swap_file(folder, rank)
     with path.open("r+b") as file:
         size = ctypes.c_int64(path.stat().st_size)
@@ -80,7 +80,7 @@ def fill(folder: str) -> None:
 
 
 def private_bytes() -> int:
-    """What RLIMIT_DATA counts."""
+    """Return the bytes that RLIMIT_DATA counts."""
     (line,) = (
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:")
     )

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trained(rank: ranks.Rank, folder: str, placement: str | None, **section: Any) -> dict[str, Any]:
-    """What three steps end with, and what the engine took for it."""
+    """Return the result of three steps, and the memory that the engine took for them."""
     config: dict[str, Any] = {"stage": 2, **(OFF_DEVICE[placement] if placement else {})}
     if placement is not None:
         path = {"nvme_path": folder} if placement.startswith("nvme") else {}

@@ -49,7 +49,7 @@ def ending(error: Exception, began: float, *folders: str) -> dict:
 
 
 def start_on_a_bad_disk(rank: ranks.Rank, folder: str, fault: str) -> dict | str:
-    """What ends each rank's start; a text where this machine does not let the fault be made."""
+    """Return the error of each rank's start, or a text if the fault cannot be made on this machine."""
     offload: dict = {}
     model = None
     if fault == "memory":  # whose state takes far more than what is made before it

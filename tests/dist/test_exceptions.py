@@ -133,7 +133,7 @@ def interrupt_in_forward(rank, stage):
 
 
 def interrupt_in_a_method(rank, stage):
-    """Of the model, whose forward the engine does not call itself."""
+    """Interrupt a method of the model, whose forward the engine does not call itself."""
     with training(rank, stage) as engine:
         fuse = engine.module.blocks[1].fuse
         engine.module.generate = lambda: engine.module(**zoo.points(0, rank.rank))

@@ -59,7 +59,7 @@ TOUCHES = {
 
 
 def touching(rank, stage, touch):
-    """Where parameters are sharded: an error that names the parameter, and no crash. Elsewhere nothing special."""
+    """Touch a parameter: if it is sharded, an error names it and nothing crashes; otherwise nothing happens."""
     engine = start(rank, stage)
     one_step(engine, rank, 0)
     parameter = engine.module.get_parameter(NAME)

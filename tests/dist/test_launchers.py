@@ -41,7 +41,7 @@ SAME, TWO = ("", ""), ("left", "right")
 
 @pytest.fixture(scope="module", params=[("cpus", SAME), ("cpus of a group", SAME), ("cpus", TWO)])
 def case(request, tmp_path_factory) -> tuple[list[dict[str, Any]], bool]:
-    """What both ranks found, and whether they are of one host."""
+    """Findings of both ranks, and whether they are on one host."""
     how, hosts = request.param
     return started(tmp_path_factory.mktemp("launchers"), how, hosts), hosts == SAME
 

@@ -74,7 +74,7 @@ def end_of(engine, case: zoo.Case, rank: ranks.Rank) -> str:
 
 
 def go_on(rank: ranks.Rank, folder: str) -> dict:
-    """By case, stage and placement: the run that was never interrupted, and the one that went on from its state."""
+    """Return, by case, stage and placement, the uninterrupted run and the one that continued from its state."""
     ends = {}
     for name, case in CASES.items():
         for stage in STAGES:
@@ -105,7 +105,7 @@ def test_goes_on_with_the_same_bits(tmp_path: Path, world_size: int):
 
 
 def keep_on_rank_0(rank: ranks.Rank) -> dict:
-    """By stage: the ends of runs that go on from a state that every rank holds, and from one of rank 0 alone."""
+    """Return, by stage, the ends of runs that continue from a state on every rank, and from one on rank 0 alone."""
     ends = {}
     case = zoo.Case(lambda: WithRest(0))
     for stage in STAGES:
@@ -134,7 +134,7 @@ def test_a_state_that_rank_0_alone_holds_becomes_everybodys():
 
 
 class Planted(Exception):
-    """What a backward raises."""
+    """Error that a backward raises."""
 
 
 def tear(engine, case: zoo.Case, rank: ranks.Rank, how: str) -> None:
@@ -160,7 +160,7 @@ def tear(engine, case: zoo.Case, rank: ranks.Rank, how: str) -> None:
 
 
 def tear_and_load(rank: ranks.Rank, folder: str) -> dict:
-    """By stage, placement and fault: where a new engine with the state ends, and where the torn one does."""
+    """Return, by stage, placement and fault, the ends of a new engine with the state and of the torn one."""
     case = dataclasses.replace(zoo.CASES["blocks"], config={"optimizer_in_backward": True})
     ends = {}
     for stage in STAGES:
@@ -236,7 +236,7 @@ def test_what_cannot_be_loaded_is_refused():
 
 
 def load_without_scale(rank: ranks.Rank) -> tuple[dict, dict]:
-    """What the scale and its count are before and after a load that says nothing of them."""
+    """Return the scale and its count before and after loading a state without them."""
     engine = start(rank, CASES["fp16 whose scale grows next"], 2)
     for step in range(2):
         zoo.run_plan(engine, CASES["blocks"], step, rank.rank, [])
@@ -277,7 +277,7 @@ def evaluate(engine) -> float:
 
 
 def go_on_with_the_rest(rank: ranks.Rank) -> list[dict]:
-    """By stage: what the model evaluates to before and after, and what has become everybody's."""
+    """Return, by stage, the evaluations before and after, and the values that all ranks now have."""
     ends = []
     case = zoo.Case(lambda: WithRest(rank.rank))
     for stage in STAGES:
@@ -441,7 +441,7 @@ def state_without_memory(rank: ranks.Rank, stage: int, rank0_only: bool) -> tupl
 
 
 def limit_memory_to(more_bytes: int | None) -> None:
-    """Of private memory, beyond what the process has."""
+    """Limit private memory to so much beyond what the process has."""
     limit = resource.RLIM_INFINITY
     if more_bytes is not None:
         status = Path("/proc/self/status").read_text()

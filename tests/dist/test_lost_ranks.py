@@ -116,7 +116,7 @@ def test_nothing_is_left_when_all_ranks_are_killed(tmp_path):
 
 
 class Planted(Exception):
-    """What the rank at fault raises."""
+    """Error that the rank at fault raises."""
 
 
 def give_up_at_stages(rank, stages, where):

@@ -36,7 +36,7 @@ def make_engine(
 
 
 def half_fits_bytes(rank: ranks.Rank, case: zoo.Case, stage: int, **config) -> int:
-    """What a device must have for half of the state, beside what a step takes."""
+    """Return the bytes that a device needs for half of the state, next to those of a step."""
     engine = make_engine(rank, case, stage, HOST, **config)
     engine.reset_counters()  # what building takes is not of a step
     core = zerobench._native.load()
@@ -68,7 +68,7 @@ def train_placements(rank: ranks.Rank, case: zoo.Case, stage: int) -> dict[str, 
 
 
 def train_all(rank: ranks.Rank) -> dict[tuple[str, int], dict]:
-    """By case and stage; by placement."""
+    """Return results by case and stage, then by placement."""
     return {
         (name, stage): zoo.or_error(train_placements, rank, zoo.CASES[name], stage)
         for name in CASES
@@ -144,7 +144,7 @@ def test_the_smallest_device_decides():
 
 
 def trial(rank: ranks.Rank) -> dict:
-    """What a user does before the first step: reads, writes, evaluates, loses a backward."""
+    """Do what a user may do before the first step: reads, writes, evaluates, loses a backward."""
     case = zoo.CASES["bf16"]
     digests = []
     for offload in (None, AUTO | {"device_memory_bytes": 2 * half_fits_bytes(rank, case, 2)}):
@@ -183,7 +183,7 @@ def kept_state(engine: zerobench.Engine) -> dict:
 def go_on(
     rank: ranks.Rank, case: zoo.Case, stage: int, offload: dict | None, kept: dict
 ) -> tuple[str, float]:
-    """Where training ends that goes on from a state loaded before the first step, and the share off the device."""
+    """Return the end of training from a state loaded before the first step, and the share off the device."""
     gc.collect()  # parameters of a closed engine count as long as their model lives
     engine = make_engine(rank, case, stage, offload)
     engine.load_full_state(**kept)
@@ -204,7 +204,7 @@ def go_on(
 
 
 def load_first(rank: ranks.Rank) -> dict[tuple[str, int], dict[str, tuple[str, float]]]:
-    """By case and stage what `go_on` says, by placement."""
+    """Return the results of `go_on` by case and stage, then by placement."""
     ends: dict[tuple[str, int], dict[str, tuple[str, float]]] = {}
     for name in ("bf16", "fp16"):
         case = zoo.CASES[name]

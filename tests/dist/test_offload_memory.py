@@ -1,4 +1,4 @@
-"""What offloaded state takes of the host and of files equals the formulas of docs/explain/memory.md, to the byte."""
+"""Offloaded state takes as much host memory and file space as the formulas of docs/explain/memory.md, to the byte."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def expected(engine, section: dict, with_parameters: bool) -> dict[str, dict[str
 
 
 def measure(rank: ranks.Rank, folder: str) -> list[str]:
-    """What differs from the formulas."""
+    """Return the differences from the formulas."""
     wrong = []
     paths = [f"{folder}/{number}" for number in range(2)]
     for path in paths:
@@ -139,7 +139,7 @@ def differences(rank, case, stage, section, with_parameters, paths) -> list[str]
 
 
 def round_up_to_blocks(engine, section: dict) -> int:
-    """What the rank takes where nothing stays, each block rounded up: below it a budget is refused."""
+    """Return the bytes of a rank with nothing on its device, each block rounded up. A smaller budget is refused."""
     wanted = expected(engine, {**section, "spare_bytes": 0}, False)
     away = shards(engine, 1.0)
     largest = min(section["chunk_numel"], max(numel for numel, _ in away))

@@ -133,7 +133,7 @@ def test_a_loss_that_stays_nan_raises_once_the_scale_is_at_its_floor():
 
 
 def test_fp16_trains_what_fp32_trains(fp16):
-    """Where nothing overflows, losses follow those of float32 training."""
+    """Losses follow those of float32 training if nothing overflows."""
     case = zoo.Case(
         small_models.Chain, config={"gradient_clipping": 1.0, "optimizer": {"lr": zoo.LR}}, steps=14
     )

@@ -51,7 +51,7 @@ def draw_case(seed: int) -> zoo.Case:
 
 
 def draw_order(draw: random.Random, num_blocks: int):
-    """Of the blocks: always the same, or another in each step, on each rank or both, with repetitions and gaps."""
+    """Draw an order of the blocks, with repetitions and gaps: one for all, or another in each step or on each rank."""
     salt, by_step, by_rank = draw.random(), draw.random() < 0.5, draw.random() < 0.5
 
     def order(step: int, rank: int) -> list[int]:

@@ -50,7 +50,7 @@ def end_of(engine) -> str:
 
 
 def move(rank: ranks.Rank) -> dict:
-    """By stage and where a state comes from: the run that went on, and one of the other kind that loaded it."""
+    """Return, by stage and origin of a state, the run that continued and one of the other kind that loaded it."""
     ends = {}
     for stage, remainders in POINTS:
         engine = start(rank, stage, remainders=remainders)
@@ -112,8 +112,8 @@ def test_changed_parameters_have_the_masters_of_whole_ones(world_size):
 
 
 def hold(rank: ranks.Rank) -> dict:
-    """By stage: staging before, in and behind a gather that only reads and one that may write, and what of the
-    parameters masters belong to."""
+    """Return, by stage, the staging before, in and after a gather that reads and one that may write, and which
+    parameters the masters belong to."""
     found = {}
     for stage in STAGES:
         engine = start(rank, stage, remainders=True)

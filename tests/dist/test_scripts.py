@@ -1,4 +1,4 @@
-"""What training scripts do besides training: loading, saving, reading between steps, changing the model."""
+"""Actions of training scripts besides training: loading, saving, reading between steps, changing the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(engine, rank, steps, first=0):
 
 
 def reads_by_other_ranks(rank, place):
-    """Whether the last step's parameters come with the next forward, in which every rank has a part."""
+    """Return whether the last step's parameters arrive with the next forward, in which every rank takes part."""
     return rank.world_size > 1 and place == "2 on host"
 
 
@@ -54,7 +54,7 @@ def keeps_no_parameters(rank, place):
 
 
 def loading(rank, place, precision):
-    """What rank 0 loads is everybody's, masters included, and stays."""
+    """Load on rank 0: all ranks have its values, masters included, and keep them."""
     engine = start(rank, place, precision=precision)
     train(engine, rank, 2)
     saved = engine.state_dict()
@@ -182,7 +182,7 @@ def forward_by_name(rank, place):
 
 
 def gradients_from_before(rank, place):
-    """What an earlier training left in ``grad`` is not this one's."""
+    """Ignore gradients that an earlier training left in ``grad``."""
     norms = []
     for stale in (False, True):
         model = zoo.make(CASE)
@@ -277,7 +277,7 @@ def set_once(module, _):
 
 
 def changing_what_is_frozen(rank, place):
-    """Where it is not sharded, a model may do that: a teacher that follows its student, say."""
+    """Change frozen parameters, which is allowed if they are not sharded: a teacher that follows its student, say."""
     if PLACES[place]["stage"] == 3:
         return
     model = zoo.make(CASE)

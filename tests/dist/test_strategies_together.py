@@ -339,8 +339,8 @@ def test_collectives_stand_in_their_phase(ranks, name, expected):
 
 
 def test_torch_records_what_peers_move(ranks):
-    """What rows of peers without a count of their own show, beside the counts of those that have one. torch's gloo
-    makes a reduce_scatter of an all_reduce; ranks that ask for a norm or clip add a few values."""
+    """Compare torch's record, which rows of peers without a count show, with the counts of peers that have one.
+    torch's gloo makes a reduce_scatter of an all_reduce; ranks that ask for a norm or clip add a few values."""
 
     def both(name: str, case: str) -> tuple[dict[str, int], dict[str, int]]:
         return ranks[0][name, case]["communication_bytes"], ranks[0][name, case]["recorded_bytes"]

@@ -58,7 +58,7 @@ def plain_backward_of(model):
 
 
 def trained_apart(rank):
-    """Where each combination ends: a frozen discriminator passes gradients on and gets none."""
+    """Return the end of each combination: a frozen discriminator passes gradients on and gets none."""
     ends = {}
     for stage in STAGES:
         for of_generator in GENERATORS:

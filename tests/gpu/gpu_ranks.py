@@ -86,7 +86,7 @@ class Connected:
         return held, held.tensor(dtype)
 
     def ready(self) -> None:
-        """What the compute stream has written may be read in the lane."""
+        """Let the lane read what the compute stream has written."""
         self.device.wait(self.lane, self.device.mark("compute"))
 
     def run(self, start: Callable[[], Any]) -> None:

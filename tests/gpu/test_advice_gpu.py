@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
-from test_compare_gpu import compare
+from comparisons import SMALL, compare
 
 from zerobench.report.advice.advise import advice_on
 from zerobench.report.advice.bottleneck import bottleneck, resource_shares
@@ -25,16 +25,9 @@ pytestmark = pytest.mark.timeout(420)
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder: Path = tmp_path_factory.mktemp("advice")
     compare(
-        folder,
-        "--world-size",
-        "1",
-        "--strategies",
-        "zero2",
-        "--offload",
-        "none,cpu_optimizer",
-        "--num-steps",
-        "50",
-    )
+        folder, *SMALL, "--world-size", "1", "--strategies", "zero2", "--offload", "none,cpu_optimizer",
+        "--num-steps", "50",
+    )  # fmt: skip
     return read_results(folder / "out")
 
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import subprocess
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
 from builders import make_settings
+from comparisons import SMALL, compare
 
 from zerobench import data, models
 from zerobench.bench.mfu import peak_tflops
@@ -28,39 +24,8 @@ from zerobench.host.nvml import Nvml
 from zerobench.strategies.single import SingleStrategy
 
 pytestmark = pytest.mark.timeout(420)
-TESTS = Path(__file__).parents[1]
-SMALL = [
-    "--model",
-    "tiny",
-    "--num-layers",
-    "2",
-    "--batch-size",
-    "8",
-    "--seq-length",
-    "128",
-    "--precision",
-    "bf16",
-    "--rounds",
-    "0",
-]
 GIB = 1 << 30
 MIB = 1 << 20
-
-
-def compare(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run the command and read what it wrote."""
-    paths = [str(TESTS), str(TESTS / "cli"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    result = subprocess.run(
-        [sys.executable, "-m", "zerobench", "compare", *SMALL, "--output-dir", "out", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "220"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert "Traceback" not in result.stdout + result.stderr
-    assert (folder / "out" / "results.json").exists(), result.stderr
-    return result, json.loads((folder / "out" / "results.json").read_text())
 
 
 def by_strategy(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -73,8 +38,9 @@ def one_gpu(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
     strategies = "compute_only,troubles:TakesTooMuchDevice,zero0,zero3,ddp,fsdp2"
     result, results = compare(
-        folder, "--world-size", "1", "--strategies", strategies, "--num-steps", "200", "--warmup-steps", "10"
-    )
+        folder, *SMALL, "--world-size", "1", "--strategies", strategies, "--num-steps", "200",
+        "--warmup-steps", "10",
+    )  # fmt: skip
     return folder / "out", result, results
 
 
@@ -205,8 +171,8 @@ def test_files_of_a_gpu_comparison(one_gpu) -> None:
 
 def test_fp32_rows_say_in_what_they_multiply(tmp_path) -> None:
     result, results = compare(
-        tmp_path, "--world-size", "1", "--strategies", "zero1", "--precision", "fp32", "--tf32", "--num-steps", "3",
-        "--warmup-steps", "1",
+        tmp_path, *SMALL, "--world-size", "1", "--strategies", "zero1", "--precision", "fp32", "--tf32",
+        "--num-steps", "3", "--warmup-steps", "1",
     )  # fmt: skip
     (row,) = results["rows"]
     assert row["status"] == "ok", row["error"]
@@ -218,10 +184,8 @@ def test_rows_take_turns_on_a_gpu_and_what_they_use_is_that_of_the_row_alone(tmp
     # --rounds is given twice: the last one counts.
     shape = ("--world-size", "1", "--strategies", "compute_only,zero1,ddp", "--num-steps", "20")
     folders = [tmp_path / "alone", tmp_path / "turns"]
-    for folder in folders:
-        folder.mkdir()
     (_, alone), (result, turns) = (
-        compare(folder, *shape, "--rounds", rounds)
+        compare(folder, *SMALL, *shape, "--rounds", rounds)
         for folder, rounds in zip(folders, ("0", "6"), strict=True)
     )
     assert result.returncode == 0, result.stderr
@@ -237,7 +201,7 @@ def test_rows_take_turns_on_a_gpu_and_what_they_use_is_that_of_the_row_alone(tmp
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_two_gpus_compiled_by_block(tmp_path) -> None:
     result, results = compare(
-        tmp_path, "--world-size", "2", "--strategies", "compute_only,zero1,zero3", "--compile", "block",
+        tmp_path, *SMALL, "--world-size", "2", "--strategies", "compute_only,zero1,zero3", "--compile", "block",
         "--num-steps", "20",
     )  # fmt: skip
     rows = by_strategy(results)

@@ -243,7 +243,7 @@ def test_gradients_stay_until_updates_have_read_them(world_size, stage, part):
 
 
 def delay_lanes(engine: Any) -> None:
-    """What is in the engine's lanes now comes late."""
+    """Delay the work that is in the engine's lanes now."""
     for lane in ("gather", "reduce"):
         with torch.cuda.stream(torch.cuda.ExternalStream(engine._place.device.stream(lane))):
             torch.cuda._sleep(20_000_000)

@@ -61,7 +61,7 @@ def meet_a_nan(rank: ranks.Rank, stage: int, precision: str, communicator: str) 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[tuple, list[str | None]]:
-    """What each rank raised, by check."""
+    """Return the error of each rank, by check."""
     found = {}
     for world_size in (1, 2):
         mine = [check for check in CHECKS if check[-1] == world_size]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +11,17 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
+from comparisons import compare
+
 pytestmark = pytest.mark.timeout(900)
-SMALL = [
+SHAPE = (
     "--model", "tiny", "--num-layers", "4", "--hidden-size", "256", "--seq-length", "256", "--precision", "bf16",
     "--world-size", "1", "--num-steps", "5", "--warmup-steps", "2", "--rounds", "0", "--strategies", "zero3",
-]  # fmt: skip
+)  # fmt: skip
 
 
 def rows_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Run the command and return the rows that it wrote."""
-    result = subprocess.run(
-        [sys.executable, "-m", "zerobench", "compare", *SMALL, *arguments, "--output-dir", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert (folder / "results.json").exists(), result.stderr
-    return json.loads((folder / "results.json").read_text())["rows"]
+    return compare(folder, *SHAPE, *arguments, timeout_s=600)[1]["rows"]
 
 
 @pytest.mark.parametrize("limit", [["--device-memory-gib", "0.5"], ["--memory-limit", "0.5"]])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -19,6 +16,7 @@ import engine_faults
 import pretended_hosts
 import ranks
 import zoo
+from comparisons import compare
 from gpu_ranks import prepare
 
 from zerobench.host.network import parse_network
@@ -52,13 +50,12 @@ def test_nccl_connects_gpus_of_different_hosts(stage):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
-    command = [
-        sys.executable, "-m", "zerobench", "compare", "--model", "tiny", "--seq-length", "128", "--num-steps", "5",
-        "--warmup-steps", "2", "--rounds", "0", "--world-size", "2", "--strategies", "zero1,zero3",
-        "--network", f"native,{NETWORK}", "--network-how", "paced", "--output-dir", "out",
-    ]  # fmt: skip
-    subprocess.run(command, cwd=folder, check=True, timeout=600)
-    results = json.loads((folder / "out" / "results.json").read_text())
+    result, results = compare(
+        folder, "--model", "tiny", "--seq-length", "128", "--num-steps", "5", "--warmup-steps", "2", "--rounds", "0",
+        "--world-size", "2", "--strategies", "zero1,zero3", "--network", f"native,{NETWORK}", "--network-how", "paced",
+        timeout_s=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
     return {(row["strategy"], row["settings"]["network"]): row for row in results["rows"]}
 
 

@@ -111,7 +111,7 @@ def results(tmp_path_factory):
 
 
 class Stack(torch.nn.Sequential):
-    """What becomes a unit."""
+    """Block that becomes a unit."""
 
 
 def fill_the_gpu(rank: ranks.Rank) -> dict[str, Any]:

@@ -7,9 +7,6 @@ the command itself, and tests skip with its reason.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +16,14 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
+from comparisons import compare
+
 pytestmark = pytest.mark.timeout(900)
-SMALL = [
+SHAPE = (
     "--model", "tiny", "--num-layers", "4", "--hidden-size", "256", "--model-option", "num_heads=4",
     "--batch-size", "8", "--seq-length", "128", "--precision", "bf16", "--num-steps", "6", "--warmup-steps", "2",
     "--rounds", "0",
-]  # fmt: skip
+)  # fmt: skip
 DEEPSPEED = ["deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3_super"]
 PEERS = ["fsdp2", *DEEPSPEED]
 RUNS = {
@@ -41,20 +40,10 @@ NOT_HERE = (
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
-def compare(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Rows]:
-    """Rows by strategy and offload."""
-    result = subprocess.run(
-        [sys.executable, "-m", "zerobench", "compare", *SMALL, "--output-dir", "out", *arguments],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "220"},
-        capture_output=True,
-        text=True,
-        timeout=840,
-    )
-    assert "Traceback" not in result.stdout + result.stderr
-    assert (folder / "out" / "results.json").exists(), result.stderr
-    rows = json.loads((folder / "out" / "results.json").read_text())["rows"]
-    return result, {(row["strategy"], row["settings"]["offload"]): row for row in rows}
+def rows_of(folder: Path, *arguments: str) -> Rows:
+    """Return the rows of a comparison by strategy and offload."""
+    _, results = compare(folder, *SHAPE, *arguments, timeout_s=840)
+    return {(row["strategy"], row["settings"]["offload"]): row for row in results["rows"]}
 
 
 def ran(row: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +57,7 @@ def ran(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def one_gpu(tmp_path_factory) -> Rows:
     folder = tmp_path_factory.mktemp("one")
-    return compare(
+    return rows_of(
         folder,
         "--world-size",
         "1",
@@ -76,7 +65,7 @@ def one_gpu(tmp_path_factory) -> Rows:
         ",".join(PEERS),
         "--offload",
         "none,cpu_optimizer,cpu_full",
-    )[1]
+    )
 
 
 @pytest.mark.parametrize("offload", RUNS)
@@ -120,7 +109,7 @@ def test_rows_say_what_offload_costs(one_gpu) -> None:
 
 
 def test_clipping_and_accumulation(tmp_path) -> None:
-    _, rows = compare(
+    rows = rows_of(
         tmp_path, "--world-size", "1", "--strategies", "deepspeed2,deepspeed3,fsdp2",
         "--offload", "cpu_optimizer,cpu_full", "--clip", "0.5", "--grad-accum", "2", "--batch-size", "4",
     )  # fmt: skip
@@ -134,7 +123,7 @@ def test_clipping_and_accumulation(tmp_path) -> None:
 
 
 def test_a_ratio_leaves_the_rest_on_the_gpu(tmp_path) -> None:
-    _, rows = compare(
+    rows = rows_of(
         tmp_path, "--world-size", "1", "--strategies", "deepspeed3,deepspeed3_super", "--offload", "cpu_optimizer",
         "--offload-ratio", "0.5",
     )  # fmt: skip
@@ -150,10 +139,7 @@ def test_state_on_nvme_comes_back_right_and_leaves_no_files(tmp_path) -> None:
     file.write_text(json.dumps({"zero_optimization": {"stage": 3, "sub_group_size": 1_000_000}}))
     for number, rows_from in enumerate((["--strategies", "deepspeed3"], ["--config", str(file)])):
         folder = tmp_path / str(number)
-        folder.mkdir()
-        _, rows = compare(
-            folder, "--world-size", "1", *rows_from, "--offload", "nvme", "--nvme-path", str(disk)
-        )
+        rows = rows_of(folder, "--world-size", "1", *rows_from, "--offload", "nvme", "--nvme-path", str(disk))
         row = ran(rows["deepspeed3", "nvme"])
         assert row["memory_bytes"]["nvme"]["exp_avg"] > 3 * row["settings"]["parameter_count"]
         assert list(disk.iterdir()) == []
@@ -162,7 +148,7 @@ def test_state_on_nvme_comes_back_right_and_leaves_no_files(tmp_path) -> None:
 def test_parameters_on_nvme_come_back_right_and_leave_no_files(tmp_path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    _, rows = compare(
+    rows = rows_of(
         tmp_path, "--world-size", "1", "--strategies", "zero3,deepspeed3", "--hidden-size", "1024",
         "--offload", "nvme_full", "--nvme-path", str(disk),
     )  # fmt: skip
@@ -176,7 +162,7 @@ def test_parameters_on_nvme_come_back_right_and_leave_no_files(tmp_path) -> None
 
 
 def test_our_rows_end_with_the_same_bits_and_count_what_they_move(tmp_path) -> None:
-    _, rows = compare(
+    rows = rows_of(
         tmp_path, "--world-size", "1", "--strategies", "zero2,zero3", "--offload", "none,cpu_optimizer",
         "--offload-ratio", "0.5", "--clip", "1.0",
     )  # fmt: skip
@@ -196,7 +182,7 @@ def test_our_rows_end_with_the_same_bits_and_count_what_they_move(tmp_path) -> N
 def test_two_gpus(tmp_path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    _, rows = compare(
+    rows = rows_of(
         tmp_path, "--world-size", "2", "--strategies", ",".join(PEERS), "--offload", "cpu_optimizer,cpu_full",
         "--clip", "1.0",
     )  # fmt: skip
@@ -208,19 +194,18 @@ def test_two_gpus(tmp_path) -> None:
 def test_a_limit_of_device_memory_is_as_a_smaller_gpu(tmp_path) -> None:
     large = ["--batch-size", "128", "--seq-length", "256"]
     limited = ["--world-size", "1", "--strategies", "ddp,zero0,zero3", "--device-memory-gib", "0.15"]
-    _, rows = compare(tmp_path, *large, *limited)
+    rows = rows_of(tmp_path, *large, *limited)
     for name in ("ddp", "zero0", "zero3"):
         row = rows[name, "none"]
         assert (row["status"], row["oom_tier"]) == ("oom", "device"), (name, row["error"])
     roomy = tmp_path / "roomy"
-    roomy.mkdir()
-    _, rows = compare(roomy, "--world-size", "1", "--strategies", "zero0", "--device-memory-gib", "8")
+    rows = rows_of(roomy, "--world-size", "1", "--strategies", "zero0", "--device-memory-gib", "8")
     row = ran(rows["zero0", "none"])
     assert row["settings"]["device_memory_gib"] == 8
 
 
 def test_ranks_are_bound_to_the_node_of_their_gpu(tmp_path) -> None:
-    _, rows = compare(tmp_path, "--world-size", "1", "--strategies", "zero1", "--bind", "numa")
+    rows = rows_of(tmp_path, "--world-size", "1", "--strategies", "zero1", "--bind", "numa")
     row = rows["zero1", "none"]
     if row["status"] != "ok":
         assert "--bind numa" in row["error"]

@@ -85,7 +85,7 @@ def check_large(at: Connected) -> None:
 
 
 def check_profiled(at: Connected) -> None:
-    """What `compare` calls communication in a profile: the sums too, which are kernels of ours."""
+    """Check that `compare` counts sums as communication in a profile, although they are kernels of ours."""
     numel = 4096
     full, _ = at.buffer(numel * at.comm.world_size, "bfloat16")
     shard, _ = at.buffer(numel, "bfloat16")

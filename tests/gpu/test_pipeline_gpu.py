@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch")
 if torch.cuda.device_count() < 2:
     pytest.skip("a pipeline needs two GPUs", allow_module_level=True)
 
+from comparisons import compare
+
 pytestmark = pytest.mark.timeout(600)
-TESTS = Path(__file__).parents[1]
 # Stages of the same work, some ten milliseconds each, with a head that is nothing beside them.
 LARGE = (
     "--model", "tiny", "--num-layers", "8", "--hidden-size", "2048", "--model-option", "num_heads=16",
@@ -29,19 +24,10 @@ MOST_POINTS = 3.0
 def rows(tmp_path_factory):
     """Two stages and four micro-batches of each schedule."""
     folder = tmp_path_factory.mktemp("pipelines")
-    result = subprocess.run(
-        [
-            sys.executable, "-m", "zerobench", "compare", *LARGE, "--world-size", "2", "--strategies", "pipeline",
-            "--pipeline-schedule", "gpipe,1f1b,interleaved", "--output-dir", "out",
-        ],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "220"},
-        capture_output=True,
-        text=True,
-        timeout=550,
+    _, results = compare(
+        folder, *LARGE, "--world-size", "2", "--strategies", "pipeline",
+        "--pipeline-schedule", "gpipe,1f1b,interleaved", timeout_s=550,
     )  # fmt: skip
-    assert (folder / "out" / "results.json").exists(), result.stderr
-    results = json.loads((folder / "out" / "results.json").read_text())
     return {row["settings"]["pipeline_schedule"]: row for row in results["rows"]}
 
 

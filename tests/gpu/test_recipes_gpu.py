@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,8 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
 
+from comparisons import zerobench
+
 
 @pytest.mark.timeout(420)
 def test_rows_of_precision_stand_next_to_published_ones(tmp_path: Path) -> None:
@@ -20,13 +20,7 @@ def test_rows_of_precision_stand_next_to_published_ones(tmp_path: Path) -> None:
         "--references", "--world-size", "1", "--strategies", "zero0", "--precision", "fp16,fp32", "--repeats", "2",
         "--num-steps", "10", "--rounds", "0", "--output-dir", "out",
     ]  # fmt: skip
-    result = subprocess.run(
-        [sys.executable, "-m", "zerobench", "recipe", "run", "precision", *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    result = zerobench(tmp_path, "recipe", "run", "precision", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = list(csv.DictReader((tmp_path / "out" / "references.csv").read_text("utf-8").splitlines()))
     ours = [line for line in lines if line["row"]]

@@ -171,7 +171,7 @@ def train(
 def run(
     name: str, *, world_size: int, device: str = "cuda", timeout_s: float = TIMEOUT_S, **fields: Any
 ) -> list[dict]:
-    """By rank. Skips with the strategy's own reason."""
+    """Return results by rank. Skip with the strategy's own reason."""
     if device == "cuda" and world_size > GPU_NUM:
         pytest.skip(f"needs {world_size} GPUs, and this machine has {GPU_NUM}")
     reason = strategies.get(name).unsupported(
@@ -235,7 +235,7 @@ def check(by_rank: list[dict], expected: dict, *, precision: str = "bf16") -> No
 
 
 def check_facts(found: dict, size: int) -> None:
-    """What the pass without checks left behind."""
+    """Check the results of the pass without checks."""
     assert all(0 < loss < 7 for loss in (*found["losses"], found["loss after profile"])), found["losses"]
     assert found["validation_loss"] is None or 0 < found["validation_loss"] < 7
     assert {"parameters", "gradients", "master", "exp_avg", "exp_avg_sq"} <= found["memory"].keys()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device on this machine", allow_module_level=True)
+
+from comparisons import SMALL, compare
 
 from zerobench.bench.rank.trace_file import Trace
 from zerobench.trace.account import account_of
@@ -23,35 +22,11 @@ pytestmark = pytest.mark.timeout(420)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traced")
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "zerobench",
-            "compare",
-            "--model",
-            "tiny",
-            "--num-layers",
-            "2",
-            "--world-size",
-            "1",
-        ),
-        *(
-            "--batch-size",
-            "8",
-            "--seq-length",
-            "128",
-            "--precision",
-            "bf16",
-            "--rounds",
-            "0",
-            "--num-steps",
-            "5",
-        ),
-        *("--strategies", "zero3,fsdp2", "--offload", "none,cpu_optimizer", "--trace", "--output-dir", "out"),
-    ]
-    ran = subprocess.run(command, cwd=folder, env={**os.environ}, capture_output=True, text=True, timeout=400)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    result, _ = compare(
+        folder, *SMALL, "--world-size", "1", "--num-steps", "5", "--strategies", "zero3,fsdp2",
+        "--offload", "none,cpu_optimizer", "--trace",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
     return folder / "out"
 
 

@@ -81,8 +81,8 @@ GOLDEN: dict[str, tuple[Callable[[], Results], str, str]] = {
     ),
     "too-few-samples": (
         few,
-        "zero1 took the least time of 2 correct rows, 20,480 tokens/s (100.0 ms a step); 1 measured step tells too "
-        "little of the noise to call it the fastest.",
+        "zero1 took the least time of 2 correct rows, 20,480 tokens/s (100.0 ms a step), but 1 measured step "
+        "tells too little about the noise to call it the fastest.",
         "Measure 6 or more (--num-steps).",
     ),
     "fastest": (clear, "zero1 is the fastest of 2 correct rows: 20,480 tokens/s (100.0 ms a step).", ""),
@@ -131,14 +131,14 @@ GOLDEN: dict[str, tuple[Callable[[], Results], str, str]] = {
     ),
     "little-to-shard": (
         lambda: results_of(row("ddp", 100.0, 800), row("zero3", 110.0, 790)),
-        "Sharding buys little memory here: zero3 peaks at 790.0 MiB, ddp at 800.0. Most of it is not sharded, such as "
+        "Sharding saves little memory here: zero3 peaks at 790.0 MiB, ddp at 800.0. Most of it is not sharded, such as "
         "activations.",
         "Recompute activations (--checkpointing) or take a smaller --batch-size.",
     ),
     "memory-to-spare": (
         spare,
-        "zero2 and zero3 save memory that is free anyway: zero1 is faster and leaves 80 % of its device unused.",
-        "Use what is free: a larger --batch-size or model.",
+        "zero2 and zero3 save memory that is not needed: zero1 is faster and leaves 80 % of its device unused.",
+        "Use the free memory for a larger --batch-size or model.",
     ),
     "slow-link": (
         slow_link,
@@ -148,7 +148,7 @@ GOLDEN: dict[str, tuple[Callable[[], Results], str, str]] = {
     ),
     "ranks-gain-nothing": (
         lambda: results_of(row("zero1", 40.0, 800, world_size=1), row("zero1", 100.0, 800)),
-        "More ranks buy no speed here: zero1, ranks 1 on one rank processes at least as many tokens/s as zero1, ranks "
+        "More ranks add no speed here: zero1, ranks 1 on one rank processes at least as many tokens/s as zero1, ranks "
         "2 on 2.",
         "Give each rank more work (--batch-size), or its own cores or GPU.",
     ),
@@ -160,8 +160,8 @@ GOLDEN: dict[str, tuple[Callable[[], Results], str, str]] = {
     ),
     "disk-untouched": (
         lambda: offloaded(transfers=moved()),
-        "zero3, offload nvme never touched the disk, since host memory held all state: their times are not those of "
-        "NVMe.",
+        "zero3, offload nvme never touched the disk, since host memory held all state: their step times do not "
+        "measure NVMe.",
         "Lower --host-memory-gib to measure the disk, or use --offload cpu_optimizer.",
     ),
     "bound-by-compute": (
@@ -193,7 +193,7 @@ GOLDEN: dict[str, tuple[Callable[[], Results], str, str]] = {
     ),
     "bound-by-host": (
         lambda: bound(phases_ms=phases(host_bound=45.0)),
-        "Host overhead is the bottleneck of zero1: 45 % of the step the device has nothing to do.",
+        "Host overhead is the bottleneck of zero1: the device waits for work in 45 % of the step.",
         "Give each launch more work (a larger --batch-size, --compile whole or block), or use faster cores.",
     ),
     "bound-by-power": (
@@ -205,14 +205,15 @@ GOLDEN: dict[str, tuple[Callable[[], Results], str, str]] = {
     ),
     "power-cap": (
         lambda: bound(sampled=capped(80.0)),
-        "zero1 ran at the GPUs' power cap (in 80 % of the samples): step times there follow the energy that a step "
-        "takes, so what moves or computes less is faster, and communication costs time even where it is hidden.",
+        "zero1 ran at the GPUs' power cap (in 80 % of the samples): there, the energy of a step sets its time. "
+        "Rows that move or compute less are faster, and communication costs time even where it overlaps with "
+        "compute.",
         "",
     ),
     "slow-gpu": (
         gpus,
-        "The GPU of rank 1 is the slowest of 2: with nothing between them it takes 3.4 % longer for forward and "
-        "backward than that of rank 0. Synchronised ranks run at the speed of the slowest.",
+        "The GPU of rank 1 is the slowest of 2: without communication, it takes 3.4 % longer for forward and "
+        "backward than the GPU of rank 0. Synchronised ranks run at the speed of the slowest.",
         "Check its clocks and cooling (`zerobench doctor`).",
     ),
     "basis": (

@@ -1,4 +1,4 @@
-"""What is judged of what ranks report: their losses and deviations, checksums and dtypes of rows, verdicts."""
+"""Judgement of reports of ranks: their losses and deviations, checksums and dtypes of rows, verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What micro-benchmarks write: whole or not at all, of the machine as it was before, and rows that differ."""
+"""Files of micro-benchmarks: whole or not at all, of the machine as it was before, and rows that differ."""
 
 from __future__ import annotations
 

@@ -399,7 +399,7 @@ def configure(tmp_path: Path, *options: str, unity: str = "OFF") -> dict[str, st
 
 
 def cuda_decision(tmp_path: Path, **facts: object) -> subprocess.CompletedProcess[str]:
-    """What the build decides on its CUDA module, its output on one line."""
+    """Return the build's decision on its CUDA module, its output on one line."""
     cmake = shutil.which("cmake")
     if cmake is None:
         pytest.skip("cmake is not installed")

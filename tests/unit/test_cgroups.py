@@ -1,4 +1,4 @@
-"""What control groups leave a process, from files as the kernel shows them and beside what the core reads."""
+"""Limits of control groups, from files as the kernel shows them, and compared with what the core reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands have in common: JSON, exit codes and completion."""
+"""Behaviour that all commands share: JSON, exit codes and completion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS: dict[str, Any] = dict(command_line.leaves(typer.main.get_command(cli.a
 
 
 class Ended(NamedTuple):
-    """What a command left."""
+    """Output and exit code of a command."""
 
     code: int
     out: str
@@ -171,7 +171,7 @@ def test_codes_are_told_for_commands_that_exist() -> None:
     ("words", "expected"), [("zerobench rec", "recipe"), ("zerobench show --pl", "--plots")]
 )
 def test_bash_completes(words: str, expected: str) -> None:
-    """By the same call that the script of --install-completion makes."""
+    """Complete by the same call that the script of --install-completion makes."""
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     ended = subprocess.run(
         [sys.executable, "-c", "from zerobench.cli.main import main; main()"],

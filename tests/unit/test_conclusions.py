@@ -84,10 +84,10 @@ def compiled(*, ms: float, seconds: float) -> Row:
 def test_compiling_has_paid_once_the_steps_have_saved_its_time() -> None:
     eager = row("zero3", ms=12.0)
     assert told(compile_payback, eager, compiled(ms=10.0, seconds=6.0)) == [
-        "zero3 with --compile block takes 6.0 s to compile, which has paid after 3,000 steps."
+        "zero3 with --compile block takes 6.0 s to compile, which pays off after 3,000 steps."
     ]
     assert told(compile_payback, eager, compiled(ms=12.0, seconds=6.0)) == [
-        "zero3 with --compile block takes 6.0 s to compile, which never pays: nothing is faster than eager "
+        "zero3 with --compile block takes 6.0 s to compile, which never pays off: nothing is faster than eager "
         "beyond noise."
     ]
     assert told(compile_payback, eager, row("zero3", ms=10.0, compile="block")) == []
@@ -244,13 +244,13 @@ def test_scaling_is_told_weak_and_strong_with_its_bend() -> None:
     for each in rows:
         each.phases_ms = None
     assert told(scaling_efficiency, *rows) == [
-        "zero1 keeps 50 % of the speed of a rank from 1 to 2 ranks (weak scaling, batch 8); it bends at 2.",
-        "zero1 keeps 80 % of the speed of a rank from 1 to 2 ranks (strong scaling, 1,024 tokens a step).",
+        "zero1 keeps 50 % of the speed per rank from 1 to 2 ranks (weak scaling, batch 8); it bends at 2.",
+        "zero1 keeps 80 % of the speed per rank from 1 to 2 ranks (strong scaling, 1,024 tokens a step).",
     ]
     assert told(scaling_efficiency, rows[0]) == []
     rows[1].phases_ms = {"forward": 6.0, "exposed_communication": 4.0}
     assert told(scaling_efficiency, *rows[:2]) == [
-        "zero1 keeps 50 % of the speed of a rank from 1 to 2 ranks (weak scaling, batch 8); there exposed "
+        "zero1 keeps 50 % of the speed per rank from 1 to 2 ranks (weak scaling, batch 8); there exposed "
         "communication is 40 % of a step; it bends at 2."
     ]
 

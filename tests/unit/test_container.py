@@ -34,7 +34,7 @@ def shell_commands() -> list[list[str]]:
 
 
 def ignored(path: str) -> bool:
-    """Whether .dockerignore leaves a path of the checkout out of the image."""
+    """Return whether .dockerignore keeps a path of the checkout out of the image."""
     patterns = [
         line
         for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()

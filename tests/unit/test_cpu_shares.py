@@ -79,7 +79,7 @@ def machines() -> st.SearchStrategy[dict[int, list[int]]]:
 
 @given(st.data(), machines())
 def test_shares_are_of_what_is_allowed_and_share_no_cpu(data, nodes) -> None:
-    """Of ranks with one mask: whatever is known of their GPUs, and however many they are."""
+    """Divide among ranks with one mask, whatever is known of their GPUs, and however many they are."""
     cpus = sorted(cpu for its in nodes.values() for cpu in its)
     allowed = data.draw(st.lists(st.sampled_from(cpus), min_size=1, unique=True))
     kinds = st.one_of(
@@ -116,7 +116,7 @@ def test_shares_are_of_what_is_allowed_and_share_no_cpu(data, nodes) -> None:
 
 @given(st.data(), st.lists(st.integers(0, 63), min_size=1, unique=True), st.integers(1, 9))
 def test_one_node_is_divided_as_it_always_was(data, allowed, rank_num) -> None:
-    """By contiguous numbers, whatever GPUs say, among ranks of one mask."""
+    """Divide by contiguous numbers among ranks of one mask, wherever their GPUs are."""
     nodes = data.draw(st.sampled_from([{}, {0: list(range(64))}]))
     kinds = st.builds(
         RankFacts, st.just("all"), has_gpu=st.booleans(), gpu_node=st.sampled_from([None, 0, 1])

@@ -1,4 +1,4 @@
-"""What is said of the disks that state is swapped to."""
+"""Notes on the disks that state is swapped to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rates(both: float) -> Rates:
 
 @pytest.fixture
 def settings_file(tmp_path) -> Path:
-    """Where nothing is tuned yet."""
+    """Return the path of a settings file that does not exist yet."""
     return tmp_path / "config" / "io.json"
 
 

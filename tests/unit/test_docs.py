@@ -35,7 +35,7 @@ SCHEMA = [
 
 
 def named_in(path: Path) -> set[str]:
-    """What stands in backticks."""
+    """Return the names in backticks."""
     return set(re.findall(r"`([\w:.]+)`", path.read_text(encoding="utf-8")))
 
 

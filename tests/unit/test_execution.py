@@ -1,4 +1,4 @@
-"""What each step of a comparison starts, and what it adds to a row, on GPUs and without."""
+"""Processes that each step of a comparison starts, and values that it adds to a row, on GPUs and without."""
 
 from __future__ import annotations
 

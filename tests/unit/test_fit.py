@@ -1,4 +1,4 @@
-"""What cannot fit is found before it starts."""
+"""Rows that cannot fit are found before they start."""
 
 from __future__ import annotations
 

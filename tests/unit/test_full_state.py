@@ -1,4 +1,4 @@
-"""What a state to load must have."""
+"""Requirements on a state that is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/gpu/run.sh asks of Python: a stand-in for python3 writes down its arguments."""
+"""Calls of Python by tests/gpu/run.sh: a stand-in for python3 writes down its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes, from intervals of kernels."""
+"""Time of a step by phase, from intervals of kernels."""
 
 from __future__ import annotations
 

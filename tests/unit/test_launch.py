@@ -162,7 +162,7 @@ def test_the_outcome_of_given_ranks_is_the_worst_part() -> None:
 
 @pytest.mark.parametrize("status", ["failed", "oom", "skipped", "ok"])
 def test_given_ranks_end_their_part_where_anothers_failed(status, tmp_path) -> None:
-    """Of a job of two ranks: the one that fails tells the other, which else would wait for the timeout."""
+    """The rank that fails, of a job of two, tells the other, which else would wait for the timeout."""
     distributed = pytest.importorskip("torch.distributed")
     store, heard = distributed.HashStore(), []
     ranks = [

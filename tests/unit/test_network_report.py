@@ -79,8 +79,8 @@ def test_a_row_is_bound_by_compute() -> None:
     found = bound_of(over_network("zero1", "native", ms=100, collectives=REDUCED, phases=PHASES))
     assert found is not None and found.bound == "compute"
     assert found.sentence == (
-        "zero1 is bound by compute: 80 % of its step, most of it backward. A faster network would take at most 20 % "
-        "off; a faster device or --compile move it."
+        "zero1 is bound by compute: 80 % of its step, most of it backward. A faster network would shorten the "
+        "step by at most 20 %; use a faster device or --compile."
     )
 
 
@@ -104,7 +104,9 @@ def test_waiting_for_slower_ranks_is_not_taken_for_the_wire() -> None:
     costs = costs_of(rows)
     assert costs is not None
     found = bottleneck(rows[1], replace(costs, overlap_ms=10.0))
-    assert found is not None and found.sentence.endswith("waiting for slower ranks, which no network moves.")
+    assert found is not None and found.sentence.endswith(
+        "waiting for slower ranks, so a faster network does not help."
+    )
 
 
 def test_a_row_is_bound_by_latency() -> None:

@@ -51,7 +51,7 @@ def test_every_setting_is_known_to_change_what_is_trained_or_how_it_rounds_or_no
     row = configuration()
 
     def groups(name: str, value: object) -> tuple[bool, bool]:
-        """Whether they are the row's: of its reference and of its checksum."""
+        """Return whether the groups of its reference and of its checksum stay the row's."""
         other = row.model_copy(update={"settings": row.settings.model_copy(update={name: value})})
         return (
             other.reference_group() == row.reference_group(),

@@ -1,4 +1,4 @@
-"""What a forward reads, against its masters."""
+"""Values that a forward reads, compared with their masters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the report says of offloaded rows: tables, practicality, advice, plots.
+"""Report of offloaded rows: tables, practicality, advice, plots.
 
 Run this file as a program to write its golden table anew after a wanted change, then read the difference."""
 

@@ -155,13 +155,13 @@ def test_labels_without_a_place_are_counted_where_nothing_lies() -> None:
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     for axes in figure.axes:
         texts = [text for text in axes.texts if text.get_text()]
-        (note,) = [text for text in texts if "left out for space" in text.get_text()]
+        (note,) = [text for text in texts if "omitted for space" in text.get_text()]
         shown = [text for text in texts if text.get_transform() == axes.transData]
         boxes = [text.get_window_extent(renderer) for text in texts]
         for index, box in enumerate(boxes):
             assert not any(box.overlaps(other) for other in boxes[index + 1 :])
         points = [axes.transData.transform(at) for drawn in axes.collections for at in drawn.get_offsets()]
-        assert note.get_text().startswith(f"{len(points) - len(shown)} labels left out")
+        assert note.get_text().startswith(f"{len(points) - len(shown)} labels omitted")
         assert not any(note.get_window_extent(renderer).contains(*point) for point in points)
 
 

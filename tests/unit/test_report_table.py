@@ -82,7 +82,7 @@ def test_a_narrow_terminal_is_told_that_the_peak_is_left_out() -> None:
     for width in range(24, 60):
         text = table_text(sample(), width=width)
         has_peak = "peak" in text.partition("───")[0].splitlines()[-2]
-        left_out = " ".join(text.split()).partition("Left out to fit the width: ")[2]
+        left_out = " ".join(text.split()).partition("Omitted to fit the width: ")[2]
         assert ("peak MiB" in left_out) == (not has_peak)
         seen.add(has_peak)
     assert seen == {True, False}
@@ -106,7 +106,7 @@ def test_notes_explain_columns_that_are_there(make) -> None:  # type: ignore[no-
         text = " ".join(text.split())
         assert ("marked so" in text) == ("update" in titles)
         assert ("bit for bit" in text) or make is mixed
-        assert "MFU" in titles or "MFU is against" not in text
+        assert "MFU" in titles or "MFU is relative to" not in text
         seen.add("update" in titles)
     assert seen == {True, False}
 
@@ -225,7 +225,7 @@ def test_rows_whose_held_out_loss_is_far_from_the_others_are_named() -> None:
     assert "Held-out loss" not in table_text(results, width=220)
     others[1].validation_loss = 10.4
     text = " ".join(table_text(results, width=220).split())
-    assert f"train the same (3.3 in the middle): {others[1].strategy} (10.4). Unless" in text
+    assert f"with the same training (3.3 in the middle): {others[1].strategy} (10.4). Unless" in text
     optimizer = {**others[1].settings.optimizer, "lr": 0.5}
     for other in (
         {"num_steps": 1}, {"seed": 1}, {"clip": 0.5}, {"batch_size": 1}, {"world_size": 4}, {"grad_accum": 2},
@@ -285,7 +285,7 @@ def test_steps_that_still_changed_are_named_by_row_and_window() -> None:
     assert "still changed" not in noted(0, 20, falling)
     once = noted(1, 20, falling)
     assert (
-        f"measured: {names[0]}, 96.0 ms in the first quarter of its steps and 66.0 ms in the last. What a"
+        f"measured: {names[0]}, 96.0 ms in the first quarter of its steps and 66.0 ms in the last. The step time"
         in once
     )
     assert "still changed" not in noted(1, 5, falling)  # four repeats of five steps: too few to tell
@@ -296,7 +296,7 @@ def test_steps_that_still_changed_are_named_by_row_and_window() -> None:
 def test_a_note_is_of_a_column_that_is_there() -> None:
     results = gpus()
     texts = {left_out: [text for text, _ in note_lines(results, left_out)] for left_out in ((), ("MFU %",))}
-    assert [any(text.startswith("MFU is against") for text in found) for found in texts.values()] == [
+    assert [any(text.startswith("MFU is relative to") for text in found) for found in texts.values()] == [
         True,
         False,
     ]
@@ -306,7 +306,7 @@ def test_the_peak_of_the_floor_is_compared_with_nothing() -> None:
     results = gpus()
     floor = results.rows[0]
     floor.settings.warmup_steps, floor.settings.num_steps = 0, 1
-    assert "very first step alone" not in table_text(results, width=220)
+    assert "of the first step alone" not in table_text(results, width=220)
 
 
 def test_the_floor_is_no_competitor(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_the_reference_runs_without_what_must_not_change_a_result() -> None:
 
 @pytest.mark.parametrize("key", SETTINGS)
 def test_a_setting_changes_the_result_or_the_reference_runs_without_it(key: str) -> None:
-    """What an option asks for and is neither would be verified against a reference that ran with the same fault."""
+    """An option that is neither would be verified against a reference that ran with the same fault."""
     setting = SETTINGS[key]
     neither = {
         "model",

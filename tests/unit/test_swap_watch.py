@@ -31,7 +31,7 @@ class Clock:
 
 
 def told(engine: Clock, caplog: pytest.LogCaptureFixture, *, steps: int = 8) -> list[tuple[int, str]]:
-    """What is told, and behind which step."""
+    """Return the messages, each with the step after which it came."""
     found = []
     watch: SwapWatch | None = SwapWatch(["/a", "/b", "/a"], Notices(4), clock_s=engine.now_s)
     for step in range(1, steps + 1):

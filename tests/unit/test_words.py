@@ -30,6 +30,7 @@ PUBLIC = (
 LONG_PARAGRAPHS = 0
 FRAGMENTS_IN_PUBLIC = 0
 FRAGMENTS_ELSEWHERE = 0
+FRAGMENTS_IN_TESTS = 0
 
 
 def prose(text: str) -> str:
@@ -86,6 +87,8 @@ def test_docstrings_that_begin_as_fragments_become_fewer() -> None:
     others = [file for file in package.rglob("*.py") if file not in public]
     assert len(fragments(public)) <= FRAGMENTS_IN_PUBLIC, fragments(public)
     assert len(fragments(others)) <= FRAGMENTS_ELSEWHERE, fragments(others)
+    tests = fragments(list((ROOT / "tests").rglob("*.py")))
+    assert len(tests) <= FRAGMENTS_IN_TESTS, tests
 
 
 def test_readme_is_short_and_its_table_fits_a_screen() -> None:

@@ -1,4 +1,4 @@
-"""What one rank does with its job: settings, steps in order, dtypes, and which error it reports."""
+"""Work of one rank: settings, steps in order, dtypes, and which error it reports."""
 
 from __future__ import annotations
 

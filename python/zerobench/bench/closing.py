@@ -61,7 +61,7 @@ def _with_heads(texts: Sequence[str], groups: Sequence[Sequence[Row]]) -> list[s
 def _other_bounds(rows: Sequence[Row], find: str) -> list[str]:
     """Return a sentence for each row that something other than memory kept from a larger value."""
     return [
-        f"{label} found no larger {find} for another reason than memory: {find} {one.value} {text}."
+        f"{label} found no larger {find}, but not because of memory: {find} {one.value} {text}."
         for row, label in zip(rows, row_labels(rows), strict=True)
         if row.search is not None and row.search.largest is not None
         for one in row.search.tries

@@ -159,8 +159,8 @@ def adam(
     max_numel: Annotated[
         int | None,
         typer.Option(
-            help="Most elements; sizes that do not fit into memory are left out, with a note. Default: 2^25 on CPU, "
-            "2^28 on a GPU."
+            help="Most elements; sizes that do not fit into memory are skipped, with a note. Default: 2^25 on "
+            "CPU, 2^28 on a GPU."
         ),
     ] = None,
     threads: Annotated[

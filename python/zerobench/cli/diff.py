@@ -29,7 +29,7 @@ def diff(
     new: Annotated[Path, typer.Argument(help="The results to judge.")],
     fail_above: Annotated[
         str,
-        typer.Option(help="The change from which a worse row is a regression, as a share of the old value."),
+        typer.Option(help="Smallest change for the worse that is a regression, as a share of the old value."),
     ] = "5%",
     metric: Annotated[
         list[str] | None,

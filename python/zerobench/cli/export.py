@@ -43,7 +43,7 @@ def run_export(place: str, *, to: str, output: Path | None, into: Path | None, a
     for note in (f"row {row.name}", *document.notes):
         plain_console(stderr=True).print(f"note: {note}", soft_wrap=True, highlight=False)
     if into is not None:
-        text = "\n".join(change) if change else f"{into} says this already"
+        text = "\n".join(change) if change else f"{into} has these values already"
         plain_console().print(text, soft_wrap=True, highlight=False)
     elif output is None:
         typer.echo(document.text, nl=False)

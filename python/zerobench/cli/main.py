@@ -56,7 +56,7 @@ def root(
         bool,
         typer.Option(
             "--debug",
-            help="Show the traceback of an error. Stands before the command: zerobench --debug compare.",
+            help="Show the traceback of an error. Give it before the command: zerobench --debug compare.",
         ),
     ] = False,
 ) -> None:
@@ -154,7 +154,7 @@ def export(
 @app.command()
 def launch(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="What every host runs; stands after --.")
+        list[str], typer.Argument(metavar="COMMAND...", help="The command that every host runs, after --.")
     ],
     hostfile: Annotated[
         Path, typer.Option(help="A line `host slots=N` for each host, as DeepSpeed reads it.")

@@ -21,14 +21,15 @@ def network(
     at: Annotated[
         str,
         typer.Option(
-            help="Networks to predict step times over besides the measured ones: 25gbit,1gbit:0.2ms."
+            help="Networks to predict step times for, in addition to the measured ones: 25gbit,1gbit:0.2ms."
         ),
     ] = "",
     hosts: Annotated[
         str, typer.Option(help="Numbers of hosts to predict step times for, each of one device.")
     ] = ",".join(map(str, HOSTS)),
     baseline: Annotated[
-        str, typer.Option(help="Strategy that the others break even with: plain data parallelism.")
+        str,
+        typer.Option(help="Strategy that break-even points are computed against: plain data parallelism."),
     ] = DEFAULT_BASELINES[0],
     as_json: AsJson = False,
 ) -> None:

@@ -15,7 +15,9 @@ from zerobench.host.consoles import plain_console, print_document
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(help="Each a results.json or the folder that holds one.", metavar="RESULTS..."),
+        typer.Argument(
+            help="One or more results.json files, or the folders that hold them.", metavar="RESULTS..."
+        ),
     ],
     output: Annotated[
         Path | None,

@@ -29,7 +29,7 @@ def show(
     plots: Annotated[
         Path | None,
         typer.Option(
-            help="Draw the plots into this folder. Default: plots beside results.json; for several results none."
+            help="Draw the plots into this folder. Default: plots next to results.json; for several results none."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -101,13 +101,13 @@ def chart(
     by: Annotated[
         str | None,
         typer.Option(
-            help="What lines tell apart: strategy, precision, compile or one that --x takes. Default: strategy. "
-            "With loss, precision gives each strategy a chart with a line for each precision."
+            help="What each line stands for: strategy, precision, compile or one that --x takes. Default: "
+            "strategy. With loss, precision gives each strategy a chart with a line for each precision."
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Draw into this folder. Default: charts beside the first results.json."),
+        typer.Option(help="Draw into this folder. Default: charts next to the first results.json."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -178,11 +178,11 @@ def status_lines(changes: Sequence[StatusChange]) -> list[str]:
 _NOTES = {
     " runs": "Intervals of runs hold the spread of their medians, and "
     f"{share_text(ALLOWED_RUNS)} for what changes from file to file.",
-    " windows": f"One run each: a difference within {share_text(ALLOWED_IN_TURN)} may be the machine's, or a "
-    "larger one where windows spread widely. Measure both files with --repeats 3 to tell smaller ones.",
+    " windows": f"One run each: a difference within {share_text(ALLOWED_IN_TURN)} may come from the machine, or a "
+    "larger one where windows spread widely. To tell smaller differences, measure both files with --repeats 3.",
     " steps": "Rows measured alone saw one moment of the machine: only differences above "
-    f"{share_text(ALLOWED_ALONE)} are told. Measure with --rounds or --repeats 3.",
-    ONE_VALUE: "One value in each file does not tell how far it may be off.",
-    BUSY: "Other programs disturbed the rows that rest on a busy machine: measure them again.",
+    f"{share_text(ALLOWED_ALONE)} are reported. Measure with --rounds or --repeats 3.",
+    ONE_VALUE: "Each file has one value, so its error is unknown.",
+    BUSY: "Other programs disturbed the rows that were measured on a busy machine: measure them again.",
 }
 """Sentences below a table, by the end of what a row rests on."""

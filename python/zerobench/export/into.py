@@ -11,6 +11,7 @@ from typing import Any
 
 from zerobench.errors import DataError
 from zerobench.results.files import write_atomically
+from zerobench.strategies.merging import merge
 
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//|/\*|#')
 
@@ -29,7 +30,7 @@ def change_file(path: Path, values: Mapping[str, Any]) -> list[str]:
         raise DataError(f"{path} is not JSON ({error}): mend it, or write a new file with --output") from None
     if not isinstance(present, dict):
         raise DataError(f"{path} holds no JSON object: give a configuration file")
-    changed = merged(present, values)
+    changed = merge(present, values)
     new = json.dumps(changed, indent=indentation(text), ensure_ascii=False) + (
         "\n" if text.endswith("\n") else ""
     )
@@ -38,16 +39,6 @@ def change_file(path: Path, values: Mapping[str, Any]) -> list[str]:
         write_atomically(path.with_name(path.name + ".bak"), text.encode())
         write_atomically(path, new.encode())
     return lines if changed != present else []
-
-
-def merged(present: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``present`` with ``values`` set at any depth: known keys keep their place, new ones follow."""
-    found = dict(present)
-    for key, value in values.items():
-        inner = found.get(key)
-        both = isinstance(value, Mapping) and isinstance(inner, Mapping)
-        found[key] = merged(inner, value) if both else value  # type: ignore[arg-type]
-    return found
 
 
 def indentation(text: str) -> str | None:

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
-
+from zerobench.bench.protocol.row_settings import row_settings
 from zerobench.errors import DataError
 from zerobench.results.schema import Row
-from zerobench.results.settings import SETTINGS
-from zerobench.results.sizes import GIB
-from zerobench.strategies.base import OptimizerSettings, StrategySettings
+from zerobench.strategies.base import StrategySettings
 from zerobench.strategies.catalogue import known_facts
 
 
 def strategy_settings(row: Row) -> StrategySettings:
     """Return the settings of rank 0, on one host."""
-    settings = row.settings
-    read = {field.name for field in fields(StrategySettings)}
-    same = {key: getattr(settings, key) for key in SETTINGS if key in read}
-    own: dict[str, Any] = {
-        "rank": 0,
-        "local_rank": 0,
-        "local_world_size": settings.world_size,
-        "rendezvous": "",
-        "optimizer": OptimizerSettings(**settings.optimizer),
-        "nvme_paths": tuple(settings.nvme_paths),
-        "host_memory_bytes": share_bytes(settings.host_memory_gib, settings.world_size),
-        "device_memory_bytes": share_bytes(settings.device_memory_gib, 1),
-    }
-    return StrategySettings(**{**same, **own})
-
-
-def share_bytes(gib: float | None, num: int) -> int | None:
-    return None if gib is None else round(gib * GIB) // num
+    num_ranks = row.settings.world_size
+    return row_settings(
+        row.settings,
+        host_rank_num=num_ranks,
+        rank=0,
+        local_rank=0,
+        local_world_size=num_ranks,
+        rendezvous="",
+    )
 
 
 def zero_stage(row: Row) -> int:

@@ -66,5 +66,5 @@ def network_error(results: Results) -> list[str]:
         return []
     return [
         f"The model of step times over networks is off by {100 * found[0]:.0f} % in the median and "
-        f"{100 * found[1]:.0f} % at worst, on measured points that it did not see."
+        f"{100 * found[1]:.0f} % at worst, on measured points that it was not fitted to."
     ]

@@ -196,7 +196,7 @@ def _backward_claim(rows: Sequence[Row]) -> str | None:
         if study.strategy == "ddp"
     ]
     return (
-        "The study: backward is 95 % of a ddp step. Corrected: most of that is no computing; the all-reduce alone "
+        "The study: backward is 95 % of a ddp step. Corrected: most of that is not compute; the all-reduce alone "
         f"takes {' and '.join(shares)} of the step over 0.9 Gbit/s."
     )
 

@@ -188,7 +188,7 @@ def _saving_text(row: Row, other: Row) -> str:
 def _cost_text(slower: Pace) -> str:
     percent = 100 * (slower.value - 1)
     if percent < 1:
-        return "for no more time"
+        return "without taking more time"
     doubt = "within noise" if slower.is_noise else "measured on a busy machine" if slower.is_busy else ""
     return f"for {percent:.0f} % more time{f' ({doubt})' if doubt else ''}"
 

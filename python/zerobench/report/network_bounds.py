@@ -50,9 +50,10 @@ def bottleneck(row: Row, costs: Costs) -> Bottleneck | None:
         return Bottleneck(bound="host", sentence=_host_text(where, row, share))
     if _waits_for_latency(row, costs):
         text = (
-            f"{where} is bound by latency: {share:.0f} % of its step waits for {costs.rounds:.0f} messages that follow "
-            f"one another, {bytes_text(int(costs.bytes))} in all. Fewer and larger messages would move it: larger "
-            "units or buckets, a larger batch, or more --grad-accum where micro-batches are not reduced one by one."
+            f"{where} is bound by latency: {share:.0f} % of its step waits for {costs.rounds:.0f} messages that "
+            f"follow one another, {bytes_text(int(costs.bytes))} in all. Fewer and larger messages would make it "
+            "faster: larger units or buckets, a larger batch, or more --grad-accum where micro-batches are not "
+            "reduced one by one."
         )
         return Bottleneck(bound="latency", sentence=text)
     return Bottleneck(bound="bandwidth", sentence=_bandwidth_text(where, row, costs, share))
@@ -76,21 +77,19 @@ def _compute_text(where: str, row: Row, share: float) -> str:
     if parts.bubble > parts.step / 10:
         text += f"; {100 * parts.bubble / parts.step:.0f} % is the bubble, which more --micro-batches make smaller"
     gain = 100 * parts.network / parts.step
-    return (
-        f"{text}. A faster network would take at most {gain:.0f} % off; a faster device or --compile move it."
-    )
+    return f"{text}. A faster network would shorten the step by at most {gain:.0f} %; use a faster device or --compile."
 
 
 def _host_text(where: str, row: Row, share: float) -> str:
     phases = row.phases_ms or {}
     if phases.get("exposed_offload", 0.0) + phases.get("exposed_io", 0.0) > phases.get("host_bound", 0.0):
         return (
-            f"{where} is bound by its host: {share:.0f} % of its step waits for offloaded state. Less --offload or a "
-            "faster link or disk would move it."
+            f"{where} is bound by its host: {share:.0f} % of its step waits for offloaded state. Less --offload "
+            "or a faster link or disk would make it faster."
         )
     return (
-        f"{where} is bound by its host: in {share:.0f} % of its step the device waits for work. --compile block or a "
-        "larger batch would move it."
+        f"{where} is bound by its host: in {share:.0f} % of its step the device waits for work. --compile block "
+        "or a larger batch would make it faster."
     )
 
 
@@ -105,10 +104,13 @@ def _bandwidth_text(where: str, row: Row, costs: Costs, share: float) -> str:
     assert parts is not None
     fewer = "fewer bytes by a lower precision" if row.settings.precision == "fp32" else "fewer bytes"
     if link is None:
-        return f"{text} A faster network or {fewer} would move it."
+        return f"{text} A faster network or {fewer} would make it faster."
     gain_ms = costs.step_ms(link) - costs.step_ms(replace(link, bits_per_s=2 * link.bits_per_s))
     if gain_ms <= 0:
-        return f"{text} By the model that is waiting for slower ranks, which no network moves."
+        return (
+            f"{text} By the model, that time is spent waiting for slower ranks, so a faster network does not "
+            "help."
+        )
     return (
         f"{text} Twice the bandwidth, or half the bytes, would take {ms_text(gain_ms)} off its "
         f"{ms_text(parts.step)}."

@@ -57,7 +57,7 @@ def note_lines(results: Results, left_out: Sequence[str]) -> list[tuple[str, str
     notes += [(text, "") for text in _reading_notes(rows, labels, left_out)]
     if left_out:  # titles and units of columns
         notes.append(
-            (f"Left out to fit the width: {', '.join(left_out)}; results.csv holds every column.", "dim")
+            (f"Omitted to fit the width: {', '.join(left_out)}; results.csv holds every column.", "dim")
         )
     if not results.complete:
         notes.append(("Incomplete: the comparison is still running or was interrupted.", "yellow"))
@@ -131,8 +131,8 @@ def _idle_disk_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     if not names:
         return []
     return [
-        f"{join_words(names)} read and wrote nothing on NVMe in measured steps, since all state fits into the host "
-        "memory for it: these times say nothing about the disk."
+        f"{join_words(names)} read and wrote nothing on NVMe in measured steps, since all their state fits into "
+        "host memory: their times do not measure the disk."
     ]
 
 
@@ -159,8 +159,8 @@ def _first_step_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
     if not names:
         return []
     return [
-        f"Peaks of {join_words(names)} are of the very first step alone, at whose end some strategies only make their "
-        "optimizer state, so memory is not compared: give --warmup-steps or more --num-steps."
+        f"Peaks of {join_words(names)} are of the first step alone, and some strategies allocate their optimizer "
+        "state only at its end. Memory is therefore not compared: give --warmup-steps or more --num-steps."
     ]
 
 
@@ -178,9 +178,9 @@ def _far_loss_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         ]
         if len(found) > 2 and far:
             notes.append(
-                "Held-out loss after the measured steps is far from that of the rows that train the same "
-                f"({middle:.3g} in the middle): {join_words(far)}. Unless "
-                "training diverges (try a lower --lr), something is wrong."
+                "Held-out loss after the measured steps is far from that of the rows with the same training "
+                f"({middle:.3g} in the middle): {join_words(far)}. Unless training diverges (try a lower --lr), "
+                "something is wrong."
             )
     return notes
 
@@ -264,7 +264,7 @@ def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequenc
         if row.status == "ok" and row.mfu is not None
     }
     if peaks and "MFU %" not in left_out:
-        notes.append(f"MFU is against a peak of {join_words(sorted(peaks))}.")
+        notes.append(f"MFU is relative to a peak of {join_words(sorted(peaks))}.")
     ranked = [row for row in rows if is_ranked(row)]
     if len(by_workload(ranked)) > 1:
         alike = ["model", "sequence length", "precision", "data"]
@@ -321,8 +321,8 @@ def _below_floor_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
     ]
     when = f" (its GPU was busy {min(busy):.0f} % of the time)" if busy else ""
     return (
-        f"{join_words(faster)} took less time than {FLOOR}{when}: where the host is the limit it is no floor, since it "
-        "holds what plain PyTorch's forward and backward ask of the host."
+        f"{join_words(faster)} took less time than {FLOOR}{when}: where the host is the limit, it is not a lower "
+        "bound, since it includes the host time of plain PyTorch's forward and backward."
     )
 
 
@@ -358,8 +358,8 @@ def _drift_text(rows: Sequence[Row], labels: Sequence[str]) -> str:
     if not drifts:
         return ""
     return (
-        f"Step times that still changed while they were measured: {_by_row(drifts)}. What a long training would take "
-        "is not settled: give more --warmup-steps and --num-steps."
+        f"Step times that still changed while they were measured: {_by_row(drifts)}. The step time of a long "
+        "training is therefore not known: give more --warmup-steps and --num-steps."
     )
 
 

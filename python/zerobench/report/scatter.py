@@ -229,7 +229,7 @@ def _boxes_of_points(axes: Axes, points: Sequence[Point]) -> list[Box]:
 
 def _left_out_text(missing: int) -> str:
     words = "1 label" if missing == 1 else f"{missing} labels"
-    return f"{words} left out for space; the table names every row"
+    return f"{words} omitted for space; the table names every row"
 
 
 def _drawn_labels(

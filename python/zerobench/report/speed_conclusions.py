@@ -82,9 +82,9 @@ def compile_payback(results: Results) -> list[str]:
         steps = [paid for row, base in known if (paid := _steps_until_paid(row, base)) is not None]
         text = f"{strategy} with --compile {mode} takes {range_text(taken, '.1f')} s to compile"
         if not steps:
-            text += ", which never pays: nothing is faster than eager beyond noise"
+            text += ", which never pays off: nothing is faster than eager beyond noise"
         else:
-            text += f", which has paid after {range_text(steps, ',.0f')} steps"
+            text += f", which pays off after {range_text(steps, ',.0f')} steps"
             text += f" (in {len(steps)} of {len(known)} pairs)" if len(steps) < len(known) else ""
         texts.append(f"{text}.")
     return texts
@@ -162,8 +162,8 @@ def _scaling_text(word: str, rows: Sequence[Row]) -> list[str]:
         f"batch {last.settings.batch_size}" if word == "weak" else f"{tokens_per_step(last):,} tokens a step"
     )
     text = (
-        f"{last.strategy} keeps {100 * kept.value:.0f} % of the speed of a rank from {first.settings.world_size} to "
-        f"{last.settings.world_size} ranks ({word} scaling, {batch}{_kept_doubt_text(kept)})"
+        f"{last.strategy} keeps {100 * kept.value:.0f} % of the speed per rank from {first.settings.world_size} "
+        f"to {last.settings.world_size} ranks ({word} scaling, {batch}{_kept_doubt_text(kept)})"
     )
     exposed = phases_pct(last).get("exposed_communication")
     if exposed is not None:

@@ -177,8 +177,8 @@ class Settings(ResultModel):
         suffix="{ranks}{value}", name_at=2,
         option=Option(
             takes=Takes.LIST, convert=int, on_cpu="2", help_at=280, grid_at=9, above_zero=True,
-            help="Ranks. Default: all visible GPUs; on CPU 2, or 1 on a single core; under torchrun or srun what those "
-            "started.",
+            help="Ranks. Default: all visible GPUs; on CPU 2, or 1 on a single core; under torchrun or srun the "
+            "ranks that they started.",
         ),
     )]
     precision: Annotated[str, Setting(
@@ -214,7 +214,7 @@ class Settings(ResultModel):
         changes=Changes.PLACE, is_as_asked=False, reference="none", off="none", suffix="offload-{value}", name_at=9,
         option=Option(
             takes=Takes.LIST, convert=name, default="none", help_at=130, grid_at=11, must_reach=True,
-            help="What leaves the device: none, cpu_optimizer (optimizer state, to host memory), cpu_full (parameters "
+            help="State to offload: none, cpu_optimizer (optimizer state, to host memory), cpu_full (parameters "
             "too), nvme (optimizer state, to NVMe) or nvme_full (parameters too).",
         ),
     )] = "none"
@@ -223,24 +223,24 @@ class Settings(ResultModel):
         name_at=10,
         option=Option(
             takes=Takes.LIST, convert=share, help_at=140, grid_at=12, must_reach=True,
-            help="Share of the optimizer state that leaves the device, above 0 to 1 (DeepSpeed's rows take 0 too), or "
-            "auto: what the device cannot hold. Default: all of it.",
+            help="Share of the optimizer state that leaves the device, above 0 to 1 (DeepSpeed's rows take 0 "
+            "too), or auto: the share that the device cannot hold. Default: all of it.",
         ),
     )] = None
     nvme_paths: Annotated[list[str], Setting(
         changes=Changes.RATE, is_as_asked=False, reference=[], word="NVMe paths", off=[], follows=True,
         option=Option(
             takes=Takes.REPEATED, convert=Path, flag="--nvme-path", metavar="FOLDER...", help_at=150, must_reach=True,
-            help="Where --offload nvme and nvme_full put files; several are striped.",
+            help="Folders for the files of --offload nvme and nvme_full; several are striped.",
         ),
     )] = Field(default_factory=list)
     host_memory_gib: Annotated[float | None, Setting(  # all ranks of a host, for what is offloaded
         changes=Changes.RATE, is_as_asked=False, reference=None, word="host GiB", off=None, follows=True,
         option=Option(
             convert=float, help_at=170, above_zero=True, must_reach=True,
-            help="GiB of host memory that offloaded state of all ranks may take; what is beyond goes to NVMe, or is "
-            "oom. Default: for cpu_optimizer and cpu_full what the host has; for nvme and nvme_full what buffers take, "
-            "so state swaps unless they hold it.",
+            help="GiB of host memory for the offloaded state of all ranks. State beyond it goes to NVMe; a row "
+            "without NVMe is oom. Default: all host memory for cpu_optimizer and cpu_full; only the swap "
+            "buffers for nvme and nvme_full, so state is swapped unless it fits into them.",
         ),
     )] = None
     optimizer_in_backward: Annotated[bool, Setting(
@@ -255,15 +255,15 @@ class Settings(ResultModel):
         changes=Changes.RATE, reference=None, word="device GiB", off=None, quiet=True,
         option=Option(
             convert=float, help_at=190, above_zero=True,
-            help="GiB of its device that a rank may use; more is oom.",
+            help="GiB of its device that a rank may use; a row that needs more is oom.",
         ),
     )] = None
     memory_limit_gib: Annotated[float | None, Setting(  # a row with a higher peak counts as one that does not fit
         changes=Changes.NOTHING, word="memory limit GiB", off=None,
         option=Option(
             convert=float, flag="--memory-limit", metavar="GIB", help_at=192, above_zero=True,
-            help="GiB of its device that a rank should need at most: a row with a higher peak runs, and counts as one "
-            "that does not fit (verdicts, --find).",
+            help="Most GiB of its device that a rank should need: a row with a higher peak still runs, but "
+            "counts as one that does not fit (verdicts, --find).",
         ),
     )] = None
     bind: Annotated[str, Setting(  # "numa": each rank runs on cores of its node
@@ -350,15 +350,15 @@ class Settings(ResultModel):
     verify_steps: Annotated[int, Setting(changes=Changes.NOTHING, word="verified steps", free_on_resume=True)] = 0
     seed: Annotated[int, Setting(
         changes=Changes.RESULT,
-        option=Option(convert=int, default=0, help_at=330, help="Of weights and data."),
+        option=Option(convert=int, default=0, help_at=330, help="Seed of weights and data."),
     )] = 0
     data: Annotated[str, Setting(
         changes=Changes.WORKLOAD | Changes.RESULT,
         option=Option(
             default="stdlib", help_at=320,
-            help="A file of text, JSON lines or Parquet, a folder of them (hidden files and folders of results are "
-            "left out), stdlib (the interpreter's own Python sources) or synthetic. It must stay as it is while the "
-            "comparison runs.",
+            help="A file of text, JSON lines or Parquet, a folder of them (hidden files and folders of results "
+            "are ignored), stdlib (the interpreter's own Python sources) or synthetic. It must not change "
+            "while the comparison runs.",
         ),
     )] = "stdlib"
     text_field: Annotated[str | None, Setting(
@@ -378,8 +378,8 @@ class Settings(ResultModel):
         changes=Changes.RATE, is_as_asked=False, known_after_run=True, may_follow=True,
         option=Option(
             takes=Takes.LIST, convert=name, default="auto", help_at=200, grid_at=14, must_reach=True,
-            help="Of zerobench's own rows: auto, shm or c10d on CPU, nccl or peer (copy engines, GPUs of one host) on "
-            "GPUs.",
+            help="Communicator of zerobench's own rows: auto, shm or c10d on CPU, nccl or peer (copy engines, "
+            "GPUs of one host) on GPUs.",
         ),
     )] = None
     network: Annotated[str, Setting(  # between ranks, each a host of its own unless native
@@ -395,7 +395,7 @@ class Settings(ResultModel):
         name_at=12,
         option=Option(
             takes=Takes.LIST, convert=int, default="2", help_at=212, grid_at=15, above_zero=True, must_reach=True,
-            help="Stages, one a rank, that pipeline cuts the model into. Further ranks hold replicas under DDP.",
+            help="Stages that pipeline cuts the model into, one per rank. Further ranks hold replicas under DDP.",
         ),
     )] = None
     pipeline_schedule: Annotated[str | None, Setting(
@@ -403,7 +403,8 @@ class Settings(ResultModel):
         name_at=13,
         option=Option(
             takes=Takes.LIST, convert=name, default="1f1b", help_at=214, grid_at=16, must_reach=True,
-            help="Of pipeline: gpipe, 1f1b or interleaved (1F1B with two parts of the model on each rank).",
+            help="Schedule of pipeline: gpipe, 1f1b or interleaved (1F1B with two parts of the model on each "
+            "rank).",
         ),
     )] = None
     micro_batches: Annotated[int | None, Setting(
@@ -427,11 +428,11 @@ class Options:
 
     num_layers: Annotated[int | None, Option(
         takes=Takes.LIST, convert=int, help_at=30, grid_at=2, is_of_model=True,
-        help="Layers, instead of the model's own.",
+        help="Number of layers, instead of the model's own.",
     )]
     hidden_size: Annotated[int | None, Option(
         takes=Takes.LIST, convert=int, help_at=40, grid_at=3, is_of_model=True,
-        help="Width, instead of the model's own.",
+        help="Hidden size, instead of the model's own.",
     )]
     model_option: Annotated[dict[str, Any], Option(
         takes=Takes.REPEATED, convert=dict, metavar="FIELD=VALUE", help_at=50,
@@ -439,11 +440,12 @@ class Options:
     )]
     strategies: Annotated[str, Option(
         takes=Takes.WORDS, convert=name, default="", metavar="NAME...", help_at=60, grid_at=100,
-        help="single, compute_only, zero0 to zero3, ddp, ddp_compress, ddp_master, pipeline, fsdp1, fsdp2, fsdp2_keep, "
-        "deepspeed0 to deepspeed3, deepspeed3_leaves, deepspeed3_super, deepcompile3 (also with _prefetch, "
-        "_selective or _both behind it), mfsdp1 to mfsdp3, or package.module:ClassName of your own. Default: "
-        "single, zero0 to zero3, ddp and fsdp2; on GPUs compute_only to fsdp2_keep, and deepspeed0 to "
-        "deepspeed3_leaves and mfsdp1 to mfsdp3 where they are installed. Commas or spaces separate them.",
+        help="single, compute_only, zero0 to zero3, ddp, ddp_compress, ddp_master, pipeline, fsdp1, fsdp2, "
+        "fsdp2_keep, deepspeed0 to deepspeed3, deepspeed3_leaves, deepspeed3_super, deepcompile3 (also with "
+        "the suffix _prefetch, _selective or _both), mfsdp1 to mfsdp3, or package.module:ClassName of your "
+        "own. Default: single, zero0 to zero3, ddp and fsdp2; on GPUs compute_only to fsdp2_keep, and "
+        "deepspeed0 to deepspeed3_leaves and mfsdp1 to mfsdp3 where they are installed. Commas or spaces "
+        "separate them.",
     )]
     stages: Annotated[str, Option(
         takes=Takes.WORDS, convert=stage_name, default="", metavar="STAGE...", help_at=70,
@@ -452,12 +454,13 @@ class Options:
     )]
     io_engine: Annotated[str | None, Option(
         help_at=160, must_reach=True,
-        help="Of zerobench's own rows on NVMe: io_uring or threads. Default: what `tune io` found, else io_uring.",
+        help="How zerobench's own rows read and write NVMe: io_uring or threads. Default: the setting that `tune "
+        "io` found, else io_uring.",
     )]
     global_batch: Annotated[int | None, Option(
         convert=int, help_at=105, above_zero=True,
-        help="Sequences of an optimizer step over all ranks: accumulation follows from --batch-size and ranks. A row "
-        "for which it is not a whole number is skipped.",
+        help="Sequences of an optimizer step over all ranks. Accumulation follows from it, --batch-size and the "
+        "number of ranks; a row for which that is not a whole number is skipped.",
     )]
     network_how: Annotated[str, Option(
         default="auto", help_at=207,
@@ -466,8 +469,8 @@ class Options:
     )]
     lr: Annotated[float, Option(
         convert=float, default=1e-3, help_at=310, above_zero=True, must_reach=True,
-        help="Learning rate of AdamW, whose betas are 0.9 and 0.999 and weight decay 0.1; a file of --config may set "
-        "others.",
+        help="Learning rate of AdamW (betas 0.9 and 0.999, weight decay 0.1). A file of --config may set other "
+        "values.",
     )]
     timeout_s: Annotated[float, Option(
         convert=float, flag="--timeout", default=300.0, help_at=340, above_zero=True,
@@ -475,7 +478,8 @@ class Options:
     )]
     rank_memory_gib: Annotated[float | None, Option(
         convert=float, help_at=350, above_zero=True,
-        help="GiB of private memory that a rank may take beyond what importing torch took; more is oom.",
+        help="GiB of private memory that a rank may take beyond what importing torch took; a row that needs more "
+        "is oom.",
     )]
     verify_layers: Annotated[int | None, Option(
         convert=int, help_at=360, above_zero=True,
@@ -495,28 +499,31 @@ class Options:
     config: Annotated[Path, Option(
         takes=Takes.REPEATED, convert=Path, metavar="FILE...", help_at=380,
         help="Configurations of zerobench or DeepSpeed, one row a file, instead of --strategies and --stages. "
-        "What a file leaves open, the options decide; what it sets, they may not contradict.",
+        "Options apply to what a file does not set, and may not contradict what it sets.",
     )]
     ratio_precision: Annotated[float, Option(
         convert=precision, default="1%", help_at=276,
-        help="Of --repeats auto: half the width of the 95 % interval of the two fastest rows' ratio, as a share of it.",
+        help="Precision at which --repeats auto stops: half the width of the 95 % interval of the ratio of the "
+        "two fastest rows, relative to the ratio.",
     )]
     max_minutes: Annotated[float | None, Option(
         convert=float, help_at=382, above_zero=True, is_of_comparison=True,
-        help="Start nothing new after so many minutes; --resume goes on later.",
+        help="Start no new work after this many minutes; continue later with --resume.",
     )]
     trace: Annotated[bool, Option(
         takes=Takes.SWITCH, help_at=395, is_of_comparison=True,
-        help="Leave a trace of one step of each row in traces/ of the results, for Perfetto and `zerobench trace`.",
+        help="Write a trace of one step of each row into traces/ of the results, for Perfetto and `zerobench "
+        "trace`.",
     )]
     resume: Annotated[str | None, Option(
         convert=Path, metavar="FOLDER", help_at=384, is_of_comparison=True,
-        help="Go on with the comparison in this folder: run the rows of the grid that it lacks, and keep the others.",
+        help="Continue the comparison in this folder: run the rows of the grid that are missing, and keep the "
+        "others.",
     )]
     dry_run: Annotated[bool, Option(
         takes=Takes.SWITCH, help_at=400, is_of_comparison=True,
-        help="Print the rows, what would be skipped and why, and how long it takes where earlier results of this "
-        "machine in results/ or next to --output-dir tell. Run nothing.",
+        help="Run nothing. Print the rows, which of them would be skipped and why, and the expected time if "
+        "there are earlier results of this machine in results/ or next to --output-dir.",
     )]
     as_json: Annotated[bool, Option(
         takes=Takes.SWITCH, flag="--json", help_at=410, is_of_comparison=True,

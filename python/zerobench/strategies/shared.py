@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,17 +36,6 @@ def dtypes_beside_masters(settings: StrategySettings) -> Dtypes:
     """The precision's dtype everywhere but in masters and optimizer state, which are fp32."""
     low = str(precision_dtype(settings)).removeprefix("torch.")
     return Dtypes(param=low, compute=low, reduce=low, master="float32", state="float32")
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with what ``over`` says, section by section."""
-    merged = dict(base)
-    for key, value in over.items():
-        inner = merged.get(key)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            value = merge(inner, value)
-        merged[key] = value
-    return merged
 
 
 def torch_device(settings: StrategySettings) -> torch.device:

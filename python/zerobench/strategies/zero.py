@@ -26,7 +26,8 @@ from zerobench.strategies.base import (
 )
 from zerobench.strategies.clock import Clock, NoClock, Phases, phase_clock
 from zerobench.strategies.compiled import Compiler
-from zerobench.strategies.shared import Determinism, mean_loss, mean_of, merge, prepare_model, torch_device
+from zerobench.strategies.merging import merge
+from zerobench.strategies.shared import Determinism, mean_loss, mean_of, prepare_model, torch_device
 from zerobench.strategies.traffic import Collective, Count, TrafficClock
 from zerobench.strategies.zero_traffic import engine_collectives
 

@@ -10,7 +10,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from zerobench import data, models, strategies
 from zerobench.bench.protocol.channel import Channel
 from zerobench.bench.protocol.job import Job, Report, Skipped, Window, WindowTransfers
 from zerobench.bench.protocol.place import MachinePlace
+from zerobench.bench.protocol.row_settings import row_settings
 from zerobench.bench.protocol.tolerances import VERIFY_STEPS, tolerance_precision
 from zerobench.bench.rank import measure, turns, verify
 from zerobench.bench.rank.binding import Binding, bind_rank
@@ -31,9 +32,7 @@ from zerobench.bench.rank.transfers import file_limits, link_limits
 from zerobench.errors import Error
 from zerobench.host.machine import cpus_usable
 from zerobench.results.schema import RowDtypes
-from zerobench.results.settings import SETTINGS
-from zerobench.results.sizes import GIB
-from zerobench.strategies.base import Batch, ModelFactory, OptimizerSettings, Strategy, StrategySettings
+from zerobench.strategies.base import Batch, ModelFactory, Strategy, StrategySettings
 from zerobench.strategies.compiled import cache_in
 
 
@@ -145,29 +144,20 @@ def strategy_settings(job: Job, place: Place, *, deterministic: bool = False) ->
     settings = job.settings
     # The reference is one process that trains every rank's micro-batches, as if they were accumulated.
     ranks_per_process = settings.world_size // place.world_size
-    read = {field.name for field in fields(StrategySettings)}
-    same = {key: getattr(settings, key) for key in SETTINGS if key in read}
-    own: dict[str, Any] = {
-        "rank": place.rank,
-        "world_size": place.world_size,
-        "local_rank": place.local_rank,
-        "local_world_size": place.local_world_size,
-        "rendezvous": f"{place.rendezvous}-{'verify' if deterministic else 'measure'}",
-        "grad_accum": settings.grad_accum * ranks_per_process,
-        "optimizer": OptimizerSettings(**settings.optimizer),
-        "timeout_s": job.timeout_s,
-        "deterministic": deterministic,
-        "nvme_paths": tuple(settings.nvme_paths),
-        "host_memory_bytes": bytes_of(settings.host_memory_gib, shared_by=place.machine.num_ranks),
-        "device_memory_bytes": bytes_of(settings.device_memory_gib),
-        "cpus": None if place.binding is None else place.binding.cpus,
-        "options": job.options,
-    }
-    return StrategySettings(**{**same, **own})
-
-
-def bytes_of(gib: float | None, *, shared_by: int = 1) -> int | None:
-    return None if gib is None else round(gib * GIB) // shared_by
+    return row_settings(
+        settings,
+        host_rank_num=place.machine.num_ranks,
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        rendezvous=f"{place.rendezvous}-{'verify' if deterministic else 'measure'}",
+        grad_accum=settings.grad_accum * ranks_per_process,
+        timeout_s=job.timeout_s,
+        deterministic=deterministic,
+        cpus=None if place.binding is None else place.binding.cpus,
+        options=job.options,
+    )
 
 
 @contextlib.contextmanager

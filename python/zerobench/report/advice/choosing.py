@@ -93,8 +93,8 @@ def _ladder() -> list[str]:
 def _patterns() -> list[str]:
     comfortable, full = f"{100 * COMFORTABLE:.0f} %", f"{100 * FULL:.0f} %"
     return [
-        f"**Comfortably**: the peak is up to {comfortable} of the device. Stay on this rung, and use what is free for "
-        "a larger `--batch-size`. A lower rung saves memory that nobody needs.",
+        f"**Comfortably**: the peak is up to {comfortable} of the device. Stay on this rung, and use the free "
+        "memory for a larger `--batch-size`. A lower rung saves memory that you do not need.",
         f"**Barely**: the peak is {comfortable} to {full} of the device. Allocators fragment and sequences vary, so go "
         "one rung down, or recompute activations (`--checkpointing`) if those are most of the peak.",
         f"**Not**: the peak would be above {full}, or rows are oom. Go down the ladder: shard first, then host memory, "

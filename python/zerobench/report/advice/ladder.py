@@ -62,17 +62,18 @@ LADDER = (
     Rung(
         stage=1,
         when="Optimizer state does not fit on each device, or its memory is better used for a larger batch.",
-        cost="As many bytes as stage 0: a reduce-scatter and an all-gather in place of the all-reduce.",
+        cost="Moves as many bytes as stage 0: a reduce-scatter and an all-gather in place of the all-reduce.",
     ),
     Rung(
         stage=2,
         when="Gradients do not fit next to the parameters either.",
-        cost="As stage 1 without accumulation. With it, every micro-batch reduces its gradients.",
+        cost="Without accumulation the same as stage 1. With accumulation, every micro-batch reduces its "
+        "gradients.",
     ),
     Rung(
         stage=3,
         when="The parameters alone fill a device.",
-        cost="Half as many bytes again as stage 0: parameters are gathered in forward and in backward.",
+        cost="Moves 1.5 times the bytes of stage 0: parameters are gathered in forward and in backward.",
     ),
     Rung(
         stage=2,
@@ -84,7 +85,7 @@ LADDER = (
         stage=3,
         offload="cpu_optimizer",
         when="As above, and the parameters have to be sharded, too.",
-        cost="The gathers of stage 3 on top of it.",
+        cost="The all-gathers of stage 3 in addition.",
     ),
     Rung(
         stage=3,

@@ -20,8 +20,8 @@ RULES = (
         topic="fastest",
         when="A row has fewer than six measured steps or windows, so its noise is unknown.",
         find=fastest.too_few_samples,
-        sentence="{best} took the least time of {count} correct rows, {time}; {steps} too little of the noise to call "
-        "it the fastest.",
+        sentence="{best} took the least time of {count} correct rows, {time}, but {steps} too little about the "
+        "noise to call it the fastest.",
         cure="Measure {enough} ({option}).",
     ),
     Rule(
@@ -50,7 +50,8 @@ RULES = (
     Rule(
         id="measured-apart",
         topic="fastest",
-        when="Rows did not fit into memory with the others, so they were measured in passes, and in too few.",
+        when="Rows did not fit into memory with the others, so they were measured in passes, in too few to rank "
+        "them.",
         find=fastest.measured_apart,
         sentence="{names} {were} measured in passes, too few to rank.",
         cure="Measure more of them (--repeats).",
@@ -97,18 +98,19 @@ RULES = (
         topic="no gain",
         when="The smallest row that shards peaks above 95 % of the smallest one that replicates, otherwise alike.",
         find=no_gain.little_saved,
-        sentence="Sharding buys little memory here: {least} peaks at {least_peak}, {plain} at {plain_peak}. "
+        sentence="Sharding saves little memory here: {least} peaks at {least_peak}, {plain} at {plain_peak}. "
         "Most of it is not sharded, such as activations.",
         cure="Recompute activations (--checkpointing) or take a smaller --batch-size.",
     ),
     Rule(
         id="memory-to-spare",
         topic="no gain",
-        when="Rows do the work of the best one more slowly with less memory, and it leaves at least 40 % of the device "
-        "free.",
+        when="Rows need less memory than the best row and are slower at the same work, and the best row leaves "
+        "at least 40 % of the device unused.",
         find=no_gain.memory_to_spare,
-        sentence="{names} {save} memory that is free anyway: {best} is faster and leaves {free} of its device unused.",
-        cure="Use what is free: a larger --batch-size or model.",
+        sentence="{names} {save} memory that is not needed: {best} is faster and leaves {free} of its device "
+        "unused.",
+        cure="Use the free memory for a larger --batch-size or model.",
     ),
     Rule(
         id="slow-link",
@@ -125,8 +127,8 @@ RULES = (
         topic="no gain",
         when="One rank processes more tokens a second than all ranks together, by more than the noise.",
         find=no_gain.ranks_gain_nothing,
-        sentence="More ranks buy no speed here: {alone} on one rank processes at least as many tokens/s as {together} "
-        "on {ranks}.",
+        sentence="More ranks add no speed here: {alone} on one rank processes at least as many tokens/s as "
+        "{together} on {ranks}.",
         cure="Give each rank more work (--batch-size), or its own cores or GPU.",
     ),
     Rule(
@@ -142,7 +144,8 @@ RULES = (
         topic="no gain",
         when="A row with NVMe offload read and wrote no byte of its files.",
         find=no_gain.disk_untouched,
-        sentence="{names} never touched the disk, since host memory held all state: their times are not those of NVMe.",
+        sentence="{names} never touched the disk, since host memory held all state: their step times do not "
+        "measure NVMe.",
         cure="Lower --host-memory-gib to measure the disk, or use --offload cpu_optimizer.",
     ),
     Rule(
@@ -193,9 +196,9 @@ RULES = (
     Rule(
         id="bound-by-host",
         topic="bottleneck",
-        when="The device idles since the host asks for nothing, in at least 25 % of the step.",
+        when="The device waits for work from the host in at least 25 % of the step.",
         find=partial(bottleneck.bound_by, "host overhead"),
-        sentence="Host overhead is the bottleneck of {names}: {share} of the step the device has nothing to do.",
+        sentence="Host overhead is the bottleneck of {names}: the device waits for work in {share} of the step.",
         cure="Give each launch more work (a larger --batch-size, --compile whole or block), or use faster cores.",
     ),
     Rule(
@@ -212,17 +215,18 @@ RULES = (
         topic="bottleneck",
         when="Every row within 10 % of the fastest ran at the GPUs' power cap in at least half of the samples.",
         find=bottleneck.power_sets_the_pace,
-        sentence="{who} ran at the GPUs' power cap ({figures}): step times there follow the energy that a step takes, "
-        "so what moves or computes less is faster, and communication costs time even where it is hidden.",
+        sentence="{who} ran at the GPUs' power cap ({figures}): there, the energy of a step sets its time. "
+        "Rows that move or compute less are faster, and communication costs time even where it overlaps "
+        "with compute.",
     ),
     Rule(
         id="slow-gpu",
         topic="bottleneck",
         when="On its own, one GPU takes at least 2 % longer for forward and backward than another, beyond the noise.",
         find=bottleneck.slow_gpu,
-        sentence="The GPU of rank {slowest} is the slowest of {count}: with nothing between them it takes {slower} "
-        "longer for forward and backward than that of rank {fastest}. Synchronised ranks run at the speed of the "
-        "slowest.",
+        sentence="The GPU of rank {slowest} is the slowest of {count}: without communication, it takes {slower} "
+        "longer for forward and backward than the GPU of rank {fastest}. Synchronised ranks run at the "
+        "speed of the slowest.",
         cure="Check its clocks and cooling (`zerobench doctor`).",
     ),
     Rule(

@@ -10,7 +10,7 @@ from zerobench.errors import ConfigError
 from zerobench.strategies.base import LossScaleSettings, OptimizerSettings, StrategySettings
 from zerobench.strategies.deepspeed.auto_values import without_auto
 from zerobench.strategies.deepspeed.offload import offload_options
-from zerobench.strategies.shared import merge
+from zerobench.strategies.merging import merge
 
 _NEVER = 10**9  # steps between lines of progress
 # The optimizer of a file is read into the settings; the global batch is the product of the other two and the ranks.
