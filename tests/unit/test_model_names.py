@@ -257,6 +257,13 @@ def test_folders_that_cannot_be_built(tmp_path, published, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_a_folder_without_a_config_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(ConfigError, match=r"the folder 'weights' has no config\.json: give the folder"):
+        find("weights")
+
+
 def test_a_folder_without_a_readable_config(tmp_path):
     with pytest.raises(ConfigError, match=r"^model '.*': cannot read .*config\.json"):
         find(str(tmp_path))

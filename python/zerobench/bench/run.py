@@ -13,7 +13,7 @@ from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.output import OutputFolder
 from zerobench.bench.plan.plan import Plan
 from zerobench.bench.progress import ProgressDisplay
-from zerobench.bench.resume import earlier_rows
+from zerobench.bench.resume import earlier_rows, read_measured
 from zerobench.bench.sampler import Sampler
 from zerobench.bench.schedule import schedule, task_num
 from zerobench.bench.session import Session
@@ -37,6 +37,8 @@ def run_comparison(
     """Run every configuration and report; return the exit code. ``notes`` takes progress and warnings. ``resume``: a
     folder of earlier results to go on with. ``conclude`` gets the results and their folder at the end, also after
     Ctrl-C."""
+    if resume is not None:
+        read_measured(resume)  # raises before anything starts
     output = OutputFolder(resume or output_dir, resumed=resume is not None)
     session, steps = Session(plan, host=host, output=output), schedule(plan)
     gpus = plan.options.gpus

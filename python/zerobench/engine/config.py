@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ LONG_WINDOW = 8  # micro-batches; sums of more lose too much in a low-precision 
 
 MIN_TIMEOUT_S = 0.001  # the core counts whole milliseconds
 MAX_TIMEOUT_S = 1e6  # eleven days; clocks that count nanoseconds end at 292 years
+_EXPECTED = "Input should be "  # how pydantic's messages begin
 DEEPSPEED_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 
 
@@ -497,6 +499,8 @@ def _sentence(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown key '{key}' in the configuration; {_hint(first['loc'])}"
     message = first["msg"].removeprefix("Value error, ")
+    if key and message.startswith(_EXPECTED):
+        return f"'{key}' is {reprlib.repr(first['input'])}: it must be {message.removeprefix(_EXPECTED)}"
     return f"'{key}': {message}" if key else message
 
 

@@ -181,6 +181,8 @@ def _refusal(name: str, known: list[str]) -> str:
             f"model {name!r} is quantised, and zerobench trains no quantised weights: "
             f"{hint}use the model that it was made from"
         )
+    if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
+        return f"the folder {name!r} has no config.json: give the folder that save_pretrained() or `hf download` wrote"
     return f"unknown model {name!r}: {suggest(name, [*preset_names(), *known])}"
 
 

@@ -38,7 +38,9 @@ def read_results(path: AnyPath) -> Results:
         content = json.loads(text, parse_int=_bounded_int)
         _expect_shallow(content)
     except (ValueError, RecursionError) as error:  # numbers of too many digits, nested too deeply
-        raise DataError(f"{file} is not a zerobench result file: {error}") from None
+        raise DataError(
+            f"{file} is not a zerobench result file: {error}. Give a whole results.json that zerobench compare wrote"
+        ) from None
     _expect_known_version(file, content)
     try:
         results = Results.model_validate(content)

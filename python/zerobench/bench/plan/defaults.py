@@ -20,7 +20,7 @@ def choose_device(asked: str, seen: VisibleGpus) -> str:
     if asked not in DEVICES:
         raise ConfigError(f"unknown --device {asked!r}: use one of {', '.join(DEVICES)}")
     if asked == "cuda" and not seen.gpus:
-        raise ConfigError(f"--device cuda: {seen.reason}: remove it to compare on CPU ranks")
+        raise ConfigError(f"--device cuda: {seen.reason}; remove --device cuda to compare on CPU ranks")
     return "cuda" if asked != "cpu" and seen.gpus else "cpu"
 
 
