@@ -117,7 +117,7 @@ class LaneCommunicator final : public Communicator {
   std::string_view kind() const noexcept override { return kind_; }
   bool runs_in_background() const noexcept override { return true; }
   Lane lane() const noexcept override { return lane_; }
-  bool gathers_settled() const noexcept override { return watched_->transport->gathers_settled(); }
+  bool gathers_final_shards() const noexcept override { return watched_->transport->gathers_final_shards(); }
   bool takes_pushes() const noexcept override { return caller_.takes_pushes; }
 
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
@@ -125,7 +125,7 @@ class LaneCommunicator final : public Communicator {
     check();
     std::shared_ptr<std::byte> memory;
     with_control([&] { memory = watched_->transport->allocate(bytes, role, category_name(category)); });
-    if (overhead_ && role != BufferRole::kPrivate) memory = overhead_->lend(std::move(memory), bytes, ledger);
+    if (overhead_ && role != BufferRole::kPrivate) memory = overhead_->hand_out(std::move(memory), bytes, ledger);
     return std::make_shared<LaneBuffer>(std::move(memory), bytes, watched_->device->is_async(),
                                         Allocation(ledger, Tier::kDevice, category, bytes));
   }
@@ -157,7 +157,7 @@ class LaneCommunicator final : public Communicator {
                   .source = args.source.data(),
                   .destination = args.destination.data(),
                   .num = args.shard_bytes,
-                  .is_settled = args.is_settled,
+                  .is_final = args.is_final,
                   .holds_own_part = args.holds_own_part});
   }
 
@@ -276,7 +276,7 @@ class LaneCommunicator final : public Communicator {
     check();
     started.place = watched_->transport->place_of(call);
     std::optional<std::uint64_t> number;
-    if (!call.is_settled) {
+    if (!call.is_final) {
       history_.add(started);
       number = history_.num();
     }

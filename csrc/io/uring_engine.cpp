@@ -17,7 +17,7 @@
 #include "common/error.h"
 #include "common/page.h"
 #include "common/process_owned.h"
-#include "io/engines.h"
+#include "io/io_engine_kinds.h"
 #include "io/io_thread.h"
 #include "io/ring.h"
 #include "memory/host_limits.h"

@@ -12,7 +12,7 @@
 
 #include "common/error.h"
 #include "fork_support.h"
-#include "io/engine.h"
+#include "io/io_engine.h"
 #include "io_support.h"
 #include "memory/host_buffer.h"
 

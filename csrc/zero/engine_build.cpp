@@ -77,12 +77,12 @@ void Engine::build(EngineModel& model) {
       device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_,
       ReduceOptions{.placement = policy_.gradients,
                     .push_bytes = options.push_gradient_bytes,
-                    .lends = lends_gradients(),
-                    .sums_together = lends_gradients() && !options.optimizer_in_backward},
+                    .in_place = leaves_gradients_in_place(),
+                    .sums_together = leaves_gradients_in_place() && !options.optimizer_in_backward},
       ReduceEvents{.before = [this](Unit& unit) { make_gradient_shards(unit); },
                    .reduced = [this](Unit& unit) { on_reduced(unit); },
                    .gathers_meet = [this] { return gathers_->meets(); },
-                   .is_held_up = [this] { return gathers_->awaits_own_part(); }});
+                   .is_compute_waiting = [this] { return gathers_->awaits_own_part(); }});
   reserve_store();
   for (Unit& unit : units_) build_unit(unit, model);
   build_norms();
