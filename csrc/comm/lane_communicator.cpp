@@ -34,7 +34,8 @@ class LaneWork final : public Work {
   }
   void wait(Lane reader) override {
     cause_->check();
-    ZB_EXPECT_STATE(ticket_->is_put_in, "an operation of a group can be waited for once the group has ended");
+    ZB_EXPECT_STATE(ticket_->is_put_in,
+                    "an operation of a group was waited for inside the group: wait after the group has ended");
     if (reader != lane_) device_->wait(reader, ticket_->mark);
   }
   bool test_source_free() override { return test(); }
@@ -144,7 +145,7 @@ class LaneCommunicator final : public Communicator {
   }
 
   void end_group() override {
-    ZB_EXPECT_STATE(group_ != nullptr, "a group of collectives ended that had not begun");
+    ZB_EXPECT_STATE(group_ != nullptr, "a group of collectives was ended, but none had begun");
     const std::shared_ptr<Ticket> ticket = std::exchange(group_, nullptr);
     if (!calls_.empty()) put_in(*ticket);
   }

@@ -66,13 +66,13 @@ class LaneTransport {
   virtual bool takes_pushes() const noexcept { return false; }
   virtual void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) {
     static_cast<void>(call), static_cast<void>(items), static_cast<void>(copy_bytes);
-    throw StateError("this transport takes no pushes");
+    throw StateError("this transport does not support pushes");
   }
   // Communicator::splices and make_spliced_slot.
   virtual bool splices() const noexcept { return false; }
   virtual std::unique_ptr<SplicedMemory> make_spliced_memory(std::string_view what) {
     static_cast<void>(what);
-    throw StateError("this transport splices no slots");
+    throw StateError("this transport does not support spliced slots");
   }
   // Puts all calls into the lane, as one group. Throws when that fails, and after abort().
   virtual void put_in(std::span<const LaneCall> calls) = 0;

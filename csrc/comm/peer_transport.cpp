@@ -242,7 +242,7 @@ void PeerTransport::pull(const LaneCall& call) {
     case Collective::kBarrier:
       break;  // over the control communicator
   }
-  throw ArgumentError(std::string(collective_name(call.kind)) + " is no operation of a lane");
+  throw ArgumentError(std::string(collective_name(call.kind)) + " cannot run in a lane");
 }
 
 void PeerTransport::gather(const LaneCall& call) {

@@ -51,7 +51,7 @@ class TrialStore final : public Store {
 
   bool awaits_share() const noexcept override { return !is_chosen_; }
   void choose_share(double host_share) override {
-    ZB_EXPECT_STATE(store_ == nullptr, "the share of state on the host was chosen before");
+    ZB_EXPECT_STATE(store_ == nullptr, "the share of state on the host has been chosen already");
     auto store = make_store_(host_share);
     store->set_timeline(timeline_);
     store->reserve(specs_);

@@ -56,7 +56,7 @@ void Engine::pre_forward(std::size_t unit) {
 void Engine::pre_forward_with_root(std::size_t unit) {
   enter([&] {
     ZB_EXPECT_STATE(parameters_sharded() && gathers_->in_pass() && !reduces_->in_backward(),
-                    "a unit joins the root in forwards of stage 3 alone");
+                    "a unit can join the root only in a forward of stage 3");
     if (!units_[unit].goes_with_root) open_forward(unit, true);
   });
 }
@@ -191,7 +191,8 @@ void Engine::use_root_in_backward() {
 
 void Engine::begin_input_backward() {
   enter([&] {
-    ZB_EXPECT_STATE(trainable_flats_.empty(), "an engine with trained parameters begins a backward with a window");
+    ZB_EXPECT_STATE(trainable_flats_.empty(),
+                    "a backward of an engine that trains parameters needs a window of micro-batches");
     await_gathers_of_forward();
     gathers_->begin_pass(PassKind::kBackward);
     in_backward_.start(device(), "backward");
@@ -232,11 +233,10 @@ void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType
 
 // Hooks are how the engine knows that a forward comes to a unit.
 void Engine::throw_missed(const Unit& unit) {
-  throw StateError(
-      "a forward used parameters of unit '" + unit.name +
-      "' while the last step's updates of them were under way: it did not call the unit's module before, and "
-      "hooks saw nothing; call modules, not their forward, and in the configuration's units name a class "
-      "whose forward holds all uses of its parameters");
+  throw StateError("a forward used parameters of unit '" + unit.name +
+                   "' while the last step was still updating them: it did not call the unit's module first, so no hook "
+                   "could wait for the update. Call modules, not their forward, and in the configuration's units name "
+                   "a class whose forward holds all uses of its parameters");
 }
 
 void Engine::end_backward() {

@@ -149,7 +149,8 @@ void Engine::write_full_state(const FullStateFacts& facts, std::vector<std::int6
     expect_not_gathered("a state was loaded");
     ZB_EXPECT(!facts.loss_scale || (scaler_.enabled() && std::isfinite(facts.loss_scale->scale) &&
                                     facts.loss_scale->scale > 0.0 && facts.loss_scale->good_steps >= 0),
-              "a loss scale to load is a positive number with a count of steps, for an engine that scales its loss");
+              "the loss scale cannot be loaded: it must be a positive number with a count of steps of at least 0, and "
+              "the engine must scale its loss");
     try {
       if (scaler_.enabled()) wait_step();  // the scale stays where none is given
     } catch (const NonFiniteGradientError&) {

@@ -251,8 +251,8 @@ void Engine::expect_not_gathered(const char* what) const {
 // Before anything is begun that a refusal would leave behind.
 void Engine::expect_possible(std::span<const AdamHyperparameters> groups) const {
   for (const AdamHyperparameters& group : groups) static_cast<void>(make_adam_scalars(group, 1, 1.0F));
-  ZB_EXPECT(groups.size() >= param_group_num_, "parameters are of " + std::to_string(param_group_num_) +
-                                                   " param groups, and there are hyperparameters of " +
+  ZB_EXPECT(groups.size() >= param_group_num_, "the parameters belong to " + std::to_string(param_group_num_) +
+                                                   " param groups, but hyperparameters were given for " +
                                                    std::to_string(groups.size()));
 }
 

@@ -115,8 +115,8 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
   if (unit.gradient_state == GradientState::kReducing || unit.gradient_state == GradientState::kReduced) {
     expectations_.refute(unit);
     throw StateError("a further gradient of '" + parameter.name + "' arrived after unit '" + unit.name +
-                     "' had been reduced, since its module was used otherwise than in the steps before; repeat forward "
-                     "and backward of this step on all ranks, and make parts of it that some steps leave out units of "
+                     "' had been reduced, because its module was not used as in earlier steps. Repeat forward and "
+                     "backward of this step on all ranks, and make parts of the module that some steps skip units of "
                      "their own (units in the configuration)");
   }
   if (unit.gradient_state == GradientState::kEmpty) {
