@@ -52,8 +52,9 @@ struct PythonBuffer {
   std::byte* part_of(int rank) const {
     const auto* const buffer = dynamic_cast<const Buffer*>(value.get());
     ZB_EXPECT(buffer != nullptr && rank >= 0 && rank < buffer->parts().world_size,
-              "this buffer has no part of rank " + std::to_string(rank) +
-                  " in this process's memory: only shared buffers of the shm communicator have those of all ranks");
+              "the part of rank " + std::to_string(rank) +
+                  " of this buffer is not in this process's memory: only shared buffers of the shm communicator have "
+                  "the parts of all ranks there");
     return buffer->data_of(rank);
   }
 };
@@ -92,8 +93,8 @@ void repeat_collective(const OwnedCommunicator& communicator, const std::string&
     const ReduceScatter args{place(source, full_bytes), place(destination, bytes), numel, dtype, kLabel};
     repeat([&] { return comm.start_reduce_scatter(args); });
   } else {
-    ZB_EXPECT(collective == "all_reduce",
-              "'" + collective + "' is none of barrier, all_gather, reduce_scatter, all_reduce");
+    ZB_EXPECT(collective == "all_reduce", "the collective '" + collective +
+                                              "' is unknown: choose barrier, all_gather, reduce_scatter or all_reduce");
     const AllReduce args{place(source, bytes), numel, dtype, kLabel};
     repeat([&] { return comm.start_all_reduce(args); });
   }
@@ -226,7 +227,8 @@ void bind_comm(py::module_& m) {
   m.def(
       "make_shm_communicator",
       [](int rank, int world_size, const std::string& rendezvous, double timeout_s) {
-        ZB_EXPECT(timeout_s > 0 && std::isfinite(timeout_s), "timeout_s must be a positive number of seconds");
+        ZB_EXPECT(timeout_s > 0 && std::isfinite(timeout_s),
+                  "timeout_s must be a positive number of seconds, got " + std::to_string(timeout_s));
         return OwnedCommunicator{
             make_shm_communicator({.rank = rank,
                                    .world_size = world_size,

@@ -49,7 +49,8 @@ class IoBench {
   // A pager over the files, with an engine of its own.
   void open(const std::string& engine, std::size_t block_bytes, std::size_t depth, std::size_t frame_num) {
     const PagerPlan plan = plan_pager(space_.slot_num(), 0, frame_num);
-    ZB_EXPECT(plan.swapped_num() > 0, "the files need more chunks than " + std::to_string(frame_num) + " frames hold");
+    ZB_EXPECT(plan.swapped_num() > 0, "nothing would be swapped: all chunks of the files fit into the " +
+                                          std::to_string(frame_num) + " frames; use larger files or fewer frames");
     close();
     reserve_memory(frame_num * space_.slot_bytes());
     const std::span<std::byte> memory[] = {{memory_.data(), frame_num * space_.slot_bytes()}};
@@ -101,7 +102,8 @@ class IoBench {
   std::pair<double, std::uint64_t> run_raw(const std::string& engine, const std::string& mode_name,
                                            std::size_t block_bytes, std::size_t depth, std::size_t chunk_num) {
     const IoMode mode = mode_from_name(mode_name);
-    ZB_EXPECT(chunk_num <= space_.slot_num(), "the files have fewer chunks");
+    ZB_EXPECT(chunk_num <= space_.slot_num(), "the files have only " + std::to_string(space_.slot_num()) +
+                                                  " chunks, got chunk_num " + std::to_string(chunk_num));
     reserve_memory(depth * block_bytes);
     if (raw_cursor_ + chunk_num > space_.slot_num()) raw_cursor_ = 0;
     const std::size_t piece_bytes = space_.file_bytes() / space_.slot_num();

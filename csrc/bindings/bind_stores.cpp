@@ -36,7 +36,7 @@ namespace {
 ParameterHome home_from_name(const std::string& name) {
   if (name == "device") return ParameterHome::kDevice;
   if (name == "host") return ParameterHome::kHost;
-  ZB_EXPECT(name == "nvme", "parameters are on the device, the host or nvme, not " + name);
+  ZB_EXPECT(name == "nvme", "the place of parameters '" + name + "' is unknown: choose device, host or nvme");
   return ParameterHome::kFiles;
 }
 

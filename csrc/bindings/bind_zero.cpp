@@ -103,8 +103,8 @@ void bind_engine_state(py::class_<BoundEngine>& engine) {
       .def(
           "await_all_updates", [](BoundEngine& e) { e.get().await_all_updates(); }, Release(),
           "Parameters that are not sharded can be read from here on in the compute stream. Collective.")
-      .def("settle_parameters", &BoundEngine::settle_parameters, Release(),
-           "Makes what is not sharded readable as the last step left it; False where that takes a forward or a gather.")
+      .def("try_wait_updates", &BoundEngine::try_wait_updates, Release(),
+           "Makes what is not sharded readable as the last step left it; False if that takes a forward or a gather.")
       .def(
           "gather",
           [](BoundEngine& e, const std::vector<std::size_t>& units, bool may_change) {

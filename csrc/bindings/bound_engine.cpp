@@ -173,10 +173,10 @@ void BoundEngine::inputs_done(std::size_t unit) {
   get().inputs_done(unit);
 }
 
-bool BoundEngine::settle_parameters() {
-  const bool are_settled = get().settle_parameters();
+bool BoundEngine::try_wait_updates() {
+  const bool is_done = get().try_wait_updates();
   if (memory_) memory_->lead_current_stream();
-  return are_settled;
+  return is_done;
 }
 
 void BoundEngine::begin_backward(bool last, const std::vector<AdamHyperparameters>& groups) {

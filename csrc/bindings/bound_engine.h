@@ -59,7 +59,7 @@ class BoundEngine {
   void pre_backward(std::size_t unit);
   void inputs_done(std::size_t unit);
   // For the calling thread's current stream, too.
-  bool settle_parameters();
+  bool try_wait_updates();
   void begin_backward(bool last, const std::vector<AdamHyperparameters>& groups);
   void end_backward();
   void abort_backward();

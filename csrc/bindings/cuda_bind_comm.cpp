@@ -24,7 +24,8 @@ std::unique_ptr<Communicator> control_of(const py::object& capsule) {
 }
 
 std::chrono::milliseconds timeout_of(double timeout_s) {
-  ZB_EXPECT(timeout_s > 0 && std::isfinite(timeout_s), "timeout_s must be a positive number of seconds");
+  ZB_EXPECT(timeout_s > 0 && std::isfinite(timeout_s),
+            "timeout_s must be a positive number of seconds, got " + std::to_string(timeout_s));
   return std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1e3));
 }
 

@@ -141,7 +141,7 @@ void bind_adam(py::module_& m, BoundDeviceClass& device) {
                       const std::string& gradient_dtype, std::optional<Address> low_precision,
                       const std::string& low_precision_dtype, std::size_t numel, long step, double lr, double beta1,
                       double beta2, double eps, double weight_decay, bool decoupled, std::optional<Address> remainder) {
-            ZB_EXPECT(master.has_value() != remainder.has_value(), "a run has masters or remainders of them");
+            ZB_EXPECT(master.has_value() != remainder.has_value(), "give exactly one of masters and remainders");
             const AdamArrays arrays{.master = master.value_or(0),
                                     .exp_avg = exp_avg,
                                     .exp_avg_sq = exp_avg_sq,

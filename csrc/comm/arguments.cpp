@@ -75,13 +75,13 @@ std::shared_ptr<Buffer> check_reduce_scatter(const Caller& caller, const ReduceS
   check_alignment(args.source, args.dtype, what + ": the source");
   check_alignment(args.destination, args.dtype, what + ": the destination");
   check_overlap(caller, args.destination, args.source, shard_bytes, what);
-  ZB_EXPECT(!args.is_pushed || caller.takes_pushes, what + ": this communicator takes no pushes");
+  ZB_EXPECT(!args.is_pushed || caller.takes_pushes, what + ": this communicator does not support pushes");
   return source;
 }
 
 void check_push(const Caller& caller, const Push& args) {
   const std::string what = operation_text("push", args.label);
-  ZB_EXPECT(caller.takes_pushes, what + ": this communicator takes no pushes");
+  ZB_EXPECT(caller.takes_pushes, what + ": this communicator does not support pushes");
   const std::size_t shard_bytes = checked_product(args.shard_numel, dtype_bytes(args.dtype), what);
   const std::size_t full_bytes = checked_product(shard_bytes, static_cast<std::size_t>(caller.world_size), what);
   check_shared_region(caller, args.source, full_bytes, what + ": the source");
@@ -90,7 +90,7 @@ void check_push(const Caller& caller, const Push& args) {
     const auto* const begin = static_cast<const std::byte*>(item.destination);
     ZB_EXPECT(item.destination_dtype == args.dtype && begin >= args.source.data() &&
                   begin + item.numel * dtype_bytes(args.dtype) <= args.source.data() + full_bytes,
-              what + ": an item is not written to the source");
+              what + ": every item must be written to the source, in its dtype");
   }
 }
 

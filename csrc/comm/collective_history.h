@@ -4,7 +4,7 @@
 // error. So each rank hashes the kind, size, dtype, root, label and place of all that it starts, and every exchange and
 // barrier compares the hashes on the host before the devices have met (the engine exchanges in each pass). Where they
 // differ, every rank raises and names the first operation that does. What differs before no exchange is caught as a
-// stall, when its time is out. Gathers of settled sources meet nobody, and are a rank's own business.
+// stall, when its time is out. Gathers of final shards meet nobody, and are a rank's own business.
 #pragma once
 
 #include <array>

@@ -11,10 +11,12 @@ WorkPtr Communicator::start_exchange(std::span<const std::byte> mine, std::span<
   return std::make_shared<FinishedWork>();
 }
 
-void Communicator::push(const Push&) { throw StateError("communicator '" + std::string(kind()) + "' takes no pushes"); }
+void Communicator::push(const Push&) {
+  throw StateError("communicator '" + std::string(kind()) + "' does not support pushes");
+}
 
 std::unique_ptr<SplicedSlot> Communicator::make_spliced_slot(Ledger*, Category) {
-  throw StateError("communicator '" + std::string(kind()) + "' splices no slots");
+  throw StateError("communicator '" + std::string(kind()) + "' does not support spliced slots");
 }
 
 std::string_view collective_name(Collective collective) noexcept {

@@ -111,10 +111,10 @@ struct AllGather {
   Region destination;  // world_size * shard_bytes in rank order; source may be its own slice of it
   std::size_t shard_bytes = 0;
   std::string_view label;  // names the unit in errors; must outlive the operation
-  // Where the communicator gathers_settled(): all ranks' sources are final by now, and stay until the ranks have met
-  // behind this operation. So they do not meet for it, and other ranks need not start it. `wait_source_free` tells of
-  // this rank alone, and the caller puts this rank's own part into the destination.
-  bool is_settled = false;
+  // Where the communicator gathers_final_shards(): all ranks' sources are final by now, and stay until the ranks have
+  // met behind this operation. So they do not meet for it, and other ranks need not start it. `wait_source_free` tells
+  // of this rank alone, and the caller puts this rank's own part into the destination.
+  bool is_final = false;
   // The destination's slice of this rank is the source's memory ([Note: spliced slots] in spliced_slot.h).
   bool holds_own_part = false;
 };
@@ -169,8 +169,8 @@ class Communicator {
   // the engine waits in step() instead of behind the next forward.
   virtual bool runs_in_background() const noexcept = 0;
 
-  // Whether all_gathers may be settled.
-  virtual bool gathers_settled() const noexcept { return false; }
+  // Whether all_gathers of final shards need no meeting.
+  virtual bool gathers_final_shards() const noexcept { return false; }
 
   // Throws OutOfMemoryError. `ledger` may be null.
   virtual std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,

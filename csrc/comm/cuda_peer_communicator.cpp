@@ -134,17 +134,21 @@ void copy_once(CudaDevice& device, CudaPeerLink& link, const PeerMemory& memory)
     if (is_late) link.release();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  if (is_late) throw CudaError("flags of peers did not arrive in a trial", cudaErrorTimeout);
+  if (is_late) throw CudaError("the self-test of peer memory failed: flags of peers did not arrive", cudaErrorTimeout);
   for (int peer = 0; peer < link.world_size(); ++peer) {
     if (peer == link.rank()) continue;
     std::vector<std::byte> found(kPeerTrialBytes);
     device.download(found.data(), copy_of(peer), kPeerTrialBytes);
     if (found != pattern_of(peer)) {
-      throw CudaError("a copy from rank " + std::to_string(peer) + " brought other bytes in a trial", cudaErrorUnknown);
+      throw CudaError(
+          "the self-test of peer memory failed: a copy from rank " + std::to_string(peer) + " delivered wrong bytes",
+          cudaErrorUnknown);
     }
     device.download(found.data(), memory.of(link.rank()) + pushed_by(peer), kPeerTrialBytes);
     if (found != pattern_of(peer)) {
-      throw CudaError("a copy by rank " + std::to_string(peer) + " brought other bytes in a trial", cudaErrorUnknown);
+      throw CudaError(
+          "the self-test of peer memory failed: a copy by rank " + std::to_string(peer) + " delivered wrong bytes",
+          cudaErrorUnknown);
     }
   }
 }

@@ -110,9 +110,9 @@ void check_reports(const std::vector<Report>& reports) {
     if (report.outcome == Outcome::kFailed) throw CudaError(text, cudaErrorUnknown);
     if (report.bytes == reports[0].bytes && report.number == reports[0].number) continue;
     throw CommunicationError("ranks allocate different shared memory: rank 0 " + std::to_string(reports[0].bytes) +
-                                 " bytes as number " + std::to_string(reports[0].number) + ", rank " +
-                                 std::to_string(rank) + " " + std::to_string(report.bytes) + " bytes as number " +
-                                 std::to_string(report.number),
+                                 " bytes as allocation number " + std::to_string(reports[0].number) + ", rank " +
+                                 std::to_string(rank) + " " + std::to_string(report.bytes) +
+                                 " bytes as allocation number " + std::to_string(report.number),
                              static_cast<int>(rank));
   }
 }

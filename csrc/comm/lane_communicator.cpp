@@ -34,7 +34,8 @@ class LaneWork final : public Work {
   }
   void wait(Lane reader) override {
     cause_->check();
-    ZB_EXPECT_STATE(ticket_->is_put_in, "an operation of a group can be waited for once the group has ended");
+    ZB_EXPECT_STATE(ticket_->is_put_in,
+                    "an operation of a group was waited for inside the group: wait after the group has ended");
     if (reader != lane_) device_->wait(reader, ticket_->mark);
   }
   bool test_source_free() override { return test(); }
@@ -117,7 +118,7 @@ class LaneCommunicator final : public Communicator {
   std::string_view kind() const noexcept override { return kind_; }
   bool runs_in_background() const noexcept override { return true; }
   Lane lane() const noexcept override { return lane_; }
-  bool gathers_settled() const noexcept override { return watched_->transport->gathers_settled(); }
+  bool gathers_final_shards() const noexcept override { return watched_->transport->gathers_final_shards(); }
   bool takes_pushes() const noexcept override { return caller_.takes_pushes; }
 
   std::shared_ptr<RegisteredBuffer> allocate(std::size_t bytes, BufferRole role, Ledger* ledger,
@@ -125,7 +126,7 @@ class LaneCommunicator final : public Communicator {
     check();
     std::shared_ptr<std::byte> memory;
     with_control([&] { memory = watched_->transport->allocate(bytes, role, category_name(category)); });
-    if (overhead_ && role != BufferRole::kPrivate) memory = overhead_->lend(std::move(memory), bytes, ledger);
+    if (overhead_ && role != BufferRole::kPrivate) memory = overhead_->hand_out(std::move(memory), bytes, ledger);
     return std::make_shared<LaneBuffer>(std::move(memory), bytes, watched_->device->is_async(),
                                         Allocation(ledger, Tier::kDevice, category, bytes));
   }
@@ -144,7 +145,7 @@ class LaneCommunicator final : public Communicator {
   }
 
   void end_group() override {
-    ZB_EXPECT_STATE(group_ != nullptr, "a group of collectives ended that had not begun");
+    ZB_EXPECT_STATE(group_ != nullptr, "a group of collectives was ended, but none had begun");
     const std::shared_ptr<Ticket> ticket = std::exchange(group_, nullptr);
     if (!calls_.empty()) put_in(*ticket);
   }
@@ -157,7 +158,7 @@ class LaneCommunicator final : public Communicator {
                   .source = args.source.data(),
                   .destination = args.destination.data(),
                   .num = args.shard_bytes,
-                  .is_settled = args.is_settled,
+                  .is_final = args.is_final,
                   .holds_own_part = args.holds_own_part});
   }
 
@@ -276,7 +277,7 @@ class LaneCommunicator final : public Communicator {
     check();
     started.place = watched_->transport->place_of(call);
     std::optional<std::uint64_t> number;
-    if (!call.is_settled) {
+    if (!call.is_final) {
       history_.add(started);
       number = history_.num();
     }

@@ -22,7 +22,7 @@ struct LaneCall {
   std::size_t num = 0;  // bytes of all_gather (a shard) and broadcast, elements of reductions (of a shard)
   DType dtype{};        // of reductions
   int root = 0;
-  bool is_settled = false;      // of all_gather (communicator.h)
+  bool is_final = false;        // of all_gather (communicator.h)
   bool is_pushed = false;       // of reduce_scatter
   bool holds_own_part = false;  // of all_gather
 };
@@ -60,19 +60,19 @@ class LaneTransport {
     static_cast<void>(call);
     return 0;
   }
-  // Communicator::gathers_settled.
-  virtual bool gathers_settled() const noexcept { return false; }
+  // Communicator::gathers_final_shards.
+  virtual bool gathers_final_shards() const noexcept { return false; }
   // Communicator::takes_pushes and push. `call` is the reduce_scatter to come, which has no destination yet.
   virtual bool takes_pushes() const noexcept { return false; }
   virtual void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) {
     static_cast<void>(call), static_cast<void>(items), static_cast<void>(copy_bytes);
-    throw StateError("this transport takes no pushes");
+    throw StateError("this transport does not support pushes");
   }
   // Communicator::splices and make_spliced_slot.
   virtual bool splices() const noexcept { return false; }
   virtual std::unique_ptr<SplicedMemory> make_spliced_memory(std::string_view what) {
     static_cast<void>(what);
-    throw StateError("this transport splices no slots");
+    throw StateError("this transport does not support spliced slots");
   }
   // Puts all calls into the lane, as one group. Throws when that fails, and after abort().
   virtual void put_in(std::span<const LaneCall> calls) = 0;

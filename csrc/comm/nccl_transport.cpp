@@ -62,7 +62,7 @@ struct Connecting {
 };
 
 // Waits where the environment (NCCL_COMM_BLOCKING=0) has made the communicator one that does not block.
-ncclResult_t settled(ncclResult_t result, ncclComm_t comm) {
+ncclResult_t finished(ncclResult_t result, ncclComm_t comm) {
   while (result == ncclInProgress) {
     std::this_thread::yield();
     const ncclResult_t asked = ncclCommGetAsyncError(comm, &result);
@@ -76,7 +76,7 @@ ncclComm_t initialise(const Plan& plan) {
   config.blocking = 1;
   ncclComm_t comm = nullptr;
   const ncclResult_t result = ncclCommInitRankConfig(&comm, plan.world_size, plan.id, plan.rank, &config);
-  check_nccl(settled(result, comm), "ncclCommInitRankConfig");
+  check_nccl(finished(result, comm), "ncclCommInitRankConfig");
   return comm;
 }
 
@@ -85,7 +85,7 @@ ncclComm_t initialise(const Plan& plan) {
 void run_first_operation(Connecting& shared, const Plan& plan, ncclComm_t comm) {
   const std::byte* const source = plan.scratch.get() + static_cast<std::size_t>(plan.rank) * kNcclTrialBytes;
   const ncclResult_t result = ncclAllGather(source, plan.scratch.get(), kNcclTrialBytes, ncclUint8, comm, plan.stream);
-  check_nccl(settled(result, comm), "the first ncclAllGather");
+  check_nccl(finished(result, comm), "the first ncclAllGather");
   cudaError_t code = cudaStreamQuery(plan.stream);
   for (; code == cudaErrorNotReady; code = cudaStreamQuery(plan.stream)) {
     static_cast<void>(cudaGetLastError());
@@ -196,7 +196,7 @@ void NcclTransport::put_in(std::span<const LaneCall> calls) {
     const ncclResult_t end = ncclGroupEnd();
     if (result == ncclSuccess || result == ncclInProgress) result = end;
   }
-  check_nccl(settled(result, comm), "NCCL");
+  check_nccl(finished(result, comm), "NCCL");
 }
 
 ncclResult_t NcclTransport::enqueue(const LaneCall& call, ncclComm_t comm) const {

@@ -204,7 +204,7 @@ void PeerTransport::put_in(std::span<const LaneCall> all_calls) {
   std::copy_if(all_calls.begin(), all_calls.end(), std::back_inserter(calls),
                [](const LaneCall& call) { return call.num != 0; });
   if (calls.empty()) return;
-  if (std::all_of(calls.begin(), calls.end(), [](const LaneCall& call) { return call.is_settled; })) {
+  if (std::all_of(calls.begin(), calls.end(), [](const LaneCall& call) { return call.is_final; })) {
     for (const LaneCall& call : calls) pull(call);
     return;
   }
@@ -242,7 +242,7 @@ void PeerTransport::pull(const LaneCall& call) {
     case Collective::kBarrier:
       break;  // over the control communicator
   }
-  throw ArgumentError(std::string(collective_name(call.kind)) + " is no operation of a lane");
+  throw ArgumentError(std::string(collective_name(call.kind)) + " cannot run in a lane");
 }
 
 void PeerTransport::gather(const LaneCall& call) {

@@ -16,7 +16,7 @@
 // puts to its neighbour first, and so on, lest all of them write to one rank at a time. Of what it has for its own
 // shard, pieces that it would copy stay where they are, and the sum reads them there.
 //
-// [Note: settled gathers]
+// [Note: gathers of final shards]
 // Gathers of sources that all ranks know to be final need no meeting: they are copies from peers and nothing else, in
 // no particular order among ranks. So their lane does not wait in the queues that kernels go through, of which two that
 // wait make a GPU start every kernel a microsecond later. Copies within a device go through those too: this rank's own
@@ -53,7 +53,7 @@ class PeerTransport final : public LaneTransport {
   std::uint64_t place_of(const LaneCall& call) const override;
   bool splices() const noexcept override { return true; }
   std::unique_ptr<SplicedMemory> make_spliced_memory(std::string_view what) override;
-  bool gathers_settled() const noexcept override { return true; }
+  bool gathers_final_shards() const noexcept override { return true; }
   bool takes_pushes() const noexcept override { return true; }
   void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) override;
   void put_in(std::span<const LaneCall> calls) override;

@@ -255,13 +255,14 @@ class ShmCommunicator final : public Communicator {
 
 std::unique_ptr<Communicator> make_shm_communicator(const ShmOptions& options) {
   ZB_EXPECT(options.world_size >= 1 && options.world_size <= shm::kMaxRanks,
-            "world_size " + std::to_string(options.world_size) + " is not between 1 and " +
-                std::to_string(shm::kMaxRanks) + ", what the shm communicator can hold");
+            "world_size " + std::to_string(options.world_size) +
+                " is out of range: the shm communicator connects 1 to " + std::to_string(shm::kMaxRanks) + " ranks");
   ZB_EXPECT(options.rank >= 0 && options.rank < options.world_size,
-            "rank " + std::to_string(options.rank) + " is outside of world_size " + std::to_string(options.world_size));
+            "rank " + std::to_string(options.rank) + " is out of range: with world_size " +
+                std::to_string(options.world_size) + ", ranks are 0 to " + std::to_string(options.world_size - 1));
   ZB_EXPECT(options.timeout.count() > 0, "the timeout must be positive");
   if (options.world_size == 1) return make_solo_communicator();
-  ZB_EXPECT(!options.rendezvous.empty(), "the rendezvous must be a text that only the ranks of this run know");
+  ZB_EXPECT(!options.rendezvous.empty(), "the rendezvous is empty: give a text that only the ranks of this run know");
   return std::make_unique<shm::ShmCommunicator>(options, shm::connect_ranks(options));
 }
 

@@ -205,9 +205,10 @@ class Host {
       fail(hello.rank, who + " was started with world_size " + std::to_string(hello.world_size) + ", rank 0 with " +
                            std::to_string(options_.world_size) + "; start all ranks with the same world_size");
     } else if (hello.rank <= 0 || hello.rank >= options_.world_size) {
-      fail(hello.rank, who + " is outside of world_size " + std::to_string(options_.world_size));
+      fail(hello.rank, who + " is out of range: with world_size " + std::to_string(options_.world_size) +
+                           ", ranks are 0 to " + std::to_string(options_.world_size - 1));
     } else if (peers_[static_cast<std::size_t>(hello.rank)].socket) {
-      fail(hello.rank, "two processes say that they are " + who + "; give every process a rank of its own");
+      fail(hello.rank, "two processes were started as " + who + "; give each process its own rank");
     } else {
       return true;
     }

@@ -25,7 +25,7 @@ const char* cure_of(int error_number) {
   switch (error_number) {
     case ENOSPC:
     case EDQUOT:
-      return " (what was reserved there is gone: free space, or give another path)";
+      return " (the space reserved there is gone: free space, or give another path)";
     case EFBIG:
       return " (raise the limit on the size of files, ulimit -f)";
     case EIO:

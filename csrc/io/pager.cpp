@@ -38,7 +38,8 @@ Pager::Pager(const PagerPlan& plan, std::vector<std::size_t> chunk_bytes, const 
       on_transfer_(options.on_transfer),
       swap_frame_num_(plan.frame_num),
       ahead_frame_num_(plan.frame_num - std::min(plan.frame_num, options.spare_frame_num)) {
-  ZB_EXPECT(chunk_bytes.size() == plan.chunk_num, "the plan has another number of chunks");
+  ZB_EXPECT(chunk_bytes.size() == plan.chunk_num,
+            "the plan and the list of chunk sizes differ in their number of chunks");
   ZB_EXPECT(space.slot_num() >= plan.swapped_num(), "the swap space has too few slots");
   ZB_EXPECT(!options.on_disk || (plan.resident_num == 0 && !options.checksums),
             "chunks that an earlier pager wrote must all be on disk, without checksums");
@@ -72,8 +73,8 @@ Pager::~Pager() {
 void Pager::set_order(const std::vector<std::size_t>& order) {
   const std::lock_guard lock(sync_->mutex);
   for (const std::size_t chunk : order) {
-    ZB_EXPECT(chunk < chunks_.size(),
-              "an order names chunk " + std::to_string(chunk) + " of " + std::to_string(chunks_.size()));
+    ZB_EXPECT(chunk < chunks_.size(), "the order names chunk " + std::to_string(chunk) + ", but there are only " +
+                                          std::to_string(chunks_.size()) + " chunks, numbered from 0");
   }
   for (Chunk& chunk : chunks_) chunk.places.clear();
   for (std::size_t i = 0; i < order.size(); ++i) chunks_[order[i]].places.push_back(i);
@@ -84,7 +85,8 @@ void Pager::set_order(const std::vector<std::size_t>& order) {
 
 std::span<std::byte> Pager::acquire(std::size_t index, Content content) {
   Lock lock(sync_->mutex);
-  ZB_EXPECT(index < chunks_.size(), "chunk " + std::to_string(index) + " is none of " + std::to_string(chunks_.size()));
+  ZB_EXPECT(index < chunks_.size(), "chunk " + std::to_string(index) + " is out of range: there are " +
+                                        std::to_string(chunks_.size()) + " chunks, numbered from 0");
   Chunk& chunk = chunks_[index];
   ZB_EXPECT_STATE(chunk.frame == kNone || frames_[chunk.frame].state != State::kHeld,
                   "chunk " + std::to_string(index) + " is held already");
@@ -161,7 +163,8 @@ bool Pager::check(std::size_t index, std::span<std::byte> memory) {
 
 void Pager::release(std::size_t index, Change change) {
   Lock lock(sync_->mutex);
-  ZB_EXPECT(index < chunks_.size(), "chunk " + std::to_string(index) + " is none of " + std::to_string(chunks_.size()));
+  ZB_EXPECT(index < chunks_.size(), "chunk " + std::to_string(index) + " is out of range: there are " +
+                                        std::to_string(chunks_.size()) + " chunks, numbered from 0");
   Chunk& chunk = chunks_[index];
   ZB_EXPECT_STATE(chunk.frame != kNone && frames_[chunk.frame].state == State::kHeld,
                   "chunk " + std::to_string(index) + " is not held");

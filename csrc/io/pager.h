@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "common/process_owned.h"
-#include "io/engine.h"
+#include "io/io_engine.h"
 #include "io/swap_space.h"
 
 namespace zb {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <span>
 
-#include "io/engine.h"
+#include "io/io_engine.h"
 
 namespace zb {
 

@@ -196,7 +196,7 @@ void SwapFile::reserve(const SwapFileSpec& spec) {
   }
   if (result == -EFBIG) {
     throw_io(EFBIG,
-             spec.directory + " takes no swap file of " + memory_text(spec.bytes) + " for " + spec.owner +
+             spec.directory + " cannot hold a swap file of " + memory_text(spec.bytes) + " for " + spec.owner +
                  "; raise the limit on the size of files (ulimit -f), or give several paths",
              spec.directory);
   }

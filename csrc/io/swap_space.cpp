@@ -63,7 +63,8 @@ std::vector<std::string> SwapSpace::notes() const {
 }
 
 std::vector<IoTransfer> SwapSpace::transfers(Direction direction, std::size_t slot, std::span<std::byte> memory) const {
-  ZB_EXPECT(slot < slot_num_, "slot " + std::to_string(slot) + " is none of " + std::to_string(slot_num_));
+  ZB_EXPECT(slot < slot_num_, "slot " + std::to_string(slot) + " is out of range: there are " +
+                                  std::to_string(slot_num_) + " slots, numbered from 0");
   ZB_EXPECT(memory.size() <= slot_bytes_ && memory.size() % alignment_bytes_ == 0 &&
                 reinterpret_cast<std::uintptr_t>(memory.data()) % alignment_bytes_ == 0,
             "memory of a transfer must be aligned to " + std::to_string(alignment_bytes_) + " bytes and fit a slot");

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "common/process_owned.h"
-#include "io/engines.h"
+#include "io/io_engine_kinds.h"
 #include "io/io_thread.h"
 
 namespace zb {

@@ -17,7 +17,7 @@
 #include "common/error.h"
 #include "common/page.h"
 #include "common/process_owned.h"
-#include "io/engines.h"
+#include "io/io_engine_kinds.h"
 #include "io/io_thread.h"
 #include "io/ring.h"
 #include "memory/host_limits.h"
@@ -48,9 +48,9 @@ std::size_t most_counted_bytes(std::span<const std::span<std::byte>> memory) {
 std::string lock_refusal(std::span<const std::span<std::byte>> memory) {
   std::size_t bytes = 0;
   for (const std::span<std::byte> part : memory) bytes += part.size();
-  return "io_uring could not register " + memory_text(bytes) + " of memory, which count as up to " +
+  return "io_uring could not register " + memory_text(bytes) + " of memory: it counts as up to " +
          memory_text(most_counted_bytes(memory)) +
-         " since huge pages count whole, where all rings of this user together may lock " +
+         ", because huge pages count in full, and all rings of this user together may lock " +
          memory_text(lock_limit_bytes());
 }
 

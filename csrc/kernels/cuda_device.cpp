@@ -39,8 +39,9 @@ const CudaMark& cuda_mark(const MarkPtr& mark) { return static_cast<const CudaMa
 CudaDevice::CudaDevice(int ordinal, std::function<void()> on_out_of_memory)
     : ordinal_(ordinal), on_out_of_memory_(std::move(on_out_of_memory)) {
   const int count = device_count();
-  ZB_EXPECT(ordinal >= 0 && ordinal < count,
-            "device " + std::to_string(ordinal) + " was asked for, and this machine has " + std::to_string(count));
+  ZB_EXPECT(ordinal >= 0 && ordinal < count, "device " + std::to_string(ordinal) +
+                                                 " is out of range: this machine has " + std::to_string(count) +
+                                                 " devices, numbered from 0");
   bind_thread();
   for (std::size_t lane = 0; lane < kLaneNum; ++lane) {
     if (lane == static_cast<std::size_t>(Lane::kCompute)) continue;

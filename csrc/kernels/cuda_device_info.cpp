@@ -26,8 +26,8 @@ int device_count() {
 
 DeviceInfo device_info(int device) {
   const int count = device_count();
-  ZB_EXPECT(device >= 0 && device < count,
-            "device " + std::to_string(device) + " was asked for, and this machine has " + std::to_string(count));
+  ZB_EXPECT(device >= 0 && device < count, "device " + std::to_string(device) + " is out of range: this machine has " +
+                                               std::to_string(count) + " devices, numbered from 0");
   cudaDeviceProp properties{};
   ZB_CUDA(cudaGetDeviceProperties(&properties, device));
   char pci_bus_id[32] = {};

@@ -64,7 +64,7 @@ class DeviceStore final : public Store {
     const bool has_master = keeps_master(spec.param_dtype);
     shard.rounded = spec.parameters;
     ZB_EXPECT(shard.rounded == nullptr || spec.param_dtype == DType::kBFloat16,
-              "masters have remainders beside bfloat16 parameters alone");
+              "only masters of bfloat16 parameters can be stored as remainders");
     const std::size_t master_bytes = shard.rounded != nullptr ? spec.numel * sizeof(std::uint16_t) : bytes;
     // One piece of memory, which the driver rounds up once (to 2 MiB).
     const std::size_t stride_bytes = round_up(bytes, kStateAlignment);
@@ -95,7 +95,7 @@ class DeviceStore final : public Store {
     runs_.clear();
     for (const auto& [index, update] : updates) {
       ZB_EXPECT(update.lane == first.lane && update.step == first.step,
-                "updates that are started together are of one step and go into one lane");
+                "updates that are started together must belong to one step and go into one lane");
       check(index, update);
       for (const Segment& segment : segments_of(update, at(index).segments)) add_runs(at(index), update, segment);
     }
@@ -109,7 +109,7 @@ class DeviceStore final : public Store {
   void fetch_parameters(std::size_t index, Lane lane, void* destination) override {
     DeviceShard& shard = at(index);
     expect_master(shard);
-    ZB_EXPECT_STATE(shard.rounded == nullptr, "parameters that masters have remainders of are not fetched");
+    ZB_EXPECT_STATE(shard.rounded == nullptr, "parameters whose masters are stored as remainders cannot be fetched");
     stand_behind(shard, lane);
     device().cast(lane, destination, shard.param_dtype, shard.master.data(), DType::kFloat32, shard.numel);
   }
@@ -149,8 +149,9 @@ class DeviceStore final : public Store {
     ZB_EXPECT(
         shard.numel == 0 || (has_gradient && has_parameters && update.step != nullptr),
         "an update of shard " + std::to_string(index) + " needs its gradient, its parameters and the step's scalars");
-    ZB_EXPECT(shard.rounded == nullptr || update.parameters == shard.rounded,
-              "shard " + std::to_string(index) + " has remainders of other parameters than its update's");
+    ZB_EXPECT(
+        shard.rounded == nullptr || update.parameters == shard.rounded,
+        "shard " + std::to_string(index) + " stores remainders of other parameters than those given to its update");
     check_rows(index, segments_of(update, shard.segments), update.rows.size());
   }
 
@@ -229,8 +230,8 @@ class DeviceStore final : public Store {
   Device& device() { return *parts_.device; }
 
   DeviceShard& at(std::size_t index) {
-    ZB_EXPECT(index < shards_.size(),
-              "the store holds " + std::to_string(shards_.size()) + " shards, none is number " + std::to_string(index));
+    ZB_EXPECT(index < shards_.size(), "shard " + std::to_string(index) + " is out of range: the store has " +
+                                          std::to_string(shards_.size()) + " shards, numbered from 0");
     return shards_[index];
   }
 

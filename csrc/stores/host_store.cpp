@@ -67,7 +67,7 @@ class HostStore final : public Store {
     ZB_EXPECT(chunk_numel_of(options_) > 0 && chunk_numel_of(options_) % 64 == 0,
               "chunk_numel must be a positive multiple of 64, got " + std::to_string(chunk_numel_of(options_)));
     ZB_EXPECT(options_.parameters != ParameterHome::kFiles || options_.paged,
-              "parameters on NVMe need their optimizer state there, too");
+              "parameters on NVMe need the optimizer state on NVMe, too");
     thread_ = std::make_unique<UpdateThread>(options_.updates_run);
   }
   ~HostStore() override {
@@ -98,8 +98,9 @@ class HostStore final : public Store {
     ZB_EXPECT(initial.size() == spec.numel, "a shard of " + std::to_string(spec.numel) +
                                                 " elements needs as many initial values, got " +
                                                 std::to_string(initial.size()));
-    ZB_EXPECT(!spec.is_frozen || keeps_frozen(), "this store keeps no frozen parameters");
-    ZB_EXPECT_STATE(shards_.size() < reserved_.size(), "a host store holds the shards that were reserved, no more");
+    ZB_EXPECT(!spec.is_frozen || keeps_frozen(), "this store cannot keep frozen parameters");
+    ZB_EXPECT_STATE(shards_.size() < reserved_.size(),
+                    "all shards that were reserved in this host store have been added already");
     if (!pool_) take_memory();
     auto shard = std::make_unique<HostShard>();
     shard->spec = spec;
@@ -426,8 +427,8 @@ class HostStore final : public Store {
   }
 
   HostShard& at(std::size_t index) {
-    ZB_EXPECT(index < shards_.size(),
-              "the store holds " + std::to_string(shards_.size()) + " shards, none is number " + std::to_string(index));
+    ZB_EXPECT(index < shards_.size(), "shard " + std::to_string(index) + " is out of range: the store has " +
+                                          std::to_string(shards_.size()) + " shards, numbered from 0");
     return *shards_[index];
   }
   void expect_numel(std::size_t index, std::size_t numel) {

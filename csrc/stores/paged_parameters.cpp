@@ -114,10 +114,10 @@ void PagedParameters::fetch(std::size_t shard, const Copy& copy) {
   for (std::size_t chunk = first_chunk_.at(shard); chunk < end_chunk(shard); ++chunk) {
     {
       const std::lock_guard lock(mutex_);
-      while (held_.size() >= kCopyNum) {
-        device_->synchronize(held_.front().copied);
-        pager_.release(held_.front().chunk, Change::kClean);
-        held_.pop_front();
+      while (retained_.size() >= kCopyNum) {
+        device_->synchronize(retained_.front().copied);
+        pager_.release(retained_.front().chunk, Change::kClean);
+        retained_.pop_front();
       }
     }
     record(chunk);
@@ -125,7 +125,7 @@ void PagedParameters::fetch(std::size_t shard, const Copy& copy) {
     const MarkPtr copied = copy(offset_bytes, memory);
     offset_bytes += memory.size();
     const std::lock_guard lock(mutex_);
-    held_.push_back({shard, chunk, copied});
+    retained_.push_back({shard, chunk, copied});
   }
 }
 
@@ -141,14 +141,14 @@ bool PagedParameters::is_read(std::size_t shard) const {
 
 void PagedParameters::release(std::size_t shard) {
   const std::lock_guard lock(mutex_);
-  for (auto held = held_.begin(); held != held_.end();) {
-    if (held->shard != shard) {
-      ++held;
+  for (auto chunk_in_copy = retained_.begin(); chunk_in_copy != retained_.end();) {
+    if (chunk_in_copy->shard != shard) {
+      ++chunk_in_copy;
       continue;
     }
-    device_->synchronize(held->copied);
-    pager_.release(held->chunk, Change::kClean);
-    held = held_.erase(held);
+    device_->synchronize(chunk_in_copy->copied);
+    pager_.release(chunk_in_copy->chunk, Change::kClean);
+    chunk_in_copy = retained_.erase(chunk_in_copy);
   }
 }
 

@@ -9,9 +9,9 @@
 // that it is there (is_read) and begin what lies at hand otherwise.
 // Where all shards are frozen there are no steps: once a round has as many chunks as there are, it ends when its first
 // chunk comes again.
-// A chunk that is being copied to the device is held until the copy has run; so are two at most, of shards that were
-// fetched last. `fetch` and `begin_update` come from one thread, `write` from another; a shard is not fetched while it
-// is written, and `release` is called before.
+// A chunk that is being copied to the device is retained until the copy has run; so are two at most, of shards that
+// were fetched last. `fetch` and `begin_update` come from one thread, `write` from another; a shard is not fetched
+// while it is written, and `release` is called before.
 #pragma once
 
 #include <cstddef>
@@ -81,7 +81,7 @@ class PagedParameters {
   std::vector<std::string> notes() const;  // what runs otherwise than asked for
 
  private:
-  struct Held {
+  struct Retained {
     std::size_t shard;
     std::size_t chunk;
     MarkPtr copied;
@@ -104,7 +104,7 @@ class PagedParameters {
   std::shared_ptr<Device> device_;
   Allocation counted_;
   std::mutex mutex_;
-  std::deque<Held> held_;
+  std::deque<Retained> retained_;
   std::vector<std::size_t> order_;
   std::vector<std::size_t> round_;
   std::vector<bool> is_updated_;  // by shard, in this round

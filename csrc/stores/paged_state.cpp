@@ -134,7 +134,7 @@ class PagedStateImpl final : public PagedState {
     ZB_EXPECT(shard < added_num_ && begin % chunk_numel_ == 0 &&
                   end == std::min(begin + chunk_numel_, table_.shards[shard]) && begin < end,
               "elements [" + std::to_string(begin) + ", " + std::to_string(end) + ") of shard " +
-                  std::to_string(shard) + " are no chunk");
+                  std::to_string(shard) + " are not one chunk");
     return table_.first[shard] + begin / chunk_numel_;
   }
 

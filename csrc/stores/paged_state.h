@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-#include "io/engine.h"
+#include "io/io_engine.h"
 #include "io/pager.h"
 #include "memory/ledger.h"
 #include "stores/state_space.h"

@@ -150,8 +150,8 @@ class SplitStore final : public Store {
   }
 
   const Shard& at(std::size_t index) const {
-    ZB_EXPECT(index < shards_.size(),
-              "the store holds " + std::to_string(shards_.size()) + " shards, none is number " + std::to_string(index));
+    ZB_EXPECT(index < shards_.size(), "shard " + std::to_string(index) + " is out of range: the store has " +
+                                          std::to_string(shards_.size()) + " shards, numbered from 0");
     return shards_[index];
   }
   const Shard& at(std::size_t index, std::size_t numel) const {

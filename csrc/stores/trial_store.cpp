@@ -49,16 +49,16 @@ class TrialStore final : public Store {
   std::exception_ptr failure() const override { return store_ ? store_->failure() : nullptr; }
   void set_timeline(Timeline* timeline) override { timeline_ = timeline; }
 
-  bool awaits_share() const noexcept override { return !is_settled_; }
+  bool awaits_share() const noexcept override { return !is_chosen_; }
   void choose_share(double host_share) override {
-    ZB_EXPECT_STATE(store_ == nullptr, "the share of state on the host was chosen before");
+    ZB_EXPECT_STATE(store_ == nullptr, "the share of state on the host has been chosen already");
     auto store = make_store_(host_share);
     store->set_timeline(timeline_);
     store->reserve(specs_);
     store_ = std::move(store);
   }
   void take_share() override {
-    ZB_EXPECT_STATE(store_ != nullptr && !is_settled_, "a share is chosen once, before it is taken");
+    ZB_EXPECT_STATE(store_ != nullptr && !is_chosen_, "a share is chosen once, before it is taken");
     std::size_t largest_numel = 0;
     for (const ShardSpec& spec : specs_) largest_numel = std::max(largest_numel, spec.numel);
     {
@@ -76,7 +76,7 @@ class TrialStore final : public Store {
         }
       }
     }
-    is_settled_ = true;
+    is_chosen_ = true;
     shards_.clear();
     pool_.reset();
     moment_pool_.reset();
@@ -102,22 +102,24 @@ class TrialStore final : public Store {
   }
 
   void offer_gradient(std::size_t shard, const ShardGradient& gradient) override {
-    if (is_settled_) store_->offer_gradient(shard, gradient);
+    if (is_chosen_) store_->offer_gradient(shard, gradient);
   }
   void drop_gradients(Lane lane) override {
-    if (is_settled_) store_->drop_gradients(lane);
+    if (is_chosen_) store_->drop_gradients(lane);
   }
-  void start_update(std::size_t shard, const ShardUpdate& update) override { settled().start_update(shard, update); }
-  bool is_issued(std::size_t shard) const override { return !is_settled_ || store_->is_issued(shard); }
+  void start_update(std::size_t shard, const ShardUpdate& update) override {
+    chosen_store().start_update(shard, update);
+  }
+  bool is_issued(std::size_t shard) const override { return !is_chosen_ || store_->is_issued(shard); }
   void wait_update(std::size_t shard, Lane lane) override {
-    if (is_settled_) store_->wait_update(shard, lane);
+    if (is_chosen_) store_->wait_update(shard, lane);
   }
   void fetch_parameters(std::size_t shard, Lane lane, void* destination) override {
-    settled().fetch_parameters(shard, lane, destination);
+    chosen_store().fetch_parameters(shard, lane, destination);
   }
 
   void read_state(std::size_t shard, StateKind kind, std::span<float> destination) override {
-    if (is_settled_) return store_->read_state(shard, kind, destination);
+    if (is_chosen_) return store_->read_state(shard, kind, destination);
     const PinnedBlock& state = state_of(shard, kind, destination.size_bytes());
     if (state.data() != nullptr) {
       device_->copy_from_pinned(Lane::kCompute, destination.data(), state.data(), state.bytes());
@@ -126,11 +128,11 @@ class TrialStore final : public Store {
     }
   }
   void expect_states() override {
-    if (is_settled_) return store_->expect_states();
+    if (is_chosen_) return store_->expect_states();
     if (!moment_pool_) require_host_memory(ranks_on_host_ * kMoments.size() * pool_bytes_, kWhatMoments);
   }
   void write_state(std::size_t shard, StateKind kind, std::span<const float> source) override {
-    if (is_settled_) return store_->write_state(shard, kind, source);
+    if (is_chosen_) return store_->write_state(shard, kind, source);
     PinnedBlock& state = state_of(shard, kind, source.size_bytes());
     if (state.data() == nullptr) {
       if (!moment_pool_) {
@@ -154,8 +156,8 @@ class TrialStore final : public Store {
     PinnedBlock& moment(StateKind kind) { return kind == StateKind::kExpAvg ? exp_avg : exp_avg_sq; }
   };
 
-  Store& settled() {
-    ZB_EXPECT_STATE(is_settled_, "the share of state on the host is chosen before the first update");
+  Store& chosen_store() {
+    ZB_EXPECT_STATE(is_chosen_, "the share of state on the host is chosen before the first update");
     return *store_;
   }
   PinnedBlock& state_of(std::size_t index, StateKind kind, std::size_t bytes) {
@@ -182,7 +184,7 @@ class TrialStore final : public Store {
   std::unique_ptr<PinnedPool> moment_pool_;  // null until moments are written
   std::vector<WaitingShard> shards_;
   std::unique_ptr<Store> store_;  // null until the share is chosen
-  bool is_settled_ = false;       // store_ has the state
+  bool is_chosen_ = false;        // store_ has the state
 };
 
 }  // namespace

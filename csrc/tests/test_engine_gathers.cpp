@@ -155,11 +155,11 @@ TEST_P(EngineGathers, ADeviceThatFailsInsideAGatherDoesNotEndTheProcess) {
 
 // Rank 0 ends its forward while the others have not ended theirs, though it turns out to need a unit that nobody
 // expected.
-class SettledGathers : public testing::TestWithParam<int> {};
+class FinalShardGathers : public testing::TestWithParam<int> {};
 
-INSTANTIATE_TEST_SUITE_P(EngineInSim, SettledGathers, testing::Values(2, 3));
+INSTANTIATE_TEST_SUITE_P(EngineInSim, FinalShardGathers, testing::Values(2, 3));
 
-TEST_P(SettledGathers, NobodyWaitsForPeers) {
+TEST_P(FinalShardGathers, NobodyWaitsForPeers) {
   ToyOptions options;
   options.stage = ZeroStage::kZero3;
   options.world_size = GetParam();
@@ -187,7 +187,7 @@ TEST_P(SettledGathers, NobodyWaitsForPeers) {
 
 // What ranks say about an earlier forward may be read in the middle of the running one, by a rank alone, which goes on
 // with what the others go on with.
-TEST_P(SettledGathers, AnEarlierForwardDoesNotChangeTheRunningOne) {
+TEST_P(FinalShardGathers, AnEarlierForwardDoesNotChangeTheRunningOne) {
   ToyOptions options;
   options.stage = ZeroStage::kZero3;
   options.world_size = GetParam();
@@ -200,7 +200,7 @@ TEST_P(SettledGathers, AnEarlierForwardDoesNotChangeTheRunningOne) {
       for (int step = 0; step < 3; ++step) toy.train(few);
       toy.forward(kUnits);
       toy.engine().gather(all);
-      toy.engine().end_gather(all, 0);  // no shard is settled now
+      toy.engine().end_gather(all, 0);  // no shard is final now
       toy.forward(toy.rank() == 0 ? std::vector<std::size_t>{1, 2, 3} : few);
       toy.backward({4, 3, 2, 1});
       toy.start_step();

@@ -92,7 +92,7 @@ TEST(EngineRanges, UpdatesGoByTheOrderOfForwards) {
 
 // What a unit's forward computes stands behind its own update and gather, and behind none of a later unit: not even the
 // root's, for which a forward waits at its beginning, though backward completes it among the first where it is a
-// model's last norm. (Peers gather settled shards behind all updates, so there stage 3 is left out.)
+// model's last norm. (Peers gather final shards behind all updates, so there stage 3 is left out.)
 TEST(EngineRanges, ForwardsWaitForNothingOfLaterUnits) {
   const auto train = [](ToyRank& toy) {
     toy.forward(kUnits);

@@ -12,7 +12,7 @@
 
 #include "common/error.h"
 #include "fork_support.h"
-#include "io/engine.h"
+#include "io/io_engine.h"
 #include "io_support.h"
 #include "memory/host_buffer.h"
 
@@ -268,7 +268,7 @@ TEST(IoEngineChoice, TooLittleLockedMemoryIsAnErrorOrPlainMemory) {
   const std::span<std::byte> memories[] = {{memory.data(), memory.bytes()}};
   const std::string text = error_text([&] { make_io_engine({}, {file.handle()}, memories, system); });
   EXPECT_NE(text.find("ulimit -l) to at least 2048 KiB more"), std::string::npos) << text;
-  EXPECT_NE(text.find("4096 bytes of memory, which count as up to 2.0 MiB"), std::string::npos) << text;
+  EXPECT_NE(text.find("4096 bytes of memory: it counts as up to 2.0 MiB"), std::string::npos) << text;
   const auto engine = make_io_engine({.allow_fallback = true}, {file.handle()}, memories, system);
   EXPECT_EQ(engine->kind(), IoEngineKind::kIoUring);
   EXPECT_NE(engine->note().find("plain memory"), std::string::npos) << engine->note();
@@ -287,7 +287,7 @@ TEST(IoEngineChoice, ARefusalNamesWhatHugePagesMayCost) {
                                            {memory.data() + 2 * mib, 4096},
                                            {memory.data() + 6 * mib, 4096}};
   const std::string text = error_text([&] { make_io_engine({}, {}, memories, system); });
-  EXPECT_NE(text.find("count as up to 6.0 MiB"), std::string::npos) << text;
+  EXPECT_NE(text.find("counts as up to 6.0 MiB"), std::string::npos) << text;
   EXPECT_NE(text.find("at least 6144 KiB more"), std::string::npos) << text;
 }
 

@@ -119,11 +119,11 @@ TEST(LaneFaults, RanksThatStoppedAlikeWaitForEachOther) {
       stop);
 }
 
-TEST(LaneFaults, AGatherOfSettledSourcesWaitsForNoPeer) {
+TEST(LaneFaults, AGatherOfFinalShardsWaitsForNoPeer) {
   expect_patience(
       [](Communicator& comm, const Region& full) {
         AllGather gather = gather_of(full, 0, 4, "h.3");
-        gather.is_settled = true;
+        gather.is_final = true;
         comm.start_all_gather(gather);
       },
       [](Communicator& comm, const Region&) { comm.stop("raised Planted", 1); });

@@ -18,7 +18,9 @@ class MemoryOverheadTest : public testing::Test {
  protected:
   std::int64_t now() const { return ledger_.entry(Tier::kDevice, Category::kCommunicators).current_bytes; }
   std::int64_t peak() const { return ledger_.entry(Tier::kDevice, Category::kCommunicators).peak_bytes; }
-  std::shared_ptr<std::byte> lend(std::size_t bytes) { return overhead_->lend(memory_of(bytes), bytes, &ledger_); }
+  std::shared_ptr<std::byte> hand_out(std::size_t bytes) {
+    return overhead_->hand_out(memory_of(bytes), bytes, &ledger_);
+  }
 
   Ledger ledger_;
   std::shared_ptr<MemoryOverhead> overhead_ = std::make_shared<MemoryOverhead>();
@@ -27,9 +29,9 @@ class MemoryOverheadTest : public testing::Test {
 TEST_F(MemoryOverheadTest, IsWhatNoBufferAskedFor) {
   overhead_->take(4096);
   EXPECT_EQ(peak(), 0);  // no buffer yet, so no overhead either
-  auto first = lend(100);
+  auto first = hand_out(100);
   EXPECT_EQ(now(), 3996);
-  const auto second = lend(4000 - 100);
+  const auto second = hand_out(4000 - 100);
   EXPECT_EQ(now(), 96);
   first.reset();  // the block lives on for the second
   EXPECT_EQ(now(), 196);
@@ -38,7 +40,7 @@ TEST_F(MemoryOverheadTest, IsWhatNoBufferAskedFor) {
 
 TEST_F(MemoryOverheadTest, NeverPeaksAtABufferThatComesOrGoes) {
   overhead_->take(1 << 20);
-  auto large = lend((1 << 20) - 10);
+  auto large = hand_out((1 << 20) - 10);
   EXPECT_EQ(peak(), 10);
   overhead_->give_back(1 << 20);  // memory goes before the buffer is said to have gone
   large.reset();
@@ -49,24 +51,24 @@ TEST_F(MemoryOverheadTest, NeverPeaksAtABufferThatComesOrGoes) {
 TEST_F(MemoryOverheadTest, MemoryThatIsLentStaysWithItsBuffer) {
   const std::weak_ptr<std::byte> watched = [&] {
     const auto memory = memory_of(8);
-    auto lent = overhead_->lend(memory, 8, &ledger_);
-    EXPECT_EQ(lent.get(), memory.get());
+    auto handed_out = overhead_->hand_out(memory, 8, &ledger_);
+    EXPECT_EQ(handed_out.get(), memory.get());
     return std::weak_ptr<std::byte>(memory);
   }();
   EXPECT_TRUE(watched.expired());
 }
 
 TEST_F(MemoryOverheadTest, BuffersOutsideOfTheLedgerAreNotCountedForIt) {
-  const auto uncounted = overhead_->lend(memory_of(8), 8, nullptr);
+  const auto uncounted = overhead_->hand_out(memory_of(8), 8, nullptr);
   overhead_->take(64);
   EXPECT_EQ(now(), 0);
-  const auto counted = lend(16);
+  const auto counted = hand_out(16);
   EXPECT_EQ(now(), 48);
 }
 
 TEST_F(MemoryOverheadTest, BuffersMayOutliveTheirCommunicator) {
   overhead_->take(64);
-  auto buffer = lend(16);
+  auto buffer = hand_out(16);
   overhead_.reset();
   EXPECT_EQ(now(), 48);
   buffer.reset();

@@ -57,7 +57,7 @@ std::vector<float> gathered(int world_size, std::size_t numel, std::uint32_t see
   return all;
 }
 
-// Two units take turns in one slot, of one and of two parts, met and settled.
+// Two units take turns in one slot, of one and of two parts, with a meeting and without.
 TEST_P(SplicedRanks, GathersFindTheOwnPartInPlace) {
   constexpr DType kDtype = DType::kFloat32;
   for (std::uint32_t number = 0; number < test::kSimPolicyNum; ++number) {

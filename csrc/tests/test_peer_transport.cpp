@@ -63,7 +63,7 @@ TEST_P(PeerTransportRanks, EveryCollectiveGivesTheBitsOfRankOrder) {
 }
 
 // Once all ranks have gathered a shard, each may do so again when it likes.
-TEST_P(PeerTransportRanks, ASettledGatherWaitsForNobody) {
+TEST_P(PeerTransportRanks, AGatherOfFinalShardsWaitsForNobody) {
   constexpr std::size_t kNumel = 1000;
   for (std::uint32_t number = 0; number < test::kSimPolicyNum; ++number) {
     std::atomic<bool> first_is_through = false;

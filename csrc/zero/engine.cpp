@@ -36,7 +36,7 @@ void Engine::abandon_forward() {
 
 // Peers may use what this rank did not.
 void Engine::end_open_forward() {
-  const ScopeExit over([this] { end_pass_ranges(); });
+  const ScopeExit at_exit([this] { end_pass_ranges(); });
   or_abort([&] {
     publish_all();
     gathers_->end_pass();
@@ -56,14 +56,14 @@ void Engine::pre_forward(std::size_t unit) {
 void Engine::pre_forward_with_root(std::size_t unit) {
   enter([&] {
     ZB_EXPECT_STATE(parameters_sharded() && gathers_->in_pass() && !reduces_->in_backward(),
-                    "a unit joins the root in forwards of stage 3 alone");
+                    "a unit can join the root only in a forward of stage 3");
     if (!units_[unit].goes_with_root) open_forward(unit, true);
   });
 }
 
 void Engine::open_forward(std::size_t unit, bool joins_root) {
   expect_not_updated(units_[unit]);
-  if (!gathers_->in_pass()) expect_settled(units_[unit]);
+  if (!gathers_->in_pass()) expect_not_updating(units_[unit]);
   await_updates(unit);
   // Recomputation inside a backward is not a use of its own.
   if (!reduces_->in_backward() && gathers_->in_pass() && gathers_->pass_kind() == PassKind::kTrainForward) {
@@ -86,7 +86,7 @@ void Engine::note_earlier_use(std::size_t unit) {
 }
 
 // What lies before it in the model may have computed already, and no hook has waited for its parameters.
-void Engine::expect_settled(const Unit& unit) const {
+void Engine::expect_not_updating(const Unit& unit) const {
   ZB_EXPECT_STATE(!is_updating(), "unit '" + unit.name +
                                       "' was called outside a forward of the engine while the last step's updates are "
                                       "under way; call the engine itself, or wrap the call in engine.gather()");
@@ -191,7 +191,8 @@ void Engine::use_root_in_backward() {
 
 void Engine::begin_input_backward() {
   enter([&] {
-    ZB_EXPECT_STATE(trainable_flats_.empty(), "an engine with trained parameters begins a backward with a window");
+    ZB_EXPECT_STATE(trainable_flats_.empty(),
+                    "a backward of an engine that trains parameters needs a window of micro-batches");
     await_gathers_of_forward();
     gathers_->begin_pass(PassKind::kBackward);
     in_backward_.start(device(), "backward");
@@ -202,7 +203,7 @@ void Engine::begin_input_backward() {
 void Engine::end_input_backward() {
   enter([&] {
     if (!in_input_backward()) return;
-    const ScopeExit over([this] { end_pass_ranges(); });
+    const ScopeExit at_exit([this] { end_pass_ranges(); });
     or_abort([&] { gathers_->end_pass(); });
     gathers_->release_all();
     for (Unit& unit : units_) unit.awaited_inputs = 0;
@@ -232,16 +233,15 @@ void Engine::gradient_arrived(std::size_t parameter, const void* gradient, DType
 
 // Hooks are how the engine knows that a forward comes to a unit.
 void Engine::throw_missed(const Unit& unit) {
-  throw StateError(
-      "a forward used parameters of unit '" + unit.name +
-      "' while the last step's updates of them were under way: it did not call the unit's module before, and "
-      "hooks saw nothing; call modules, not their forward, and in the configuration's units name a class "
-      "whose forward holds all uses of its parameters");
+  throw StateError("a forward used parameters of unit '" + unit.name +
+                   "' while the last step was still updating them: it did not call the unit's module first, so no hook "
+                   "could wait for the update. Call modules, not their forward, and in the configuration's units name "
+                   "a class whose forward holds all uses of its parameters");
 }
 
 void Engine::end_backward() {
   enter([&] {
-    const ScopeExit over([this] { end_pass_ranges(); });
+    const ScopeExit at_exit([this] { end_pass_ranges(); });
     or_leave_backward([&] {
       or_abort([&] { gathers_->end_pass(); });
       reduces_->end_backward();
@@ -256,7 +256,7 @@ void Engine::abort_backward() {
 }
 
 void Engine::leave_backward() {
-  const ScopeExit over([this] {
+  const ScopeExit at_exit([this] {
     tear();
     end_pass_ranges();
   });
@@ -287,14 +287,14 @@ void Engine::make_gradient_shards(Unit& unit) {
   release_passed_gradients();
   unit.gradients_spent = false;  // what an unused unit still has is written again, in the lane of its last use
   for (FlatBuffer& flat : unit.flats) {
-    if (!flat.trainable || flat.shard_gradients || !unit.lent.empty()) continue;
+    if (!flat.trainable || flat.shard_gradients || !unit.in_place_gradients.empty()) continue;
     const std::size_t bytes = flat.accumulated_shard_bytes();
     auto memory = options_.allocate_in_compute ? options_.allocate_in_compute(bytes)
                                                : device().allocate(bytes, category_name(Category::kGradients));
     flat.shard_gradients = {
         std::make_shared<LaneBuffer>(std::move(memory), bytes, device().is_async(),
                                      Allocation(&ledger_, Tier::kDevice, Category::kGradients, bytes))};
-    if (lends_gradients()) flat.full_gradients = flat.shard_gradients;
+    if (leaves_gradients_in_place()) flat.full_gradients = flat.shard_gradients;
   }
 }
 

@@ -61,8 +61,8 @@ struct EngineOptions {
   // Over a communicator that takes pushes: units that consist mostly of gradients of this size or more push them to the
   // ranks that reduce them, instead of packing them for those to read.
   std::size_t push_gradient_bytes = GradientPacker::kCopyBytes;
-  // Stage 3, settled gathers: a unit's own parts are copied in the lane of reductions where they have this size or
-  // more, else in the compute lane ([Note: settled shards] in gather_scheduler.h, [Note: settled gathers] in
+  // Stage 3, gathers of final shards: a unit's own parts are copied in the lane of reductions where they have this size
+  // or more, else in the compute lane ([Note: final shards] in gather_scheduler.h, [Note: gathers of final shards] in
   // peer_transport.h).
   std::size_t own_part_beside_bytes = std::size_t{16} << 20;
   // Stage 3 over a communicator that splices: shards of this size or more are not copied into the slots that they are
@@ -216,7 +216,7 @@ class Engine {
 
   // Outside of passes: lets the compute lane read parameters that are not sharded as the last step left them, where
   // that needs no other rank. False where it does: then a forward or gather() does it.
-  bool settle_parameters();
+  bool try_wait_updates();
   // The same, whatever it takes. Collective.
   void await_all_updates();
   // Whether the last step's updates may be under way.
@@ -366,12 +366,12 @@ class Engine {
                             std::map<std::pair<int, long>, int>& row_of, std::vector<AdamScalars>& rows);
   void guard_updating();
   void unguard(Unit& unit);
-  void settle_step();
+  void wait_step();
   void expect_possible(std::span<const AdamHyperparameters> groups) const;
   [[noreturn]] void throw_torn() const;
   void expect_no_updates() const;
   void expect_not_updated(const Unit& unit) const;
-  void expect_settled(const Unit& unit) const;
+  void expect_not_updating(const Unit& unit) const;
   void expect_not_gathered(const char* what) const;
   void open_forward(std::size_t unit, bool joins_root = false);
   void close_forward(std::size_t unit);
@@ -425,19 +425,19 @@ class Engine {
   std::byte* update_gradient(const FlatBuffer& flat) const {
     return (state_sharded() ? flat.shard_gradients : flat.full_gradients).data();
   }
-  // [Note: lent gradients] (lent_gradients.h).
-  bool lends_gradients() const {
+  // [Note: gradients in place] (in_place_gradients.h).
+  bool leaves_gradients_in_place() const {
     return world_size() == 1 && parts_.device->is_async() && options_.accumulation_steps == 1 && store_->takes_pieces();
   }
   // Gradients that updates read then live from reduction to update alone.
   bool makes_gradients_each_step() const {
     const bool shares_each = policy_.gradients == GradientPlacement::kShardedEachMicroBatch;
-    return (shares_each && options_.accumulation_steps == 1) || lends_gradients();
+    return (shares_each && options_.accumulation_steps == 1) || leaves_gradients_in_place();
   }
   // Updates in backward follow gathers by no meeting of all ranks.
   std::optional<Lane> own_part_lane() const {
-    const bool settles = parameters_sharded() && world_size() > 1 && gather_communicator_->gathers_settled();
-    return settles && !options_.optimizer_in_backward ? std::optional(reduce_communicator_->lane()) : std::nullopt;
+    const bool tracks_final = parameters_sharded() && world_size() > 1 && gather_communicator_->gathers_final_shards();
+    return tracks_final && !options_.optimizer_in_backward ? std::optional(reduce_communicator_->lane()) : std::nullopt;
   }
   bool publishes() const { return state_sharded() && !parameters_sharded(); }
   // Sharded state is updated beside the next forward, whose units wait for their own parameters; so is what a store

@@ -40,7 +40,7 @@ void Engine::begin_updates(bool last, std::span<const AdamHyperparameters> group
   BackwardUpdates& updates = backward_updates_;
   updates.has_begun = false;
   if (!updates_in_backward(last)) return;
-  if (!held_in_step_.empty()) settle_step();  // what was held has its own count of steps
+  if (!held_in_step_.empty()) wait_step();  // what was held has its own count of steps
   take_update_order();
   const long step = steps_applied_ + (pending_.is_pending ? 2 : 1);  // one that is not finite tears the engine
   updates.rows = make_rows(groups, step);

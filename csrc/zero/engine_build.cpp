@@ -34,7 +34,8 @@ void Engine::build(EngineModel& model) {
   const EngineOptions& options = options_;
   store_ = options.make_store(&ledger_, parts_);
   store_->set_timeline(&timeline_);
-  ZB_EXPECT(options.accumulation_steps >= 1, "gradient_accumulation_steps must be at least 1");
+  ZB_EXPECT(options.accumulation_steps >= 1,
+            "gradient_accumulation_steps must be at least 1, got " + std::to_string(options.accumulation_steps));
   ZB_EXPECT(!options.optimizer_in_backward || (options.clip == 0.0 && !options.loss_scale.enabled),
             "optimizer_in_backward updates before the norm is known: it cannot clip gradients or scale the loss");
   ZB_EXPECT(model.bindings.size() == model.parameters.size(), "every parameter needs a binding");
@@ -77,12 +78,12 @@ void Engine::build(EngineModel& model) {
       device(), *reduce_communicator_, &ledger_, units_, parameters_, clock_,
       ReduceOptions{.placement = policy_.gradients,
                     .push_bytes = options.push_gradient_bytes,
-                    .lends = lends_gradients(),
-                    .sums_together = lends_gradients() && !options.optimizer_in_backward},
+                    .in_place = leaves_gradients_in_place(),
+                    .sums_together = leaves_gradients_in_place() && !options.optimizer_in_backward},
       ReduceEvents{.before = [this](Unit& unit) { make_gradient_shards(unit); },
                    .reduced = [this](Unit& unit) { on_reduced(unit); },
                    .gathers_meet = [this] { return gathers_->meets(); },
-                   .is_held_up = [this] { return gathers_->awaits_own_part(); }});
+                   .is_compute_waiting = [this] { return gathers_->awaits_own_part(); }});
   reserve_store();
   for (Unit& unit : units_) build_unit(unit, model);
   build_norms();
@@ -125,12 +126,11 @@ void Engine::build_unit(Unit& unit, EngineModel& model) {
       parameters_[index].binding = std::move(model.bindings[index]);
       parameters_[index].sharded_message =
           "parameter '" + parameters_[index].name +
-          "' is sharded (ZeRO stage 3): most of it is on other ranks now; read or change it inside "
-          "`with engine.gather():`, or, where a forward needs it though the module that holds it is not called itself "
-          "(module.forward(), or a use of its weight by another), " +
+          "' is sharded (ZeRO stage 3): most of it is on other ranks now. Read or change it inside `with "
+          "engine.gather():`. If a forward needs it without calling the module that holds it (module.forward(), or a "
+          "use of its weight by another module), " +
           cure +
-          "; where a backward needs it, which came there by a tensor that no module returned, set "
-          "reshard_after_forward to false";
+          ". If a backward needs it because of a tensor that no module returned, set reshard_after_forward to false";
       parameters_[index].updating_message =
           "parameter '" + parameters_[index].name +
           "' is being updated by the last step and cannot be read yet. Read it inside `with engine.gather():`, with "

@@ -37,7 +37,7 @@ void Engine::expect_whole_window(const char* what) const {
 double Engine::gradient_norm() {
   return enter([&] {
     expect_whole_window("engine.grad_norm()");
-    settle_step();
+    wait_step();
     or_abort([&] {
       // A change of the gradients sums squares anew, once peers have read these.
       if (const WorkPtr work = put_in_norm()) work->wait_source_free(reduces_->lane());
@@ -62,7 +62,7 @@ double Engine::clip_gradients(double max_norm) {
 
 // This rank's pieces of a flat buffer's reduced gradients, as its update reads them.
 std::vector<FlatPiece> Engine::own_gradients(const FlatBuffer& flat) const {
-  if (!flat.lent_gradients.empty()) return flat.lent_gradients;
+  if (!flat.in_place_pieces.empty()) return flat.in_place_pieces;
   const std::size_t numel = state_sharded() ? flat.layout.shard_numel() : flat.layout.padded_numel();
   return {{.begin = 0, .numel = numel, .data = update_gradient(flat)}};
 }
@@ -161,7 +161,7 @@ void Engine::drop_gradients() {
 
 std::vector<std::int64_t> Engine::held_steps() {
   return enter([&] {
-    settle_step();
+    wait_step();
     std::vector<std::int64_t> found;
     for (const Parameter& parameter : parameters_) found.push_back(parameter.held_steps);
     return found;

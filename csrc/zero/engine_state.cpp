@@ -149,9 +149,10 @@ void Engine::write_full_state(const FullStateFacts& facts, std::vector<std::int6
     expect_not_gathered("a state was loaded");
     ZB_EXPECT(!facts.loss_scale || (scaler_.enabled() && std::isfinite(facts.loss_scale->scale) &&
                                     facts.loss_scale->scale > 0.0 && facts.loss_scale->good_steps >= 0),
-              "a loss scale to load is a positive number with a count of steps, for an engine that scales its loss");
+              "the loss scale cannot be loaded: it must be a positive number with a count of steps of at least 0, and "
+              "the engine must scale its loss");
     try {
-      if (scaler_.enabled()) settle_step();  // the scale stays where none is given
+      if (scaler_.enabled()) wait_step();  // the scale stays where none is given
     } catch (const NonFiniteGradientError&) {
       // Of a step that this state takes the place of.
     }
@@ -213,7 +214,7 @@ void Engine::write_flat(FlatBuffer& flat, FullState kind, std::span<const float>
   if (kind == FullState::kMaster && parameters_sharded() && !flat.is_fetched) {
     device().cast(Lane::kCompute, flat.shard_parameters.data(), flat.param_dtype, values + shard_begin, DType::kFloat32,
                   flat.layout.shard_numel());
-    flat.is_settled = false;
+    flat.is_final = false;
     flat.written = device().mark(Lane::kCompute);
   } else if (kind == FullState::kMaster && !parameters_sharded()) {
     device().cast(Lane::kCompute, flat.full_parameters.data(), flat.param_dtype, values, DType::kFloat32,
@@ -251,7 +252,7 @@ void Engine::broadcast_bytes(std::byte* data, std::size_t bytes) {
   work->wait_source_free();
 }
 
-bool Engine::settle_parameters() {
+bool Engine::try_wait_updates() {
   return enter([&] {
     if (backward_updates_.is_on) return false;
     if (parameters_sharded() || !is_updating() || gathers_->in_pass()) return true;  // in a pass units wait themselves
@@ -310,7 +311,7 @@ void Engine::end_gather(const std::vector<std::size_t>& units, int modifier_rank
   enter([&] {
     ZB_EXPECT(modifier_rank < world_size(), "modifier_rank " + std::to_string(modifier_rank) +
                                                 " is not below the world size " + std::to_string(world_size()));
-    const ScopeExit over([&] {
+    const ScopeExit at_exit([&] {
       gathers_->unpin(units);
       for (const std::size_t unit : units) {
         if (units_[unit].pins == 0) restore_parameters(units_[unit]);
@@ -376,7 +377,7 @@ void Engine::write_back_flat(FlatBuffer& flat, const std::byte* values) {
     if (flat.is_fetched) return write_frozen(flat, values + shard_begin * element_bytes);
     device().copy(Lane::kCompute, flat.shard_parameters.data(), values + shard_begin * element_bytes,
                   flat.shard_parameter_bytes());
-    flat.is_settled = false;
+    flat.is_final = false;
     flat.written = device().mark(Lane::kCompute);
   };
   if (!has_master) return write_shard();

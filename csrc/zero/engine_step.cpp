@@ -154,7 +154,7 @@ WorkPtr Engine::put_in_norm() {
 }
 
 // Learns how the last step ended.
-void Engine::settle_step() {
+void Engine::wait_step() {
   if (!pending_.is_pending) return;
   device().synchronize(pending_.arrived);
   const bool was_in_backward = pending_.was_in_backward;
@@ -205,7 +205,7 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
         ++steps_tried_;
         backward_updates_.is_on = false;
       });
-      settle_step();
+      wait_step();
       or_abort([&] {
         if (!backward_updates_.is_on) finish_updates();
         exchange_reports(groups);
@@ -223,7 +223,7 @@ void Engine::step(std::span<const AdamHyperparameters> groups) {
       });
     }
     guard_updating();
-    if (!device().is_async()) settle_step();
+    if (!device().is_async()) wait_step();
     if (stop_num_.exchange(0) != 0) go_on();
   });
 }
@@ -251,14 +251,14 @@ void Engine::expect_not_gathered(const char* what) const {
 // Before anything is begun that a refusal would leave behind.
 void Engine::expect_possible(std::span<const AdamHyperparameters> groups) const {
   for (const AdamHyperparameters& group : groups) static_cast<void>(make_adam_scalars(group, 1, 1.0F));
-  ZB_EXPECT(groups.size() >= param_group_num_, "parameters are of " + std::to_string(param_group_num_) +
-                                                   " param groups, and there are hyperparameters of " +
+  ZB_EXPECT(groups.size() >= param_group_num_, "the parameters belong to " + std::to_string(param_group_num_) +
+                                                   " param groups, but hyperparameters were given for " +
                                                    std::to_string(groups.size()));
 }
 
 StepOutcome Engine::outcome() {
   return enter([&] {
-    settle_step();
+    wait_step();
     return outcome_;
   });
 }
@@ -266,14 +266,14 @@ StepOutcome Engine::outcome() {
 LossScaleState Engine::loss_scale_state() {
   if (!scaler_.enabled()) return scaler_.state();
   return enter([&] {
-    settle_step();
+    wait_step();
     return scaler_.state();
   });
 }
 
 long Engine::steps_applied() {
   return enter([&] {
-    settle_step();
+    wait_step();
     return steps_applied_;
   });
 }
@@ -336,7 +336,7 @@ void Engine::update(std::span<const AdamHyperparameters> groups) {
       if (store_->issues_at_once()) publish_small_together(turn + 1);
     }
   }
-  if (gathers_->settles() && store_->issues_at_once()) meet_behind_updates();
+  if (gathers_->tracks_final_shards() && store_->issues_at_once()) meet_behind_updates();
   finish_where_nothing_runs_beside();
 }
 
@@ -388,7 +388,7 @@ void Engine::meet_behind_updates() {
       ->start_all_gather(
           {.source = own_sums_, .destination = all_sums_, .shard_bytes = sizeof(double), .label = "updates"})
       ->wait(lane);
-  gathers_->settle_updated(device().mark(lane));
+  gathers_->mark_updated_final(device().mark(lane));
 }
 
 // Where operations do not run beside the caller they are done here, and the next forward finds them done.
@@ -413,9 +413,9 @@ void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const Adam
       const Region parameters = updated_parameters(flat);
       updates.emplace_back(flat.store_shard,
                            ShardUpdate{.lane = lane,
-                                       .gradient = unit.lent.empty() ? update_gradient(flat) : nullptr,
+                                       .gradient = unit.in_place_gradients.empty() ? update_gradient(flat) : nullptr,
                                        .gradient_dtype = flat.accumulate_dtype,
-                                       .gradient_pieces = flat.lent_gradients,
+                                       .gradient_pieces = flat.in_place_pieces,
                                        .parameters = flat.is_fetched ? nullptr : parameters.data(),
                                        .rows = rows,
                                        .segments = flat.update_segments ? &*flat.update_segments : nullptr,
@@ -423,7 +423,7 @@ void Engine::update_units(std::span<Unit> units, Lane lane, std::span<const Adam
                                        .step_on_host = step.on_host,
                                        .step_arrived = step.arrived,
                                        .turn = update_turns_[static_cast<std::size_t>(&unit - units_.data())]});
-      flat.is_settled = false;
+      flat.is_final = false;
     }
   }
   store_->start_updates(updates);
@@ -514,7 +514,7 @@ void Engine::unguard(Unit& unit) {
 void Engine::release_gradients(Unit& unit) {
   if (!std::exchange(unit.gradients_spent, false) || !makes_gradients_each_step()) return;
   for (FlatBuffer& flat : unit.flats) flat.full_gradients = flat.shard_gradients = {};
-  unit.drop_lent();
+  unit.drop_in_place();
 }
 
 void Engine::await_updates(std::size_t unit) {

@@ -150,19 +150,19 @@ void GatherScheduler::drop_prefetched_before(std::size_t position) {
 
 bool GatherScheduler::meets() const {
   return options_.sharded && std::any_of(units_.begin(), units_.end(), [this](const Unit& unit) {
-           return unit.gather_bytes > 0 && !is_settled(unit);
+           return unit.gather_bytes > 0 && !all_final(unit);
          });
 }
 
-void GatherScheduler::settle_updated(const MarkPtr& met) {
+void GatherScheduler::mark_updated_final(const MarkPtr& met) {
   const std::vector<std::size_t>& order = sequence_of(PassKind::kTrainForward);
   const auto first_end = order.begin() + static_cast<std::ptrdiff_t>(order.size() / kFirstUnitsShare);
   for (std::size_t index = 0; index < units_.size(); ++index) {
     if (std::find(order.begin(), first_end, index) != first_end) continue;
     for (FlatBuffer& flat : units_[index].flats) {
       if (flat.is_fetched) continue;
-      flat.is_settled = true;
-      flat.settled_behind = met;
+      flat.is_final = true;
+      flat.final_after = met;
     }
   }
 }
@@ -188,7 +188,7 @@ void GatherScheduler::finish_backward(std::size_t unit_index) {
 
 void GatherScheduler::end_pass() {
   if (!in_pass_) return;
-  const ScopeExit over([this] { in_pass_ = false; });
+  const ScopeExit at_exit([this] { in_pass_ = false; });
   if (!options_.sharded) return;
   const CommunicationClock::Scope timed(clock_, "end of the pass");
   while (cursor_ < sequence().size()) serve(sequence()[cursor_++]);
@@ -216,7 +216,7 @@ void GatherScheduler::finish_agreement() {
 
 void GatherScheduler::get_unexpected(std::size_t unit_index) {
   pass_.gathered.push_back(unit_index);
-  if (is_settled(units_[unit_index])) {
+  if (all_final(units_[unit_index])) {
     start_gather(unit_index);
     wait_gather(unit_index);
     return;

@@ -10,7 +10,7 @@
 // - A pass ends when no rank wishes for anything. Ranks then compare what they gathered; where that differs from the
 //   sequence, all adopt the list of the rank that gathered most (the lowest such rank).
 // The first pass has an empty sequence and so runs on wishes alone. One small exchange a pass is what the common case
-// pays. Where all shards are settled by the end of a pass, no rank can have needed another: then the ranks' hosts do
+// pays. Where all shards are final by the end of a pass, no rank can have needed another: then the ranks' hosts do
 // not wait for each other, and what came of the exchange is read at the end of the next pass.
 //
 // Passes and their order are in gather_scheduler.cpp, what one unit goes through in gather_unit.cpp.
@@ -42,21 +42,23 @@ struct GatherOptions {
   std::size_t keep_root_bytes = 0;  // up to this size the root does
   std::size_t prefetch_bytes = 0;
   bool keep_reads = false;  // Unit::reads is wanted
-  // Where gathers may be settled ([Note: settled shards]): the lane of reductions and updates, which copies this rank's
-  // own parts of units that have so many bytes of them or more.
+  // Where shards may be final ([Note: final shards]): the lane of reductions and updates. It copies this rank's own
+  // part of a unit where the part has at least own_part_beside_bytes.
   std::optional<Lane> own_part_lane = std::nullopt;
   std::size_t own_part_beside_bytes = 0;
 };
 
-// [Note: settled shards]
-// Once all ranks have gathered a shard it is known to all to be final until the next step, whose norm has the ranks
-// meet behind all gathers. So later gathers need no meeting (AllGather::is_settled): a rank makes them alone, when and
-// as often as it likes. A step's updates end with a meeting, too: behind that mark all updated shards are settled at
-// once. The first units of a forward do not wait for it. Which shards are settled is the same on all ranks.
-// This rank's own part is copied on its device, and not in the lane of gathers, which would wait for the slot beside
-// whatever waits elsewhere (docs/decisions/0005-peer-communicator.md, "Lanes that wait"). Large ones are copied in the
-// lane of reductions, which waits anyway. That stands behind meetings with the peers, which a host that is the limit
-// would come to feel in every unit: so small ones, which cost the compute lane a few microseconds, are copied there.
+// [Note: final shards]
+// Once all ranks have gathered a shard, all know that it is final: it does not change until the next step, whose norm
+// makes the ranks meet after all gathers. So later gathers of it need no meeting (AllGather::is_final): a rank makes
+// them alone, when and as often as it likes. A step's updates end with a meeting, too. After that mark all updated
+// shards are final at once. The first units of a forward do not wait for it. All ranks agree on which shards are final.
+//
+// Each rank copies its own part on its device. It does not copy in the lane of gathers, which would wait for the slot
+// in addition to its other waits (docs/decisions/0005-peer-communicator.md, "Lanes that wait"). Large parts are copied
+// in the lane of reductions, which waits anyway. That lane waits for meetings with the peers, and a host that limits
+// the speed would lose time to that in every unit. So small parts, which cost the compute lane a few microseconds, are
+// copied there.
 
 // [Note: spliced slots] (spliced_slot.h) needs no copies of own parts at all.
 
@@ -79,9 +81,9 @@ class GatherScheduler {
   // In a forward that uses the unit without a call of its module: as `use`, and from now on the unit is gathered and
   // released together with the root.
   void use_with_root(std::size_t unit);
-  // The module's forward is over: reshards unless a backward that is about to start needs the unit first.
+  // Called after the module's forward: reshards, unless the next backward needs this unit first.
   void finish_forward(std::size_t unit);
-  // The unit's backward is over on this rank.
+  // Called after the unit's backward on this rank.
   void finish_backward(std::size_t unit);
   // Completes the sequence, serves the others' wishes and agrees on the next sequence. Also after an exception.
   void end_pass();
@@ -96,16 +98,16 @@ class GatherScheduler {
   void release(std::size_t unit);
   void release_all();
 
-  // Behind the first half of the last forward.
+  // Mark after the first half of the last forward.
   const MarkPtr& halfway() const noexcept { return halfway_; }
 
-  bool settles() const noexcept { return options_.own_part_lane.has_value(); }
-  // Whether a gather to come may meet the peers.
+  bool tracks_final_shards() const noexcept { return options_.own_part_lane.has_value(); }
+  // Whether a later gather may meet the peers.
   bool meets() const;
   // Whether the compute lane has come to wait for a copy of an own part that has not run.
   bool awaits_own_part();
-  // The ranks have met behind their updates, at this mark.
-  void settle_updated(const MarkPtr& met);
+  // Records that updated shards are final after this mark, at which the ranks have met.
+  void mark_updated_final(const MarkPtr& met);
 
  private:
   struct Prefetched {
@@ -139,7 +141,7 @@ class GatherScheduler {
   bool present(std::size_t unit) const { return units_[unit].parameter_state != ParameterState::kSharded; }
   void reserve_staging();
   StagingShard* fetch(const Unit& unit);
-  bool is_settled(const Unit& unit) const;
+  bool all_final(const Unit& unit) const;
   // Where a unit's flats are gathered to, in a spliced slot or in another.
   struct Destinations {
     std::span<const Region> regions;

@@ -29,9 +29,9 @@ GatherScheduler::StagingShard* GatherScheduler::fetch(const Unit& unit) {
   return &staging;
 }
 
-bool GatherScheduler::is_settled(const Unit& unit) const {
-  const auto settled = [](const FlatBuffer& flat) { return flat.is_settled; };
-  return settles() && std::all_of(unit.flats.begin(), unit.flats.end(), settled);
+bool GatherScheduler::all_final(const Unit& unit) const {
+  const auto is_final = [](const FlatBuffer& flat) { return flat.is_final; };
+  return tracks_final_shards() && std::all_of(unit.flats.begin(), unit.flats.end(), is_final);
 }
 
 bool GatherScheduler::lacks_own_parts(const Unit& unit, bool spliced) {
@@ -41,7 +41,7 @@ bool GatherScheduler::lacks_own_parts(const Unit& unit, bool spliced) {
 
 SlotLease GatherScheduler::take_slot(std::size_t unit_index, bool spliced) {
   const Unit& unit = units_[unit_index];
-  const bool copies = is_settled(unit) && lacks_own_parts(unit, spliced);
+  const bool copies = all_final(unit) && lacks_own_parts(unit, spliced);
   return slots_.take(unit_index, spliced, copies ? own_part_lane_of(unit) : std::nullopt);
 }
 
@@ -76,15 +76,15 @@ bool GatherScheduler::awaits_own_part() {
 std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const Destinations& into) {
   const RangeScope range(device_, unit.ranges.gather.c_str());
   std::vector<WorkPtr> works;
-  const bool settled = is_settled(unit);
-  if (settled) {
-    for (const FlatBuffer& flat : unit.flats) device_.wait(communicator_.lane(), flat.settled_behind);
+  const bool is_final = all_final(unit);
+  if (is_final) {
+    for (const FlatBuffer& flat : unit.flats) device_.wait(communicator_.lane(), flat.final_after);
   }
-  if (settled && lacks_own_parts(unit, into.spliced)) {
+  if (is_final && lacks_own_parts(unit, into.spliced)) {
     const std::optional<Lane> beside = own_part_lane_of(unit);
     unit.lacks_own_parts = !beside;
     if (beside) {
-      for (const FlatBuffer& flat : unit.flats) device_.wait(*beside, flat.settled_behind);
+      for (const FlatBuffer& flat : unit.flats) device_.wait(*beside, flat.final_after);
       copy_own_parts(unit, into, *beside);
       unit.own_parts_copied = device_.mark(*beside);
     }
@@ -104,16 +104,16 @@ std::vector<WorkPtr> GatherScheduler::start_into(Unit& unit, const Destinations&
            .destination = into.regions[index],
            .shard_bytes = flat.shard_parameter_bytes(),
            .label = flat.label,
-           .is_settled = settled,
+           .is_final = is_final,
            .holds_own_part = !lacks_own_part(flat, into.spliced)}));
       if (flat.is_fetched) staging->readers.push_back(works.back());
     }
   }
-  if (settles() && !settled) {
+  if (tracks_final_shards() && !is_final) {
     const MarkPtr gathered = device_.mark(communicator_.lane());
     for (FlatBuffer& flat : unit.flats) {
-      flat.is_settled = !flat.is_fetched;
-      flat.settled_behind = gathered;
+      flat.is_final = !flat.is_fetched;
+      flat.final_after = gathered;
     }
   }
   if (options_.keep_reads) unit.reads = works;
@@ -137,7 +137,7 @@ void GatherScheduler::start_gather(std::size_t unit_index, bool spliced) {
 
 void GatherScheduler::serve(std::size_t unit_index) {
   Unit& unit = units_[unit_index];
-  if (is_settled(unit)) return;
+  if (all_final(unit)) return;
   // An unsharded unit receives the bytes that it already holds, but for those that a user is changing.
   const bool holds = unit.parameter_state == ParameterState::kUnsharded && unit.pins == 0;
   if (holds) {

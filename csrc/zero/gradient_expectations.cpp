@@ -42,7 +42,7 @@ void GradientExpectations::count_arrival(Unit& unit, Parameter& parameter) const
 // Before anything is recorded, one gradient a parameter is a guess. It fails where reentrant checkpoints inside a unit
 // use a parameter again, so units whose gradients come from several graph tasks, and the root, wait for the end then.
 bool GradientExpectations::is_complete(const Unit& unit, const Parameter& last, int graph_task) const {
-  if (!regular_ || unit.settles_at_end || unit.uses != unit.expected_uses) return false;
+  if (!regular_ || unit.is_reduced_at_end || unit.uses != unit.expected_uses) return false;
   if (last.arrivals > last.expected_arrivals || unit.arrivals < unit.expected_arrivals) return false;
   if (recorded_) return !may_get_more(unit);
   return !unit.is_root && unit.graph_task == graph_task;
@@ -71,7 +71,7 @@ void GradientExpectations::record_last(Unit& unit) {
 
 void GradientExpectations::refute(Unit& unit) {
   expected_forwards_ = 0;
-  unit.settles_at_end = true;
+  unit.is_reduced_at_end = true;
 }
 
 void GradientExpectations::record() {

@@ -39,7 +39,7 @@ class GradientExpectations {
   void count_arrival(Unit& unit, Parameter& parameter) const;
   // With the gradient of `last`, which came from this graph task.
   bool is_complete(const Unit& unit, const Parameter& last, int graph_task) const;
-  // A gradient came after the unit was complete: the next backward settles everything at its end and records anew.
+  // A gradient came after the unit was complete: the next backward reduces everything at its end and records anew.
   void refute(Unit& unit);
   // A whole backward is over. Units with gradients that no forward has called are awaited early from now on.
   void record();

@@ -11,23 +11,24 @@ std::byte* GradientPacker::base(const Unit& unit, const FlatBuffer& flat) const 
   return unit.spare->data() + flat.gradient_offset_bytes;
 }
 
-void GradientPacker::pack_held(Unit& unit) {
-  add_held(unit, [this] { pack(Lane::kCompute); });
+void GradientPacker::pack_pending(Unit& unit) {
+  add_pending(unit, [this] { pack(Lane::kCompute); });
   pack(Lane::kCompute);
   packed_.clear();  // the compute lane gives their memory to nobody before it has packed them
 }
 
-std::vector<HeldGradient> GradientPacker::pack_whole(Unit& unit, Lane lane) {
-  add_held(unit, [this, lane] { pack(lane); });
+std::vector<RetainedGradient> GradientPacker::pack_whole(Unit& unit, Lane lane) {
+  add_pending(unit, [this, lane] { pack(lane); });
   add_missing(unit);
   pack(lane);
   return std::exchange(packed_, {});
 }
 
-std::vector<HeldGradient> GradientPacker::push_whole(Unit& unit, Communicator& communicator, std::size_t copy_bytes) {
-  add_held(unit, [] {});  // a push keeps the order of items that add
+std::vector<RetainedGradient> GradientPacker::push_whole(Unit& unit, Communicator& communicator,
+                                                         std::size_t copy_bytes) {
+  add_pending(unit, [] {});  // a push keeps the order of items that add
   add_missing(unit);
-  std::vector<HeldGradient> pushed = std::exchange(packed_, {});
+  std::vector<RetainedGradient> pushed = std::exchange(packed_, {});
   std::vector<PackItem> items = std::exchange(items_, {});
   auto begin = items.begin();
   for (const FlatBuffer& flat : unit.flats) {
@@ -60,24 +61,26 @@ void GradientPacker::pack(Lane lane) {
 }
 
 template <typename BeforeRepeat>
-void GradientPacker::add_held(Unit& unit, const BeforeRepeat& before_repeat) {
-  for (auto held = unit.held.begin(); held != unit.held.end(); ++held) {
-    const Parameter& parameter = parameters_[held->parameter];
+void GradientPacker::add_pending(Unit& unit, const BeforeRepeat& before_repeat) {
+  for (auto pending = unit.pending_gradients.begin(); pending != unit.pending_gradients.end(); ++pending) {
+    const Parameter& parameter = parameters_[pending->parameter];
     const FlatBuffer& flat = unit.flats[parameter.flat];
     // A further gradient of the same parameter is added to what the first one leaves.
-    const bool repeats = held->accumulate && std::any_of(unit.held.begin(), held, [&](const HeldGradient& earlier) {
-                           return earlier.parameter == held->parameter;
+    const bool repeats = pending->accumulate &&
+                         std::any_of(unit.pending_gradients.begin(), pending, [&](const RetainedGradient& earlier) {
+                           return earlier.parameter == pending->parameter;
                          });
     if (repeats) before_repeat();
     items_.push_back({.destination = base(unit, flat) + parameter.offset_numel * dtype_bytes(flat.reduce_dtype),
                       .destination_dtype = flat.reduce_dtype,
-                      .source = held->data,
-                      .source_dtype = held->dtype,
+                      .source = pending->data,
+                      .source_dtype = pending->dtype,
                       .numel = parameter.numel,
-                      .accumulate = held->accumulate});
+                      .accumulate = pending->accumulate});
   }
-  packed_.insert(packed_.end(), std::make_move_iterator(unit.held.begin()), std::make_move_iterator(unit.held.end()));
-  unit.held.clear();
+  packed_.insert(packed_.end(), std::make_move_iterator(unit.pending_gradients.begin()),
+                 std::make_move_iterator(unit.pending_gradients.end()));
+  unit.pending_gradients.clear();
 }
 
 // Zeros what no gradient was written to: parameters without one, and in slots the gaps that another unit may have used.

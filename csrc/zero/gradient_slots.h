@@ -6,9 +6,9 @@
 // slot was reduced. One that is too early packs into private spare memory and moves when its turn comes. Waiting for a
 // slot in the middle of a backward is bounded, so that a rank whose peers are held up elsewhere never closes a circle
 // of waits.
-// Where the device works in lanes there are no spares: gradients are held as they are until their unit is packed in its
+// Where the device works in lanes there are no spares: gradients stay as they are until their unit is packed in its
 // turn, in the lane of reductions, where one slot is enough for all units: the one before has left it
-// ([Note: held gradients]).
+// ([Note: retained gradients]).
 #pragma once
 
 #include <cstddef>

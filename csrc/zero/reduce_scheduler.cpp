@@ -28,9 +28,9 @@ ReduceScheduler::ReduceScheduler(Device& device, Communicator& communicator, Led
       options_(options),
       events_(std::move(events)),
       slots_(device, communicator, ledger, units, clock),
-      packer_(device, parameters, persistent() && !takes_pushes() && !options.lends),
-      packed_(device, events_.gathers_meet, events_.is_held_up),
-      lent_(parameters, ledger),
+      packer_(device, parameters, persistent() && !takes_pushes() && !options.in_place),
+      retained_(device, events_.gathers_meet, events_.is_compute_waiting),
+      in_place_(parameters, ledger),
       expectations_(units, parameters) {
   // A first guess that most models confirm: backward visits units in reverse, and the root's gradients end it.
   for (std::size_t unit = units_.size(); unit-- > 0;) {
@@ -115,16 +115,16 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
   if (unit.gradient_state == GradientState::kReducing || unit.gradient_state == GradientState::kReduced) {
     expectations_.refute(unit);
     throw StateError("a further gradient of '" + parameter.name + "' arrived after unit '" + unit.name +
-                     "' had been reduced, since its module was used otherwise than in the steps before; repeat forward "
-                     "and backward of this step on all ranks, and make parts of it that some steps leave out units of "
+                     "' had been reduced, because its module was not used as in earlier steps. Repeat forward and "
+                     "backward of this step on all ranks, and make parts of the module that some steps skip units of "
                      "their own (units in the configuration)");
   }
   if (unit.gradient_state == GradientState::kEmpty) {
     begin_unit(parameter.unit);
     unit.graph_task = graph_task;
   }
-  unit.held.push_back({index, gradient, dtype, parameter.arrived_in_window, std::move(owner)});
-  if (!device_.is_async()) packer_.pack_held(unit);
+  unit.pending_gradients.push_back({index, gradient, dtype, parameter.arrived_in_window, std::move(owner)});
+  if (!device_.is_async()) packer_.pack_pending(unit);
   parameter.arrived_in_window = true;
   expectations_.count_arrival(unit, parameter);
   if (!expectations_.is_complete(unit, parameter, graph_task)) return false;
@@ -133,7 +133,7 @@ bool ReduceScheduler::arrive(std::size_t index, const void* gradient, DType dtyp
     launch_ready();
   } else {
     prepare(unit);
-    packer_.pack_held(unit);
+    packer_.pack_pending(unit);
   }
   return true;
 }
@@ -150,7 +150,7 @@ void ReduceScheduler::launch_ready() {
     Unit& unit = units_[index];
     // Without its shared slot it cannot be reduced yet; the next event tries again.
     if (!persistent() && !unit.gradient_slot && !slots_.try_take(index)) break;
-    packed_.make_room();
+    retained_.make_room();
     prepare(unit);
     ++next_turn_;
     launch(index);
@@ -160,10 +160,10 @@ void ReduceScheduler::launch_ready() {
 
 void ReduceScheduler::prepare(Unit& unit) {
   if (discards_) return;
-  if (options_.lends && last_ && window_backwards_ == 0 && lent_.may_stay(unit)) {
-    lent_.lend(unit);
+  if (options_.in_place && last_ && window_backwards_ == 0 && in_place_.can_stay_in_place(unit)) {
+    in_place_.leave_in_place(unit);
   } else {
-    LentGradients::take_back(unit);  // what an earlier backward lent is packed before something is added to it
+    InPlaceGradients::take_back(unit);  // pack what an earlier backward left in place before adding to it
   }
   events_.before(unit);
 }
@@ -172,7 +172,7 @@ void ReduceScheduler::launch(std::size_t index) {
   Unit& unit = units_[index];
   const RangeScope range(device_, unit.ranges.reduce.c_str());
   if (unit.gradient_state == GradientState::kEmpty) unit.set_gradient_state(GradientState::kAccumulating);
-  if (!unit.lent.empty()) {
+  if (!unit.in_place_gradients.empty()) {
     unit.set_gradient_state(GradientState::kReducing);
     finish(index);
     return;
@@ -184,11 +184,11 @@ void ReduceScheduler::launch(std::size_t index) {
   }
   if (lane != Lane::kCompute) device_.wait(lane, device_.mark(Lane::kCompute));
   const bool is_pushed = pushes(unit);
-  const bool is_held = packed_.hold(
+  const bool is_retained = retained_.retain(
       is_pushed ? packer_.push_whole(unit, communicator_, options_.push_bytes) : packer_.pack_whole(unit, lane), lane);
   unit.set_gradient_state(GradientState::kReducing);
   start_reduce(unit, is_pushed);
-  if (is_pushed && is_held) packed_.hold_on(lane);
+  if (is_pushed && is_retained) retained_.extend(lane);
   // In lanes nothing is left to wait for, and what follows a reduction is put in at once, so that all ranks start the
   // same operations in the same order whenever their gradients arrive.
   if (device_.is_async()) {
@@ -295,8 +295,8 @@ void ReduceScheduler::accumulate(const FlatBuffer& flat, const SlotLease& staged
 // One rank sums parameter by parameter, so that the norm is the same wherever gradients lie.
 void ReduceScheduler::add_sum(const FlatBuffer& flat) {
   const std::size_t first = pieces_.size();
-  if (!flat.lent_gradients.empty()) {
-    pieces_.insert(pieces_.end(), flat.lent_gradients.begin(), flat.lent_gradients.end());
+  if (!flat.in_place_pieces.empty()) {
+    pieces_.insert(pieces_.end(), flat.in_place_pieces.begin(), flat.in_place_pieces.end());
   } else if (communicator_.world_size() == 1) {
     for (const ParameterSpan& span : flat.layout.spans()) {
       const std::size_t offset_bytes = span.offset_numel * dtype_bytes(flat.accumulate_dtype);
@@ -325,7 +325,7 @@ void ReduceScheduler::put_in_sums() {
   pieces_.clear();
 }
 
-void ReduceScheduler::settle() {
+void ReduceScheduler::finish_all() {
   const CommunicationClock::Scope timed(clock_, "reduce-scatter of gradients");
   if (!reduces_now()) return;
   while (next_turn_ < order_.size()) {
@@ -343,7 +343,7 @@ void ReduceScheduler::settle() {
     launch(index);
     finish_ready();
   }
-  packed_.let_go();
+  retained_.release();
   while (!in_flight_.empty()) finish_first();
   replicate();
 }
@@ -376,15 +376,15 @@ void ReduceScheduler::end_backward() {
   for (const std::size_t index : order_) {
     if (!units_[index].complete) mark_complete(index);
   }
-  settle();
+  finish_all();
   if (!sums_.empty()) {
     const RangeScope range(device_, "norm");
     put_in_sums();
   }
   for (const std::size_t index : order_) {
-    if (units_[index].held.empty()) continue;
+    if (units_[index].pending_gradients.empty()) continue;
     prepare(units_[index]);  // a micro-batch before the accumulation boundary
-    packer_.pack_held(units_[index]);
+    packer_.pack_pending(units_[index]);
   }
   expectations_.record();
   expectations_.forget_uses();
@@ -397,7 +397,7 @@ void ReduceScheduler::reduce_window() {
   last_ = true;
   next_turn_ = 0;
   if (persistent()) {
-    settle();
+    finish_all();
   } else {  // every backward has reduced its own
     sum_squares();
     for (const std::size_t index : order_) events_.reduced(units_[index]);
@@ -419,8 +419,8 @@ void ReduceScheduler::abort_backward() {
   in_backward_ = false;
   expectations_.forget_uses();
   discards_ = true;
-  const ScopeExit over([this] { discards_ = false; });
-  if (!options_.lends) settle();  // for the peers
+  const ScopeExit at_exit([this] { discards_ = false; });
+  if (!options_.in_place) finish_all();  // for the peers
   drop_window();
 }
 
@@ -437,7 +437,7 @@ void ReduceScheduler::drop_backward() noexcept {
   expectations_.forget_uses();
   in_flight_.clear();
   replicating_.clear();
-  packed_.drop();
+  retained_.drop();
   for (const std::size_t index : order_) {
     units_[index].reducing.clear();
     slots_.drop_staged(index);
@@ -454,8 +454,8 @@ void ReduceScheduler::clear_window() noexcept {
   for (const std::size_t index : order_) {
     units_[index].gradient_state.reset();
     units_[index].spare.reset();
-    units_[index].held.clear();
-    if (!units_[index].gradients_spent) units_[index].drop_lent();
+    units_[index].pending_gradients.clear();
+    if (!units_[index].gradients_spent) units_[index].drop_in_place();
     units_[index].gradient_slot.reset();
   }
 }

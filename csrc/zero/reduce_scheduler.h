@@ -2,8 +2,8 @@
 //
 // [Note: agreed reductions]
 // Every unit is reduced exactly once per reducing backward, in one order on all ranks (rank 0's order of completion in
-// an earlier step). A unit whose gradients are there early ([Note: complete units]) waits its turn; everything else is
-// settled when backward ends. What did not arrive on this rank is zero.
+// an earlier step). A unit whose gradients are there early ([Note: complete units]) waits its turn. Everything else is
+// reduced when backward ends. Gradients that did not arrive on this rank count as zero.
 #pragma once
 
 #include <cstddef>
@@ -20,31 +20,31 @@
 #include "zero/gradient_expectations.h"
 #include "zero/gradient_packer.h"
 #include "zero/gradient_slots.h"
-#include "zero/lent_gradients.h"
-#include "zero/packed_gradients.h"
+#include "zero/in_place_gradients.h"
 #include "zero/policy.h"
+#include "zero/retained_gradients.h"
 #include "zero/unit.h"
 
 namespace zb {
 
 // What the owner does for a unit.
 struct ReduceEvents {
-  // Before its reduction: gives it the gradient shards that it lacks. May throw, and is called again then.
+  // Called before its reduction: makes the gradient shards that it lacks. If it throws, it is called again.
   std::function<void(Unit&)> before;
-  // Its gradients for the next update are there for what is put into lane().
+  // Called when its gradients for the next update are ready for work put into lane().
   std::function<void(Unit&)> reduced;
-  // Asked: whether gathers beside this backward may meet the peers.
+  // Returns whether gathers of this backward may meet the peers.
   std::function<bool()> gathers_meet;
-  // Asked: whether the compute lane waits for something in the communicator's lane.
-  std::function<bool()> is_held_up;
+  // Returns whether the compute lane waits for work in the communicator's lane.
+  std::function<bool()> is_compute_waiting;
 };
 
 struct ReduceOptions {
   GradientPlacement placement = GradientPlacement::kReplicated;
   // Units that consist mostly of gradients of this size or more push theirs, where the communicator takes that.
   std::size_t push_bytes = 0;
-  bool lends = false;  // [Note: lent gradients] (lent_gradients.h)
-  // Squares are summed behind a backward, all in one piece of work, instead of unit by unit.
+  bool in_place = false;  // [Note: gradients in place] (in_place_gradients.h)
+  // Squares are summed after a backward, all in one piece of work, instead of unit by unit.
   bool sums_together = false;
 };
 
@@ -65,14 +65,14 @@ class ReduceScheduler {
   void count_use(std::size_t unit) { expectations_.count_use(unit); }
   // `last` is the accumulation boundary.
   void begin_backward(bool last);
-  // A gradient of the parameter is there, ready for the compute lane. `owner` keeps it where it may be held; else it is
-  // packed before the call returns. True when the unit is complete with it.
+  // A gradient of the parameter is there, ready for the compute lane. `owner` keeps it alive while it is pending; else
+  // it is packed before the call returns. True when the unit is complete with it.
   bool arrive(std::size_t parameter, const void* gradient, DType dtype, int graph_task,
               std::shared_ptr<const void> owner);
   void end_backward();
-  // Completes this backward's collectives with whatever is there and forgets the gradients of the window.
+  // Finishes this backward's collectives with the gradients that arrived, and forgets the gradients of the window.
   void abort_backward();
-  // The same without collectives: the communicator has failed.
+  // As abort_backward(), without collectives: the communicator has failed.
   void drop_backward() noexcept;
   bool in_backward() const noexcept { return in_backward_; }
 
@@ -80,13 +80,13 @@ class ReduceScheduler {
   long window_backwards() const noexcept { return window_backwards_; }
   // Whether its latest backward was the last one of an accumulation, so that an update can read their sum.
   bool is_window_reduced() const noexcept { return reduced_in_window_; }
-  // Makes it so for what the window holds, without a further backward. Collective.
+  // Reduces the gradients of the window without a further backward. Collective.
   void reduce_window();
   // Sums the squares of the window's reduced gradients, which are there for lane().
   void sum_squares();
   // Forgets the gradients of the window, which peers may still be reading.
   void drop_window();
-  // After the optimizer step (or to drop the gradients).
+  // Called after the optimizer step, or to drop the gradients.
   void clear_window() noexcept;
 
   // Order of completion in the last backward, and the agreed order.
@@ -95,8 +95,8 @@ class ReduceScheduler {
   void adopt_order(const std::vector<std::size_t>& order);
   std::size_t reduced_unit_num() const noexcept { return order_.size(); }
 
-  // That gradients are packed and reduced in.
-  Lane lane() const noexcept { return options_.lends ? Lane::kCompute : communicator_.lane(); }
+  // The lane in which gradients are packed and reduced.
+  Lane lane() const noexcept { return options_.in_place ? Lane::kCompute : communicator_.lane(); }
 
  private:
   struct Sum {
@@ -135,7 +135,7 @@ class ReduceScheduler {
   void add_sum(const FlatBuffer& flat);
   void put_in_sums();
   void replicate();
-  void settle();  // launches and finishes everything that is left
+  void finish_all();  // launches and finishes everything that is left
 
   Device& device_;
   Communicator& communicator_;
@@ -147,8 +147,8 @@ class ReduceScheduler {
   ReduceEvents events_;
   GradientSlots slots_;
   GradientPacker packer_;
-  PackedGradients packed_;
-  LentGradients lent_;
+  RetainedGradients retained_;
+  InPlaceGradients in_place_;
   GradientExpectations expectations_;
 
   std::vector<std::size_t> order_;  // units with trainable parameters, in order of reduction

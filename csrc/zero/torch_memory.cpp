@@ -22,8 +22,8 @@ void order(const c10::Stream& first, const c10::Stream& second) {
   given.block(second);
 }
 
-struct HeldBlock {
-  HeldBlock(std::shared_ptr<const TorchMemory> user, c10::DataPtr taken)
+struct RetainedBlock {
+  RetainedBlock(std::shared_ptr<const TorchMemory> user, c10::DataPtr taken)
       : memory(std::move(taken)), use(std::move(user), memory) {}
 
   c10::DataPtr memory;
@@ -39,9 +39,10 @@ void TorchMemory::follow_current_stream() { stream_ = current_stream(device_); }
 std::shared_ptr<std::byte> TorchMemory::allocate(std::size_t bytes) const {
   const c10::StreamGuard guard(stream_);  // autograd's threads have streams of their own
   try {
-    auto held = std::make_shared<HeldBlock>(shared_from_this(), c10::GetAllocator(device_.type())->allocate(bytes));
-    auto* data = static_cast<std::byte*>(held->memory.get());
-    return {std::move(held), data};
+    auto block =
+        std::make_shared<RetainedBlock>(shared_from_this(), c10::GetAllocator(device_.type())->allocate(bytes));
+    auto* data = static_cast<std::byte*>(block->memory.get());
+    return {std::move(block), data};
   } catch (const c10::OutOfMemoryError&) {
     throw OutOfMemoryError(device_.str() + " ran out of memory: reduced gradients need " + std::to_string(bytes) +
                            " bytes more; use a smaller batch, gradient checkpointing, more devices or a smaller model");

@@ -30,10 +30,10 @@ Region Unit::gradients_of(const FlatBuffer& flat) const {
   return flat.full_gradients ? flat.full_gradients : gradient_slot.region().at(flat.gradient_offset_bytes);
 }
 
-void Unit::drop_lent() noexcept {
-  for (FlatBuffer& flat : flats) flat.lent_gradients.clear();
-  lent.clear();
-  lent_bytes = {};
+void Unit::drop_in_place() noexcept {
+  for (FlatBuffer& flat : flats) flat.in_place_pieces.clear();
+  in_place_gradients.clear();
+  in_place_bytes = {};
 }
 
 bool Unit::has_frozen() const {

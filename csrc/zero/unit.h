@@ -87,13 +87,13 @@ struct FlatBuffer {
   DeviceBuffer remembered_parameters;
   Region full_gradients;   // where full gradients persist
   Region shard_gradients;  // this rank's reduced piece; none between update and reduction where it is made for a step
-  std::vector<FlatPiece> lent_gradients;  // instead of both, of a unit whose gradients are lent: in span order
+  std::vector<FlatPiece> in_place_pieces;  // instead of both where gradients stay in place: in span order
   std::size_t store_shard = 0;
-  // Of the next update, where a parameter has a step count of its own or is held; else those of the layout.
+  // Segments of the next update, where a parameter has a step count of its own or is held; else those of the layout.
   std::optional<std::vector<Segment>> update_segments;
   double* sum_of_squares = nullptr;  // device memory: of shard_gradients, once reduced
-  bool is_settled = false;  // [Note: settled shards] (gather_scheduler.h): behind a mark all ranks know it to be final
-  MarkPtr settled_behind;
+  bool is_final = false;  // [Note: final shards] (gather_scheduler.h): behind a mark all ranks know it to be final
+  MarkPtr final_after;
   MarkPtr written;  // behind a change of shard_parameters by others than the store, until a gather has waited for it
 
   // Whether the store has a shard of it.
@@ -108,8 +108,8 @@ struct FlatBuffer {
   bool accumulates_in_another_dtype() const { return accumulate_dtype != reduce_dtype; }
 };
 
-// A gradient that waits to be packed with the others of its unit.
-struct HeldGradient {
+// A gradient as autograd left it, and the owner that keeps its memory alive.
+struct RetainedGradient {
   std::size_t parameter = 0;
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -136,8 +136,8 @@ struct Unit {
   SlotLease gather_slot;
   std::vector<Region> gathered;  // where its flats are in that slot; empty without one
   std::vector<WorkPtr> gathering;
-  MarkPtr own_parts_copied;          // of a settled gather, until the compute lane waits for it
-  bool lacks_own_parts = false;      // a settled gather's, which the compute lane is to copy itself
+  MarkPtr own_parts_copied;          // of a gather of final shards, until the compute lane waits for it
+  bool lacks_own_parts = false;      // the compute lane has to copy them itself
   std::vector<WorkPtr> reads;        // the last gather of its shard, where an update may follow in the same backward
   std::vector<WorkPtr> publishing;   // stages 1 and 2: all-gathers of updated parameters that nobody has waited for yet
   bool is_updating = false;          // the last step's updates of its parameters may be under way
@@ -155,15 +155,16 @@ struct Unit {
   bool gradients_spent = false;             // the updates that read them were started
   SlotLease gradient_slot;                  // shared slot, or empty while the gradients persist in full
   std::shared_ptr<RegisteredBuffer> spare;  // private stand-in while the slot is not this unit's yet
-  std::vector<HeldGradient> held;           // where the device works in lanes: packed together, in one piece of work
-  std::vector<HeldGradient> lent;           // or left where they are: their update reads them there
-  Allocation lent_bytes;
+  std::vector<RetainedGradient>
+      pending_gradients;  // where the device works in lanes: packed together, in one piece of work
+  std::vector<RetainedGradient> in_place_gradients;  // or left where they are: their update reads them there
+  Allocation in_place_bytes;
   std::vector<WorkPtr> reducing;
   std::uint32_t uses = 0;                    // forward calls since the last backward ended
   std::uint32_t expected_uses = 0;           // of the backward that expected_arrivals come from
   std::uint32_t expected_arrivals = 0;       // of all its parameters together
   std::uint32_t arrivals = 0;                // of those expected
-  bool settles_at_end = false;               // a gradient once came after the expected ones
+  bool is_reduced_at_end = false;            // a gradient once came after the expected ones
   const Parameter* last_arrived = nullptr;   // whose gradient came last in the running backward
   const Parameter* expected_last = nullptr;  // and in the last recorded one that brought any
   bool last_varies = false;                  // it was not the same in all of them
@@ -179,8 +180,8 @@ struct Unit {
   void splice_parameters(std::size_t min_bytes);
   bool is_spliced() const;
   bool has_trainable() const { return trainable_parameters > 0; }
-  // Forgets gradients that are lent, with nothing under way that reads them.
-  void drop_lent() noexcept;
+  // Forgets gradients left in place. Nothing that reads them may be under way.
+  void drop_in_place() noexcept;
   // Throw StateError for a transition that does not exist ([Note: state of a unit] in unit_state.h).
   void set_parameter_state(ParameterState next) { parameter_state.go(next, "parameters", name); }
   void set_gradient_state(GradientState next) { gradient_state.go(next, "gradients", name); }

@@ -10,8 +10,8 @@
 //                       accumulating -> empty                 (the next micro-batch, or the window is dropped)
 //                                       reducing -> empty     (dropped after a fault)
 //   accumulating  gradients arrive and are packed into the flat gradient (own buffer, slot, or spare memory); where the
-//                 device works in lanes they are held until the unit has all of them, and on one rank they may stay
-//                 where they are ([Note: lent gradients] in lent_gradients.h)
+//                 device works in lanes they are pending until the unit has all of them, and on one rank they may stay
+//                 where they are ([Note: gradients in place] in in_place_gradients.h)
 //   reducing      the reduce-scatter has been started; nothing more may arrive
 //   reduced       this rank's shard of the sum is readable (stage 0: the others' once the backward ended)
 // The tables below are what is checked; test_unit_states.cpp repeats this diagram and compares.

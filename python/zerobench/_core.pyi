@@ -445,9 +445,9 @@ class Engine:
         Rank 0's full values by kind and parameter name, its loss_scale_state (None: it stays) and its held_steps, for
         all. Collective.
         """
-    def settle_parameters(self) -> bool:
+    def try_wait_updates(self) -> bool:
         """
-        Makes what is not sharded readable as the last step left it; False where that takes a forward or a gather.
+        Makes what is not sharded readable as the last step left it; False if that takes a forward or a gather.
         """
     def start_timeline(self) -> None:
         """

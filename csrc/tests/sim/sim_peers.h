@@ -116,7 +116,7 @@ class WatchedPeerTransport final : public LaneTransport {
   std::uint64_t place_of(const LaneCall& call) const override { return inner_.place_of(call); }
   bool splices() const noexcept override { return inner_.splices(); }
   std::unique_ptr<SplicedMemory> make_spliced_memory(std::string_view what) override;
-  bool gathers_settled() const noexcept override { return inner_.gathers_settled(); }
+  bool gathers_final_shards() const noexcept override { return inner_.gathers_final_shards(); }
   bool takes_pushes() const noexcept override { return inner_.takes_pushes(); }
   void push(const LaneCall& call, std::span<const PackItem> items, std::size_t copy_bytes) override;
   void put_in(std::span<const LaneCall> calls) override;

@@ -185,7 +185,7 @@ class SimWorld {
 
   // Some worlds push all gradients, some those of large units, some none.
   std::size_t push_gradient_bytes() const;
-  // Some copy own parts of settled gathers in the compute lane.
+  // Some copy own parts of final shards in the compute lane.
   std::size_t own_part_beside_bytes() const { return schedule_.seed / 2 % 2 == 0 ? 0 : SIZE_MAX; }
   // Some splice all slots, some those of large shards, some none.
   std::size_t splice_bytes() const;

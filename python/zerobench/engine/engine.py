@@ -36,7 +36,7 @@ from zerobench.engine.full_state import (
     tensors_to_share,
     unheld_tensors,
 )
-from zerobench.engine.hooks import ModuleHooks, expect_settled
+from zerobench.engine.hooks import ModuleHooks, expect_not_updating
 from zerobench.engine.input_backward import InputBackward
 from zerobench.engine.known_parameters import KnownParameters
 from zerobench.engine.left_out import LeftOut
@@ -603,9 +603,9 @@ class Engine(EngineFacts, EngineWindow):
             if name in ("parameters", "named_parameters"):
                 return value  # whoever touches one too early learns it there
             if isinstance(value, (nn.Module, torch.Tensor)):
-                expect_settled(self._core)
+                expect_not_updating(self._core)
                 self._parameters_arrived()
-            elif isinstance(value, MethodType) and self._core.settle_parameters():
+            elif isinstance(value, MethodType) and self._core.try_wait_updates():
                 self._parameters_arrived()
         return value
 

@@ -112,7 +112,7 @@ class ModuleHooks:
         self._updates += 1
 
     def _expect_readable(self, *_: Any) -> None:
-        expect_settled(self._core)
+        expect_not_updating(self._core)
         self._arrived()
 
     def _expect_may_load(self, *_: Any) -> None:
@@ -289,9 +289,9 @@ def _no_copies() -> StateError:
     )
 
 
-def expect_settled(core: CoreEngine) -> None:
+def expect_not_updating(core: CoreEngine) -> None:
     """Raise StateError where the last step's updates are under way and this rank cannot end them alone."""
-    if not core.settle_parameters():
+    if not core.try_wait_updates():
         raise StateError(
             "the last step's updates are still under way, and other ranks take part in them: call "
             "engine.state_dict(), or read the model inside `with engine.gather():`, on every rank"

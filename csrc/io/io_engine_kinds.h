@@ -1,11 +1,11 @@
-// The kinds of IoEngine, for make_io_engine alone.
+// Make each kind of IoEngine. Only make_io_engine calls these.
 #pragma once
 
 #include <memory>
 #include <span>
 #include <vector>
 
-#include "io/engine.h"
+#include "io/io_engine.h"
 
 namespace zb {
 

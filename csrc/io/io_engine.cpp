@@ -1,9 +1,9 @@
-#include "io/engine.h"
+#include "io/io_engine.h"
 
 #include <utility>
 
 #include "common/error.h"
-#include "io/engines.h"
+#include "io/io_engine_kinds.h"
 
 namespace zb {
 namespace {

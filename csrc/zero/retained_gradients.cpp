@@ -1,4 +1,4 @@
-#include "zero/packed_gradients.h"
+#include "zero/retained_gradients.h"
 
 #include <chrono>
 #include <exception>
@@ -8,18 +8,19 @@
 namespace zb {
 namespace {
 
-constexpr auto kCounterPollInterval = std::chrono::microseconds(20);  // and what the timer adds
-constexpr int kMostIdlePolls = 16;  // of a host whose compute lane is empty; a host that does not run loses nothing
+constexpr auto kCounterPollInterval = std::chrono::microseconds(20);  // the timer adds to it
+constexpr int kMostIdlePolls =
+    16;  // with an empty compute lane; counts polls, so a host that is not running loses nothing
 
 }  // namespace
 
-bool PackedGradients::hold(std::vector<HeldGradient> gradients, Lane lane) {
-  if (lane == Lane::kCompute || gradients.empty()) return false;  // what the lane does next comes behind
+bool RetainedGradients::retain(std::vector<RetainedGradient> gradients, Lane lane) {
+  if (lane == Lane::kCompute || gradients.empty()) return false;  // later work in the compute lane runs after the reads
   units_.push_back({std::move(gradients), device_.mark(lane)});
   return true;
 }
 
-void PackedGradients::make_room() {
+void RetainedGradients::make_room() {
   while (!units_.empty() && device_.has_passed(units_.front().read)) units_.pop_front();
   while (units_.size() >= kUnitNum) {
     if (gathers_meet_()) {
@@ -31,26 +32,26 @@ void PackedGradients::make_room() {
   }
 }
 
-bool PackedGradients::await(const MarkPtr& read) {
+bool RetainedGradients::await(const MarkPtr& read) {
   if (device_.has_passed(read)) return true;
   const MarkPtr computed = device_.mark(Lane::kCompute);
   for (int idle_polls = 0; !device_.has_passed(read); ++idle_polls) {
-    if (!device_.has_passed(computed) && !is_held_up_()) idle_polls = 0;
+    if (!device_.has_passed(computed) && !is_compute_waiting_()) idle_polls = 0;
     if (idle_polls >= kMostIdlePolls) return false;
     std::this_thread::sleep_for(kCounterPollInterval);
   }
   return true;
 }
 
-void PackedGradients::drop() noexcept {
+void RetainedGradients::drop() noexcept {
   try {
-    let_go();
+    release();
   } catch (const std::exception&) {
-    units_.clear();  // the device has failed, and says so in its next call
+    units_.clear();  // the device has failed; its next call raises
   }
 }
 
-void PackedGradients::let_go() {
+void RetainedGradients::release() {
   if (!units_.empty()) device_.wait(Lane::kCompute, units_.back().read);
   units_.clear();
 }

@@ -1,5 +1,5 @@
-// How long gradients are kept that the lane of reductions reads.
-#include "zero/packed_gradients.h"
+// How long gradients are retained that the lane of reductions reads.
+#include "zero/retained_gradients.h"
 
 #include <gtest/gtest.h>
 
@@ -25,42 +25,42 @@ class LatePeer final : public test::Peers {
   bool has_come_ = false;
 };
 
-class PackedGradientsInLanes : public testing::Test {
+class RetainedGradientsInLanes : public testing::Test {
  protected:
-  PackedGradientsInLanes() {
+  RetainedGradientsInLanes() {
     device_->put_in_polled(Lane::kReduce, "a meeting", {}, [this] { return peer_->has_come(); });
   }
-  ~PackedGradientsInLanes() override {
+  ~RetainedGradientsInLanes() override {
     peer_->come();
-    packed_.let_go();
-    EXPECT_EQ(held_num(), 0U);
+    retained_.release();
+    EXPECT_EQ(retained_num(), 0U);
     device_->synchronize();
   }
   // A unit's gradient, which the lane of reductions reads.
   void add_unit() {
-    packed_.make_room();
+    retained_.make_room();
     const auto gradient = device_->allocate_in_compute(sizeof(float), "a gradient");
     device_->wait(Lane::kReduce, device_->mark(Lane::kCompute));
     device_->put_in(Lane::kReduce, "pack", {{gradient.get(), sizeof(float), false}}, [] {});
-    packed_.hold({{.data = gradient.get(), .owner = gradient}}, Lane::kReduce);
+    retained_.retain({{.data = gradient.get(), .owner = gradient}}, Lane::kReduce);
   }
-  std::size_t held_num() { return device_->block_num("a gradient"); }
+  std::size_t retained_num() { return device_->block_num("a gradient"); }
 
   bool gathers_meet_ = false;
   std::shared_ptr<LatePeer> peer_ = std::make_shared<LatePeer>();
   std::shared_ptr<test::SimDevice> device_ = std::make_shared<test::SimDevice>(test::SimSchedule{}, peer_);
-  PackedGradients packed_{*device_, [this] { return gathers_meet_; }, [] { return false; }};
+  RetainedGradients retained_{*device_, [this] { return gathers_meet_; }, [] { return false; }};
 };
 
-TEST_F(PackedGradientsInLanes, TheComputeLaneWaitsWhereNoGatherMeetsPeers) {
+TEST_F(RetainedGradientsInLanes, TheComputeLaneWaitsWhereNoGatherMeetsPeers) {
   for (int unit = 0; unit < 5; ++unit) {
     add_unit();
-    EXPECT_LE(held_num(), 2U);
+    EXPECT_LE(retained_num(), 2U);
   }
   EXPECT_FALSE(peer_->has_come());
 }
 
-TEST_F(PackedGradientsInLanes, TheHostWaitsForABusyDeviceWhereGathersMeetPeers) {
+TEST_F(RetainedGradientsInLanes, TheHostWaitsForABusyDeviceWhereGathersMeetPeers) {
   gathers_meet_ = true;
   peer_->come_after(5);
   device_->put_in_polled(Lane::kCompute, "a long kernel", {}, [this] { return peer_->has_come(); });
@@ -69,15 +69,15 @@ TEST_F(PackedGradientsInLanes, TheHostWaitsForABusyDeviceWhereGathersMeetPeers) 
   EXPECT_FALSE(peer_->has_come());
   add_unit();
   EXPECT_TRUE(peer_->has_come());
-  EXPECT_LE(held_num(), 2U);
+  EXPECT_LE(retained_num(), 2U);
 }
 
 // The peer may wait for this rank to take part in a gather.
-TEST_F(PackedGradientsInLanes, TheHostGivesUpWhenItsComputeLaneIsIdle) {
+TEST_F(RetainedGradientsInLanes, TheHostGivesUpWhenItsComputeLaneIsIdle) {
   gathers_meet_ = true;
   for (int unit = 0; unit < 4; ++unit) add_unit();
   EXPECT_FALSE(peer_->has_come());
-  EXPECT_EQ(held_num(), 4U);
+  EXPECT_EQ(retained_num(), 4U);
 }
 
 }  // namespace
