@@ -589,11 +589,25 @@ def lockable_bytes() -> int:
     What mlock may still lock (RLIMIT_MEMLOCK).
     """
 
-def make_c10d_communicator(group_name: str, *, hosts: Sequence[tuple[str, str, int]] = ()) -> Communicator:
+def make_c10d_communicator(group_name: str, *, hosts: PeerHosts | None = None) -> Communicator:
     """
     Wraps a live CPU process group of torch.distributed by its group_name. `hosts` has each rank's host, and the address
     and port where the rank listens.
     """
+
+class PeerHosts:
+    """
+    The hosts of all ranks.
+    """
+    def __init__(self, ranks: Sequence[tuple[str, str, int]], *, own: int, listener: int) -> None:
+        """
+        `ranks` has each rank's host, and the address and port where the rank listens. Takes over the file descriptor
+        `listener`, -1 for none.
+        """
+    def close(self) -> None:
+        """
+        Stops listening.
+        """
 
 class PacedLink:
     """

@@ -266,7 +266,7 @@ def test_a_search_that_something_else_than_memory_ends_says_so(tmp_path) -> None
     rows, _ = run(tmp_path, failing, strategies=("zero3",))
     sentences = closing([], list(rows.values()), options=plan(**FIND).options, host=HOST)
     assert sentences[0] == (
-        "zero3 found no larger batch for another reason than memory: batch 6 failed: no such kernel."
+        "zero3 found no larger batch, but not because of memory: batch 6 failed: no such kernel."
     )
     assert sentences[1].startswith("The largest batch that fits is 5, with zero3.")
 

@@ -172,7 +172,7 @@ def test_few_rounds_have_no_interval_and_rank_nothing() -> None:
     finish_rows(results)
     assert slow.relative_low is slow.relative_uncertainty is None
     assert advise(results)[0].endswith(
-        "3 windows tell too little of the noise to call it the fastest. Measure 6 or more (--rounds)."
+        "3 windows tell too little about the noise to call it the fastest. Measure 6 or more (--rounds)."
     )
 
 
