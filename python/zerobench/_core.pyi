@@ -591,8 +591,8 @@ def lockable_bytes() -> int:
 
 def make_c10d_communicator(group_name: str, *, hosts: PeerHosts | None = None) -> Communicator:
     """
-    Wraps a live CPU process group of torch.distributed by its group_name. `hosts` has each rank's host, and the address
-    and port where the rank listens.
+    Wraps a live CPU process group of torch.distributed by its group_name. `hosts` lets an error name
+    a lost rank.
     """
 
 class PeerHosts:
