@@ -29,9 +29,9 @@ def make_peer_hosts(core: Any, group: Any, environment: Mapping[str, str]) -> An
 def _listen() -> socket.socket | None:
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
     with contextlib.suppress(OSError):
-        return socket.create_server(("", 0), backlog=128)
+        return socket.create_server(("", 0), backlog=4096)
     return None
 
 
