@@ -25,11 +25,21 @@ struct LostRank {
   std::string text;        // "rank 1 on host 'worker-2' has ended"
 };
 
+// What a rank sends to another when one of its collectives has failed.
+struct Notice {
+  static constexpr std::uint32_t kMagic = 0x7a62706c;
+
+  std::uint32_t magic = kMagic;
+  std::int32_t from = -1;
+  std::int32_t lost = -1;  // the rank that `from` found lost, -1 for none
+  std::uint32_t has_ended = 0;
+};
+
 // [Note: the first notice]
-// A rank that ends because it lost another rank is gone too, and a slower rank may find only that. So a rank that finds
-// a lost rank tells the others before it ends: it connects to each of them and sends the lost rank's number. Nobody has
-// to accept there: the kernel keeps connection and bytes until the other rank looks for a lost rank itself. A notice
-// counts more than what a rank finds by its own attempts.
+// A rank whose collective failed ends soon, too, and a slower rank may find only that. So it tells the others what it
+// found before it raises: it connects to each of them and sends a Notice. Nobody has to accept there: the kernel keeps
+// connection and bytes until the other rank looks for a lost rank itself. A notice counts more than what a rank finds
+// by its own attempts, and a rank that sent one is never named, whether it found a lost rank or none.
 class PeerHosts {
  public:
   // `ranks`: by rank; may be empty, and then nobody is ever lost. `listener`: the socket where `own` listens, which
@@ -43,17 +53,19 @@ class PeerHosts {
   void close();
 
  private:
-  std::optional<LostRank> read_notice();
+  void read_notices();
+  void take(const Notice& notice);
   std::optional<LostRank> look_once() const;
   LostRank lost_rank(int rank, bool has_ended) const;
-  void tell(const LostRank& lost) const;
+  void tell() const;
 
   const std::vector<PeerHost> ranks_;
   const int own_;
   std::mutex mutex_;  // gathers and reductions may fail in two threads
   shm::FileDescriptor listener_;
-  std::optional<LostRank> first_;  // that was found or told
-  bool has_told_ = false;
+  std::vector<shm::FileDescriptor> incoming_;  // connections whose bytes have not come yet
+  std::vector<bool> has_failed_;               // by rank: it sent a notice
+  std::optional<LostRank> first_;              // that was found or told
 };
 
 }  // namespace zb

@@ -29,6 +29,16 @@ struct Listener {
   }
 };
 
+shm::FileDescriptor connected_to(const PeerHost& host) {
+  shm::FileDescriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in place{};
+  place.sin_family = AF_INET;
+  place.sin_addr.s_addr = ::htonl(INADDR_LOOPBACK);
+  place.sin_port = ::htons(host.port);
+  EXPECT_EQ(::connect(socket.get(), reinterpret_cast<sockaddr*>(&place), sizeof place), 0);
+  return socket;
+}
+
 std::optional<LostRank> found_by(std::vector<PeerHost> ranks, int own, Listener& listener) {
   return PeerHosts(std::move(ranks), own, std::move(listener.socket)).find_lost_rank(0ms);
 }
@@ -88,6 +98,39 @@ TEST(PeerHosts, ConnectionsWithoutANoticeNameNobody) {
   EXPECT_FALSE(hosts.find_lost_rank(0ms).has_value());
   EXPECT_FALSE(hosts.find_lost_rank(0ms).has_value());
   EXPECT_FALSE(found_by(ranks, 1, asked).has_value());
+}
+
+TEST(PeerHosts, ARankThatFailedAndFoundNobodyIsNotNamed) {
+  Listener failed;
+  const Listener silent;  // its kernel answers
+  Listener slow;
+  const std::vector<PeerHost> ranks = {failed.host, silent.host, slow.host};
+  EXPECT_FALSE(found_by(ranks, 0, failed).has_value());  // and its socket is closed
+  EXPECT_FALSE(found_by(ranks, 2, slow).has_value());
+}
+
+TEST(PeerHosts, ANoticeWhoseBytesComeLateIsRead) {
+  Listener own;
+  const Listener second;
+  const Listener third;
+  PeerHosts hosts({own.host, second.host, third.host}, 0, std::move(own.socket));
+  const shm::FileDescriptor teller = connected_to(own.host);
+  EXPECT_FALSE(hosts.find_lost_rank(0ms).has_value());  // has accepted the connection
+  const Notice notice{.from = 2, .lost = 1, .has_ended = 1};
+  ASSERT_EQ(::send(teller.get(), &notice, sizeof notice, 0), static_cast<ssize_t>(sizeof notice));
+  EXPECT_EQ(hosts.find_lost_rank(0ms)->rank, 1);
+}
+
+TEST(PeerHosts, BytesThatAreNoNoticeNameNobody) {
+  Listener own;
+  const Listener second;
+  PeerHosts hosts({own.host, second.host}, 0, std::move(own.socket));
+  for (const Notice& notice : {Notice{.magic = 1, .from = 1, .lost = 1}, Notice{.from = 7, .lost = 1},
+                               Notice{.from = 1, .lost = 0}, Notice{.from = 1, .lost = 7}}) {
+    const shm::FileDescriptor teller = connected_to(own.host);
+    ASSERT_GT(::send(teller.get(), &notice, sizeof notice, 0), 0);
+  }
+  EXPECT_FALSE(hosts.find_lost_rank(0ms).has_value());
 }
 
 TEST(PeerHosts, TheFirstNoticeStays) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from zerobench import errors
 
 TIMEOUT_S = 3.0
 GRACE_S = 20.0  # what a loaded machine may take on top
-WORLD_SIZE, VICTIM = 3, 1
+WORLD_SIZE = 3
 CASE = zoo.Case(small_models.Chain)
 
 
@@ -35,32 +37,50 @@ def train_until_lost(rank, hosts, stage, folder):
     return None
 
 
-def errors_of_survivors(hosts, stage, folder, end_host):
-    """Return the errors of the other ranks, after ``end_host`` has ended the victim's host while all trained."""
+@contextlib.contextmanager
+def training(hosts, stage, folder):
+    """Yield ranks that have begun to train."""
     with ranks.Group(train_until_lost, hosts, stage, str(folder), world_size=WORLD_SIZE) as group:
         deadline = time.monotonic() + 60
         while len(list(folder.iterdir())) < WORLD_SIZE:
             assert time.monotonic() < deadline, "the ranks did not begin to train"
             time.sleep(0.02)
-        end_host(group)
-        survivors = [rank for rank in range(WORLD_SIZE) if rank != VICTIM]
-        group.wait(survivors, timeout_s=TIMEOUT_S + GRACE_S)
-        for rank in survivors:
-            assert group.outcomes[rank].error is None, group.outcomes[rank].error
-        return [group.outcomes[rank].value for rank in survivors]
+        yield group
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_host_whose_processes_are_killed_is_named(tmp_path, stage):
-    hosts = pretended_hosts.on_loopback()
-    for message, rank in errors_of_survivors(hosts, stage, tmp_path, lambda group: group.kill(VICTIM)):
-        assert "rank 1 on host 'host-1' has ended during" in message
-        assert rank == VICTIM
+def assert_named(group, survivors, victim, how):
+    """Wait for the survivors, and compare the rank and the host that their errors name."""
+    group.wait(survivors, timeout_s=TIMEOUT_S + GRACE_S)
+    for survivor in survivors:
+        assert group.outcomes[survivor].error is None, group.outcomes[survivor].error
+        message, rank = group.outcomes[survivor].value
+        assert f"rank {victim} on host 'host-{victim}' {how} during" in message
+        assert rank == victim
+
+
+@pytest.mark.parametrize(
+    ("stage", "victim", "survivors"),
+    [(0, 1, [0, 2]), (3, 1, [0, 2]), pytest.param(3, 0, [1, 2], id="the host of the store")],
+)
+def test_a_host_whose_processes_are_killed_is_named(tmp_path, stage, victim, survivors):
+    with training(pretended_hosts.on_loopback(), stage, tmp_path) as group:
+        group.kill(victim)
+        assert_named(group, survivors, victim, "has ended")
+
+
+def test_a_rank_that_ended_because_of_the_lost_host_is_not_named(tmp_path):
+    with training(pretended_hosts.on_loopback(), 3, tmp_path) as group:
+        group.kill(2, signal.SIGSTOP)
+        group.kill(1)
+        assert_named(group, [0], 1, "has ended")
+        group.kill(2, signal.SIGCONT)  # rank 0 has ended by now
+        assert_named(group, [2], 1, "has ended")
 
 
 def test_a_host_whose_link_goes_down_is_named(tmp_path):
-    with pretended_hosts.make_network(WORLD_SIZE, "1gbit") as network:
-        hosts = pretended_hosts.in_namespaces(network)
-        for message, rank in errors_of_survivors(hosts, 2, tmp_path, lambda group: network.cut(VICTIM)):
-            assert "rank 1 on host 'host-1' cannot be reached during" in message
-            assert rank == VICTIM
+    with (
+        pretended_hosts.make_network(WORLD_SIZE, "1gbit") as network,
+        training(pretended_hosts.in_namespaces(network), 2, tmp_path) as group,
+    ):
+        network.cut(1)
+        assert_named(group, [0, 2], 1, "cannot be reached")
