@@ -48,7 +48,7 @@ TEST_F(MemoryOverheadTest, NeverPeaksAtABufferThatComesOrGoes) {
   EXPECT_EQ(peak(), 10);
 }
 
-TEST_F(MemoryOverheadTest, MemoryThatIsLentStaysWithItsBuffer) {
+TEST_F(MemoryOverheadTest, MemoryThatIsHandedOutStaysWithItsBuffer) {
   const std::weak_ptr<std::byte> watched = [&] {
     const auto memory = memory_of(8);
     auto handed_out = overhead_->hand_out(memory, 8, &ledger_);

@@ -17,18 +17,18 @@ void GradientPacker::pack_pending(Unit& unit) {
   packed_.clear();  // the compute lane gives their memory to nobody before it has packed them
 }
 
-std::vector<RetainedGradient> GradientPacker::pack_whole(Unit& unit, Lane lane) {
+std::vector<ArrivedGradient> GradientPacker::pack_whole(Unit& unit, Lane lane) {
   add_pending(unit, [this, lane] { pack(lane); });
   add_missing(unit);
   pack(lane);
   return std::exchange(packed_, {});
 }
 
-std::vector<RetainedGradient> GradientPacker::push_whole(Unit& unit, Communicator& communicator,
-                                                         std::size_t copy_bytes) {
+std::vector<ArrivedGradient> GradientPacker::push_whole(Unit& unit, Communicator& communicator,
+                                                        std::size_t copy_bytes) {
   add_pending(unit, [] {});  // a push keeps the order of items that add
   add_missing(unit);
-  std::vector<RetainedGradient> pushed = std::exchange(packed_, {});
+  std::vector<ArrivedGradient> pushed = std::exchange(packed_, {});
   std::vector<PackItem> items = std::exchange(items_, {});
   auto begin = items.begin();
   for (const FlatBuffer& flat : unit.flats) {
@@ -67,7 +67,7 @@ void GradientPacker::add_pending(Unit& unit, const BeforeRepeat& before_repeat) 
     const FlatBuffer& flat = unit.flats[parameter.flat];
     // A further gradient of the same parameter is added to what the first one leaves.
     const bool repeats = pending->accumulate &&
-                         std::any_of(unit.pending_gradients.begin(), pending, [&](const RetainedGradient& earlier) {
+                         std::any_of(unit.pending_gradients.begin(), pending, [&](const ArrivedGradient& earlier) {
                            return earlier.parameter == pending->parameter;
                          });
     if (repeats) before_repeat();

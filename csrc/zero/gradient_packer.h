@@ -22,10 +22,10 @@ class GradientPacker {
   void pack_pending(Unit& unit);
   // The same in any lane that is behind the gradients, and zeros wherever this rank has none. What is returned keeps
   // them, and has to stay until the lane has read them.
-  std::vector<RetainedGradient> pack_whole(Unit& unit, Lane lane);
+  std::vector<ArrivedGradient> pack_whole(Unit& unit, Lane lane);
   // The same, but everything goes to the ranks that reduce it, in the communicator's lane; gradients of `copy_bytes` or
   // more by copies.
-  std::vector<RetainedGradient> push_whole(Unit& unit, Communicator& communicator, std::size_t copy_bytes);
+  std::vector<ArrivedGradient> push_whole(Unit& unit, Communicator& communicator, std::size_t copy_bytes);
 
   // Below it a copy costs the host more than it spares the device.
   static constexpr std::size_t kCopyBytes = std::size_t{8} << 20U;
@@ -40,8 +40,8 @@ class GradientPacker {
   Device& device_;
   const std::vector<Parameter>& parameters_;
   bool gaps_stay_;
-  std::vector<PackItem> items_;           // of the next pack
-  std::vector<RetainedGradient> packed_;  // whose memory the next pack reads
+  std::vector<PackItem> items_;          // of the next pack
+  std::vector<ArrivedGradient> packed_;  // whose memory the next pack reads
 };
 
 }  // namespace zb

@@ -9,7 +9,7 @@ namespace zb {
 bool InPlaceGradients::can_stay_in_place(const Unit& unit) const {
   if (unit.pending_gradients.size() != unit.trainable_parameters) return false;
   return std::all_of(unit.pending_gradients.begin(), unit.pending_gradients.end(),
-                     [&](const RetainedGradient& gradient) {
+                     [&](const ArrivedGradient& gradient) {
                        return !gradient.accumulate &&
                               gradient.dtype == unit.flats[parameters_[gradient.parameter].flat].accumulate_dtype;
                      });
@@ -18,7 +18,7 @@ bool InPlaceGradients::can_stay_in_place(const Unit& unit) const {
 void InPlaceGradients::leave_in_place(Unit& unit) const {
   unit.in_place_gradients = std::exchange(unit.pending_gradients, {});
   std::size_t bytes = 0;
-  for (const RetainedGradient& gradient : unit.in_place_gradients) {
+  for (const ArrivedGradient& gradient : unit.in_place_gradients) {
     const Parameter& parameter = parameters_[gradient.parameter];
     unit.flats[parameter.flat].in_place_pieces.push_back(
         {.begin = parameter.offset_numel, .numel = parameter.numel, .data = gradient.data});

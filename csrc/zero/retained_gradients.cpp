@@ -9,12 +9,12 @@ namespace zb {
 namespace {
 
 constexpr auto kCounterPollInterval = std::chrono::microseconds(20);  // the timer adds to it
-constexpr int kMostIdlePolls =
-    16;  // with an empty compute lane; counts polls, so a host that is not running loses nothing
+// With an empty compute lane. Polls are counted, not time, so a host that is not running loses nothing.
+constexpr int kMostIdlePolls = 16;
 
 }  // namespace
 
-bool RetainedGradients::retain(std::vector<RetainedGradient> gradients, Lane lane) {
+bool RetainedGradients::retain(std::vector<ArrivedGradient> gradients, Lane lane) {
   if (lane == Lane::kCompute || gradients.empty()) return false;  // later work in the compute lane runs after the reads
   units_.push_back({std::move(gradients), device_.mark(lane)});
   return true;

@@ -41,7 +41,7 @@ class RetainedGradients {
       : device_(device), gathers_meet_(std::move(gathers_meet)), is_compute_waiting_(std::move(is_compute_waiting)) {}
 
   // Retains gradients that the work put into `lane` so far reads. Returns false where nothing needs to be retained.
-  bool retain(std::vector<RetainedGradient> gradients, Lane lane);
+  bool retain(std::vector<ArrivedGradient> gradients, Lane lane);
   // Retains the last ones also for the work put into `lane` since.
   void extend(Lane lane) { units_.back().read = device_.mark(lane); }
   // Waits until the gradients of one more unit may be retained.
@@ -56,7 +56,7 @@ class RetainedGradients {
   static constexpr std::size_t kUnitNum = 2;
 
   struct OfUnit {
-    std::vector<RetainedGradient> gradients;
+    std::vector<ArrivedGradient> gradients;
     MarkPtr read;
   };
 

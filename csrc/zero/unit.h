@@ -109,7 +109,7 @@ struct FlatBuffer {
 };
 
 // A gradient as autograd left it, and the owner that keeps its memory alive.
-struct RetainedGradient {
+struct ArrivedGradient {
   std::size_t parameter = 0;
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -155,9 +155,9 @@ struct Unit {
   bool gradients_spent = false;             // the updates that read them were started
   SlotLease gradient_slot;                  // shared slot, or empty while the gradients persist in full
   std::shared_ptr<RegisteredBuffer> spare;  // private stand-in while the slot is not this unit's yet
-  std::vector<RetainedGradient>
+  std::vector<ArrivedGradient>
       pending_gradients;  // where the device works in lanes: packed together, in one piece of work
-  std::vector<RetainedGradient> in_place_gradients;  // or left where they are: their update reads them there
+  std::vector<ArrivedGradient> in_place_gradients;  // or left where they are: their update reads them there
   Allocation in_place_bytes;
   std::vector<WorkPtr> reducing;
   std::uint32_t uses = 0;                    // forward calls since the last backward ended
