@@ -114,6 +114,24 @@ def test_a_grown_grid_runs_the_new_rows(tmp_path) -> None:
     assert list(rows_of(tmp_path)) == ["zero0", "zero1"]
 
 
+def test_a_grid_that_grew_by_a_model_keeps_its_rows_under_their_new_names(tmp_path) -> None:
+    run(plan(strategies=("zero0",)), tmp_path, ended_well)
+    (before,) = rows_of(tmp_path).values()
+    grown = plan(strategies=("zero0",), model=("tiny", "gpt-64m"))
+    assert run(grown, tmp_path, ended_well, resumed=True) == ["single", "zero0"]
+    after, other = read_results(tmp_path).rows
+    assert (after.settings.model, other.settings.model) == ("tiny", "gpt-64m")
+    assert after.started == before["started"] and after.name == f"{before['name']}_tiny_l4_h64"
+
+
+def test_options_that_leave_out_measured_rows_are_refused(tmp_path) -> None:
+    run(plan(strategies=ALL), tmp_path, ended_well)
+    before = (tmp_path / "results.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"has the rows zs1_\S+ zs2_\S+ which .* would be lost"):
+        run(plan(strategies=("zero0", "zero3")), tmp_path, ended_well, resumed=True)
+    assert (tmp_path / "results.json").read_bytes() == before
+
+
 def test_repeats_that_are_there_are_not_measured_again(tmp_path) -> None:
     times = {"step_times_ms": [10.0, 11.0]}
     run(

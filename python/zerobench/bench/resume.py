@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,54 @@ def earlier_rows(
             "--data as it was then, or another --output-dir"
         )
     by_name = {row.name: row for row in earlier.rows}
+    find = plan.options.find
+    rows = named_as_now(earlier.rows, plan)
+    expect_all_asked(folder, rows, plan)
     found = {}
     for index, configuration in enumerate(plan.configurations):
-        row = by_name.get(configuration.name)
+        row = rows.get(configuration.name)
         if row is not None:
-            expect_same_settings(folder, searched(configuration, row, plan.options.find), row)
+            expect_same_settings(folder, searched(configuration, row, find), row)
             found[index] = row
         elif earlier.searching is not None and earlier.searching.name == configuration.name:
             expect_same_settings(folder, configuration, earlier.searching)
     return earlier, found
+
+
+def named_as_now(rows: Sequence[Row], plan: Plan) -> dict[str, Row]:
+    """Return rows by name. A row whose name the plan lacks gets the name of the configuration with its settings: in a
+    grid that grew, names say more, such as the model."""
+    by_name = {row.name: row for row in rows}
+    names = {configuration.name for configuration in plan.configurations}
+    for row in rows:
+        if row.name in names:
+            continue
+        for configuration in plan.configurations:
+            asked = searched(configuration, row, plan.options.find)
+            alike = configuration.strategy == row.strategy and first_difference(asked, row) is None
+            if alike and configuration.name not in by_name:
+                by_name[configuration.name] = by_name.pop(row.name)
+                row.name = configuration.name
+                break
+    return by_name
+
+
+def expect_all_asked(folder: Path, rows: Mapping[str, Row], plan: Plan) -> None:
+    """Raise ConfigError where the plan leaves out a row of the earlier results, which would then be lost."""
+    asked = {configuration.name for configuration in plan.configurations}
+    left_out = [name for name in rows if name not in asked]
+    if left_out:
+        raise ConfigError(
+            f"{folder} has {listed(left_out)}, which these options do not ask for: they would be lost. Give "
+            "the options of then (add to them if you like), or another --output-dir"
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many there are besides."""
+    first, rest = ", ".join(names[:3]), len(names) - 3
+    rows = "the row" if len(names) == 1 else "the rows"
+    return f"{rows} {first} and {rest} more" if rest > 0 else f"{rows} {first}"
 
 
 def searched(configuration: Configuration, row: Row, find: str | None) -> Configuration:
@@ -79,14 +118,23 @@ def machine_identity(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expect_same_settings(folder: Path, configuration: Configuration, row: Row) -> None:
+    key = first_difference(configuration, row)
+    if key is not None:
+        then, now = getattr(row.settings, key), getattr(configuration.settings, key)
+        raise ConfigError(
+            f"row {row.name} in {folder} was measured with {setting_word(key)} {setting_text(then)}, and now "
+            f"it would have {setting_text(now)}: give the same options as then, or another --output-dir"
+        )
+
+
+def first_difference(configuration: Configuration, row: Row) -> str | None:
+    """Return the first setting in which a configuration differs from an earlier row, without those that may differ."""
     then, now = row.settings.model_dump(), configuration.settings.model_dump()
     for key, setting in SETTINGS.items():
         is_open = setting.known_after_run or setting.free_on_resume or now[key] == "auto"
         if not is_open and then[key] != now[key]:
-            raise ConfigError(
-                f"row {row.name} in {folder} was measured with {setting_word(key)} {setting_text(then[key])}, and now "
-                f"it would have {setting_text(now[key])}: give the same options as then, or another --output-dir"
-            )
+            return key
+    return None
 
 
 def is_measured(row: Row, *, repeat: int) -> bool:
