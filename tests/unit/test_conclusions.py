@@ -255,6 +255,23 @@ def test_scaling_is_told_weak_and_strong_with_its_bend() -> None:
     ]
 
 
+def test_sentences_on_several_workloads_name_theirs() -> None:
+    rows = [
+        row(strategy, ms=ms, peak_mib=peak_mib)
+        for strategy, ms, peak_mib in 2 * [("zero1", 10.0, 200), ("zero3", 11.0, 100)]
+    ]
+    for each in rows[2:]:
+        each.settings.model = "gpt2"
+    model = rows[0].settings.model
+    for conclusion, begin in (
+        (memory_efficiency, "zero3 makes the most"),
+        (ladder, "zero3 after zero1"),
+        (next_step, "when memory runs out with zero1"),
+    ):
+        texts = told(conclusion, *rows)
+        assert [text.partition(begin)[0] for text in texts] == [f"{model}: ", "gpt2: "]
+
+
 def test_what_costs_no_sure_time_is_said_to_be_within_noise() -> None:
     rows = row("zero1", ms=10.0, peak_mib=200), row("zero3", ms=10.5, peak_mib=100)
     for each, first in zip(rows, (10.0, 10.5), strict=True):

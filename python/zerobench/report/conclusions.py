@@ -16,7 +16,7 @@ from zerobench.report.speed_conclusions import (
     scaling_efficiency,
 )
 from zerobench.results.comparing import BASELINE_POINT, plain_twin
-from zerobench.results.rows import by_workload, fastest, has_peak, is_ranked
+from zerobench.results.rows import by_workload, fastest, has_peak, is_ranked, row_labels, workload_heads
 from zerobench.results.schema import Results, Row
 from zerobench.results.sizes import bytes_text, join_words, rate_text
 from zerobench.results.verdicts import WORKS_WITHIN
@@ -84,23 +84,26 @@ def _why_it_pays(row: Row, lower: Sequence[Row]) -> str | None:
 def memory_efficiency(results: Results) -> list[str]:
     """Return which row of each workload makes the most of its memory."""
     texts = []
-    for rows in by_workload(results.rows):
+    for head, rows in _workloads(results):
         known = [row for row in rows if is_ranked(row) and row.tokens_per_s_per_peak_gb is not None]
         if len(known) > 1:
-            best = max(known, key=lambda row: row.tokens_per_s_per_peak_gb or 0.0)
+            label, best = max(
+                zip(row_labels(known), known, strict=True),
+                key=lambda labelled: labelled[1].tokens_per_s_per_peak_gb or 0.0,
+            )
             rate = rate_text(best.tokens_per_s_per_peak_gb or 0.0)
-            texts.append(f"{best.name} makes the most of its memory: {rate} tokens/s per GB of its peak.")
+            texts.append(f"{head}{label} makes the most of its memory: {rate} tokens/s per GB of its peak.")
     return texts
 
 
 def ladder(results: Results) -> list[str]:
     """Return what each step from one row to the next that needs less memory buys and costs."""
     texts = []
-    for rows in _ladders(results):
+    for head, rows in _ladders(results):
         for above, below in pairwise(rows):
             slower = pace(above, below)
             texts.append(
-                f"{_who(below)} after {_who(above)} {_saving_text(below, above)}, {_cost_text(slower)}."
+                f"{head}{_who(below)} after {_who(above)} {_saving_text(below, above)}, {_cost_text(slower)}."
             )
     return texts
 
@@ -108,7 +111,7 @@ def ladder(results: Results) -> list[str]:
 def next_step(results: Results) -> list[str]:
     """Return which row to take next when the fastest one runs out of memory."""
     texts = []
-    for rows in by_workload(results.rows):
+    for head, rows in _workloads(results):
         known = [row for row in rows if is_ranked(row) and has_peak(row)]
         if not known:
             continue
@@ -122,8 +125,9 @@ def next_step(results: Results) -> list[str]:
         following = fastest(smaller)
         if following is not None:
             cost = _cost_text(pace(best, following))
+            when = f"{head}when" if head else "When"
             texts.append(
-                f"When memory runs out with {_who(best)}, take {_who(following)} next: it "
+                f"{when} memory runs out with {_who(best)}, take {_who(following)} next: it "
                 f"{_saving_text(following, best)}, {cost}."
             )
     return texts
@@ -149,10 +153,20 @@ CONCLUSIONS: dict[str, Callable[[Results], list[str]]] = {
 """Functions of conclusions by the name that a recipe's ``conclude`` gives."""
 
 
-def _ladders(results: Results) -> list[list[Row]]:
-    """Return ranked rows that do the same work, those that need most memory first; each needs notably less."""
+def _workloads(results: Results) -> list[tuple[str, list[Row]]]:
+    """Return the rows of each workload, and what its sentences begin with: nothing where there is one workload."""
+    groups = by_workload(results.rows)
+    if len(groups) < 2:
+        return [("", rows) for rows in groups]
+    heads = workload_heads([rows[0] for rows in groups])
+    return [(f"{head}: ", rows) for head, rows in zip(heads, groups, strict=True)]
+
+
+def _ladders(results: Results) -> list[tuple[str, list[Row]]]:
+    """Return ranked rows that do the same work, those that need most memory first; each needs notably less. Also how
+    the sentences on them begin."""
     found = []
-    for rows in by_workload(results.rows):
+    for head, rows in _workloads(results):
         known = sorted((row for row in rows if is_ranked(row) and has_peak(row)), key=_peak, reverse=True)
         steps: list[Row] = []
         for row in known:
@@ -160,7 +174,7 @@ def _ladders(results: Results) -> list[list[Row]]:
                 _peak(row) <= (1 - NOTABLE_SAVING) * _peak(steps[-1]) and _does_as_much(row, steps[-1])
             ):
                 steps.append(row)
-        found.append(steps)
+        found.append((head, steps))
     return found
 
 
