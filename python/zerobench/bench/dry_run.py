@@ -16,7 +16,7 @@ from zerobench.bench.plan.find import value_in
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Plan
 from zerobench.bench.protocol.place import MachinePlace
-from zerobench.bench.resume import machine_identity, read_measured
+from zerobench.bench.resume import kept_rows, machine_identity, read_measured
 from zerobench.bench.schedule import Step, schedule
 from zerobench.bench.surroundings import Surroundings
 from zerobench.errors import Error
@@ -46,7 +46,7 @@ def dry_run(
     for warning in plan.warnings:
         notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     folders = {Path("results"), *(path.parent for path in (output_dir, resume) if path)}
-    kept = {row.name for row in read_measured(resume).rows} if resume else set()
+    kept = kept_rows(resume, read_measured(resume), plan) if resume else {}
     runs = 1 if plan.options.repeats == "auto" else plan.options.repeats
     seconds = earlier_seconds(read_earlier(folders), host.machine)
     known: list[float | None] = []

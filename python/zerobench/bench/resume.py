@@ -30,10 +30,8 @@ def earlier_rows(
             f"{folder} was measured with other data (digest {earlier.data_digest}, now {data_digest}): give the same "
             "--data as it was then, or another --output-dir"
         )
-    by_name = {row.name: row for row in earlier.rows}
     find = plan.options.find
-    rows = named_as_now(earlier.rows, plan)
-    expect_all_asked(folder, rows, plan)
+    rows = kept_rows(folder, earlier, plan)
     found = {}
     for index, configuration in enumerate(plan.configurations):
         row = rows.get(configuration.name)
@@ -45,12 +43,13 @@ def earlier_rows(
     return earlier, found
 
 
-def named_as_now(rows: Sequence[Row], plan: Plan) -> dict[str, Row]:
-    """Return rows by name. A row whose name the plan lacks gets the name of the configuration with its settings: in a
-    grid that grew, names say more, such as the model."""
-    by_name = {row.name: row for row in rows}
+def kept_rows(folder: Path, earlier: Results, plan: Plan) -> dict[str, Row]:
+    """Return the earlier rows by name. A row whose name the plan lacks gets the name of the configuration with its
+    settings: in a grid that grew, names say more, such as the model. Raises ConfigError where the plan leaves out a
+    row, which would then be lost."""
+    by_name = {row.name: row for row in earlier.rows}
     names = {configuration.name for configuration in plan.configurations}
-    for row in rows:
+    for row in earlier.rows:
         if row.name in names:
             continue
         for configuration in plan.configurations:
@@ -60,18 +59,13 @@ def named_as_now(rows: Sequence[Row], plan: Plan) -> dict[str, Row]:
                 by_name[configuration.name] = by_name.pop(row.name)
                 row.name = configuration.name
                 break
-    return by_name
-
-
-def expect_all_asked(folder: Path, rows: Mapping[str, Row], plan: Plan) -> None:
-    """Raise ConfigError where the plan leaves out a row of the earlier results, which would then be lost."""
-    asked = {configuration.name for configuration in plan.configurations}
-    left_out = [name for name in rows if name not in asked]
+    left_out = [name for name in by_name if name not in names]
     if left_out:
         raise ConfigError(
             f"{folder} has {listed(left_out)}, which these options do not ask for: they would be lost. Give "
             "the options of then (add to them if you like), or another --output-dir"
         )
+    return by_name
 
 
 def listed(names: Sequence[str]) -> str:
