@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -225,13 +225,26 @@ def write_reference(path: Path, evidence: Evidence, initial: Tensors) -> None:
     updates = {name: parameter - initial[name] for name, parameter in evidence.parameters.items()}
     reference = Reference(evidence.gradients, updates, evidence.parameters, evidence.moments)
     try:
-        torch.save(reference._asdict(), path)
+        with without_checksums():
+            torch.save(reference._asdict(), path)
     except (OSError, RuntimeError) as error:  # torch's, for a file that could not be written whole
         needed = sum(tensor.nbytes for tensors in reference for tensor in tensors.values())
         raise Error(
             f"the reference of {needed / MIB:.0f} MiB could not be written to {path.parent}: free some space, "
             "raise the limit on the size of files (ulimit -f), or choose another folder by TMPDIR"
         ) from error
+
+
+@contextmanager
+def without_checksums() -> Iterator[None]:
+    """Have torch.save compute no CRC-32 of what it writes, which takes longer than the writing. ``read_reference`` maps
+    the file and looks at none."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def read_reference(path: Path) -> Reference:

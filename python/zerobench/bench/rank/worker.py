@@ -264,6 +264,9 @@ def verified(
         assert reference_file is not None
         verify.write_reference(reference_file, evidence, initial)
         reference_file = None
+    gc.collect()  # what the strategy left in reference cycles
+    if meter.device.type == "cuda":
+        torch.cuda.empty_cache()  # by which more of what is compared fits there at once
     verification = verify.verify_row(
         evidence,
         reference_file=reference_file,
@@ -274,7 +277,6 @@ def verified(
         tick=tick,
     )
     if place.rank == 0 and job.reference_strategy is not None and evidence.evaluation is not None:
-        gc.collect()  # what the strategy left in reference cycles
         verification.expected_evaluations = verify.evaluate_parameters(
             strategies.get(job.reference_strategy),
             settings,
