@@ -94,14 +94,14 @@ def chart(
         str | None,
         typer.Option(
             "--x",
-            help="The horizontal axis: batch, seq, accum, world_size, model, layers, offload or network. "
+            help="The horizontal axis: batch, seq, accum, world_size, model, layers, precision, offload or network. "
             "Default: batch.",
         ),
     ] = None,
     by: Annotated[
         str | None,
         typer.Option(
-            help="What each line stands for: strategy, precision, compile or one that --x takes. Default: "
+            help="What each line stands for: strategy, compile or one that --x takes. Default: "
             "strategy. With loss, precision gives each strategy a chart with a line for each precision."
         ),
     ] = None,

@@ -23,10 +23,12 @@ X_AXES = {
     "world_size": "world_size",
     "model": "model",
     "layers": "model_config_resolved.num_layers",
+    "precision": "precision",
     "offload": "offload",
-} | {"network": "network"}
+    "network": "network",
+}
 """Settings that may be the horizontal axis: word for ``--x``, and dotted key."""
-SERIES = {"strategy": "strategy", "precision": "precision", "compile": "compile", **X_AXES}
+SERIES = {"strategy": "strategy", "compile": "compile", **X_AXES}
 """Settings that can tell lines apart: dotted keys by their word for ``--by``."""
 
 _MODEL_FIELDS = "model_config_resolved."

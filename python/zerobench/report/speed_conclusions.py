@@ -128,8 +128,8 @@ def accumulation_speed(results: Results) -> list[str]:
             continue
         paces = [pace(last, first)]
         text = (
-            f"{last.strategy} with accumulation {last.settings.grad_accum} is {times_text(paces)} accumulation "
-            f"{first.settings.grad_accum}{doubt_text(paces)}"
+            f"{last.strategy} with accumulation {last.settings.grad_accum} has {times_text(paces)} the speed of "
+            f"accumulation {first.settings.grad_accum}{doubt_text(paces)}"
         )
         if first.communication_bytes and last.communication_bytes:
             wires = [row.communication_bytes / tokens_per_step(row) for row in (first, last)]  # type: ignore[operator]
