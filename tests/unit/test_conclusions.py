@@ -155,7 +155,8 @@ def test_accumulation_gains_speed_and_saves_bytes() -> None:
     for each in rows:
         each.communication_bytes = 8 * 1024 * 2
     assert told(accumulation_speed, *rows) == [
-        "zero1 with accumulation 4 has 2.0 times the speed of accumulation 1, with 2 bytes on the wire a token instead of 8."
+        "zero1 with accumulation 4 has 2.0 times the speed of accumulation 1, with 2 bytes on the wire a token instead "
+        "of 8."
     ]
     rows[0].communication_bytes = None
     assert told(accumulation_speed, *rows) == [

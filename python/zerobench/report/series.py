@@ -28,7 +28,7 @@ X_AXES = {
     "network": "network",
 }
 """Settings that may be the horizontal axis: word for ``--x``, and dotted key."""
-SERIES = {"strategy": "strategy", "compile": "compile", **X_AXES}
+SERIES = {"strategy": "strategy", "precision": "precision", "compile": "compile", **X_AXES}
 """Settings that can tell lines apart: dotted keys by their word for ``--by``."""
 
 _MODEL_FIELDS = "model_config_resolved."
