@@ -247,14 +247,15 @@ def test_scaling_is_told_weak_and_strong_with_its_bend() -> None:
     for each in rows:
         each.phases_ms = None
     assert told(scaling_efficiency, *rows) == [
-        "zero1 keeps 50 % of the speed per rank from 1 to 2 ranks (weak scaling, batch 8); it bends at 2.",
+        "zero1 keeps 50 % of the speed per rank from 1 to 2 ranks (weak scaling, batch 8); from 2 ranks on it keeps "
+        "less than 80 %.",
         "zero1 keeps 80 % of the speed per rank from 1 to 2 ranks (strong scaling, 1,024 tokens a step).",
     ]
     assert told(scaling_efficiency, rows[0]) == []
     rows[1].phases_ms = {"forward": 6.0, "exposed_communication": 4.0}
     assert told(scaling_efficiency, *rows[:2]) == [
         "zero1 keeps 50 % of the speed per rank from 1 to 2 ranks (weak scaling, batch 8); there exposed "
-        "communication is 40 % of a step; it bends at 2."
+        "communication is 40 % of a step; from 2 ranks on it keeps less than 80 %."
     ]
 
 

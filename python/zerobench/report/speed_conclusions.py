@@ -14,7 +14,7 @@ from zerobench.results.settings import SETTINGS
 from zerobench.results.sizes import range_text
 from zerobench.strategies.catalogue import FLOOR, eager_form
 
-BENDS_BELOW = 0.80  # of the speed of a rank alone
+SCALES_FROM = 0.80  # of the speed of a rank alone; with less a strategy no longer scales
 _TOLD_BY_RUN = tuple(key for key, setting in SETTINGS.items() if setting.known_after_run)
 
 
@@ -140,7 +140,7 @@ def accumulation_speed(results: Results) -> list[str]:
 
 def scaling_efficiency(results: Results) -> list[str]:
     """Return the speed that a rank keeps with more ranks, weak and strong, what communication that nothing hides takes,
-    and where that bends."""
+    and from how many ranks on a rank keeps less than ``SCALES_FROM``."""
     weak = series(results.rows, "world_size", "threads_per_rank")
     strong: list[list[Row]] = []
     for rows in series(results.rows, "world_size", "batch_size", "threads_per_rank"):
@@ -168,8 +168,10 @@ def _scaling_text(word: str, rows: Sequence[Row]) -> list[str]:
     exposed = phases_pct(last).get("exposed_communication")
     if exposed is not None:
         text += f"; there exposed communication is {exposed:.0f} % of a step"
-    bend = next((row for row in rows if _kept(row, first).value < BENDS_BELOW), None)
-    return [f"{text}; it bends at {bend.settings.world_size}." if bend is not None else f"{text}."]
+    ended = next((row for row in rows if _kept(row, first).value < SCALES_FROM), None)
+    if ended is not None:
+        text += f"; from {ended.settings.world_size} ranks on it keeps less than {100 * SCALES_FROM:.0f} %"
+    return [f"{text}."]
 
 
 def _kept(row: Row, first: Row) -> Pace:
