@@ -40,7 +40,7 @@ class BoundEngine {
               const pybind11::object& materialise, std::vector<std::string> unit_cures);
 
   Engine& get() const {
-    ZB_EXPECT_STATE(engine_ != nullptr, "the engine was closed");
+    ZB_EXPECT_STATE(engine_ != nullptr, "the engine was closed: make another with zerobench.initialize()");
     return *engine_;
   }
   void close();

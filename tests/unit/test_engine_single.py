@@ -51,6 +51,31 @@ def test_an_engine_looks_like_its_model():
         engine.units()
 
 
+@pytest.mark.parametrize("lose", [torch.Tensor.detach, lambda loss: torch.tensor(1.0)])
+def test_backward_of_a_loss_without_gradients_is_refused_and_keeps_the_window(lose):
+    engine = zerobench.initialize(
+        small_models.Bare(), config={"world_size": 1, "gradient_accumulation_steps": 2}
+    )
+    engine.backward(engine(**zoo.points(0, 0)))
+    loss = engine(**zoo.points(0, 1))
+    with pytest.raises(StateError, match=r"gradients flow through.*outside torch\.no_grad"):
+        engine.backward(lose(loss))
+    engine.backward(loss)
+    engine.step()
+    assert engine.global_steps == 1
+    engine.close()
+
+
+def test_arguments_of_deepspeed_are_refused_with_what_to_do_instead():
+    model = small_models.Bare()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match="initialize takes no optimizer: the engine has its own AdamW"):
+        zerobench.initialize(model, optimizer=optimizer, config={"world_size": 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'modle'"):
+        zerobench.initialize(model, modle=model)
+    zerobench.initialize(model, config={"world_size": 1}, lr_scheduler=None).close()
+
+
 def test_low_precision_parameters_and_inputs():
     model = small_models.Bare()
     engine = zerobench.initialize(model, config={"world_size": 1, "precision": "bf16"})

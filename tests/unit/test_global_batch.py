@@ -51,6 +51,13 @@ def test_a_global_batch_that_no_row_can_have_is_an_error() -> None:
         plan(strategies=("zero1",), batch_size=(4,), global_batch=7)
 
 
+def test_the_reason_is_that_of_the_rows_with_most_ranks() -> None:
+    with pytest.raises(
+        ConfigError, match=r"not a multiple of 6, the sequences of a micro-batch \(3 on each of 2 ranks"
+    ):
+        plan(strategies=("single", "zero1"), batch_size=(3,), global_batch=7)
+
+
 def test_accumulation_is_not_given_twice() -> None:
     with pytest.raises(ConfigError, match="remove --grad-accum"):
         plan(grad_accum=(2,), global_batch=16)

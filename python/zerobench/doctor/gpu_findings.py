@@ -21,7 +21,7 @@ def gpus_are_usable(facts: Facts) -> Iterator[Finding]:
         cost="Training and comparisons run on CPU ranks.",
         cure="Install a CUDA build of torch (`pip install torch`), and check `nvidia-smi` and CUDA_VISIBLE_DEVICES."
         if has_driver
-        else "Nothing, unless this machine has an NVIDIA GPU: then install its driver.",
+        else "None, unless this machine has an NVIDIA GPU: then install its driver.",
     )
 
 

@@ -120,7 +120,7 @@ def disks_are_fast(facts: Facts) -> Iterator[Finding]:
             subject="GPUDirect Storage",
             what=f"It is {direct}.",
             cost="None: optimizer state is updated on the CPU.",
-            cure="Nothing.",
+            cure="None is needed.",
         )
     if (disk := facts.get("path")) is not None:
         yield from disk_is_fast(disk)
@@ -182,7 +182,7 @@ def network_is_ready(facts: Facts) -> Iterator[Finding]:
             subject="network",
             what="No interface but the loopback is up.",
             cost="Ranks of this host alone can train together.",
-            cure="Nothing on one host; else bring an interface up, or start the container with `--network host`.",
+            cure="None on one host; else bring an interface up, or start the container with `--network host`.",
         )
     speeds = {speed for speed in outward.values() if speed}
     if len(speeds) > 1 and "NCCL_SOCKET_IFNAME" not in environment and not network["infiniband"]:

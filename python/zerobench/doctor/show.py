@@ -29,7 +29,7 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
             "",
             f"{finding.level}: {finding.subject}: {finding.what}",
             f"  costs: {finding.cost}",
-            f"  mend:  {finding.cure}",
+            f"  cure:  {finding.cure}",
         ]
     return lines
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from zerobench import _native
 from zerobench.engine import config as config_module
-from zerobench.engine import notices, placement
+from zerobench.engine import notices, other_arguments, placement
 from zerobench.engine import topology as topology_module
 from zerobench.engine.agreement import expect_same_setup, expect_same_unheld, raise_everywhere, setup_facts
 from zerobench.engine.change_watch import ChangeWatch
@@ -75,6 +75,7 @@ def initialize(
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     materialise: Materialise | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
+    **others: Any,
 ) -> Engine:
     """Wrap ``model`` for training at ``config``'s ZeRO stage. Collective: every rank calls it.
 
@@ -95,8 +96,12 @@ def initialize(
     The engine also unpacks as ``engine, optimizer, dataloader, lr_scheduler`` (the last two None), and has these by
     number, as in ``initialize(...)[0]``.
 
+    ``others``: further arguments of DeepSpeed's ``initialize`` may be None. Any other value is a ConfigError that says
+    what to do instead.
+
     Raises ConfigError, CommunicationError (ranks missing), OutOfMemoryError, OSError (of swap files).
     """
+    other_arguments.expect_none(others)
     return Engine(
         model, config_module.parse(config), model_parameters, materialise, process_group=process_group
     )
@@ -271,6 +276,11 @@ class Engine(EngineFacts, EngineWindow):
             )
         if not loss.is_floating_point():
             raise StateError(f"backward needs a floating-point loss, not {loss.dtype}; convert it before")
+        if not loss.requires_grad:
+            raise StateError(
+                "backward needs a loss that gradients flow through, and this one has none: compute it from what the "
+                "engine returned, outside torch.no_grad() and without .detach()"
+            )
         self._enter_stream(of="engine.backward()")
         last = self._expect_room_in_window()
         if not self._stepped:

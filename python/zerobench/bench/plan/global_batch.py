@@ -52,6 +52,8 @@ def why_refused(settings: Settings, global_batch: int | None) -> str | None:
 
 
 def check_any_accepted(configurations: Sequence[Configuration]) -> None:
-    """Raise ConfigError with the first reason where no row can have the global batch."""
+    """Raise ConfigError where no row can have the global batch, with the reason of a row on most ranks: a reference
+    on one rank says little of the others."""
     if all(configuration.refused for configuration in configurations):
-        raise ConfigError(f"no row can run: {configurations[0].refused}")
+        widest = max(configurations, key=lambda configuration: configuration.settings.world_size)
+        raise ConfigError(f"no row can run: {widest.refused}")
