@@ -215,8 +215,8 @@ def test_results_without_an_ok_row_have_nothing_to_draw() -> None:
 @pytest.mark.parametrize(
     ("x", "by", "message"),
     [
-        ("size", "strategy", "--x 'size' is unknown: give one of batch, seq, accum"),
-        ("batch", "colour", "--by 'colour' is unknown: give one of strategy, precision"),
+        ("size", "strategy", "--x 'size' is unknown: give one of model, world_size, precision"),
+        ("batch", "colour", "--by 'colour' is unknown: give one of strategy, model"),
         ("batch", "batch", "--x and --by are both batch: give two different settings"),
     ],
 )

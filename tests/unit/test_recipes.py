@@ -195,11 +195,11 @@ def test_a_file_of_ones_own_is_a_recipe(tmp_path) -> None:
         ),
         (
             'question = "q"\n[options]\n[[charts]]\nmetric = "mfu.pct"\nx = "ranks"',
-            "charts.0: x 'ranks' is unknown: give one of batch, seq, accum, world_size",
+            "charts.0: x 'ranks' is unknown: give one of model, world_size",
         ),
         (
             'question = "q"\n[options]\n[[charts]]\nmetric = "mfu.pct"\nby = "rank"',
-            "charts.0: by 'rank' is unknown: give one of strategy, precision, compile",
+            "charts.0: by 'rank' is unknown: give one of strategy, model",
         ),
         (
             'question = "q"\n[options]\n[[charts]]\nmetric = "mfu.pct"\nby = "batch"',

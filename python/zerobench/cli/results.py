@@ -11,6 +11,7 @@ import typer
 from zerobench.cli.options import AsJson
 from zerobench.errors import ConfigError
 from zerobench.host.consoles import plain_console, print_document
+from zerobench.results.settings import chart_axes
 
 if TYPE_CHECKING:
     from zerobench.results.schema import Results
@@ -94,14 +95,13 @@ def chart(
         str | None,
         typer.Option(
             "--x",
-            help="The horizontal axis: batch, seq, accum, world_size, model, layers, precision, offload or network. "
-            "Default: batch.",
+            help=f"The horizontal axis: one of {', '.join(chart_axes())}. Default: batch.",
         ),
     ] = None,
     by: Annotated[
         str | None,
         typer.Option(
-            help="What each line stands for: strategy, compile or one that --x takes. Default: "
+            help="What each line stands for: strategy or one that --x takes. Default: "
             "strategy. With loss, precision gives each strategy a chart with a line for each precision."
         ),
     ] = None,

@@ -13,22 +13,12 @@ from zerobench.report.network_facts import speed_of
 from zerobench.results.merging import Merged
 from zerobench.results.rows import flat_settings, is_known, setting_text, varying_settings
 from zerobench.results.schema import Row
-from zerobench.results.settings import SETTINGS
+from zerobench.results.settings import SETTINGS, chart_axes
 from zerobench.strategies.catalogue import OFFLOADS
 
-X_AXES = {
-    "batch": "batch_size",
-    "seq": "seq_length",
-    "accum": "grad_accum",
-    "world_size": "world_size",
-    "model": "model",
-    "layers": "model_config_resolved.num_layers",
-    "precision": "precision",
-    "offload": "offload",
-    "network": "network",
-}
+X_AXES = chart_axes()
 """Settings that may be the horizontal axis: word for ``--x``, and dotted key."""
-SERIES = {"strategy": "strategy", "precision": "precision", "compile": "compile", **X_AXES}
+SERIES = {"strategy": "strategy", **X_AXES}
 """Settings that can tell lines apart: dotted keys by their word for ``--by``."""
 
 _MODEL_FIELDS = "model_config_resolved."

@@ -124,6 +124,8 @@ class Setting:
     """The value that the reference runs with, where that is another one than the row's."""
     word: str | None = None
     """Word for it in tables; None: the field's name."""
+    axis: str | None = None
+    """Word for it in ``--x`` of charts; None: it is no horizontal axis."""
     off: Any = ...
     """The value that neither tables nor names of rows mention."""
     suffix: str | None = None
@@ -158,7 +160,7 @@ class Settings(ResultModel):
     """All settings of a row, resolved."""
 
     model: Annotated[str, Setting(
-        changes=Changes.WORKLOAD, is_as_asked=False, leads=True, speaks_for_itself=True,
+        changes=Changes.WORKLOAD, is_as_asked=False, axis="model", leads=True, speaks_for_itself=True,
         option=Option(
             takes=Takes.LIST, convert=name, on_cpu="tiny", on_gpus="gpt2", help_at=20, grid_at=1,
             help="Presets (tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt-64m, and gpt-512m, which has the shape of "
@@ -173,8 +175,8 @@ class Settings(ResultModel):
         changes=Changes.NOTHING, follows=True, free_on_resume=True, quiet=True,
     )] = None
     world_size: Annotated[Number, Setting(
-        changes=Changes.MICRO_BATCHES | Changes.BITS | Changes.STEP, is_as_asked=False, word="ranks", leads=True,
-        suffix="{ranks}{value}", name_at=2,
+        changes=Changes.MICRO_BATCHES | Changes.BITS | Changes.STEP, is_as_asked=False, word="ranks", axis="world_size",
+        leads=True, suffix="{ranks}{value}", name_at=2,
         option=Option(
             takes=Takes.LIST, convert=int, on_cpu="2", help_at=280, grid_at=9, above_zero=True,
             help="Ranks. Default: all visible GPUs; on CPU 2, or 1 on a single core; under torchrun or srun the "
@@ -182,36 +184,40 @@ class Settings(ResultModel):
         ),
     )]
     precision: Annotated[str, Setting(
-        changes=Changes.WORKLOAD | Changes.RESULT, leads=True, speaks_for_itself=True, suffix="{value}", name_at=1,
+        changes=Changes.WORKLOAD | Changes.RESULT, axis="precision", leads=True, speaks_for_itself=True,
+        suffix="{value}", name_at=1,
         option=Option(
             takes=Takes.LIST, convert=name, on_cpu="fp32", on_gpus="bf16", help_at=110, grid_at=4, must_reach=True,
             help="fp32, bf16 or fp16. Default: fp32, on GPUs bf16.",
         ),
     )]
     batch_size: Annotated[Number, Setting(  # per rank and micro-batch
-        changes=Changes.RESULT | Changes.FLOOR, word="batch", leads=True, suffix="bs{value}", name_at=3,
+        changes=Changes.RESULT | Changes.FLOOR, word="batch", axis="batch", leads=True, suffix="bs{value}",
+        name_at=3,
         option=Option(
             takes=Takes.LIST, convert=int, on_cpu="4", on_gpus="8", help_at=80, grid_at=6, above_zero=True,
             must_reach=True, help="Sequences per rank and micro-batch. Default: 4, on GPUs 8.",
         ),
     )]
     seq_length: Annotated[Number, Setting(
-        changes=Changes.WORKLOAD | Changes.RESULT, word="seq", leads=True, suffix="sl{value}", name_at=4,
+        changes=Changes.WORKLOAD | Changes.RESULT, word="seq", axis="seq", leads=True, suffix="sl{value}",
+        name_at=4,
         option=Option(
             takes=Takes.LIST, convert=int, on_cpu="128", on_gpus="1024", help_at=90, grid_at=5, above_zero=True,
             help="Tokens per sequence. Default: 128, on GPUs 1024.",
         ),
     )]
     grad_accum: Annotated[Number, Setting(
-        changes=Changes.MICRO_BATCHES | Changes.FLOOR, word="accum", leads=True, off=1, suffix="ga{value}", name_at=5,
-        may_follow=True,
+        changes=Changes.MICRO_BATCHES | Changes.FLOOR, word="accum", axis="accum", leads=True, off=1,
+        suffix="ga{value}", name_at=5, may_follow=True,
         option=Option(
             takes=Takes.LIST, convert=int, default="1", help_at=100, grid_at=7, above_zero=True, must_reach=True,
             help="Micro-batches per optimizer step.",
         ),
     )]
     offload: Annotated[str, Setting(
-        changes=Changes.PLACE, is_as_asked=False, reference="none", off="none", suffix="offload-{value}", name_at=9,
+        changes=Changes.PLACE, is_as_asked=False, reference="none", axis="offload", off="none",
+        suffix="offload-{value}", name_at=9,
         option=Option(
             takes=Takes.LIST, convert=name, default="none", help_at=130, grid_at=11, must_reach=True,
             help="State to offload: none, cpu_optimizer (optimizer state, to host memory), cpu_full (parameters "
@@ -274,7 +280,7 @@ class Settings(ResultModel):
         ),
     )] = "none"
     compile: Annotated[str, Setting(
-        changes=Changes.FLOOR | Changes.BITS, is_as_asked=False, reference="none", off="none",
+        changes=Changes.FLOOR | Changes.BITS, is_as_asked=False, reference="none", axis="compile", off="none",
         suffix="compile-{value}", name_at=8,
         option=Option(
             takes=Takes.LIST, convert=name, default="none", help_at=120, grid_at=10,
@@ -383,7 +389,8 @@ class Settings(ResultModel):
         ),
     )] = None
     network: Annotated[str, Setting(  # between ranks, each a host of its own unless native
-        changes=Changes.WORKLOAD | Changes.BITS, reference="native", off="native", suffix="{value}", name_at=15,
+        changes=Changes.WORKLOAD | Changes.BITS, reference="native", axis="network", off="native", suffix="{value}",
+        name_at=15,
         option=Option(
             takes=Takes.LIST, convert=name, default="native", help_at=206, grid_at=18,
             help="native, or the speed of each rank's link, such as 10gbit, 1gbit or 1gbit:0.2ms with a latency. Each "
@@ -580,6 +587,12 @@ def named_settings() -> list[str]:
     """Return the settings that names of rows are made of, in their order there."""
     found = {key: setting.name_at for key, setting in SETTINGS.items() if setting.suffix is not None}
     return sorted(found, key=lambda key: found[key])
+
+
+def chart_axes() -> dict[str, str]:
+    """Return what can be the horizontal axis of a chart: dotted keys of settings by their word for ``--x``."""
+    found = {setting.axis: key for key, setting in SETTINGS.items() if setting.axis is not None}
+    return found | {"layers": "model_config_resolved.num_layers"}
 
 
 def leading_settings() -> list[str]:
