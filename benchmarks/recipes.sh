@@ -8,7 +8,8 @@
 #   zero-stages    GPT-2 to GPT-2 XL at every stage
 #   zero-stages-7b Llama 2 7B at stage 3, with and without offload; it takes 80 GiB of host memory
 #   accumulation   GPT-2 with 1 to 16 micro-batches a step
-#   compile        two layers of Llama 3 70B, eager and compiled: verifying them takes a minute a row
+#   compile        two layers of Llama 3 70B, eager and compiled: verifying them takes a minute a row, and a file of
+#                  48 GB in TMPDIR, best in memory (TMPDIR=/dev/shm)
 #   compile-moe    two layers of Mixtral 8x7B, the same
 set -uo pipefail
 out="${1:-results/recipes}"
@@ -38,8 +39,8 @@ section() {
         --warmup-steps 2 --rounds 0 --verify-layers 1
       ;;
     accumulation)
-      run "$1" accumulation --strategies zero1,zero2,zero3,fsdp2,deepspeed2,deepspeed3 --rounds 0 --num-steps 10 \
-        --warmup-steps 3 --verify-layers 2
+      run "$1" accumulation --strategies zero1,zero2,zero3,fsdp2,deepspeed2,deepspeed3 --rounds 0 --num-steps 6 \
+        --warmup-steps 2 --verify-layers 2
       ;;
     compile)
       run "$1" compile --model meta-llama/Meta-Llama-3-70B --num-layers 2 --strategies zero3,fsdp2 --compile none,block \
