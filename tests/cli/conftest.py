@@ -43,7 +43,7 @@ class Command:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
             "ZEROBENCH_TEST_MARK": self.mark,
-            "XDG_CONFIG_HOME": str(self.folder / "user_config"),  # what `tune io` found is the user's
+            "XDG_CONFIG_HOME": str(self.folder / "config"),  # what `tune io` found is the user's
             "COLUMNS": "200",
         }
 
