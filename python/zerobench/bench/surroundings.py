@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from zerobench.bench.disk_notes import why_not_lockable
 from zerobench.bench.plan.options import CompareOptions
 from zerobench.bench.plan.plan import Configuration
-from zerobench.host.machine import machine_facts, memory_available_bytes, version_facts
+from zerobench.host.machine import machine_facts, memory_available_bytes, typed_command, version_facts
 from zerobench.host.storage import lockable_bytes
 
 
@@ -33,7 +32,7 @@ def read_surroundings(options: CompareOptions) -> Surroundings:
     return Surroundings(
         machine=machine_facts(options.gpus),
         versions=version_facts(gpus=bool(options.gpus)),
-        command=shlex.join(["python", "-m", "zerobench", *sys.argv[1:]]),
+        command=shlex.join(typed_command()),
         memory_available_bytes=memory_available_bytes,
         why_not_lockable=why_a_row_is_not_lockable,
     )

@@ -129,6 +129,11 @@ def gpu_module_facts(built: Mapping[str, Any], *, has_driver: bool) -> dict[str,
     return facts
 
 
+def typed_command() -> list[str]:
+    """Return the words of the command that runs, as anybody can type them."""
+    return ["python", "-m", "zerobench", *sys.argv[1:]]
+
+
 def version_facts(*, gpus: bool = False) -> dict[str, str]:
     """Versions by package name, zerobench first; a package that is not there is left out."""
     versions = {"zerobench": _version("zerobench") or build_facts().get("version", "not installed")}

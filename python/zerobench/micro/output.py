@@ -7,7 +7,6 @@ import csv
 import io
 import json
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from rich.table import Table
 from zerobench.errors import ConfigError, Error
 from zerobench.host.consoles import print_document
 from zerobench.host.gpus import Gpu
-from zerobench.host.machine import machine_facts, version_facts
+from zerobench.host.machine import machine_facts, typed_command, version_facts
 from zerobench.results.files import write_atomically
 from zerobench.results.sizes import GIB, KIB, MIB
 from zerobench.results.stats import Ratio
@@ -155,7 +154,7 @@ def document(report: MicroReport, machine: Mapping[str, Any]) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "benchmark": report.benchmark,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["zerobench", *sys.argv[1:]],
+        "command": typed_command(),
         "machine": machine,
         "versions": version_facts(gpus=bool(report.gpus)),
         "settings": report.settings,
@@ -176,7 +175,7 @@ def csv_text(report: MicroReport) -> str:
 
 def markdown_text(report: MicroReport) -> str:
     """The tables as the terminal shows them, to paste into a write-up."""
-    lines = [f"`{shlex.join(['zerobench', *sys.argv[1:]])}`", "", report.machine, ""]
+    lines = [f"`{shlex.join(typed_command())}`", "", report.machine, ""]
     for table in report.tables:
         align = [":--", *("--:" for _ in table.columns[1:])]
         rows = [table.columns, align, *(cells for section in table.sections for cells in section)]
