@@ -124,7 +124,7 @@ def test_a_write_up_holds_the_command_and_the_table(command) -> None:
     result = command.run(*ADAM, "--threads", "1", "--output", "adam.md")
     assert result.returncode == 0, result.stderr
     text = (command.folder / "adam.md").read_text()
-    assert text.startswith("`zerobench bench adam --device cpu --min-numel 1000")
+    assert text.startswith("`python -m zerobench bench adam --device cpu --min-numel 1000")
     assert text.count("| fp32 / bf16 |") == 3
 
 
