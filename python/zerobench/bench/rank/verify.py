@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.serialization import config as serialization
 
 from zerobench.bench.protocol.job import TensorDeviation, Verification
 from zerobench.bench.protocol.tolerances import (
@@ -225,7 +226,8 @@ def write_reference(path: Path, evidence: Evidence, initial: Tensors) -> None:
     updates = {name: parameter - initial[name] for name, parameter in evidence.parameters.items()}
     reference = Reference(evidence.gradients, updates, evidence.parameters, evidence.moments)
     try:
-        with without_checksums():
+        # CRC-32 takes longer than the writing, and who maps the file, as read_reference does, looks at none.
+        with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # torch adds it
             torch.save(reference._asdict(), path)
     except (OSError, RuntimeError) as error:  # torch's, for a file that could not be written whole
         needed = sum(tensor.nbytes for tensors in reference for tensor in tensors.values())
@@ -233,18 +235,6 @@ def write_reference(path: Path, evidence: Evidence, initial: Tensors) -> None:
             f"the reference of {needed / MIB:.0f} MiB could not be written to {path.parent}: free some space, "
             "raise the limit on the size of files (ulimit -f), or choose another folder by TMPDIR"
         ) from error
-
-
-@contextmanager
-def without_checksums() -> Iterator[None]:
-    """Have torch.save compute no CRC-32 of what it writes, which takes longer than the writing. ``read_reference`` maps
-    the file and looks at none."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def read_reference(path: Path) -> Reference:
