@@ -127,7 +127,7 @@ def test_a_grid_that_grew_by_a_model_keeps_its_rows_under_their_new_names(tmp_pa
 def test_options_that_leave_out_measured_rows_are_refused(tmp_path) -> None:
     run(plan(strategies=ALL), tmp_path, ended_well)
     before = (tmp_path / "results.json").read_bytes()
-    with pytest.raises(ConfigError, match=r"has the rows zs1_\S+ zs2_\S+ which .* would be lost"):
+    with pytest.raises(ConfigError, match=r"do not ask for, and would lose them: zs1_\S+ and zs2_\S+ Give"):
         run(plan(strategies=("zero0", "zero3")), tmp_path, ended_well, resumed=True)
     assert (tmp_path / "results.json").read_bytes() == before
 

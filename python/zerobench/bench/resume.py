@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from zerobench.results.files import read_results
 from zerobench.results.rows import setting_text, setting_word
 from zerobench.results.schema import Results, Row
 from zerobench.results.settings import SETTINGS
+from zerobench.results.sizes import join_words
+
+_MOST_NAMES = 3  # of rows in an error
 
 
 def earlier_rows(
@@ -61,18 +64,14 @@ def kept_rows(folder: Path, earlier: Results, plan: Plan) -> dict[str, Row]:
                 break
     left_out = [name for name in by_name if name not in names]
     if left_out:
+        named = left_out[:_MOST_NAMES]
+        more = len(left_out) - len(named)
         raise ConfigError(
-            f"{folder} has {listed(left_out)}, which these options do not ask for: they would be lost. Give "
-            "the options of then (add to them if you like), or another --output-dir"
+            f"{folder} has rows that these options do not ask for, and would lose them: "
+            f"{join_words([*named, f'{more} more'] if more else named)}. Give the same options as then, with more "
+            "values if you like, or another --output-dir"
         )
     return by_name
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many there are besides."""
-    first, rest = ", ".join(names[:3]), len(names) - 3
-    rows = "the row" if len(names) == 1 else "the rows"
-    return f"{rows} {first} and {rest} more" if rest > 0 else f"{rows} {first}"
 
 
 def searched(configuration: Configuration, row: Row, find: str | None) -> Configuration:
