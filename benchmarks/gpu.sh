@@ -13,6 +13,7 @@
 #   comm, adam               collectives over NCCL and peer memory; Adam
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source benchmarks/sections.sh
 out="${1:-results/gpu_bench}"
 shift || true
 (($#)) || set -- llama llama-compiled gpt2 gpt2-compiled gpt2-long gpt2-long-compiled parity steps one comm adam
@@ -58,13 +59,7 @@ section() {
   esac
 }
 
-failed=()
-for name; do
-  echo "=== $name"
-  began=$SECONDS
-  section "$name" || failed+=("$name")
-  echo "=== $name: $((SECONDS - began)) s"
-done
+run_sections "$@"
 compared=("$out"/*/results.json)
 if [[ -e "${compared[0]}" ]]; then
   python3 benchmarks/targets.py "${compared[@]}" --output "$out/targets.md" || failed+=(targets)

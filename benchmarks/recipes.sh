@@ -12,6 +12,7 @@
 #                  48 GB in TMPDIR, best in memory (TMPDIR=/dev/shm)
 #   compile-moe    two layers of Mixtral 8x7B, the same
 set -uo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/sections.sh"
 out="${1:-results/recipes}"
 shift || true
 (($#)) || set -- precision offload zero-stages zero-stages-7b accumulation compile compile-moe
@@ -54,11 +55,5 @@ section() {
   esac
 }
 
-failed=()
-for name; do
-  echo "=== $name"
-  began=$SECONDS
-  section "$name" || failed+=("$name")
-  echo "=== $name: $((SECONDS - began)) s"
-done
+run_sections "$@"
 ((${#failed[@]} == 0)) || { echo "failed: ${failed[*]}" >&2; exit 1; }
