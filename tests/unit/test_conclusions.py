@@ -238,7 +238,7 @@ def test_the_next_step_is_the_fastest_that_needs_notably_less() -> None:
     assert told(next_step, *rows[:1]) == []
 
 
-def test_scaling_is_told_weak_and_strong_with_its_bend() -> None:
+def test_scaling_is_told_weak_and_strong_and_where_it_ends() -> None:
     rows = [
         row("zero1", ms=100.0, world_size=1, batch_size=8),
         row("zero1", ms=200.0, world_size=2, batch_size=8),

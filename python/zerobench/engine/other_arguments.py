@@ -17,7 +17,7 @@ _INSTEAD = {
     "collate_fn": "make a torch DataLoader with it",
     "mpu": "pass the process group of the ranks that train this model as process_group",
     "mesh_device": "pass the process group of the ranks that train this model as process_group",
-    "dist_init_required": "leave it out: the engine uses the process group that is there, and needs none",
+    "dist_init_required": "leave it out, since the engine uses the process group that is there and needs none",
 }
 
 
