@@ -153,7 +153,8 @@ def train(name: str, cell: Cell, *, rank: int, rendezvous: str) -> dict[str, Any
 
 def deviations(result: dict[str, Any], reference: dict[str, Any], cell: Cell) -> dict[str, float]:
     """How far verification finds a stage from ``single``, all but the loss, which needs every rank's."""
-    from zerobench.bench.rank.verify import Reference, compare
+    from zerobench.bench.rank.deviation import compare
+    from zerobench.bench.rank.evidence import Reference
     from zerobench.strategies.base import OptimizerSettings
 
     found, expected = result["evidence"], reference["evidence"]

@@ -15,6 +15,7 @@ from zerobench.bench.plan.plan import make_plan
 from zerobench.bench.protocol.job import Report, TensorDeviation, Verification
 from zerobench.bench.protocol.tolerances import describe, exceeded, tolerances
 from zerobench.bench.rank import verify
+from zerobench.bench.rank.evidence import Evidence
 from zerobench.errors import Error
 from zerobench.results.schema import Deviation, Results, Row, RowDtypes, Settings
 
@@ -253,7 +254,7 @@ def test_of_as_many_rows_of_ours_the_usual_reduction_counts_whatever_the_order(o
 
 def test_a_reference_that_finds_no_room_names_the_cures() -> None:
     tensors = {"w": torch.zeros(1 << 20)}
-    found = verify.Evidence(
+    found = Evidence(
         loss=1.0, norm=1.0, gradients=tensors, parameters=tensors, moments=tensors, moment_samples=[],
     )  # fmt: skip
     with pytest.raises(Error, match=r"of 16 MiB could not be written to /dev: .*ulimit -f.*TMPDIR"):

@@ -19,7 +19,9 @@ from zerobench.bench.protocol.tolerances import (
     tolerance_precision,
     tolerances,
 )
-from zerobench.bench.rank import verify
+from zerobench.bench.rank import deviation, verify
+from zerobench.bench.rank.evidence import Evidence, Reference, Tensors
+from zerobench.bench.rank.replay import sample
 from zerobench.errors import Error, VerificationError
 from zerobench.results.schema import Deviation, RowDtypes
 from zerobench.strategies.base import LossScaleSettings, OptimizerSettings
@@ -27,10 +29,10 @@ from zerobench.strategies.shared import checksum
 from zerobench.strategies.single import SingleStrategy
 
 LR = 1e-3
-compare = functools.partial(verify.compare, optimizer=OptimizerSettings(lr=LR, weight_decay=0.0))
+compare = functools.partial(deviation.compare, optimizer=OptimizerSettings(lr=LR, weight_decay=0.0))
 
 
-def reference() -> verify.Reference:
+def reference() -> Reference:
     """Two parameters after four steps of AdamW, of one learning rate each: the gradient is the same in all of them."""
     generator = torch.Generator().manual_seed(0)
     gradients = {
@@ -42,20 +44,20 @@ def reference() -> verify.Reference:
         name: 0.02 * torch.randn(g.shape, generator=generator) + updates[name]
         for name, g in gradients.items()
     }
-    return verify.Reference(gradients, updates, parameters, {name: 0.3 * g for name, g in gradients.items()})
+    return Reference(gradients, updates, parameters, {name: 0.3 * g for name, g in gradients.items()})
 
 
-def evidence(expected: verify.Reference, **changes) -> verify.Evidence:
+def evidence(expected: Reference, **changes) -> Evidence:
     tensors = {
         "gradients": {name: tensor.clone() for name, tensor in expected.gradients.items()},
         "parameters": {name: tensor.clone() for name, tensor in expected.parameters.items()},
         "moments": expected.moments,
         "moment_samples": [
-            {name: verify.sample((1 - 0.9**step) * g) for name, g in expected.gradients.items()}
+            {name: sample((1 - 0.9**step) * g) for name, g in expected.gradients.items()}
             for step in range(1, VERIFY_STEPS + 1)
         ],
     }
-    return verify.Evidence(loss=5.0, norm=1.0, **{**tensors, **changes})
+    return Evidence(loss=5.0, norm=1.0, **{**tensors, **changes})
 
 
 def beyond(found: TensorDeviation, precision: str = "bf16") -> list[str]:
@@ -173,9 +175,25 @@ def test_rounding_that_is_as_large_in_quiet_rows_is_no_stale_shard() -> None:
 @pytest.mark.parametrize("numel", [0, 1, 256, 257, 256 * 256, 256 * 256 + 1, 1_000_003])
 def test_pieces_hold_every_element_once(numel) -> None:
     values = torch.arange(float(numel))
-    pieces = verify.in_pieces(values)
+    pieces = deviation.in_pieces(values, deviation.piece_numel_of(numel))
     assert len(pieces) <= 256 and (pieces.shape[1] == 256 or len(pieces) > 128)
     assert torch.equal(pieces[~pieces.isnan()], values)
+
+
+@pytest.mark.parametrize("numel_at_once", [1, 1000, 1 << 40])
+def test_parts_that_are_compared_at_once_change_nothing(monkeypatch, numel_at_once) -> None:
+    expected = reference()
+    off = evidence(expected)
+    for name, gradient in expected.gradients.items():
+        off.gradients[name] += 0.01 * gradient.flip(0)
+        off.parameters[name] += 0.1 * LR * gradient.flip(0)
+    usual = compare(off, expected, precision="bf16")
+    monkeypatch.setattr(deviation, "_numel_at_once", lambda device: numel_at_once)
+    found = compare(off, expected, precision="bf16")
+    assert usual.gradient > 0.01 and usual.piece > 0.01
+    assert found == usual.model_copy(
+        update={"gradient": pytest.approx(usual.gradient), "update": pytest.approx(usual.update)}
+    )
 
 
 def test_a_row_of_a_large_parameter_is_no_shard() -> None:
@@ -271,7 +289,7 @@ def batch_of(step: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids}]
 
 
-def small_evidence(**settings) -> verify.Evidence:
+def small_evidence(**settings) -> Evidence:
     strategy = SingleStrategy(make_settings(batch_size=2, seq_length=SEQ_LENGTH, **settings))
     strategy.build(small_model)
     try:
@@ -280,10 +298,10 @@ def small_evidence(**settings) -> verify.Evidence:
         strategy.close()
 
 
-def apart(found: verify.Tensors, expected: verify.Tensors) -> float:
+def apart(found: Tensors, expected: Tensors) -> float:
     """Norm of the difference over the norm: noise in a gradient that is none moves a few elements by a rate."""
-    difference = sum(verify.squares(found[name] - tensor.detach()) for name, tensor in expected.items())
-    return math.sqrt(difference / sum(verify.squares(tensor.detach()) for tensor in expected.values()))
+    difference = sum(deviation.squares(found[name] - tensor.detach()) for name, tensor in expected.items())
+    return math.sqrt(difference / sum(deviation.squares(tensor.detach()) for tensor in expected.values()))
 
 
 @pytest.mark.parametrize("clip", [None, 0.1, 1e3])
@@ -308,7 +326,7 @@ def test_evidence_is_of_the_first_step_and_of_the_last(clip) -> None:
     assert apart(found.parameters, named) < 1e-3
     assert apart(found.moments, {name: optimizer.state[p]["exp_avg"] for name, p in named.items()}) < 1e-3
     for name, moment in found.moments.items():
-        assert torch.equal(found.moment_samples[-1][name], verify.sample(moment))
+        assert torch.equal(found.moment_samples[-1][name], sample(moment))
     assert len(found.moment_samples) == VERIFY_STEPS
     with torch.no_grad():
         assert found.evaluation == pytest.approx(model(**batch_of(99)[0]).loss.item(), rel=1e-5)
