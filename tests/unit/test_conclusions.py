@@ -68,6 +68,15 @@ def test_compiled_rows_are_held_against_eager_ones() -> None:
     assert told(compile_speed, *rows[1::2]) == []
 
 
+def test_a_ratio_near_1_says_which_is_faster() -> None:
+    eager = row("zero3", ms=12.0)
+    for ms, told_ratio in ((11.5, "1.04"), (12.4, "0.97")):
+        compiled = row("zero3", ms=ms, compile="block")
+        assert told(compile_speed, eager, compiled) == [
+            f"zero3 with --compile block is {told_ratio} times eager."
+        ]
+
+
 def test_a_strategy_that_always_compiles_is_held_against_its_eager_form() -> None:
     rows = [row("zero3", ms=12.0), row("zero3", ms=8.0, compile="whole")]
     for each, strategy in zip(rows, ("deepspeed3", "deepcompile3_both"), strict=True):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
 
 import pytest
+from report_samples import grid
+from rich.console import Console
 from typer.testing import CliRunner
 
 from zerobench.bench.plan.plan import Plan
@@ -14,6 +17,7 @@ from zerobench.cli import main as cli
 from zerobench.cli import recipe as command
 from zerobench.errors import ConfigError
 from zerobench.recipes import recipe as recipes
+from zerobench.recipes.conclude import conclude
 from zerobench.results.settings import OPTIONS, flag_of
 
 cli.app.add_typer(command.app, name="recipe")
@@ -254,3 +258,21 @@ def test_words_of_a_command_give_every_kind_of_option() -> None:
             "x", "y", "--checkpointing",
         ]
     )  # fmt: skip
+
+
+def test_charts_of_fewer_rows_make_way_for_those_of_all(tmp_path) -> None:
+    recipe = recipes.find("accumulation")
+    results = grid()
+
+    def concluded() -> set[str]:
+        (tmp_path / "results.json").write_text(results.model_dump_json(), encoding="utf-8")
+        conclude(recipe, results, tmp_path, console=Console(file=io.StringIO()))
+        return {path.name for path in (tmp_path / "charts").iterdir()}
+
+    of_all_rows, rows = concluded(), results.rows
+    results.rows = [row for row in rows if row.settings.batch_size == 8 and row.settings.precision == "bf16"]
+    (tmp_path / "charts" / "mine.svg").touch()
+    of_fewer = concluded() - {"mine.svg"}
+    assert of_fewer.isdisjoint(of_all_rows)
+    results.rows = rows
+    assert concluded() == of_all_rows | {"mine.svg"}

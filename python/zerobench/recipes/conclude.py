@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,8 @@ from zerobench.errors import ConfigError
 from zerobench.recipes.known import KNOWN
 from zerobench.recipes.published import csv_text, pairs_of, table_text
 from zerobench.recipes.recipe import Chart, Recipe
+from zerobench.report.charts import CHART_SUFFIXES
+from zerobench.report.drawing import DEFAULT_X
 from zerobench.report.drawing import draw as draw_charts
 from zerobench.results.files import cannot_be_written, write_atomically
 from zerobench.results.merging import read_merged
@@ -32,6 +35,7 @@ def conclude(
             write_atomically(path, csv_text(pairs).encode())
         path = folder / "charts"
         drawn = [drawn for chart in recipe.charts for drawn in draw(chart, folder)]
+        remove_earlier(recipe.charts, path, kept=drawn)
     except OSError as error:
         raise cannot_be_written(path, error) from None
     if references:
@@ -47,6 +51,14 @@ def conclude(
 def sentences(recipe: Recipe, results: Results) -> list[str]:
     """Return the sentences that the rows support."""
     return [text for name in recipe.conclude for text in KNOWN[name](results)]
+
+
+def remove_earlier(charts: Sequence[Chart], folder: Path, *, kept: Sequence[Path]) -> None:
+    """Remove what these charts showed of fewer rows: --resume adds settings, and names of files have more of them."""
+    for chart in charts:
+        for path in folder.glob(f"{chart.metric}_by_{chart.x or DEFAULT_X}*"):
+            if path.suffix in CHART_SUFFIXES and path not in kept:
+                path.unlink()
 
 
 def draw(chart: Chart, folder: Path) -> list[Path]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette without yellow, which is faint as a line.
 LINE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#555555", *UNKNOWN_COLOURS)
 _MARKERS = "osD^vPX"
+CHART_SUFFIXES = (".png", ".svg")
 LINE_STYLES = ("-", "--", ":", "-.")
 _WIDE_RANGE = 8  # values of x from which on, largest over smallest, the axis is logarithmic
 _LONGEST_NAME = 150
@@ -51,7 +52,7 @@ def write_charts(
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write a figure as PNG and SVG and return their paths. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    paths = [folder / f"{name}{suffix}" for suffix in CHART_SUFFIXES]
     for path, metadata in zip(paths, ({"Software": None}, {"Date": None}), strict=True):
         write = partial(figure.savefig, format=path.suffix[1:], dpi=160, facecolor="white", metadata=metadata)
         replace_file(path, write)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from zerobench.results.rows import NOISE_SIGMAS, ratio_in_turn, step_rate, tokens_per_step
 from zerobench.results.schema import Row
+from zerobench.results.sizes import range_text
 from zerobench.results.stats import ratio_error
 
 
@@ -53,9 +54,10 @@ def rate(row: Row) -> float:
 
 
 def times_text(paces: Sequence[Pace]) -> str:
-    """Return such as "1.2 times" or "1.2 to 1.4 times"."""
-    low, high = (f"{end:.1f}" for end in (min(paces).value, max(paces).value))
-    return f"{low} times" if low == high else f"{low} to {high} times"
+    """Return such as "1.2 times" or "1.2 to 1.4 times", with one more digit near 1, where it says which is faster."""
+    ends = min(paces).value, max(paces).value
+    form = ".2f" if any(format(end, ".1f") == "1.0" for end in ends) else ".1f"
+    return f"{range_text(ends, form)} times"
 
 
 def doubt_text(paces: Sequence[Pace]) -> str:
