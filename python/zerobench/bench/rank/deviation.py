@@ -149,8 +149,9 @@ def _parts(
     tensors: Sequence[torch.Tensor], piece_numel: int, device: torch.device
 ) -> Iterator[list[torch.Tensor]]:
     """Yield the same consecutive elements of each, whole pieces of them, on ``device`` in one dimension."""
-    at_once = max(_numel_at_once(device) // piece_numel, torch.get_num_threads() if device == _CPU else 1)
-    for parts in zip(*(tensor.reshape(-1).split(at_once * piece_numel) for tensor in tensors), strict=True):
+    least = torch.get_num_threads() if device.type == "cpu" else 1  # the median of a piece takes one core
+    part_numel = piece_numel * max(_numel_at_once(device) // piece_numel, least)
+    for parts in zip(*(tensor.reshape(-1).split(part_numel) for tensor in tensors), strict=True):
         if parts[0].numel():  # a tensor of no elements is split into one part
             yield [part.to(device) for part in parts]
 
