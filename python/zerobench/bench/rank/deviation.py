@@ -1,13 +1,13 @@
 """How far a strategy's gradients and parameters are from the reference's. docs/explain/verification.md says why these
 quantities and these tolerances.
 
-Models have billions of parameters, so one pass over the tensors finds all that is asked of them, a part of a parameter
-at a time: what a GPU has room for beside anything else, and what the caches of a CPU hold."""
+Models have billions of parameters, so one pass over the tensors computes every quantity. It takes a part of a
+parameter at a time: on a GPU one that needs little of its memory, on the CPU one that fits into the caches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +58,8 @@ def compare(
     device: torch.device = _CPU,
     tick: Callable[[], None] = lambda: None,
 ) -> TensorDeviation:
-    """Compare on ``device``; ``tick`` hears of each part. VerificationError where the two do not hold the same
-    parameters."""
+    """Compare on ``device``, and call ``tick`` after each part. Raise VerificationError where the two do not hold the
+    same parameters."""
     check_names(evidence.parameters, reference.parameters)
     check_names(evidence.gradients, reference.gradients)
     found = {
@@ -83,7 +83,7 @@ def compare(
 
 
 def check_names(found: Tensors, expected: Tensors) -> None:
-    """VerificationError where names or shapes differ."""
+    """Raise VerificationError where names or shapes differ."""
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or extra:
         raise VerificationError(
@@ -208,9 +208,8 @@ def in_pieces(flat: torch.Tensor, piece_numel: int) -> torch.Tensor:
     return filled.view(piece_num, piece_numel)
 
 
-def _mean_square(found: Iterable[_Found], squares_of: Callable[[_Found], float]) -> float:
+def _mean_square(found: Collection[_Found], squares_of: Callable[[_Found], float]) -> float:
     """Return the mean over the elements of all."""
-    found = list(found)
     return sum(map(squares_of, found)) / max(sum(one.numel for one in found), 1)
 
 
