@@ -2,7 +2,7 @@
 # Runs the full forms of recipes on this machine's GPUs: benchmarks/recipes.sh [DIR [SECTION...]]
 # Results go to DIR/SECTION (default: results/recipes). A section that is there goes on where it stopped, on the same
 # machine alone. MINUTES limits each section (default 8). Installs nothing. Run it on a machine that does nothing else.
-# Sections, all by default; precision, offload and the two of compile run on one GPU, the others on all:
+# Sections, all by default; precision, offload, compile-512 and compile-2048 run on one GPU, the others on all:
 #   precision      GPT-2 at every stage in fp16, bf16 and fp32, next to a published study
 #   offload        GPT-2 Medium with each offload; NVME names the folder for files (default: /tmp/nvme)
 #   zero-stages    GPT-2 to GPT-2 XL at every stage
@@ -11,7 +11,7 @@
 #   compile-512    two layers of Llama 3 70B at sequence 512, eager and compiled: a row takes most of a minute, and the
 #                  reference a file of 48 GB in TMPDIR, best in memory (TMPDIR=/dev/shm)
 #   compile-2048   the same at sequence 2048
-#   compile-moe    two layers of Mixtral 8x7B, the same
+#   compile-moe    two layers of Mixtral 8x7B at sequence 1024, the same
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/sections.sh"
 out="${1:-results/recipes}"
