@@ -30,6 +30,7 @@ from zerobench.results.runs import set_runs
 from zerobench.results.schema import Results, Row, Run, Turns
 
 MIB = 1 << 20
+APART = "measured one after the other"
 
 
 def row(strategy: str, *, ms: float, peak_mib: int = 100, **settings) -> Row:
@@ -53,8 +54,8 @@ def told(function: Callable[[Results], list[str]], *rows: Row) -> list[str]:
 def test_precisions_are_held_against_fp32() -> None:
     results = grid()  # bf16 takes half the time of fp32 in every row
     assert precision_speed(results) == [
-        "bf16 is 2.0 times fp32 at batch 8, sequence 128.",
-        "bf16 is 2.0 times fp32 at batch 16, sequence 128.",
+        f"bf16 is 2.0 times fp32 at batch 8, sequence 128 ({APART}).",
+        f"bf16 is 2.0 times fp32 at batch 16, sequence 128 ({APART}).",
     ]
     assert precision_speed(sample()) == []
 
@@ -64,7 +65,7 @@ def test_compiled_rows_are_held_against_eager_ones() -> None:
         row("zero3", ms=ms * batch, compile=mode, batch_size=batch)
         for batch, mode, ms in ((8, "none", 12.0), (8, "block", 10.0), (16, "none", 12.0), (16, "block", 8.0))
     ]
-    assert told(compile_speed, *rows) == ["zero3 with --compile block is 1.2 to 1.5 times eager."]
+    assert told(compile_speed, *rows) == [f"zero3 with --compile block is 1.2 to 1.5 times eager ({APART})."]
     assert told(compile_speed, *rows[1::2]) == []
 
 
@@ -73,7 +74,7 @@ def test_a_ratio_near_1_says_which_is_faster() -> None:
     for ms, told_ratio in ((11.5, "1.04"), (12.4, "0.97")):
         compiled = row("zero3", ms=ms, compile="block")
         assert told(compile_speed, eager, compiled) == [
-            f"zero3 with --compile block is {told_ratio} times eager."
+            f"zero3 with --compile block is {told_ratio} times eager ({APART})."
         ]
 
 
@@ -81,7 +82,9 @@ def test_a_strategy_that_always_compiles_is_held_against_its_eager_form() -> Non
     rows = [row("zero3", ms=12.0), row("zero3", ms=8.0, compile="whole")]
     for each, strategy in zip(rows, ("deepspeed3", "deepcompile3_both"), strict=True):
         each.strategy = strategy
-    assert told(compile_speed, *rows) == ["deepcompile3_both with --compile whole is 1.5 times eager."]
+    assert told(compile_speed, *rows) == [
+        f"deepcompile3_both with --compile whole is 1.5 times eager ({APART})."
+    ]
 
 
 def compiled(*, ms: float, seconds: float) -> Row:
@@ -116,7 +119,7 @@ def test_a_pace_has_the_interval_of_its_medians() -> None:
     assert found.low is not None and found.high is not None
     assert found.low < found.value == 1.15 < found.high and found.low * found.high == pytest.approx(1.15**2)
     slow.step_time_ms = summarise([11.0, 12.0])
-    assert pace(fast, slow) == Pace(1.15)
+    assert pace(fast, slow) == Pace(1.15, caveat=APART)
 
 
 @pytest.mark.parametrize(
@@ -128,24 +131,24 @@ def test_a_pace_has_the_interval_of_its_medians() -> None:
         ([Pace(1.1, 0.9, 1.3)], " (95 % interval 0.90 to 1.30, within noise)"),
         ([Pace(1.1, 0.9, 1.3), Pace(1.5, 1.4, 1.6)], " (within noise in 1 of 2 pairs)"),
         ([Pace(1.2, 1.1, 1.3), Pace(1.5, 1.4, 1.6)], ""),
-        ([Pace(1.5, 1.4, 1.6, True)], " (95 % interval 1.40 to 1.60; measured on a busy machine)"),
-        ([Pace(1.5), Pace(1.5, is_busy=True)], " (measured on a busy machine)"),
+        ([Pace(1.5, 1.4, 1.6, "measured so")], " (95 % interval 1.40 to 1.60; measured so)"),
+        ([Pace(1.5), Pace(1.5, caveat="measured so")], " (measured so)"),
     ],
 )
 def test_noise_is_told_where_steps_tell_it(paces: list[Pace], said: str) -> None:
     assert doubt_text(paces) == said
 
 
-def test_a_busy_machine_counts_where_rows_did_not_take_turns() -> None:
+def test_a_pace_says_how_rows_were_measured_that_did_not_take_turns() -> None:
     rows = row("zero1", ms=100.0, world_size=1), row("zero1", ms=100.0, world_size=2)
-    assert not pace(rows[1], rows[0]).is_busy
+    assert pace(rows[1], rows[0]).caveat == APART
     rows[1].busy, rows[1].phases_ms = "other processes used 1.0 of 2 cores", None
-    assert pace(rows[1], rows[0]).is_busy
+    assert pace(rows[1], rows[0]).caveat == f"{APART} on a busy machine"
     (weak,) = told(scaling_efficiency, *rows)
-    assert "weak scaling, batch 8, measured on a busy machine)" in weak
+    assert f"weak scaling, batch 8, {APART} on a busy machine)" in weak
     for each in rows:
         each.turns = Turns(how="in turn", group="one", steps_per_window=8, windows_ms=[[10.0] * 6])
-    assert not pace(rows[1], rows[0]).is_busy
+    assert pace(rows[1], rows[0]).caveat == ""
 
 
 def test_the_spread_of_runs_is_told_where_there_are_several() -> None:
@@ -164,12 +167,12 @@ def test_accumulation_gains_speed_and_saves_bytes() -> None:
     for each in rows:
         each.communication_bytes = 8 * 1024 * 2
     assert told(accumulation_speed, *rows) == [
-        "zero1 with accumulation 4 has 2.0 times the speed of accumulation 1, with 2 bytes on the wire a token instead "
-        "of 8."
+        f"zero1 with accumulation 4 has 2.0 times the speed of accumulation 1 ({APART}), with 2 bytes on the wire a "
+        "token instead of 8."
     ]
     rows[0].communication_bytes = None
     assert told(accumulation_speed, *rows) == [
-        "zero1 with accumulation 4 has 2.0 times the speed of accumulation 1."
+        f"zero1 with accumulation 4 has 2.0 times the speed of accumulation 1 ({APART})."
     ]
     assert told(accumulation_speed, rows[0]) == []
 
@@ -179,8 +182,8 @@ def test_offload_costs_time_and_saves_memory() -> None:
     moved = row("zero3", ms=25.0, peak_mib=40, offload="cpu_optimizer")
     moved.memory_bytes = {"device": {"parameters": 1}, "host": {"master": 60 * MIB}}
     assert told(offload_cost, plain, moved) == [
-        "zero3 with cpu_optimizer takes 2.5 times the step time without offload and saves 60.0 MiB (60 %) of the "
-        "device's peak; a rank holds 60.0 MiB on the host."
+        f"zero3 with cpu_optimizer takes 2.5 times the step time without offload ({APART}) and saves 60.0 MiB (60 %) "
+        "of the device's peak; a rank holds 60.0 MiB on the host."
     ]
     assert told(offload_cost, moved) == []
     moved.phases_ms = {"forward": 6.0, "exposed_offload": 1.0, "exposed_io": 3.0}
@@ -199,7 +202,7 @@ def test_a_stage_begins_to_pay_where_it_saves_memory_for_little_time() -> None:
     small, large = model("small", 10, slower=1.5), model("large", 20, slower=1.05)
     expected = (
         "Stage 2 begins to pay at large: it saves 20.0 MiB (20 %) of the device's peak compared with stage 1, for 5 % "
-        "more time."
+        f"more time ({APART})."
     )
     assert told(stage_pays, *large, *small) == [expected]
     assert told(stage_pays, *small) == []
@@ -228,8 +231,8 @@ def test_a_ladder_tells_what_each_step_buys_and_costs() -> None:
         row("zero3", ms=204.0, peak_mib=75),
     ]
     assert told(ladder, *rows) == [
-        "zero1 after ddp saves 50.0 MiB (25 %) of the device's peak, for 2 % more time.",
-        "zero3 after zero1 saves 75.0 MiB (50 %) of the device's peak, for 100 % more time.",
+        f"zero1 after ddp saves 50.0 MiB (25 %) of the device's peak, for 2 % more time ({APART}).",
+        f"zero3 after zero1 saves 75.0 MiB (50 %) of the device's peak, for 100 % more time ({APART}).",
     ]
     assert told(ladder, rows[0]) == []
 
@@ -242,7 +245,7 @@ def test_the_next_step_is_the_fastest_that_needs_notably_less() -> None:
     ]
     assert told(next_step, *rows) == [
         "When memory runs out with zero0, take zero1 next: it saves 50.0 MiB (25 %) of the device's peak, for 20 % "
-        "more time."
+        f"more time ({APART})."
     ]
     assert told(next_step, *rows[:1]) == []
 
@@ -256,15 +259,15 @@ def test_scaling_is_told_weak_and_strong_and_where_it_ends() -> None:
     for each in rows:
         each.phases_ms = None
     assert told(scaling_efficiency, *rows) == [
-        "zero1 keeps 50 % of the speed per rank from 1 to 2 ranks (weak scaling, batch 8); from 2 ranks on it keeps "
-        "less than 80 %.",
-        "zero1 keeps 80 % of the speed per rank from 1 to 2 ranks (strong scaling, 1,024 tokens a step).",
+        f"zero1 keeps 50 % of the speed per rank from 1 to 2 ranks (weak scaling, batch 8, {APART}); from 2 ranks on "
+        "it keeps less than 80 %.",
+        f"zero1 keeps 80 % of the speed per rank from 1 to 2 ranks (strong scaling, 1,024 tokens a step, {APART}).",
     ]
     assert told(scaling_efficiency, rows[0]) == []
     rows[1].phases_ms = {"forward": 6.0, "exposed_communication": 4.0}
     assert told(scaling_efficiency, *rows[:2]) == [
-        "zero1 keeps 50 % of the speed per rank from 1 to 2 ranks (weak scaling, batch 8); there exposed "
-        "communication is 40 % of a step; from 2 ranks on it keeps less than 80 %."
+        f"zero1 keeps 50 % of the speed per rank from 1 to 2 ranks (weak scaling, batch 8, {APART}); there "
+        "exposed communication is 40 % of a step; from 2 ranks on it keeps less than 80 %."
     ]
 
 

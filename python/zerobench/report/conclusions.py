@@ -203,7 +203,7 @@ def _cost_text(slower: Pace) -> str:
     percent = 100 * (slower.value - 1)
     if percent < 1:
         return "without taking more time"
-    doubt = "within noise" if slower.is_noise else "measured on a busy machine" if slower.is_busy else ""
+    doubt = "within noise" if slower.is_noise else slower.caveat
     return f"for {percent:.0f} % more time{f' ({doubt})' if doubt else ''}"
 
 

@@ -228,6 +228,17 @@ def _turns_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         rounds = _range([len(turns.windows_ms[0]) for turns, _ in found], "round")
         counted = f"{rounds} x {steps}, {runs}" if how == "in turn" else f"{runs} x {steps}"
         notes.append(f"Measured {words}: {names}; {counted}.")
+    alone = [
+        label
+        for row, label in zip(rows, labels, strict=True)
+        if row.status == "ok" and row.turns is None and row.step_time_ms is not None
+    ]
+    if len(alone) > 1:
+        names = "all rows" if len(alone) == len(rows) else join_words(alone)
+        notes.append(
+            f"Measured one after the other: {names}. Intervals leave out how the machine changed in between; with "
+            "--rounds, rows take turns."
+        )
     return notes
 
 

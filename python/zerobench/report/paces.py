@@ -18,8 +18,8 @@ class Pace(NamedTuple):
     value: float
     low: float | None = None
     high: float | None = None
-    is_busy: bool = False
-    """Whether other processes disturbed a row, and the two did not take turns, which would cancel that."""
+    caveat: str = ""
+    """What the interval leaves out; empty where the two took turns."""
 
     @property
     def is_noise(self) -> bool:
@@ -28,7 +28,8 @@ class Pace(NamedTuple):
 
 
 def pace(row: Row, base: Row) -> Pace:
-    """Compare rows within rounds where they took turns, else by their medians."""
+    """Compare rows within rounds where they took turns, else by their medians, which hold what the machine changed
+    from one row to the next."""
     tokens = tokens_per_step(row) / tokens_per_step(base)
     paired = ratio_in_turn(base, row)
     if paired is not None:
@@ -39,11 +40,12 @@ def pace(row: Row, base: Row) -> Pace:
     assert row.step_time_ms is not None and base.step_time_ms is not None
     error = ratio_error(base.step_time_ms.samples, row.step_time_ms.samples)
     is_busy = row.busy is not None or base.busy is not None
+    caveat = f"measured one after the other{' on a busy machine' if is_busy else ''}"
     if error is None:
-        return Pace(mine / other, is_busy=is_busy)
+        return Pace(mine / other, caveat=caveat)
     # Of the logarithm, in which a factor counts the same up and down.
     factor = math.exp(NOISE_SIGMAS * error * row.step_time_ms.median / base.step_time_ms.median)
-    return Pace(mine / other, mine / other / factor, mine / other * factor, is_busy)
+    return Pace(mine / other, mine / other / factor, mine / other * factor, caveat)
 
 
 def rate(row: Row) -> float:
@@ -62,8 +64,8 @@ def times_text(paces: Sequence[Pace]) -> str:
 
 def doubt_text(paces: Sequence[Pace]) -> str:
     """Return how sure a sentence is, such as " (95 % interval 1.12 to 1.31)"; empty where nothing is to be said."""
-    texts = [_noise_text(paces), "measured on a busy machine" if any(each.is_busy for each in paces) else ""]
-    told = "; ".join(filter(None, texts))
+    caveat = max((each.caveat for each in paces), key=len)
+    told = "; ".join(filter(None, [_noise_text(paces), caveat]))
     return f" ({told})" if told else ""
 
 

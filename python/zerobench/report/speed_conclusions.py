@@ -179,14 +179,14 @@ def _kept(row: Row, first: Row) -> Pace:
     if row is first:
         return Pace(1.0)
     share = first.settings.world_size / row.settings.world_size
-    value, low, high, is_busy = pace(row, first)
-    return Pace(share * value, low and share * low, high and share * high, is_busy)
+    value, low, high, caveat = pace(row, first)
+    return Pace(share * value, low and share * low, high and share * high, caveat)
 
 
 def _kept_doubt_text(kept: Pace) -> str:
     texts = []
     if kept.low is not None and kept.high is not None and f"{kept.low:.2f}" != f"{kept.high:.2f}":
         texts.append(f", 95 % interval {100 * kept.low:.0f} to {100 * kept.high:.0f} %")
-    if kept.is_busy:
-        texts.append(", measured on a busy machine")
+    if kept.caveat:
+        texts.append(f", {kept.caveat}")
     return "".join(texts)
