@@ -59,6 +59,8 @@ def test_a_row_that_is_measured_and_wrong_has_no_figures(quantity) -> None:
     place = "" if quantity == "update" else " of wte.weight"
     assert row.status == "wrong" and f"{quantity}{place} deviates by 1 " in (row.error or "")
     assert row.step_time_ms is row.tokens_per_s is row.peak_device_bytes is row.loss is None
+    told = "run with --lr 0.0001 to tell it from a fault" in (row.error or "")
+    assert told == (quantity in ("update", "piece"))  # a gradient of step 1 does not depend on the rate
 
 
 def test_energy_that_one_rank_does_not_know_is_null() -> None:

@@ -18,6 +18,7 @@ from zerobench.bench.protocol.tolerances import (
     describe,
     exceeded,
     nan_last,
+    rate_hint,
     tolerance_precision,
     tolerances,
 )
@@ -80,6 +81,7 @@ def apply_outcome(
     if found and row.deviation is not None:
         row.status = "wrong"
         row.error = f"differs from {row.deviation.reference}: {describe(row.deviation, found[0])}"
+        row.error += rate_hint(found, configuration.settings.optimizer["lr"])
         return []
     windows = [report.window for report in reports if report.window is not None]
     if fault := fault_of(windows):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from zerobench.results.schema import Deviation, RowDtypes
@@ -116,3 +116,17 @@ def describe(deviation: Deviation, quantity: str) -> str:
         )
     place = getattr(deviation, f"{quantity}_worst", None)
     return f"{quantity}{f' of {place}' if place else ''} deviates by {value:.2g} (allowed {allowed:g})"
+
+
+def rate_hint(found: Collection[str], learning_rate: float) -> str:
+    """Return what tells rounding from a fault, for a row that exceeds the tolerances of ``found``; "" where it is a
+    fault for sure.
+
+    Where updates differ after the last step and nothing does before, either a part missed an update, or the rate is so
+    high that each step magnifies the rounding of those before it."""
+    if not found or not {"update", "piece"}.issuperset(found):
+        return ""
+    return (
+        f". Gradients of step 1 agree, so rounding may have grown at this learning rate: run with --lr "
+        f"{learning_rate / 10:g} to tell it from a fault"
+    )
