@@ -106,7 +106,7 @@ def _fewer_layers_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]
             by_layers.setdefault(f"{row.deviation.verified_layers} of {of}", []).append(label)
     verified_num = sum(row.deviation is not None for row in rows)
     return [
-        f"Verified with {layers} layers: {'all rows' if len(names) == verified_num > 2 else join_words(names)}."
+        f"Verified with {layers} layers: {_names_text(names, verified_num)}."
         for layers, names in by_layers.items()
     ]
 
@@ -222,24 +222,33 @@ def _turns_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
         ]
         if not found:
             continue
-        names = "all rows" if len(found) == len(rows) else join_words([label for _, label in found])
+        names = _names_text([label for _, label in found], len(rows))
         runs = _range([len(turns.windows_ms) for turns, _ in found], "run")
         steps = _range([turns.steps_per_window for turns, _ in found], "step")
         rounds = _range([len(turns.windows_ms[0]) for turns, _ in found], "round")
         counted = f"{rounds} x {steps}, {runs}" if how == "in turn" else f"{runs} x {steps}"
         notes.append(f"Measured {words}: {names}; {counted}.")
-    alone = [
+    return notes
+
+
+def _alone_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
+    """Return which rows did not take turns, if there are several."""
+    names = [
         label
         for row, label in zip(rows, labels, strict=True)
         if row.status == "ok" and row.turns is None and row.step_time_ms is not None
     ]
-    if len(alone) > 1:
-        names = "all rows" if len(alone) == len(rows) else join_words(alone)
-        notes.append(
-            f"Measured one after the other: {names}. Intervals leave out how the machine changed in between; with "
-            "--rounds, rows take turns."
-        )
-    return notes
+    if len(names) < 2:
+        return []
+    return [
+        f"Measured one after the other: {_names_text(names, len(rows))}. Intervals leave out how the machine changed "
+        "in between; with --rounds, rows take turns."
+    ]
+
+
+def _names_text(names: Sequence[str], row_num: int) -> str:
+    """Return "all rows" if there are three or more of ``row_num`` rows and all are named, else their names."""
+    return "all rows" if len(names) == row_num > 2 else join_words(names)
 
 
 def _range(values: Sequence[int], word: str) -> str:
@@ -249,7 +258,7 @@ def _range(values: Sequence[int], word: str) -> str:
 
 
 def _reading_notes(rows: Sequence[Row], labels: Sequence[str], left_out: Sequence[str]) -> list[str]:
-    notes = _turns_notes(rows, labels)
+    notes = _turns_notes(rows, labels) + _alone_notes(rows, labels)
     notes += _checksum_notes(rows, is_marked="update deviation" not in left_out)
     notes += _fewer_layers_notes(rows, labels)
     notes += _all_experts_notes(rows, labels)
