@@ -54,7 +54,8 @@ def sentences(recipe: Recipe, results: Results) -> list[str]:
 
 
 def remove_earlier(charts: Sequence[Chart], folder: Path, *, kept: Sequence[Path]) -> None:
-    """Remove what these charts showed of fewer rows: --resume adds settings, and names of files have more of them."""
+    """Remove other files of these charts from ``folder``. A smaller grid left them: --resume adds settings, which files
+    are named after."""
     for chart in charts:
         for path in folder.glob(f"{chart.metric}_by_{chart.x or DEFAULT_X}*"):
             if path.suffix in CHART_SUFFIXES and path not in kept:

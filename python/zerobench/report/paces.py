@@ -19,7 +19,7 @@ class Pace(NamedTuple):
     low: float | None = None
     high: float | None = None
     caveat: str = ""
-    """What the interval leaves out; empty where the two took turns."""
+    """How the two were measured, if they did not take turns: their interval leaves out how the machine changed."""
 
     @property
     def is_noise(self) -> bool:
@@ -28,8 +28,8 @@ class Pace(NamedTuple):
 
 
 def pace(row: Row, base: Row) -> Pace:
-    """Compare rows within rounds where they took turns, else by their medians, which hold what the machine changed
-    from one row to the next."""
+    """Compare rows within rounds if they took turns, else by their medians, which also differ by how the machine
+    changed from one row to the next."""
     tokens = tokens_per_step(row) / tokens_per_step(base)
     paired = ratio_in_turn(base, row)
     if paired is not None:
@@ -64,7 +64,7 @@ def times_text(paces: Sequence[Pace]) -> str:
 
 def doubt_text(paces: Sequence[Pace]) -> str:
     """Return how sure a sentence is, such as " (95 % interval 1.12 to 1.31)"; empty where nothing is to be said."""
-    caveat = max((each.caveat for each in paces), key=len)
+    caveat = max((each.caveat for each in paces), key=len)  # that of a busy machine, if there is one
     told = "; ".join(filter(None, [_noise_text(paces), caveat]))
     return f" ({told})" if told else ""
 

@@ -119,12 +119,11 @@ def describe(deviation: Deviation, quantity: str) -> str:
 
 
 def rate_hint(found: Collection[str], learning_rate: float) -> str:
-    """Return what tells rounding from a fault, for a row that exceeds the tolerances of ``found``; "" where it is a
-    fault for sure.
+    """Return how to tell rounding from a fault if only updates exceed their tolerance (``found``), else "".
 
-    Where updates differ after the last step and nothing does before, either a part missed an update, or the rate is so
-    high that each step magnifies the rounding of those before it."""
-    if not found or not {"update", "piece"}.issuperset(found):
+    If gradients agree at step 1 and updates differ after the last step, either a part of a parameter missed an update,
+    or the rate is so high that each step magnifies the rounding of the steps before it."""
+    if not {"update", "piece"}.issuperset(found):
         return ""
     return (
         f". Gradients of step 1 agree, so rounding may have grown at this learning rate: run with --lr "

@@ -266,7 +266,7 @@ def verified(
         reference_file = None
     gc.collect()  # what the strategy left in reference cycles
     if meter.device.type == "cuda":
-        torch.cuda.empty_cache()  # which the comparison needs some of
+        torch.cuda.empty_cache()  # the comparison needs some of that memory
     verification = verify.verify_row(
         evidence,
         reference_file=reference_file,
