@@ -247,8 +247,8 @@ def _alone_notes(rows: Sequence[Row], labels: Sequence[str]) -> list[str]:
 
 
 def _names_text(names: Sequence[str], row_num: int) -> str:
-    """Return "all rows" if there are three or more of ``row_num`` rows and all are named, else their names."""
-    return "all rows" if len(names) == row_num > 2 else join_words(names)
+    """Return "all rows" if there are several of ``row_num`` rows and all are named, else their names."""
+    return "all rows" if len(names) == row_num > 1 else join_words(names)
 
 
 def _range(values: Sequence[int], word: str) -> str:
