@@ -56,9 +56,9 @@ def rate(row: Row) -> float:
 
 
 def times_text(paces: Sequence[Pace]) -> str:
-    """Return such as "1.2 times" or "1.2 to 1.4 times", with one more digit near 1, where it says which is faster."""
+    """Return such as "2.3 times" or "1.21 to 1.43 times", with one more digit below 2, where it is much of the gain."""
     ends = min(paces).value, max(paces).value
-    form = ".2f" if any(format(end, ".1f") == "1.0" for end in ends) else ".1f"
+    form = ".2f" if ends[0] < 2 else ".1f"
     return f"{range_text(ends, form)} times"
 
 
