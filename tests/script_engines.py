@@ -16,6 +16,8 @@ import zoo
 import zerobench
 
 CASE = zoo.CASES["blocks"]
+NAME = "blocks.1.up.weight"
+NAMES_GRADIENTS = r"engine\.gradients\(\)"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOST = {"offload_optimizer": {"device": "cpu"}}
 PLACES: dict[str, dict[str, Any]] = {
@@ -38,6 +40,25 @@ LOSS_SCALE = 256.0  # at which no gradient of these models overflows fp16
 
 _settings: dict[str, str] = {}
 _ends: dict[Any, tuple[str, Any]] = {}
+_untouched: dict[Any, str] = {}
+
+
+def _set_all_to_none(engine: zerobench.Engine) -> None:
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+
+
+DROPS: dict[str, Callable[[zerobench.Engine], None]] = {
+    "engine.zero_grad": lambda engine: engine.zero_grad(),
+    "engine.drop_gradients": lambda engine: engine.drop_gradients(),
+    "optimizer.zero_grad": lambda engine: engine.optimizer.zero_grad(),
+    "module.zero_grad": lambda engine: engine.module.zero_grad(),
+    "another optimizer's": lambda engine: torch.optim.SGD(engine.module.parameters(), lr=0.1).zero_grad(),
+    "every .grad": _set_all_to_none,
+    "not to None": lambda engine: engine.zero_grad(set_to_none=False),
+    "optimizer, not to None": lambda engine: engine.optimizer.zero_grad(set_to_none=False),
+}
+"""The ways that PyTorch scripts drop gradients."""
 
 
 def run_all(
@@ -121,6 +142,25 @@ def end(engine: zerobench.Engine) -> dict[str, Any]:
     ]
     engine.close()
     return {"parameters": parameters, **moments, "digest": "-".join(digests)}
+
+
+def untouched(rank: ranks.Rank, place: str, *, micros: int = 1, steps: int = 2, **config: Any) -> str:
+    """Return the digest of an ordinary training in this place."""
+    key = (place, rank.world_size, micros, steps, repr(config))
+    if key not in _untouched:
+        engine = start(rank, place, gradient_accumulation_steps=micros, **config)
+        train(engine, rank, range(steps), micros=micros)
+        _untouched[key] = end(engine)["digest"]
+    return _untouched[key]
+
+
+def nothing(*_: Any) -> None:
+    """Leave everything as it is."""
+
+
+def last(rank: ranks.Rank) -> int:
+    """Return the number of the last rank."""
+    return rank.world_size - 1
 
 
 def expect_same_everywhere(key: Any, place: str, digest: Any) -> None:
