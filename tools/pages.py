@@ -25,6 +25,8 @@ def engine_page() -> str:
     import zerobench
     from zerobench.engine.engine import Engine, initialize
     from zerobench.engine.facts import EngineFacts
+    from zerobench.engine.gathering import EngineGathering
+    from zerobench.engine.state import EngineState
     from zerobench.engine.window import EngineWindow
 
     parts = [
@@ -39,8 +41,10 @@ def engine_page() -> str:
         _prose(Engine),
     ]
     for title, kind in [
-        ("Training and state", Engine),
+        ("Training", Engine),
         ("Gradients between backward and step", EngineWindow),
+        ("Parameters and buffers between steps", EngineGathering),
+        ("Full state", EngineState),
         ("What happened and what is held", EngineFacts),
     ]:
         parts.append(f"## {title}\n")

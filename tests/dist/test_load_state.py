@@ -17,7 +17,7 @@ import zoo
 from torch import nn
 
 import zerobench
-from zerobench.engine import full_state as full_state_module
+from zerobench.engine import state_checks
 from zerobench.errors import CommunicationError, ConfigError, NonFiniteGradientError, StateError
 
 STAGES = (0, 1, 2, 3)
@@ -402,7 +402,7 @@ def refused_by_one(rank: ranks.Rank) -> tuple[str, str, str]:
         engine.load_full_state(**kept | ({"exp_avg": dict.fromkeys(names[1:])} if rank.rank == 0 else {}))
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 0:
-            patch.setattr(full_state_module, "checked_states", no_memory)
+            patch.setattr(state_checks, "checked_states", no_memory)
         with pytest.raises((MemoryError, CommunicationError)) as failed:
             engine.load_full_state(**kept)
     assert time.monotonic() - began < 30.0

@@ -24,6 +24,8 @@ PUBLIC = (
     "engine/engine.py",
     "engine/window.py",
     "engine/facts.py",
+    "engine/gathering.py",
+    "engine/state.py",
     "engine/optimizer.py",
 )
 

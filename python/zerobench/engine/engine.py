@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -21,21 +21,11 @@ from zerobench import _native
 from zerobench.engine import config as config_module
 from zerobench.engine import notices, other_arguments, placement
 from zerobench.engine import topology as topology_module
-from zerobench.engine.agreement import expect_same_setup, expect_same_unheld, raise_everywhere, setup_facts
+from zerobench.engine.agreement import expect_same_setup, setup_facts
 from zerobench.engine.change_watch import ChangeWatch
 from zerobench.engine.config import Config
 from zerobench.engine.departures import tell_peers_of_the_end, told_to_peers
-from zerobench.engine.facts import EngineFacts
-from zerobench.engine.full_state import (
-    Checked,
-    checked_for_loading,
-    of_rank_0,
-    persistent_buffers,
-    settle_buffers,
-    share_tensors,
-    tensors_to_share,
-    unheld_tensors,
-)
+from zerobench.engine.gathering import CHANGE_CURE
 from zerobench.engine.hooks import ModuleHooks, expect_not_updating
 from zerobench.engine.input_backward import InputBackward
 from zerobench.engine.known_parameters import KnownParameters
@@ -45,27 +35,22 @@ from zerobench.engine.optimizer import ZeroOptimizer
 from zerobench.engine.parameters import (
     Materialise,
     core_arguments,
-    hyperparameters_of,
     materialise_unit,
     param_groups,
 )
 from zerobench.engine.rank_cpus import rank_cpus
+from zerobench.engine.state import EngineState
 from zerobench.engine.swap_watch import SwapWatch
 from zerobench.engine.trainable_model import expect_trainable, hold, release
+from zerobench.engine.unheld_tensors import share_tensors, tensors_to_share
 from zerobench.engine.units import find_units, large_unit_notice
-from zerobench.engine.value_watch import Samples, ValueWatch
+from zerobench.engine.value_watch import ValueWatch
 from zerobench.engine.window import EngineWindow
 from zerobench.errors import ConfigError, StateError
 from zerobench.host.facts import HostFacts, read_host_facts
 
 if TYPE_CHECKING:
     from zerobench._core import AdamHyperparameters
-
-_CHANGE_CURE = (
-    "change it inside `with engine.gather(modifier_rank=0):`, on every rank; a module that sets parameters in its "
-    "first forward has that forward there, before training"
-)
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def initialize(
@@ -107,7 +92,7 @@ def initialize(
     )
 
 
-class Engine(EngineFacts, EngineWindow):
+class Engine(EngineWindow, EngineState):
     """A model under training. Calls that gather or reduce are collective: make them equally often on every rank.
 
     ``module`` is the model, ``optimizer`` its ZeroOptimizer, ``config`` and ``topology`` are what was resolved,
@@ -221,7 +206,7 @@ class Engine(EngineFacts, EngineWindow):
         self._hooks = ModuleHooks(
             self._core,
             units=self._units,
-            input_dtype=_TORCH_DTYPES[self._dtypes["param"]] if casts else None,
+            input_dtype=self._param_dtype() if casts else None,
             enter=self._enter_forward,
             arrived=self._parameters_arrived,
             trains=self._trains,
@@ -238,8 +223,6 @@ class Engine(EngineFacts, EngineWindow):
             self._swap_watch = SwapWatch(offload.nvme_path, self._notices, clock_s=time.perf_counter)
         if self._core.awaits_share:
             self._place.begin_trial()
-
-    # --- training -----------------------------------------------------------------------------------------------
 
     @told_to_peers
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -287,9 +270,9 @@ class Engine(EngineFacts, EngineWindow):
             self._known.expect_same()
         scale = self._core.loss_scale
         if last:
-            self._changes.check(_CHANGE_CURE)
+            self._changes.check(CHANGE_CURE)
             if self._changes.is_due and self._values is not None:
-                self._values.check(_CHANGE_CURE)
+                self._values.check(CHANGE_CURE)
         updates = last and self.config.optimizer_in_backward
         self._core.begin_backward(last=last, groups=self._hyperparameters() if updates else [])
         try:
@@ -373,201 +356,6 @@ class Engine(EngineFacts, EngineWindow):
         """Put the model into evaluation mode."""
         return self.train(False)
 
-    # --- reading and changing parameters ------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def gather(
-        self,
-        parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | Engine | None = None,
-        *,
-        modifier_rank: int | None = None,
-    ) -> Iterator[None]:
-        """Hold parameters (default: all) unsharded inside the block. Collective.
-
-        With ``modifier_rank``, that rank's values at the end of the block become everybody's, masters included;
-        without, nothing may be changed inside.
-
-        Raises ConfigError for a parameter that the model does not have and for a rank that there is not, StateError
-        inside a forward or backward, for parameters that were changed before without a ``gather``, and for a change
-        inside without ``modifier_rank``.
-        """
-        units = self._units_of(parameters)
-        if modifier_rank is not None and not 0 <= modifier_rank < self.topology.world_size:
-            raise ConfigError(
-                f"modifier_rank {modifier_rank} is not below the world size {self.topology.world_size}"
-            )
-        self._enter_stream()
-
-        def is_gathered(name: str) -> bool:
-            return self._parameter_units[name] in units
-
-        self._changes.expect_same(is_gathered, _CHANGE_CURE, repeats=False)
-        self._core.gather(units, may_change=modifier_rank is not None)
-        self._parameters_arrived()
-        if self._values is not None:
-            self._values.check(_CHANGE_CURE, but=self._changes.changed_names(), repeats=False)
-        before = (
-            self._values.sample(is_gathered) if self._values is not None and modifier_rank is None else {}
-        )
-        may_load, self._hooks.may_load = self._hooks.may_load, modifier_rank is not None
-        has_failed = True
-        try:
-            yield
-            has_failed = False
-        finally:
-            self._hooks.may_load = may_load
-            lost = None if has_failed or modifier_rank is not None else self._lost_change(is_gathered, before)
-            self._core.end_gather(units, modifier_rank=-1 if modifier_rank is None else modifier_rank)
-            if modifier_rank is not None:
-                share_tensors(self._core, self._integers_of(units), rank=modifier_rank)
-            if modifier_rank is not None or self._core.parameters_sharded:  # there other changes are gone
-                self._changes.accept(is_gathered)
-                self._accept_values()
-            if lost is not None:
-                raise lost
-
-    def sync_buffers(self) -> None:
-        """Give every rank the values of rank 0's persistent buffers, as DistributedDataParallel does before each
-        forward (``broadcast_buffers``); nothing is averaged. Collective, between steps.
-
-        Call it before an evaluation where ranks must agree: statistics of BatchNorm follow each rank's own batches.
-        Buffers registered with ``persistent=False`` stay each rank's own.
-
-        Raises ConfigError, the same on every rank, where ranks have buffers of other names, shapes or dtypes.
-        """
-        self._enter_stream()
-        self._settle_buffers()
-        buffers = persistent_buffers(self.module)
-        expect_same_unheld(self._core, buffers)
-        share_tensors(self._core, buffers)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The module's full state dict (parameters in param_dtype, buffers) as copies. Collective."""
-        with self.gather():
-            copies = {
-                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                for name, value in self.module.state_dict().items()
-            }
-            if self._place.device is not None:
-                self._place.device.synchronize()  # whether a peer was lost before, the block's end says
-        return copies
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a full state dict into the module and the masters: rank 0's values become everybody's. Collective,
-        between steps; moments stay as they are. Returns and raises what ``torch.nn.Module.load_state_dict`` does."""
-        try:
-            with self.gather(modifier_rank=0):
-                return self.module.load_state_dict(state_dict, strict=strict)
-        finally:
-            expect_same_unheld(self._core, unheld_tensors(self.module))
-            self._share_unheld(
-                but=self._integers_of(self._units_of(None)).values()
-            )  # those the gather has shared
-
-    def full_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """All that ``load_full_state`` takes, on the host: ``torch.save`` it on rank 0. Collective, between steps.
-
-        Tensors have the parameters' full shapes by name: ``parameters`` (as ``full_parameters``), ``exp_avg`` and
-        ``exp_avg_sq`` in fp32; ``buffers`` have their own dtypes. It takes 12 bytes of host memory for each parameter
-        on every rank; with ``rank0_only`` on rank 0 alone, and other ranks' has no tensors. ``parameter_steps`` has the
-        step counts of parameters that were held in some steps (``gradients``).
-
-        Raises StateError where micro-batches wait for a step, whose gradients no state has.
-        """
-        self._core.check_gradients()
-        if pending := self._core.window_backwards:
-            raise StateError(
-                f"full_state() was called while the gradients of {pending} micro-batch{'es' * (pending > 1)} wait "
-                "for a step, and a state has no gradients: call engine.step(end_window=True) before, or "
-                "engine.zero_grad()"
-            )
-        unheld = unheld_tensors(self.module)
-        expect_same_unheld(self._core, unheld)
-        buffers = {name: of_rank_0(self._core, tensor) for name, tensor in sorted(unheld.items())}
-        return {
-            "parameters": self.full_parameters(rank0_only=rank0_only),
-            "exp_avg": self.full_optimizer_state("exp_avg", rank0_only=rank0_only),
-            "exp_avg_sq": self.full_optimizer_state("exp_avg_sq", rank0_only=rank0_only),
-            "step": self.global_steps,
-            "parameter_steps": {
-                name: self.global_steps - held for name, held in self._core.held_steps().items()
-            },
-            "loss_scale": self.loss_scale_state(),
-            "param_groups": [hyperparameters_of(group) for group in self.optimizer.param_groups],
-            "buffers": {} if rank0_only and self.topology.rank > 0 else buffers,
-        }
-
-    def full_parameters(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Full fp32 masters on the host by parameter name (of frozen parameters the values that they have, tied ones by
-        their first name), on every rank or, with ``rank0_only``, on rank 0 and none on others. Collective."""
-        return self._core.full_state("master", rank0_only=rank0_only)
-
-    def full_optimizer_state(self, kind: str, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Full "exp_avg" or "exp_avg_sq" of trained parameters, as ``full_parameters``. Collective; ValueError for
-        another ``kind``."""
-        return self._core.full_state(kind, rank0_only=rank0_only)
-
-    def load_full_state(
-        self,
-        *,
-        parameters: Mapping[str, torch.Tensor],
-        exp_avg: Mapping[str, torch.Tensor],
-        exp_avg_sq: Mapping[str, torch.Tensor],
-        step: int,
-        loss_scale: Mapping[str, float] | None = None,
-        param_groups: Sequence[Mapping[str, Any]] | None = None,
-        buffers: Mapping[str, torch.Tensor] | None = None,
-        parameter_steps: Mapping[str, int] | None = None,
-    ) -> None:
-        """Go on from a state as ``full_state`` gave it: rank 0's becomes everybody's. Collective, between steps.
-
-        Also what takes an engine further that an error behind ``optimizer_in_backward`` left torn: from here on it is
-        as a new engine with this state. A loss scale that is not given stays, and so do the hyperparameters of param
-        groups, learning rates among them; each rank takes its own, which must be the same. ``buffers`` are persistent
-        ones and parameters that are no floating-point numbers; where they are not given, rank 0's stay. Other ranks'
-        tensors are not read, and may be none, as ``full_state(rank0_only=True)`` gives them.
-
-        Raises StateError inside a forward, backward or gather, ConfigError for names or shapes that the model lacks,
-        for a loss scale that this precision has no use for, for another number of groups, and for numbers that cannot
-        be; then nothing was loaded.
-        """
-        unheld = unheld_tensors(self.module)
-        checked: Checked | None = None
-        refusal: Exception | None = None
-        try:
-            checked = checked_for_loading(
-                self._known.named,
-                {"parameters": parameters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
-                step=step,
-                loss_scale=loss_scale,
-                scales_loss=self._core.loss_scale_state is not None,
-                param_groups=param_groups,
-                groups=self.optimizer.param_groups,
-                buffers=buffers,
-                unheld=unheld,
-                parameter_steps=parameter_steps,
-                may_be_none=self.topology.rank > 0,
-            )
-        except Exception as error:  # of this rank alone, perhaps
-            refusal = error
-        self._enter_stream()
-        raise_everywhere(self._core, refusal)
-        assert checked is not None
-        expect_same_unheld(self._core, unheld)
-        self._core.load_full_state(
-            checked.tensors, step=checked.step, loss_scale=checked.loss_scale, held_steps=checked.held_steps
-        )
-        self._hooks.parameters_changed()
-        for name, value in (buffers or {}).items():
-            unheld[name].data.copy_(value)
-        self._share_unheld()
-        self._changes.accept()
-        self._accept_values()
-        if checked.param_groups is not None:
-            for group, loaded in zip(self.optimizer.param_groups, checked.param_groups, strict=True):
-                group.update(loaded)
-        self._stepped = False
-
     def close(self) -> None:
         """Free the engine's memory and leave the other ranks. Stage 3 parameters lose their data.
 
@@ -619,8 +407,6 @@ class Engine(EngineFacts, EngineWindow):
                 self._parameters_arrived()
         return value
 
-    # --- internals ----------------------------------------------------------------------------------------------
-
     def _expect_room_in_window(self) -> bool:
         """Return whether the backward that begins ends its window. Raises StateError where that has ended already."""
         steps = self.config.gradient_accumulation_steps
@@ -647,34 +433,6 @@ class Engine(EngineFacts, EngineWindow):
                 self._core.await_all_updates()
             self._parameters_arrived()
 
-    def _parameters_arrived(self) -> None:
-        """Parameters that are not sharded can be read as the last step left them."""
-        if self._values is None or self._core.parameters_sharded or self._values.has_values:
-            return
-        if self._changes.is_due:
-            self._values.remember()
-
-    def _accept_values(self) -> None:
-        """Parameters have new values that the engine knows."""
-        if self._values is not None:
-            self._values.forget()
-            if not self._core.is_updating:
-                self._parameters_arrived()
-
-    def _lost_change(self, is_gathered: Callable[[str], bool], before: Samples) -> StateError | None:
-        """Return an error for a change that the end of a gather without ``modifier_rank`` loses, of parameters that had
-        values ``before``."""
-        cure = "pass modifier_rank to engine.gather(), the rank whose changes become everybody's"
-        try:
-            self._changes.expect_same(is_gathered, cure)
-            if self._values is not None:
-                self._values.expect_same(before, cure)
-        except StateError as error:
-            if self._values is not None:
-                self._values.mark_reported()
-            return error
-        return None
-
     def _hyperparameters(self) -> list[AdamHyperparameters]:
         return [self._core_types.AdamHyperparameters(**group) for group in self.optimizer.hyperparameters()]
 
@@ -693,7 +451,7 @@ class Engine(EngineFacts, EngineWindow):
         """Warn on one rank where units that were found by structure make gathers of stage 3 large."""
         if self.config.units != "auto" or not self._core.parameters_sharded:
             return
-        element_bytes = _TORCH_DTYPES[self._dtypes["param"]].itemsize
+        element_bytes = self._param_dtype().itemsize
         if notice := large_unit_notice(self._units, element_bytes=element_bytes):
             self._notices.warn(notice, same_on_all_ranks=True)
 
@@ -711,51 +469,6 @@ class Engine(EngineFacts, EngineWindow):
             free_bytes -= max(unit["gather_bytes"] for unit in units)
         share = placement.fitting_share(units, free_bytes=free_bytes)
         self._offload_ratio = self._core.place_state(share)
-
-    def _integers_of(self, units: list[int]) -> dict[str, torch.Tensor]:
-        """Parameters that the core does not hold, and that a gather makes everybody's."""
-        return {
-            name: parameter
-            for name, parameter in self._known.named.items()
-            if not parameter.is_floating_point() and self._parameter_units[name] in units
-        }
-
-    def _settle_buffers(self) -> None:
-        settle_buffers(self.module, device=self._place.name, dtype=_TORCH_DTYPES[self._dtypes["param"]])
-
-    def _share_unheld(self, *, but: Iterable[torch.Tensor] = ()) -> None:
-        """Rank 0's for all, but for buffers that belong to no state: those are each rank's own."""
-        self._settle_buffers()
-        done = set(map(id, but))
-        unheld = unheld_tensors(self.module)
-        share_tensors(self._core, {name: value for name, value in unheld.items() if id(value) not in done})
-
-    def _units_of(
-        self, parameters: Iterable[nn.Parameter] | nn.Parameter | nn.Module | Engine | None
-    ) -> list[int]:
-        if parameters is None or parameters is self:
-            return list(range(len(self._units.names)))
-        if isinstance(parameters, nn.Parameter):
-            parameters = [parameters]
-        if isinstance(parameters, (nn.Module, Engine)):
-            parameters = parameters.parameters()
-        if isinstance(parameters, str) or not isinstance(parameters, Iterable):
-            raise ConfigError(
-                f"gather accepts parameters, a module or nothing, not {parameters!r}; to gather by name, pass "
-                "engine.module.get_parameter(name) or get_submodule(name)"
-            )
-        names = {id(parameter): name for name, parameter in self._known.named.items()}
-        units = set()
-        for parameter in parameters:
-            if id(parameter) not in names:
-                what = (
-                    f"a parameter of shape {tuple(parameter.shape)}"
-                    if isinstance(parameter, torch.Tensor)
-                    else repr(parameter)
-                )
-                raise ConfigError(f"gather got {what} that the model does not have")
-            units.add(self._parameter_units[names[id(parameter)]])
-        return sorted(units)
 
     def _abort_backward(self, error: BaseException) -> None:
         try:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from zerobench.engine.full_state import checked_for_loading, checked_states, unheld_tensors
+from zerobench.engine.state_checks import checked_for_loading, checked_states
+from zerobench.engine.unheld_tensors import unheld_tensors
 from zerobench.errors import ConfigError
 
 
