@@ -33,10 +33,10 @@ def train_across_hosts(rank, hosts, stage):
         "NCCL_HOSTID": f"host-{rank.rank}",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    case, losses = engine_faults.CASE, []
-    with engine_faults.training(rank, stage, device=prepare(rank), **own) as engine:
+    case, losses, device = engine_faults.CASE, [], prepare(rank)
+    with engine_faults.training(rank, stage, device=device, **own) as engine:
         for step in range(3):
-            zoo.run_plan(engine, case, step, rank.rank, losses)
+            zoo.run_plan(engine, case, step, rank.rank, losses, device)
         return engine.communicator, [float(loss) for loss in losses]
 
 
