@@ -17,7 +17,6 @@ import zerobench
 
 CASE = zoo.CASES["blocks"]
 NAME = "blocks.1.up.weight"
-NAMES_GRADIENTS = r"engine\.gradients\(\)"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOST = {"offload_optimizer": {"device": "cpu"}}
 PLACES: dict[str, dict[str, Any]] = {

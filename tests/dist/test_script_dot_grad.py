@@ -10,7 +10,6 @@ from script_engines import (
     CASE,
     DTYPES,
     NAME,
-    NAMES_GRADIENTS,
     PLACES,
     backward,
     end,
@@ -21,6 +20,8 @@ from script_engines import (
 from torch import nn
 
 from zerobench.errors import StateError
+
+NAMES_GRADIENTS = r"engine\.gradients\(\)"
 
 
 def unscale(model):

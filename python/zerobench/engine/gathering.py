@@ -1,4 +1,4 @@
-"""What an engine does with its parameters and buffers between steps: gather, read, change and share them."""
+"""Gather, read, change and share the parameters and buffers of an engine between steps."""
 
 from __future__ import annotations
 

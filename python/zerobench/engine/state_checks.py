@@ -1,4 +1,4 @@
-"""What a full state must have to be loaded."""
+"""Check a full state before it is loaded."""
 
 from __future__ import annotations
 
