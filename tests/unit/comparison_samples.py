@@ -13,8 +13,9 @@ from rich.console import Console
 from zerobench.bench.execution import Execution
 from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.launch.outcome import Outcome
+from zerobench.bench.plan.configuration import Plan
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Plan, make_plan
+from zerobench.bench.plan.plan import make_plan
 from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.protocol.job import Job, Report, TensorDeviation, Verification
 from zerobench.bench.protocol.place import MachinePlace

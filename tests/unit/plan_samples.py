@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from zerobench.bench.plan import fit
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Configuration, make_plan
+from zerobench.bench.plan.plan import make_plan
 from zerobench.host.gpus import Gpu
 
 SMALL = {"data": "synthetic", "strategies": ("zero0", "ddp"), "seq_length": (64,), "rounds": 0}

@@ -15,9 +15,10 @@ from plan_samples import SMALL
 
 from zerobench import _native
 from zerobench.bench import disk_notes
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.bench.plan.names import rerun_command
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Configuration, make_plan
+from zerobench.bench.plan.plan import make_plan
 from zerobench.bench.swap import plan as swap_plan
 from zerobench.errors import ConfigError, Error
 from zerobench.host.disks import Disks, probe

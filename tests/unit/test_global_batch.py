@@ -13,9 +13,10 @@ from rich.console import Console
 
 from zerobench.bench.assess import first_row
 from zerobench.bench.dry_run import dry_run
+from zerobench.bench.plan.configuration import Plan
 from zerobench.bench.plan.names import rerun_command
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Plan, make_plan
+from zerobench.bench.plan.plan import make_plan
 from zerobench.bench.schedule import schedule
 from zerobench.errors import ConfigError
 from zerobench.results.schema import Results

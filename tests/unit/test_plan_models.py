@@ -8,10 +8,11 @@ from plan_samples import GPUS, ON_GPUS, SMALL, verification_model, why_too_large
 
 from zerobench import models
 from zerobench.bench.mfu import likely_compute_s
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.bench.plan.fit import least_rank_bytes, logits_bytes
 from zerobench.bench.plan.names import rerun_values
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Configuration, make_plan
+from zerobench.bench.plan.plan import make_plan
 from zerobench.bench.swap.plan import unit_numels
 from zerobench.errors import ConfigError
 

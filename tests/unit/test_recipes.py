@@ -12,7 +12,7 @@ from report_samples import grid
 from rich.console import Console
 from typer.testing import CliRunner
 
-from zerobench.bench.plan.plan import Plan
+from zerobench.bench.plan.configuration import Plan
 from zerobench.cli import main as cli
 from zerobench.cli import recipe as command
 from zerobench.errors import ConfigError

@@ -14,7 +14,7 @@ from rich.console import Console
 from zerobench.bench import session as sessions
 from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.output import MEASURED, OutputFolder
-from zerobench.bench.plan.plan import Plan
+from zerobench.bench.plan.configuration import Plan
 from zerobench.bench.resume import earlier_rows
 from zerobench.bench.schedule import schedule
 from zerobench.bench.session import Session

@@ -15,8 +15,9 @@ from plan_samples import SMALL
 
 import zerobench
 from zerobench import models
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Configuration, make_plan
+from zerobench.bench.plan.plan import make_plan
 from zerobench.bench.swap.frames import CHUNK_NUMEL, Frames, Swapping
 from zerobench.bench.swap.plan import locked_bytes, pool_of, swap_of
 from zerobench.host.io_settings import IoChoice

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from zerobench.bench.launch.outcome import Outcome
-from zerobench.bench.plan.plan import Configuration
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.bench.protocol.job import Report, Window
 from zerobench.bench.protocol.tolerances import (
     VERIFY_STEPS,

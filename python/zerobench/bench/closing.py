@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zerobench.bench.execution import why_not_started
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.bench.plan.find import KEYS, LIMITS, at_value, bounds_of, value_in
 from zerobench.bench.plan.fit import least_rank_bytes
 from zerobench.bench.plan.names import rerun_command
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Configuration
 from zerobench.bench.surroundings import Surroundings
 from zerobench.results.rows import WORKLOAD_KEYS, by_workload, row_labels, workload_heads
 from zerobench.results.schema import Row

@@ -15,7 +15,7 @@ from zerobench.strategies.base import NVME_OFFLOADS
 from zerobench.strategies.catalogue import OURS
 
 if TYPE_CHECKING:
-    from zerobench.bench.plan.plan import Configuration
+    from zerobench.bench.plan.configuration import Configuration
 
 
 def disk_warnings(

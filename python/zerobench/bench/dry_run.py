@@ -12,9 +12,9 @@ from zerobench import strategies
 from zerobench.bench.execution import why_not_started
 from zerobench.bench.jobs import JobMaker
 from zerobench.bench.launch.launcher import Launcher
+from zerobench.bench.plan.configuration import Plan
 from zerobench.bench.plan.find import value_in
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Plan
 from zerobench.bench.protocol.place import MachinePlace
 from zerobench.bench.resume import kept_rows, machine_identity, read_measured
 from zerobench.bench.schedule import Step, schedule

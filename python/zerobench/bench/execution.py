@@ -29,9 +29,9 @@ from zerobench.bench.launch.outcome import Outcome
 from zerobench.bench.launch.ranks import ProgressCallback
 from zerobench.bench.launch.sibling import SiblingLauncher
 from zerobench.bench.mfu import utilisation
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.bench.plan.fit import TooLarge, why_too_large
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Configuration
 from zerobench.bench.protocol.job import Job, Window
 from zerobench.bench.room import Room
 from zerobench.bench.sampler import Sampler, summarise

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from zerobench.bench.assess import ReferenceRun
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.bench.plan.fit import verification_model
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Configuration
 from zerobench.bench.protocol.job import Job
 from zerobench.bench.rank.trace_file import trace_path
 from zerobench.bench.schedule import Step

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from zerobench.bench.output import MEASURED
+from zerobench.bench.plan.configuration import Configuration, Plan
 from zerobench.bench.plan.find import at_value, value_in
-from zerobench.bench.plan.plan import Configuration, Plan
 from zerobench.bench.surroundings import Surroundings
 from zerobench.errors import ConfigError
 from zerobench.results.files import read_results

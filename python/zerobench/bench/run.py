@@ -11,7 +11,7 @@ from zerobench import data
 from zerobench.bench.execution import Execution
 from zerobench.bench.launch.launcher import Launcher
 from zerobench.bench.output import OutputFolder
-from zerobench.bench.plan.plan import Plan
+from zerobench.bench.plan.configuration import Plan
 from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.resume import earlier_rows, read_measured
 from zerobench.bench.sampler import Sampler

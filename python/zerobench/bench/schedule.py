@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerobench.bench.plan.plan import Configuration, Plan
+from zerobench.bench.plan.configuration import Configuration, Plan
 from zerobench.strategies.catalogue import FLOOR, REFERENCE
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from zerobench.bench.assess import first_row
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.bench.plan.find import (
     at_value,
     bounds_of,
@@ -15,7 +16,6 @@ from zerobench.bench.plan.find import (
     too_large,
     value_in,
 )
-from zerobench.bench.plan.plan import Configuration
 from zerobench.bench.schedule import Step
 from zerobench.results.schema import Row, Search, Try
 from zerobench.results.verdicts import is_within_limit

@@ -14,9 +14,9 @@ from zerobench.bench.closing import closing
 from zerobench.bench.execution import Execution
 from zerobench.bench.launch.environments import device_environment
 from zerobench.bench.output import OutputFolder
+from zerobench.bench.plan.configuration import Plan
 from zerobench.bench.plan.find import value_in
 from zerobench.bench.plan.names import rerun_command
-from zerobench.bench.plan.plan import Plan
 from zerobench.bench.progress import ProgressDisplay
 from zerobench.bench.resume import is_measured
 from zerobench.bench.sampler import Sampler, shared_warning

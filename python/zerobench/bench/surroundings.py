@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerobench.bench.disk_notes import why_not_lockable
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.bench.plan.options import CompareOptions
-from zerobench.bench.plan.plan import Configuration
 from zerobench.host.machine import machine_facts, memory_available_bytes, typed_command, version_facts
 from zerobench.host.storage import lockable_bytes
 

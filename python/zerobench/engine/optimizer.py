@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,8 +11,13 @@ from zerobench.engine.config import OptimizerConfig
 from zerobench.engine.parameters import expect_possible
 from zerobench.errors import ConfigError, StateError
 
-if TYPE_CHECKING:
-    from zerobench.engine.engine import Engine
+
+class Updater(Protocol):
+    """An engine, as its optimizer calls it."""
+
+    def step(self) -> None: ...
+    def drop_gradients(self) -> None: ...
+    def was_step_skipped(self) -> bool: ...
 
 
 class _StateElsewhere(Mapping[torch.Tensor, Any]):
@@ -48,7 +53,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     it is spread over ranks and tiers.
     """
 
-    _engine: Engine | None = None  # torch adds the first groups before there is one
+    _engine: Updater | None = None  # torch adds the first groups before there is one
 
     def __init__(self, param_groups: Iterable[dict[str, Any]], defaults: OptimizerConfig) -> None:
         super().__init__(
@@ -73,7 +78,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.state: Any = _StateElsewhere(parameters)
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: Updater) -> None:
         """Tie to the engine that updates these groups."""
         self._engine = engine
 

@@ -12,8 +12,8 @@ from zerobench.results.schema import Searched, Try
 from zerobench.results.settings import flag_of
 
 if TYPE_CHECKING:
+    from zerobench.bench.plan.configuration import Configuration, Draft
     from zerobench.bench.plan.options import CompareOptions
-    from zerobench.bench.plan.plan import Configuration, Draft
 
 KEYS: dict[str, str] = {"batch": "batch_size", "layers": "num_layers", "seq": "seq_length"}
 """The option that each searched setting begins at."""

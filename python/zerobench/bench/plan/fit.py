@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from zerobench import models
-from zerobench.bench.plan.plan import Configuration
+from zerobench.bench.plan.configuration import Configuration
 from zerobench.engine.config import parse as parse_config
 from zerobench.host.gpus import Gpu
 from zerobench.results.sizes import GIB, KIB, MIB

@@ -9,8 +9,8 @@ from zerobench.errors import ConfigError
 from zerobench.results.settings import Settings
 
 if TYPE_CHECKING:
+    from zerobench.bench.plan.configuration import Configuration
     from zerobench.bench.plan.options import CompareOptions
-    from zerobench.bench.plan.plan import Configuration
 
 
 def check_global_batch(options: CompareOptions) -> None:

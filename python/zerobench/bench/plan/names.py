@@ -19,8 +19,8 @@ from zerobench.results.settings import OPTIONS, SETTINGS, Settings, Takes, flag_
 from zerobench.strategies.catalogue import OURS, short_name
 
 if TYPE_CHECKING:
+    from zerobench.bench.plan.configuration import Configuration, Draft
     from zerobench.bench.plan.options import CompareOptions
-    from zerobench.bench.plan.plan import Configuration, Draft
 
 
 def unique_names(drafts: Sequence[Draft], *, find: str | None = None) -> list[str]:

@@ -14,8 +14,8 @@ from zerobench.strategies.base import NVME_OFFLOADS
 from zerobench.strategies.catalogue import OURS
 
 if TYPE_CHECKING:
+    from zerobench.bench.plan.configuration import Draft
     from zerobench.bench.plan.options import CompareOptions
-    from zerobench.bench.plan.plan import Draft
 
 
 def check_reach(options: CompareOptions, drafts: Sequence[Draft]) -> None:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zerobench.bench.plan.configuration import Configuration, Plan
 from zerobench.bench.plan.names import rerun_command
-from zerobench.bench.plan.plan import Configuration, Plan
 from zerobench.results.settings import Settings
 from zerobench.strategies.base import NVME_OFFLOADS
 from zerobench.strategies.catalogue import CATALOGUE, OURS

@@ -15,7 +15,7 @@ from zerobench.results.sizes import GIB
 from zerobench.strategies.catalogue import OURS
 
 if TYPE_CHECKING:
-    from zerobench.bench.plan.plan import Configuration
+    from zerobench.bench.plan.configuration import Configuration
 
 _HUGE_PAGE_BYTES = 2 << 20
 
