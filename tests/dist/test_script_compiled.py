@@ -46,17 +46,9 @@ def compiled_blocks(rank, place, backend):
 CHECKS = [(compiled_blocks, (place, "aot_eager")) for place in ("0", "1", "2", "3", "2 host", "3 all host")]
 
 
-RUNS = script_runs.chosen(
-    CHECKS,
-    on_two_places=(compiled_blocks,),
-)
+RUNS = script_runs.Runs(CHECKS, on_two_places=(compiled_blocks,))
 
 
-@pytest.fixture(scope="module")
-def outcomes_of(tmp_path_factory):
-    return script_runs.outcomes_of(RUNS, tmp_path_factory)
-
-
-@pytest.mark.parametrize(("world_size", "index"), script_runs.parameters(RUNS))
-def test_scripts_that_compile_blocks(outcomes_of, world_size, index):
-    script_runs.expect_passed(outcomes_of(world_size), index)
+@pytest.mark.parametrize(("world_size", "index"), RUNS.parameters())
+def test_scripts_that_compile_blocks(tmp_path_factory, world_size, index):
+    RUNS.expect_passed(world_size, index, tmp_path_factory)

@@ -191,18 +191,9 @@ def is_run(world_size, check, place, *arguments):
     return None
 
 
-RUNS = script_runs.chosen(
-    CHECKS,
-    swapped=(recipes,),
-    rule=is_run,
-)
+RUNS = script_runs.Runs(CHECKS, swapped=(recipes,), rule=is_run)
 
 
-@pytest.fixture(scope="module")
-def outcomes_of(tmp_path_factory):
-    return script_runs.outcomes_of(RUNS, tmp_path_factory)
-
-
-@pytest.mark.parametrize(("world_size", "index"), script_runs.parameters(RUNS))
-def test_scripts_that_follow_a_recipe(outcomes_of, world_size, index):
-    script_runs.expect_passed(outcomes_of(world_size), index)
+@pytest.mark.parametrize(("world_size", "index"), RUNS.parameters())
+def test_scripts_that_follow_a_recipe(tmp_path_factory, world_size, index):
+    RUNS.expect_passed(world_size, index, tmp_path_factory)

@@ -69,16 +69,9 @@ def optimizer_state(rank, place):
 CHECKS = [(optimizer_state, (place,)) for place in PLACES]
 
 
-RUNS = script_runs.chosen(
-    CHECKS,
-)
+RUNS = script_runs.Runs(CHECKS)
 
 
-@pytest.fixture(scope="module")
-def outcomes_of(tmp_path_factory):
-    return script_runs.outcomes_of(RUNS, tmp_path_factory)
-
-
-@pytest.mark.parametrize(("world_size", "index"), script_runs.parameters(RUNS))
-def test_scripts_that_read_optimizer_state(outcomes_of, world_size, index):
-    script_runs.expect_passed(outcomes_of(world_size), index)
+@pytest.mark.parametrize(("world_size", "index"), RUNS.parameters())
+def test_scripts_that_read_optimizer_state(tmp_path_factory, world_size, index):
+    RUNS.expect_passed(world_size, index, tmp_path_factory)

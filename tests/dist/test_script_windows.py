@@ -182,7 +182,7 @@ CHECKS = [
 ]
 
 
-RUNS = script_runs.chosen(
+RUNS = script_runs.Runs(
     CHECKS,
     several_ranks=(ranks_of_other_lengths,),
     on_two_places=(long_windows, pending_windows),
@@ -190,11 +190,6 @@ RUNS = script_runs.chosen(
 )
 
 
-@pytest.fixture(scope="module")
-def outcomes_of(tmp_path_factory):
-    return script_runs.outcomes_of(RUNS, tmp_path_factory)
-
-
-@pytest.mark.parametrize(("world_size", "index"), script_runs.parameters(RUNS))
-def test_scripts_with_short_windows(outcomes_of, world_size, index):
-    script_runs.expect_passed(outcomes_of(world_size), index)
+@pytest.mark.parametrize(("world_size", "index"), RUNS.parameters())
+def test_scripts_with_short_windows(tmp_path_factory, world_size, index):
+    RUNS.expect_passed(world_size, index, tmp_path_factory)
