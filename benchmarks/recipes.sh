@@ -11,8 +11,8 @@
 #   compile-512    two layers of Llama 3 70B at sequence 512, eager and compiled: a row takes most of a minute, and the
 #                  reference a file of 48 GB in TMPDIR, best in memory (TMPDIR=/dev/shm)
 #   compile-2048   the same at sequence 2048
-#   compile-moe    two layers of Mixtral 8x7B at sequence 1024, the same; at a tenth of the default learning rate, at
-#                  which rounding does not grow over the verified steps
+#   compile-moe    two layers of Mixtral 8x7B at sequence 1024, the same. The learning rate is 1e-4: at the default of
+#                  1e-3 compiled rows fail verification
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/sections.sh"
 out="${1:-results/recipes}"
